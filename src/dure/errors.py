@@ -117,7 +117,8 @@ class RunFolderWriteError(RunFolderError):
 class DamagedUpdateError(RunFolderError):
     """The file of an update is missing, or is not the one that its client has sent.
 
-    The message names the file, the round and the client.
+    The message names the file; where a server, a replay or a backup ends by it, also the client,
+    and the round where it is known.
     """
 
     exit_code = 1

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dure.record.seal import Seal, begins_as_of, checksum, opened, sealed
+from dure.record.seal import Seal, begins_as_of, checksum, sealed, unsealed
 
 SEAL = Seal(
     run="5f0c", files={"a": "00000000"}, config={"seed": 2**70, "x": '","state":'}, history=(7, "f")
@@ -17,12 +17,12 @@ STATE = b'{"loss": NaN, "text": "\xc3\xa4,\\"state\\":"}'
 
 
 def test_what_was_sealed_is_opened_as_it_was_and_is_json() -> None:
-    assert opened(sealed(STATE, SEAL)) == (STATE, SEAL)
+    assert unsealed(sealed(STATE, SEAL)) == (STATE, SEAL)
     assert json.loads(sealed(STATE, SEAL))["config"] == SEAL.config
 
 
 def test_a_state_without_a_seal_stays_as_it_is() -> None:
-    assert opened(STATE) == (STATE, None)
+    assert unsealed(STATE) == (STATE, None)
 
 
 @given(st.integers(0, 8 * len(sealed(STATE, SEAL)) - 1))
@@ -30,7 +30,7 @@ def test_every_flipped_bit_shows(place: int) -> None:
     content = bytearray(sealed(STATE, SEAL))
     content[place // 8] ^= 1 << place % 8
     try:
-        state, seal = opened(bytes(content))
+        state, seal = unsealed(bytes(content))
     except ValueError:
         return
     # In its first bytes, by which it is known to be sealed: then it is no state either.
@@ -42,7 +42,7 @@ def test_every_flipped_bit_shows(place: int) -> None:
 @given(st.integers(0, len(sealed(STATE, SEAL)) - 1))
 def test_a_file_that_was_cut_off_shows(length: int) -> None:
     try:
-        _, seal = opened(sealed(STATE, SEAL)[:length])
+        _, seal = unsealed(sealed(STATE, SEAL)[:length])
     except ValueError:
         return
     assert seal is None

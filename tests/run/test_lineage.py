@@ -15,8 +15,8 @@ import dure
 from dure.cli.main import main
 from dure.errors import LineageError
 from dure.record.run import load_run
-from dure.record.settings import config_digest
-from dure.run.lineage import FILE, METADATA, signed, verify
+from dure.record.settings import LINEAGE, config_digest
+from dure.run.lineage import METADATA, signed, verify
 from dure.wire.signatures import Key
 from small import small_task
 
@@ -53,9 +53,9 @@ def test_the_lineage_says_what_the_model_was_made_of(served) -> None:
 
 
 def test_names_of_clients_are_not_in_it(served) -> None:
-    text = (served[1] / FILE).read_text() + (served[1] / "model.safetensors").read_bytes().decode(
-        "latin1"
-    )
+    text = (served[1] / LINEAGE).read_text() + (
+        served[1] / "model.safetensors"
+    ).read_bytes().decode("latin1")
     assert '"c0"' not in text
 
 
@@ -81,9 +81,9 @@ def test_a_model_with_a_bit_changed_is_found_out(copy) -> None:
     ("what", "value"), [("rounds", 4), ("seed", 1), ("config_sha256", "0" * 64)]
 )
 def test_a_lineage_that_says_something_else_is_found_out(copy, what, value) -> None:
-    said = json.loads((copy / FILE).read_text())
+    said = json.loads((copy / LINEAGE).read_text())
     said["lineage"][what] = value
-    (copy / FILE).write_text(json.dumps(said))
+    (copy / LINEAGE).write_text(json.dumps(said))
     with pytest.raises(LineageError, match="changed after it was signed"):
         verify(copy)
 
@@ -92,10 +92,10 @@ def test_a_lineage_that_says_something_else_is_found_out(copy, what, value) -> N
     "text", ["", "[]", "{}", '{"signature": "zz"}', '{"signature": "", "key": 3}']
 )
 def test_what_is_no_lineage_is_told_in_a_line(copy, text) -> None:
-    (copy / FILE).write_text(text)
+    (copy / LINEAGE).write_text(text)
     with pytest.raises(LineageError, match="no lineage"):
         verify(copy)
-    (copy / FILE).unlink()
+    (copy / LINEAGE).unlink()
     with pytest.raises(LineageError, match="cannot read"):
         verify(copy)
 
@@ -114,7 +114,7 @@ def sign(folder: Path, lineage: object) -> None:
     """Anybody's signature under anything."""
     digest = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
     said = signed(lineage, digest, Key.make())  # type: ignore[arg-type]
-    (folder / FILE).write_text(json.dumps(said))
+    (folder / LINEAGE).write_text(json.dumps(said))
 
 
 @pytest.mark.parametrize("lineage", [{}, [], "x", 3, {"versions": {}, "clients": 5}])
@@ -140,4 +140,4 @@ def test_a_simulated_run_is_not_signed(tmp_path) -> None:
     strategy = dure.FedAvg(clients=2, batch_size=4)
     run = dure.train(small_task(), strategy, stop=dure.Stop(rounds=1), out=tmp_path / "run")
     assert run.lineage is None
-    assert not (tmp_path / "run" / FILE).exists()
+    assert not (tmp_path / "run" / LINEAGE).exists()

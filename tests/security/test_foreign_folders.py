@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import dure
 from dure.cli.main import main
 from dure.errors import DureError, RunFolderError
-from dure.record.inside import UnfitFileError, check_whole, contents, opened, pinned
+from dure.record.inside import UnfitFileError, check_links, contents, opened, pinned
 from dure.report.live.state import States
 from small import small_task
 
@@ -217,7 +217,7 @@ def test_one_function_opens_what_is_a_file_of_the_folder_alone(trick: str, tmp_p
                 read(folder / "file")
         if trick != "a folder":
             with pytest.raises(RunFolderError, match=r"folder/file"):
-                check_whole(folder)
+                check_links(folder)
 
 
 def test_a_folder_on_the_way_is_no_link(tmp_path: Path) -> None:
@@ -231,7 +231,7 @@ def test_a_folder_on_the_way_is_no_link(tmp_path: Path) -> None:
     with pytest.raises(UnfitFileError, match="outside"):
         opened(folder / ".." / "elsewhere" / "file", folder)
     with pytest.raises(RunFolderError, match="is a link"):
-        check_whole(folder)
+        check_links(folder)
     # The folder itself was named by the reader.
     with opened(folder / "in" / "file") as file:
         assert file.read() == SECRET.encode()
@@ -250,11 +250,11 @@ def test_a_file_is_as_long_as_it_may_be(tmp_path: Path) -> None:
 def test_names_that_a_killed_process_has_left_in_the_folder_do_not_matter(tmp_path: Path) -> None:
     (tmp_path / "signing.key").write_text("key")
     os.link(tmp_path / "signing.key", tmp_path / ".signing.key.17.4")
-    check_whole(tmp_path)
+    check_links(tmp_path)
     with suppress(OSError):
         os.link(tmp_path / "signing.key", tmp_path.parent / "outside")
         with pytest.raises(RunFolderError, match="hard link"):
-            check_whole(tmp_path)
+            check_links(tmp_path)
 
 
 def test_weights_of_a_cache_may_be_links(tmp_path: Path) -> None:

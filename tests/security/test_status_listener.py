@@ -60,6 +60,13 @@ def test_these_have_an_answer(sent: bytes, which: str, ports: Any) -> None:
     assert 400 <= answered < 500 or (answered == 0 and hung_up)
 
 
+def test_a_length_with_leading_zeros_is_no_way_around_the_bound(ports: Any) -> None:
+    length = b"00000000" + b"1" + b"9" * 10
+    request = b"POST / HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: %b\r\n\r\n" % length
+    # Without an answer the listener has begun to keep a body of 20 GB.
+    assert status_of(ports.watch, request, "POST") == 413
+
+
 def test_connections_without_a_request_are_bounded(
     ports: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

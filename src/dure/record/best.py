@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from dure.errors import RunFolderError
 from dure.record.disk import told, write_atomically
-from dure.record.inside import pinned
+from dure.record.inside import opened, pinned
 from dure.record.on_disk import Leaf, TensorsOnDisk
 from dure.record.seal import checksum
 from dure.record.weights import TensorFile, tensors_in
@@ -109,7 +109,7 @@ def _check(path: Path) -> None:
 
     One of dure up to 0.1 has no checksum, and passes.
     """
-    with open(path, "rb") as file:
+    with opened(path) as file:
         # The metadata come first in the header.
         head = file.read(_HEAD)
         at = head.find(_PLACE) + len(_PLACE)

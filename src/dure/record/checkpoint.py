@@ -34,11 +34,10 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from dure.errors import RunFolderError, described
-from dure.record import inside
 from dure.record.disk import Summed, make_folder, sync_folder, told, write_atomically, write_synced
-from dure.record.inside import LARGE, contents
+from dure.record.inside import LARGE, contents, opened
 from dure.record.on_disk import Leaf, OnDisk
-from dure.record.seal import Seal, begins_as_of, checksum, checksum_of, opened, sealed
+from dure.record.seal import Seal, begins_as_of, checksum, checksum_of, sealed, unsealed
 from dure.record.weights import TensorFile, tensors_in, weights_from_bytes, weights_to_bytes
 
 UNREADABLE = (SafetensorError, ValueError, LookupError, TypeError, RecursionError)
@@ -253,7 +252,7 @@ def _is_older(other: Path, place: tuple[int, int], run: str, known: Collection[s
     if other.name in known:
         return True
     try:
-        with inside.opened(other / _PARTS[2]) as file:
+        with opened(other / _PARTS[2]) as file:
             return begins_as_of(file.read(200), run)
     except OSError:
         return False
@@ -303,7 +302,7 @@ def stored(folder: Path) -> Stored | None:
             f"{path} is not a whole checkpoint: {error.strerror} ({error.filename})"
         ) from error
     try:
-        state, seal = opened(content)
+        state, seal = unsealed(content)
     except (ValueError, RecursionError) as error:
         raise damaged(path, f"{_PARTS[2]}: {error}") from error
     for name, found in sums.items():

@@ -7,9 +7,11 @@ looked at before a byte is read: a regular file, with this one name, of no more 
 
     opened       one file
     contents     its bytes
-    check_whole  all of a folder, before something that opens files by their names reads it
+    check_file   one file, without opening it
+    check_links  all of a folder, before something that opens files by their names reads it
 
-Source: openat(2), O_NOFOLLOW and O_NONBLOCK.
+Source: openat(2), O_NOFOLLOW and O_NONBLOCK; SQLite's "How To Corrupt An SQLite Database File",
+2.2, for `check_file`.
 """
 
 from __future__ import annotations
@@ -127,7 +129,19 @@ def pinned(path: Path, folder: Path | None = None, links: bool = False) -> Itera
         os.close(descriptor)
 
 
-def check_whole(folder: Path) -> None:
+def check_file(path: Path) -> None:
+    """Check a file that a library opens by its name, such as a database.
+
+    It is not opened: a process that closes any descriptor of a database loses the locks that SQLite
+    holds on it. Raises OSError as `opened` does.
+    """
+    found = os.lstat(path)
+    if stat.S_ISLNK(found.st_mode):
+        raise UnfitFileError("it is a link", path)
+    _check(found, path, None, links=False)
+
+
+def check_links(folder: Path) -> None:
     """Check that a folder holds folders and files of its own alone.
 
     Raises RunFolderError, with the name of what is a link, a pipe, a socket or a device, has a name

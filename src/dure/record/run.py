@@ -30,7 +30,7 @@ from dure.record.checkpoint import (
 )
 from dure.record.disk import Lines, Summed, cut, patiently, sync_folder, told, write_atomically
 from dure.record.history import History, Record, is_spread
-from dure.record.inside import LARGE, check_whole, contents
+from dure.record.inside import LARGE, check_links, contents
 from dure.record.lock import Lock
 from dure.record.on_disk import Leaf, TensorsOnDisk, in_memory
 from dure.record.seal import Seal, checksum, checksum_of, sha256
@@ -114,7 +114,7 @@ class RunFolder:
         """An existing run. Raises RunFolderError if there is none."""
         if not (path / "config.json").is_file():
             raise RunFolderError(f"{path} is not a run folder: it has no config.json")
-        check_whole(path)
+        check_links(path)
         return cls(path)
 
     @classmethod

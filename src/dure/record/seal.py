@@ -23,7 +23,7 @@ from typing import Any
 
 import msgspec
 
-from dure.record import inside
+from dure.record.inside import opened
 
 _BEGIN = b'{"checksum":"'
 _FIRST = len(_BEGIN) + len('1a2b3c4d",')
@@ -57,7 +57,7 @@ def checksum(content: bytes | memoryview, before: str = "00000000") -> str:
 def checksum_of(path: Path) -> str:
     """That of a file, read a few million bytes at a time. Raises OSError."""
     found = checksum(b"")
-    with inside.opened(path) as file:
+    with opened(path) as file:
         while piece := file.read(_PIECE):
             found = checksum(piece, found)
     return found
@@ -65,7 +65,7 @@ def checksum_of(path: Path) -> str:
 
 def sha256_of(path: Path) -> str:
     """SHA-256 of a file, as hexadecimal digits. Raises OSError."""
-    with inside.opened(path) as file:
+    with opened(path) as file:
         return sha256(iter(lambda: file.read(_PIECE), b""))
 
 
@@ -77,6 +77,26 @@ def sha256(pieces: Iterable[bytes | memoryview]) -> str:
     return digest.hexdigest()
 
 
+def with_checksum(rest: bytes) -> bytes:
+    """Return a JSON object whose first field is the checksum of all that follows it.
+
+    rest: the object without its opening brace.
+    """
+    return _beginning(rest) + rest
+
+
+def without_checksum(content: bytes) -> bytes:
+    """Return the argument of `with_checksum`. Raises ValueError if the content is another one."""
+    rest = content[_FIRST:]
+    if content[:_FIRST] != _beginning(rest):
+        raise ValueError("its checksum is not that of its content")
+    return rest
+
+
+def _beginning(rest: bytes) -> bytes:
+    return _BEGIN + checksum(rest).encode() + b'",'
+
+
 def sealed(state: bytes, seal: Seal) -> bytes:
     """The content of state.json. state: the state as JSON."""
     # By the standard library, since msgspec has no integers beyond 64 bits. The state stays as it
@@ -85,18 +105,17 @@ def sealed(state: bytes, seal: Seal) -> bytes:
     end = b',"state":'
     length = _FIRST + len(_HEAD) + len('00000000",') + len(said) - len("{}") + len(end)
     rest = _HEAD + b'%08d",' % length + said[1:-1] + end + state + b"}"
-    return _BEGIN + checksum(rest).encode() + b'",' + rest
+    return with_checksum(rest)
 
 
-def opened(content: bytes) -> tuple[bytes, Seal | None]:
+def unsealed(content: bytes) -> tuple[bytes, Seal | None]:
     """(the state as JSON, the seal): the inverse of `sealed`; None for a bare state.
 
     Raises ValueError if the content is not what was sealed.
     """
     if not content.startswith(_BEGIN):
         return content, None
-    if checksum(content[_FIRST:]).encode() != content[len(_BEGIN) : _FIRST - 2]:
-        raise ValueError("its checksum is not that of its content")
+    without_checksum(content)
     length = int(content[_FIRST + len(_HEAD) :][:8])
     head = json.loads(content[:length] + b"null}")
     return content[length:-1], msgspec.convert(head, Seal)

@@ -1,7 +1,8 @@
 """A copy of a run folder, also while a server writes it.
 
 A folder is data: a link in it may lead to any file of this machine, which a copy would give away.
-So links are not followed, and one in the place of a file or a folder of the run ends the copy.
+So a folder with links is not copied (`check_links`), and each file is opened below the run's folder
+without following any (`opened`).
 
 What was copied is compared with its checksums and digests before the copy counts: its checkpoint,
 config.json, the rows of the journal, and each update that the journal names. That reads the copy
@@ -14,20 +15,19 @@ import os
 import shutil
 import sqlite3
 import stat
-from collections.abc import Callable
 from contextlib import closing, suppress
 from pathlib import Path
 
 from dure.errors import DamagedUpdateError, RunFolderError
 from dure.record.checkpoint import stored
 from dure.record.disk import told
-from dure.record.inside import opened
+from dure.record.inside import UnfitFileError, check_file, opened
 from dure.record.run import RunFolder
 from dure.wire.requests import Reserve, from_json
 from dure.worlds.network.journal import events_in
 from dure.worlds.network.server.model_digests import FILE as MODELS
 from dure.worlds.network.server.model_digests import ModelDigests
-from dure.worlds.network.updates import DamagedError, Updates
+from dure.worlds.network.updates import Updates
 
 ATTEMPTS = 20
 """Times that a copy is begun again because a checkpoint came in between."""
@@ -48,7 +48,7 @@ def backup(folder: str | Path, to: str | Path) -> Path:
     """
     source = Path(folder)
     target = Path(to)
-    RunFolder.open(source)  # which refuses links, that would be followed
+    RunFolder.open(source)  # which refuses links
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise RunFolderError(f"{target} is not empty: choose another folder")
     if target.resolve().is_relative_to(source.resolve()):
@@ -71,7 +71,10 @@ def _copied(source: Path, target: Path) -> Path:
     """Copies until no checkpoint came in between."""
     for _ in range(ATTEMPTS):
         before = _newest(source)
-        _copy(source, target)
+        try:
+            _copy(source, target)
+        except UnfitFileError as error:
+            raise RunFolderError(f"cannot copy {error.filename}: {error.strerror}") from error
         # What a checkpoint makes useless is deleted after it: without a new one, nothing was.
         if _newest(source) == before:
             _check(target)
@@ -82,22 +85,22 @@ def _copied(source: Path, target: Path) -> Path:
 
 def _copy(source: Path, target: Path) -> None:
     """The checkpoint first: the journal may go further than it, and never less far."""
-    _copy_tree(source / "checkpoint", target / "checkpoint")
+    _copy_tree(source, target, "checkpoint")
     for name in _DATABASES:
-        if os.path.lexists(source / name):
+        if (source / name).exists():
             _copy_database(source / name, target / name)
     for folder in ("updates", "once"):
-        _copy_tree(source / folder, target / folder)
+        _copy_tree(source, target, folder)
     for file in source.iterdir():
         if file.name.startswith(_DATABASES) or file.name in _LEFT:
             continue
         if not file.is_dir() and not file.name.startswith("."):
-            _copy_file(file, target / file.name)
+            _copy_file(source, target, Path(file.name))
 
 
 def _copy_database(source: Path, target: Path) -> None:
     """Raises RunFolderError for one that cannot be read."""
-    _check_own(source)
+    check_file(source)
     # Names of clients are nobody else's business in the copy either, from its first byte on.
     os.close(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
     try:
@@ -108,47 +111,30 @@ def _copy_database(source: Path, target: Path) -> None:
         raise RunFolderError(f"cannot copy {source} to {target}: {error}") from error
 
 
-def _copy_tree(source: Path, target: Path) -> None:
-    """Files that are there as a whole: half of one, and of what is just deleted, is left out."""
-    if not os.path.lexists(source):
-        return
-    _check_own(source, stat.S_ISDIR)
-    for directory, folders, names in os.walk(source):
-        for name in folders:
-            with suppress(FileNotFoundError):
-                _check_own(Path(directory, name), stat.S_ISDIR)
-        place = target / Path(directory).relative_to(source)
-        place.mkdir(mode=stat.S_IMODE(os.stat(directory).st_mode), exist_ok=True)
+def _copy_tree(source: Path, target: Path, folder: str) -> None:
+    """Copy a folder of the run. Parts of files, and what is just being deleted, are left out."""
+    for directory, _, names in os.walk(source / folder):
+        place = Path(directory).relative_to(source)
+        (target / place).mkdir(mode=stat.S_IMODE(os.stat(directory).st_mode), exist_ok=True)
         for name in names:
             if not name.startswith(".") and not name.endswith((".part", ".parts")):
-                _copy_file(Path(directory, name), place / name)
+                _copy_file(source, target, place / name)
 
 
-def _copy_file(source: Path, target: Path) -> None:
-    """Copy a file with its times and rights, unless it has just been deleted.
+def _copy_file(source: Path, target: Path, file: Path) -> None:
+    """Copy a file of the run with its times and rights, unless it has just been deleted.
 
-    Raises RunFolderError for a link.
+    Raises UnfitFileError for a link.
     """
-    with suppress(FileNotFoundError):
-        _check_own(source)
-        with opened(source) as there:
-            known = os.fstat(there.fileno())
-            rights = stat.S_IMODE(known.st_mode)
-            descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, rights & 0o700)
-            with open(descriptor, "wb") as copy:
-                shutil.copyfileobj(there, copy, 1 << 20)
-                copy.flush()
-                os.fchmod(copy.fileno(), rights)
-                os.utime(copy.fileno(), ns=(known.st_atime_ns, known.st_mtime_ns))
-
-
-def _check_own(path: Path, is_kind: Callable[[int], bool] = stat.S_ISREG) -> None:
-    """Raises RunFolderError for a link, a pipe or a device, FileNotFoundError for nothing."""
-    if not is_kind(path.lstat().st_mode):
-        raise RunFolderError(
-            f"{path} is a link or no file: a backup copies what lies in the run's folder, and "
-            f"follows no links; put the file itself there, or remove it"
-        )
+    with suppress(FileNotFoundError), opened(source / file, source) as there:
+        known = os.fstat(there.fileno())
+        rights = stat.S_IMODE(known.st_mode)
+        descriptor = os.open(target / file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, rights & 0o700)
+        with open(descriptor, "wb") as copy:
+            shutil.copyfileobj(there, copy, 1 << 20)
+            copy.flush()
+            os.fchmod(copy.fileno(), rights)
+            os.utime(copy.fileno(), ns=(known.st_atime_ns, known.st_mtime_ns))
 
 
 def _check(copy: Path) -> None:
@@ -169,7 +155,7 @@ def _check(copy: Path) -> None:
         if said.failure is None and (there or (recorded and said.bytes)):
             try:
                 updates.check(event.ticket, said.digest)
-            except DamagedError as error:
+            except DamagedUpdateError as error:
                 raise DamagedUpdateError(
                     f"{error}: it is an update of client {event.client}, and no copy of a damaged "
                     f"run is kept: put back an earlier copy of the file"

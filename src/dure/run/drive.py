@@ -47,12 +47,13 @@ from dure.record.meter import Counters, peak_memory, reset_peak_memory, sum_of_c
 from dure.record.now import Now, forget
 from dure.record.on_disk import Leaf, TensorsOnDisk, in_memory
 from dure.record.run import RunFolder
+from dure.record.settings import LINEAGE
 from dure.record.trace import Lane, Trace
 from dure.run import early
 from dure.run.averaged import with_average
 from dure.run.checkpoints import Checkpoints
 from dure.run.job import Job, Outcome, Position
-from dure.run.lineage import FILE, METADATA, lineage_of, signed
+from dure.run.lineage import METADATA, lineage_of, signed
 from dure.run.own_data import check_as_before, with_own_data
 from dure.run.summary import summarise
 from dure.run.validation import with_validation
@@ -495,7 +496,7 @@ class Driver:
         return (
             {**summary, "lineage": lineage},
             {METADATA: json.dumps(lineage, default=str)},
-            {FILE: partial(signed, lineage, sign=sign)},
+            {LINEAGE: partial(signed, lineage, sign=sign)},
         )
 
     def _lanes(self) -> list[Lane]:

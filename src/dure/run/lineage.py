@@ -23,13 +23,8 @@ from dure.errors import LineageError, RunFolderError
 from dure.record.inside import contents
 from dure.record.run import RunFolder
 from dure.record.seal import sha256_of
-from dure.record.settings import LINEAGE, config_digest, spelled
-
-FILE = LINEAGE
-"""Its name in a run folder, beside model.safetensors."""
-
-MODELS = "models.jsonl"
-"""The digests of all models of the run (`dure.worlds.network.server.model_digests`)."""
+from dure.record.settings import config_digest, spelled
+from dure.worlds.network.server.model_digests import FILE as MODELS
 
 METADATA = "dure_lineage"
 """The key of the lineage in the metadata of model.safetensors."""

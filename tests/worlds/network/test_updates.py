@@ -13,12 +13,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dure.errors import RunFolderError, RunFolderWriteError
+from dure.errors import DamagedUpdateError, RunFolderError, RunFolderWriteError
 from dure.record.weights import header_of
 from dure.wire.tensors import Form, TensorsError, bytes_of, forms_of, pieces
 from dure.worlds.network import updates as module
 from dure.worlds.network.updates import (
-    DamagedError,
     OvertakenError,
     PartError,
     Updates,
@@ -274,7 +273,7 @@ def test_a_byte_that_has_changed_is_found_before_an_update_is_read(
         # Clocks of file systems may stand still for some milliseconds.
         os.utime(whole, (1.0, 1.0))
         updates = Updates(Path(name)) if restart else updates
-        with pytest.raises(DamagedError, match=r"1\.safetensors is damaged"):
+        with pytest.raises(DamagedUpdateError, match=r"1\.safetensors is damaged"):
             updates.read(1, forms_of(TENSORS), digest(STREAM))
 
 
@@ -288,7 +287,7 @@ def test_an_update_that_was_cut_exchanged_or_removed_is_found(
         whole.unlink()
     else:
         whole.write_bytes(other)
-    with pytest.raises(DamagedError, match=r"1\.safetensors"):
+    with pytest.raises(DamagedUpdateError, match=r"1\.safetensors"):
         Updates(tmp_path).check(1, digest(STREAM))
 
 
@@ -297,7 +296,7 @@ def test_what_this_process_has_received_is_hashed_once(
 ) -> None:
     updates = Updates(tmp_path)
     received(updates, 1)
-    monkeypatch.setattr(module, "_digest", lambda path: pytest.fail("it was hashed again"))
+    monkeypatch.setattr(module, "sha256_of", lambda path: pytest.fail("it was hashed again"))
     assert equal(updates.read(1, forms_of(TENSORS), digest(STREAM)), TENSORS)
 
 

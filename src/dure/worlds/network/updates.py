@@ -31,9 +31,10 @@ import msgspec
 import torch
 from torch import Tensor
 
-from dure.errors import RunFolderError, RunFolderWriteError
+from dure.errors import DamagedUpdateError, RunFolderError, RunFolderWriteError
 from dure.record.disk import sync_folder, told
 from dure.record.inside import contents, descriptor_of, opened
+from dure.record.seal import sha256_of
 from dure.wire.tensors import Form, TensorsError, receive_header
 from dure.worlds.network.local_disk import free_bytes
 
@@ -53,10 +54,6 @@ class PartError(ValueError):
     """
 
 
-class DamagedError(RunFolderError):
-    """The file of an update is missing, or has other bytes than its client has sent. Says which."""
-
-
 class OvertakenError(Exception):
     """Another part of the same update has begun in the place of this one."""
 
@@ -71,7 +68,7 @@ class _Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     digest: str
 
 
-class _Whole(NamedTuple):
+class _Checked(NamedTuple):
     """A file that was compared with its digest, as long as it is this one and nobody writes it."""
 
     digest: str
@@ -81,7 +78,7 @@ class _Whole(NamedTuple):
     changed: int
 
     @classmethod
-    def of(cls, path: Path, digest: str) -> _Whole:
+    def of(cls, path: Path, digest: str) -> _Checked:
         """Raises OSError."""
         found = path.stat()
         return cls(digest, found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
@@ -96,10 +93,10 @@ class Updates:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         sync_folder(folder.parent)
         self._lock = threading.Lock()
-        """Guards `_uploads` and `_whole`."""
+        """Guards `_uploads` and `_checked`."""
         self._uploads: dict[int, Upload] = {}
         """Those that were opened since the server came up."""
-        self._whole: dict[int, _Whole] = {}
+        self._checked: dict[int, _Checked] = {}
         """Files of an earlier life of the server that were compared with their digests."""
 
     def open(self, ticket: int, size: int, digest: str) -> Upload:
@@ -143,44 +140,44 @@ class Updates:
 
         They may be written to, which changes neither the file nor what is read later.
 
-        digest: as for `check`. Raises DamagedError as that does, TensorsError if the tensors are
-        not what is expected.
+        digest: as for `check`. Raises DamagedUpdateError as that does, TensorsError if the
+        tensors are not what is expected.
         """
         self.check(ticket, digest)
         path = self._complete(ticket)
         try:
             tensors = _mapped(path, expected)
         except OSError as error:
-            raise DamagedError(f"cannot read {path}: {error.strerror}") from error
+            raise DamagedUpdateError(f"cannot read {path}: {error.strerror}") from error
         return {name: tensors[name] for name in expected}
 
     def check(self, ticket: int, digest: str | None = None) -> None:
         """Compare the file of a complete update with its digest.
 
         digest: SHA-256 of the stream that its client has sent; None is the one that was announced
-        to this process. Raises DamagedError where the file is missing or another one.
+        to this process. Raises DamagedUpdateError where the file is missing or another one.
         """
         path = self._complete(ticket)
         with self._lock:
             upload = self._uploads.get(ticket)
-            whole = self._whole.get(ticket)
+            checked = self._checked.get(ticket)
         if digest is None and upload is not None:
             digest = upload.announced.digest
         try:
-            found = _Whole.of(path, digest or "")
-            if whole != found and (upload is None or upload.whole != found):
-                if _digest(path) != digest:
-                    raise DamagedError(f"{path} is damaged: its SHA-256 is another one")
+            found = _Checked.of(path, digest or "")
+            if checked != found and (upload is None or upload.checked != found):
+                if sha256_of(path) != digest:
+                    raise DamagedUpdateError(f"{path} is damaged: its SHA-256 is another one")
                 with self._lock:
-                    self._whole[ticket] = found
+                    self._checked[ticket] = found
         except OSError as error:
-            raise DamagedError(f"cannot read {path}: {error.strerror}") from error
+            raise DamagedUpdateError(f"cannot read {path}: {error.strerror}") from error
 
     def digest(self, ticket: int) -> str:
         """SHA-256 of a complete update, read from the disk. Raises RunFolderError without one."""
         path = self._complete(ticket)
         try:
-            return _digest(path)
+            return sha256_of(path)
         except OSError as error:
             raise RunFolderError(f"cannot read {path}: {error.strerror}") from error
 
@@ -204,7 +201,7 @@ class Updates:
         with self._lock:
             for ticket in tickets:
                 upload = self._uploads.pop(ticket, None)
-                self._whole.pop(ticket, None)
+                self._checked.pop(ticket, None)
                 if upload is not None:
                     upload.end()
                 _remove(self.folder, ticket)
@@ -222,11 +219,11 @@ class Updates:
 class Upload:
     """An update that is being received. Any thread may call anything.
 
-    offset: how many bytes of the stream are here. whole: the complete file, once it was hashed.
+    offset: how many bytes of the stream are here. checked: the complete file, once it was hashed.
     """
 
     def __init__(self, folder: Path, ticket: int, announced: _Announced) -> None:
-        self.whole: _Whole | None = None
+        self.checked: _Checked | None = None
         self.ticket = ticket
         self.announced = announced
         self.offset = 0
@@ -271,9 +268,9 @@ class Upload:
             same_size = self._whole.stat().st_size == self.announced.bytes
         except FileNotFoundError:
             return False
-        if not same_size or _digest(self._whole) != self.announced.digest:
+        if not same_size or sha256_of(self._whole) != self.announced.digest:
             return False
-        self.whole = _Whole.of(self._whole, self.announced.digest)
+        self.checked = _Checked.of(self._whole, self.announced.digest)
         return True
 
     def _known_parts(self) -> list[_Part] | None:
@@ -373,7 +370,7 @@ class Upload:
                     os.replace(self._part, self._whole)
                     if lasts:
                         sync_folder(self._folder)
-                    self.whole = _Whole.of(self._whole, self.announced.digest)
+                    self.checked = _Checked.of(self._whole, self.announced.digest)
             except RunFolderWriteError:
                 # Nobody can tell what a failed sync has left on the disk.
                 self._empty()
@@ -502,11 +499,6 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _digest(path: Path) -> str:
-    with opened(path) as file:
-        return _digest_of_next(file, os.fstat(file.fileno()).st_size)
 
 
 def _digest_of_next(file: BinaryIO, size: int, also: hashlib._Hash | None = None) -> str:

@@ -261,6 +261,21 @@ def test_of_many_that_come_at_once_with_one_token_one_gets_in(register) -> None:
     assert sorted(got, key=str) == [0, *["used token"] * 7]
 
 
+def test_who_opens_it_once_more_here_takes_no_lock_away(register, tmp_path) -> None:
+    # POSIX takes all locks of a process on a file when it closes any descriptor of the file: another
+    # process then takes itself for the last one, and removes the log that this one still writes.
+    log = tmp_path / f"{FILE}-wal"
+    before = log.stat().st_ino
+    with Register(tmp_path / FILE):
+        pass
+    ran = "import sys; from pathlib import Path\nfrom dure.worlds.network.server import register\n"
+    ran += "with register.Register(Path(sys.argv[1])) as other: other.invite('ward 3')"
+    subprocess.run([sys.executable, "-c", ran, str(tmp_path / FILE)], check=True)
+    assert log.exists()
+    assert log.stat().st_ino == before
+    assert [one.name for one in register.invitations()] == ["ward 3"]
+
+
 def test_processes_that_change_it_at_the_same_time_wait_for_each_other(register, tmp_path) -> None:
     for _ in range(10):
         register.invite()

@@ -46,7 +46,7 @@ from torch import Tensor
 from dure.errors import StateError
 from dure.record.disk import opened_itself, sync_folder, told, write_atomically
 from dure.record.inside import contents, opened
-from dure.record.seal import checksum
+from dure.record.seal import checksum, sha256_of
 from dure.wire.requests import Reserve, from_json, to_json
 from dure.wire.tensors import TensorsError, digest_of, forms_of, pieces, receive, size_of
 from dure.worlds.network.client.agreement import AgreedRun
@@ -592,13 +592,10 @@ def _sync(path: Path) -> None:
 def _check(path: Path, digest: str) -> None:
     """Raises StateError if the file is not what its digest says."""
     try:
-        with opened(path) as content:
-            found = hashlib.sha256()
-            while piece := content.read(1 << 20):
-                found.update(piece)
+        found = sha256_of(path)
     except OSError as error:
         raise _damaged(path, str(error)) from error
-    if found.hexdigest() != digest:
+    if found != digest:
         raise _damaged(path, "its digest is not that of its content")
 
 

@@ -65,7 +65,7 @@ from dure.worlds.network.server.sending import Sending
 from dure.worlds.network.server.shelf import Shelf
 from dure.worlds.network.server.watching import Watching
 from dure.worlds.network.trees import Trees
-from dure.worlds.network.updates import DamagedError, Updates
+from dure.worlds.network.updates import Updates
 
 COHORT = "cohort.json"
 """In the run folder: the examples of each client at the beginning of the first round."""
@@ -535,7 +535,7 @@ class NetworkCarrier:
         """Damage is told with the client and the round."""
         try:
             yield
-        except DamagedError as error:
+        except DamagedUpdateError as error:
             name = self.desk.seat(arrived.client).name
             raise DamagedUpdateError(
                 f"{error}: it is what client {arrived.client} ({name!r}) has sent in round "

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 
 from dure.contracts.strategy import Interrupted
+from dure.errors import DamagedUpdateError
 from dure.protocol.messages import Answer, Say
 from dure.wire.requests import MOST_SAID, SayThis
 from dure.wire.tensors import TensorsError, size_of
@@ -26,7 +27,7 @@ from dure.worlds.network.server.desk import Answered, Desk
 from dure.worlds.network.server.events import Events
 from dure.worlds.network.server.once import Once
 from dure.worlds.network.server.watching import Watching
-from dure.worlds.network.updates import DamagedError, Updates
+from dure.worlds.network.updates import Updates
 from dure.worlds.network.wanted import forms_of
 
 MOMENT = 0.1
@@ -125,7 +126,7 @@ class Exchanging:
                 up = len(said.body) + (size_of(wants) if wants else 0)
                 self._count(say.client, up=up)
                 return Answer(say.ticket, say.client, say.stage, said.body, list(tensors.values()))
-        except (TensorsError, DamagedError):
+        except (TensorsError, DamagedUpdateError):
             why = "its tensors are others than were asked for"
         finally:
             if wants:

@@ -21,15 +21,12 @@ import msgspec
 from dure.errors import RunFolderError, RunFolderWriteError, warn
 from dure.record.disk import Lines, patiently
 from dure.record.inside import LARGE, contents
-from dure.record.seal import checksum, sha256_of
+from dure.record.seal import sha256_of, with_checksum, without_checksum
 
 FILE = "models.jsonl"
 """Its name in a run folder."""
 
 Of = Literal["sent", "made"]
-
-_BEGIN = b'{"checksum":"'
-_HEAD = len(_BEGIN) + len('1a2b3c4d",')
 
 
 class _Line(msgspec.Struct, frozen=True):
@@ -100,7 +97,7 @@ class ModelDigests:
         self.differ.append(model)
 
     def sync(self) -> None:
-        """What was noted is on the disk when this returns. Raises RunFolderWriteError."""
+        """Write what was noted to the disk. Raises RunFolderWriteError."""
         if self._lines is not None:
             self._lines.sync()
 
@@ -119,8 +116,7 @@ class ModelDigests:
 
 
 def _written(line: _Line) -> bytes:
-    rest = msgspec.json.encode(line)[1:]
-    return _BEGIN + checksum(rest).encode() + b'",' + rest + b"\n"
+    return with_checksum(msgspec.json.encode(line)[1:]) + b"\n"
 
 
 def _lines_in(content: bytes, path: Path | None) -> list[_Line]:
@@ -129,10 +125,8 @@ def _lines_in(content: bytes, path: Path | None) -> list[_Line]:
     # What a kill cut off at the end has no line break.
     for number, text in enumerate(content.split(b"\n")[:-1], start=1):
         try:
-            if text[:_HEAD] != _BEGIN + checksum(text[_HEAD:]).encode() + b'",':
-                raise ValueError("its checksum is not that of its content")
-            found.append(msgspec.json.decode(b"{" + text[_HEAD:], type=_Line))
-        except (ValueError, msgspec.DecodeError) as error:
+            found.append(msgspec.json.decode(b"{" + without_checksum(text), type=_Line))
+        except ValueError as error:
             raise RunFolderError(
                 f"{path} is damaged: line {number}: {error}; put back a copy of it, or remove it: "
                 f"then models are compared with no digests"

@@ -28,7 +28,7 @@ from typing import Literal, NamedTuple, TypeVar
 from dure.errors import RunFolderError, RunFolderWriteError
 from dure.peer_text import printable
 from dure.record.disk import sync_folder
-from dure.record.inside import descriptor_of
+from dure.record.inside import check_file
 from dure.record.seal import checksum
 
 FILE = "clients.db"
@@ -421,7 +421,7 @@ def _make(path: Path, clients: int) -> None:
 def _opened(path: Path) -> sqlite3.Connection:
     try:
         # SQLite follows links, and opens pipes and devices.
-        os.close(descriptor_of(path))
+        check_file(path)
     except OSError as error:
         raise RunFolderError(f"{path} cannot be used: {error.strerror}") from error
     with _told(path):
