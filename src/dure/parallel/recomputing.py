@@ -36,6 +36,7 @@ from dure.memory.formula import WHOLE, Need, Shares, need_of
 from dure.memory.recompute import Recompute
 from dure.randomness.seeds import generators_state, restore_generators, seed_generators
 from dure.settings import read_bytes
+from dure.tasks.loss_shares import tensor_of
 from dure.tasks.modes import in_mode
 from dure.tensors.kept import changes, kept_by
 
@@ -262,9 +263,7 @@ class _Trial:
 
 
 def _loss(task: Task, outputs: Any, targets: Any) -> Tensor:
-    value: Any = task.loss(outputs, targets)
-    mean: Tensor = value[0] if isinstance(value, tuple) else value
-    return mean
+    return tensor_of(task.loss(outputs, targets))
 
 
 def _digest(tensor: Tensor | None) -> bytes:

@@ -189,9 +189,9 @@ def _noised(sums: Tensor, key: bytes, deviation: float, expected: float) -> Tens
 class ExampleLevel:
     """DP-SGD at work on one rank.
 
-    examples: the training data, in the model's dtype. group: the ranks, which all draw the same.
-    folder: of the run; rank 0 counts steps there. Raises ValueError for a model or a loss that
-    cannot be trained so (`dure.privacy.per_example.proof`).
+    examples: the training data. group: the ranks, which all draw the same. folder: of the run; rank
+    0 counts steps there. Raises ValueError for a model or a loss that cannot be trained so
+    (`dure.privacy.per_example.proof`).
     """
 
     def __init__(
