@@ -111,7 +111,7 @@ def test_every_system_trains_on_the_data_as_a_plain_loop_does(system: str) -> No
 
 
 def kinds_of(task: dure.Task) -> list[torch.dtype]:
-    """Of inputs and targets, of training and test data."""
+    """Return the dtypes of inputs and targets, of training and of test data."""
     train, test = examples_for(seeded_model(task, 0), task)
     assert test is not None
     pairs = [train.batch(torch.arange(2)), test.batch(torch.arange(2))]
