@@ -119,7 +119,7 @@ def chosen(asked: Asked, task: Task, model: nn.Module, check: bool) -> Chosen | 
     """
     if not asked:
         return None
-    train, _ = examples_for(model, task)
+    train, _ = examples_for(task)
     batch = to_device(_first(train, asked.examples), _device_of(model))
     left = _Trial(task, model, train).left() if check and not _is_named(asked) else []
     with in_mode(model, training=True):
@@ -191,7 +191,7 @@ def prove_recompute(asked: Asked, task: Task, model: nn.Module) -> Proof | None:
     assert found is not None
     names = found.choice.names
     if names:
-        _Trial(task, model, examples_for(model, task)[0]).prove(names)
+        _Trial(task, model, examples_for(task)[0]).prove(names)
     modules = f"{len(names)} module{'' if len(names) == 1 else 's'}"
     what = f"{modules} computed again: the same gradients and buffers"
     return Proof(what, time.perf_counter() - started)

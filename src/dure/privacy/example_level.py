@@ -304,7 +304,7 @@ class ExampleLevel:
 
 def proven(task: Task, model: nn.Module) -> Proof:
     """What was tried of the model. Raises ValueError if DP-SGD cannot train it."""
-    return choose(task, model, examples_for(model, task)[0]).proof
+    return choose(task, model, examples_for(task)[0]).proof
 
 
 def told(wanted: Wanted | None, label: str) -> str:

@@ -78,7 +78,7 @@ def _declared(model: nn.Module) -> Iterator[PaddingRow]:
 
 def _without_gradient(task: Task, model: nn.Module, rows: Sequence[PaddingRow]) -> list[PaddingRow]:
     device = home_of(model)
-    inputs, targets = to_device(first_of(examples_for(model, task)[0], TRIED), device)
+    inputs, targets = to_device(first_of(examples_for(task)[0], TRIED), device)
     loss = task.on(device).loss(model(inputs), targets)
     torch.autograd.backward(tensor_of(loss))
     named = dict(model.named_parameters())

@@ -234,7 +234,7 @@ class Training:
         model = copy.deepcopy(self.model)
         optimizer = self.task.optimizer(trained_of(model))
         own = self.clients.parts[self.client][: self.clients.local.batch(self.examples)]
-        examples = examples_for(model, self.task)[0]
+        examples = examples_for(self.task)[0]
         inputs, targets = to_device(examples.batch(own), self.device)
         started = time.perf_counter()
         loss = self.task.on(self.device).loss(model(inputs), targets)

@@ -40,15 +40,15 @@ def check_dtypes(task: Task, model: nn.Module, another: Callable[[], nn.Module])
     if not floating:
         return
     own = {one.dtype for one in model.parameters() if one.is_floating_point()}
-    for name, examples in _sets(model, task):
+    for name, examples in _sets(task):
         batch = _two(examples)
         given = _dtypes(batch)
         if given and len(own | given) > 1:
             _Trial(task, another, name, floating[0]).check(*batch)
 
 
-def _sets(model: nn.Module, task: Task) -> Iterator[tuple[str, Examples]]:
-    train, test = examples_for(model, task)
+def _sets(task: Task) -> Iterator[tuple[str, Examples]]:
+    train, test = examples_for(task)
     yield "training", train
     if test is not None:
         yield from test.sets().items()

@@ -58,7 +58,7 @@ def check_chain(task: Task, model: nn.Module, stages: int) -> None:
     chain = perturbed(another(model, task, 0), "chain")
     layers = layers_of(chain)
     some = torch.arange(min(2, len(task.train)))
-    inputs, _ = to_device(examples_for(whole, task)[0].batch(some), home_of(whole))
+    inputs, _ = to_device(examples_for(task)[0].batch(some), home_of(whole))
     before = generators_state()
     wrong = "compute something else"
     try:
