@@ -1,4 +1,4 @@
-"""What docs/security.md says is stopped has a test, and each test that it names is there."""
+"""Every attack that docs/security.md calls stopped has a test, and the tests it names exist."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def by_hand(task: dure.Task, steps: int, seed: int, batch_size: int = 8) -> dict
     rates = torch.optim.lr_scheduler.LambdaLR(optimizer, task.lr_schedule or (lambda step: 1.0))
     decay = task.ema if task.ema is not None else 0.0
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay))
-    train = examples_for(model, task)[0]
+    train = examples_for(task)[0]
     batches = Batches(len(train), batch_size, seed)
     for step in range(steps):
         inputs, targets = train.batch(batches.at(step))

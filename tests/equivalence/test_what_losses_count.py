@@ -54,7 +54,7 @@ def test_one_worker_walks_the_path_of_a_plain_loop(loss: str) -> None:
     run = alone(task, 8, dure.Stop(steps=6))
     model = dure.train(task, dure.SingleWorker(8), stop=dure.Stop(steps=1), seed=3).model
     # From the weights after one step on, with the sums written out.
-    examples, _ = examples_for(model, task)
+    examples, _ = examples_for(task)
     batches = Batches(len(examples), 8, 3)
     optimizer = task.optimizer(model.parameters())
     for step in range(1, 6):

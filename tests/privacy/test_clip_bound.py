@@ -17,7 +17,7 @@ from dure.privacy.per_example.functional import Functional
 from dure.privacy.per_example.ghost import Ghost
 from dure.privacy.per_example.looped import Looped
 from dure.privacy.per_example.losses import losses_of
-from dure.privacy.per_example.way import Way, lengths
+from dure.privacy.per_example.way import Way, norm_bounds
 
 WAYS = {"ghost": Ghost, "functional": Functional, "looped": Looped}
 LARGE = 1.001
@@ -134,12 +134,12 @@ def test_norms_are_never_below_those_of_autograd_in_float64_and_close_to_them(ki
     exponent=st.integers(-45, 18),
     seed=st.integers(0, 99),
 )
-def test_lengths_are_upper_bounds_also_where_squares_are_lost(
+def test_norm_bounds_are_upper_bounds_also_where_squares_are_lost(
     elements: int, exponent: int, seed: int
 ) -> None:
     rows = torch.randn(3, elements, generator=torch.Generator().manual_seed(seed)) * 10.0**exponent
     exact = rows.double().norm(dim=1)
-    told = lengths(rows)
+    told = norm_bounds(rows)
     assert bool((told >= exact).all())
     assert bool((told <= exact * (1 + 1e-4) + 1e-16).all())
 

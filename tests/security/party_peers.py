@@ -34,7 +34,7 @@ class PartyPeer:
         folder.mkdir(parents=True, exist_ok=True)
         self.key = Key.kept_in(folder / "key.pem")
         model = seeded_model(task, 0).train()
-        train, test = examples_for(model, task)
+        train, test = examples_for(task)
         self.site = PartySite(
             task, model, train, test, strategy.plan, number, 0, folder, RUN, lambda *_: None
         )

@@ -37,7 +37,7 @@ def party(limits: SiteLimits) -> PartySite:
     task = dure.Task(model, F.cross_entropy, examples(20), examples(9))
     plan = dure.VerticalSplit(batch_size=4).plan
     one = seeded_model(task, 0).train()
-    train, test = examples_for(one, task)
+    train, test = examples_for(task)
     site = PartySite(task, one, train, test, plan, 0, 0, None, "run", lambda what, about: None)
     identity: Any = None
     site.takes(Hello(20, b"", ""), identity, limits)

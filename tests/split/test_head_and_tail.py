@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 import dure
 from dure.cli.main import main
-from dure.contracts.strategy import Strategy, seeded_model
+from dure.contracts.strategy import Strategy, examples_for, seeded_model
 from dure.fleet.virtual import Link, VirtualNetwork
 from dure.split.apart.form import decoded, encoded, form_of
-from dure.split.apart.sides import ClientPart, ServerPart, clients_examples
+from dure.split.apart.sides import ClientPart, ServerPart
 from dure.split.client import Client
 from dure.split.messages import SERVER
 from dure.split.orders import Amounts
@@ -313,7 +313,7 @@ def test_deployed_has_the_bits_of_the_simulation(shape: str) -> None:
     strategy = dure.SplitLearning(clients=2, batch_size=SIZE)
     run = trained(dure.joined(mine, theirs), strategy, rounds=1)
     parts = _parts(mine, 2)
-    train, _ = clients_examples(mine, seeded_model(mine, 0))
+    train, _ = examples_for(mine)
     losses = CountedLoss(mine.loss, train)
 
     clients = [ClientPart(mine, _model(mine), train, SIZE, 0) for _ in parts]

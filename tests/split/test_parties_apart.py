@@ -69,7 +69,7 @@ class Party:
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         one = seeded_model(task, 0).train()
-        train, test = examples_for(one, task)
+        train, test = examples_for(task)
         self.key = Key.kept_in(folder / "key.pem")
         box = BoxKey.kept_in(folder / "box.pem")
         member = box.member(self.key, number, f"site {number}", RUN)

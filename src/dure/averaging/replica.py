@@ -78,7 +78,7 @@ class Replica:
         share_weights(self.model, self.group)
         # as the optimizer was made: usually empty
         self._fresh = copy.deepcopy(self.optimizer.state_dict()["state"])
-        train, self.test_examples = examples_for(self.model, task)
+        train, self.test_examples = examples_for(task)
         self.hold(train)
 
     def hold(self, examples: Examples) -> None:

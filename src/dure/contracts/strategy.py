@@ -633,8 +633,8 @@ def another(model: nn.Module, task: Task, seed: int) -> nn.Module:
         return seeded_model(task, seed) if twin is None else compiled_as(twin, task.compile)
 
 
-def examples_for(model: nn.Module, task: Task) -> tuple[Examples, Examples | None]:
-    """Return (train, test) as they are given to the model: as they are, or in `Task.dtype`.
+def examples_for(task: Task) -> tuple[Examples, Examples | None]:
+    """Return (train, test) with inputs in `Task.dtype`; unchanged if the task has none.
 
     test: with the validation set, if the task has one.
     """

@@ -66,8 +66,8 @@ def class_accuracy(outputs: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
 class Task(Named, common=True):
     """What is learned.
 
-    model: a function without arguments that returns a fresh `nn.Module`; called under the run's
-        seed.
+    model: a function without arguments that returns a new `nn.Module` in each call; called under
+        the run's seed.
     loss: loss(outputs, targets), the mean over the batch's examples (a scalar tensor), or a pair
         (sum, count), for one that does not count every example alike: see `Loss`. None: the model
         gives its own, as those of Hugging Face do (`dure.OwnLoss`).

@@ -152,15 +152,20 @@ def as_dtype(inputs: Any, dtype: torch.dtype | None) -> Any:
     """
     if dtype is None:
         return inputs
+    converted = cast_floating(inputs, dtype)
+    if isinstance(inputs, dict):
+        converted.update({name: inputs[name] for name in LABELS if name in inputs})
+    return converted
+
+
+def cast_floating(tree: Any, dtype: torch.dtype) -> Any:
+    """Return the same structure with every floating-point tensor in `dtype`."""
 
     def convert(leaf: Any) -> Any:
         floating = isinstance(leaf, Tensor) and leaf.is_floating_point()
         return leaf.to(dtype) if floating else leaf
 
-    converted = tree_map(convert, inputs)
-    if isinstance(inputs, dict):
-        converted.update({name: inputs[name] for name in LABELS if name in inputs})
-    return converted
+    return tree_map(convert, tree)
 
 
 class NoExamples(Examples):

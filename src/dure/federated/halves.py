@@ -113,7 +113,7 @@ def _cost(strategy: Says, task: Task, model: nn.Module, conditions: Conditions, 
     energy = conditions.energy
     raw = upload(sizes, conditions.devices, seed, conditions.server_mbit, energy)
     counted = not isinstance(energy, NoEnergy)
-    train, _ = examples_for(model, task)
+    train, _ = examples_for(task)
     return Cost(raw, energy, flops_per_step(model, train, 1) if counted else 0.0)
 
 
@@ -135,7 +135,7 @@ def server_half(
 
     model: the run's, which becomes the server's own.
     """
-    train, test = examples_for(model, task)
+    train, test = examples_for(task)
     sample = test or train
     clients = len(carrier.join().sizes)
     secret = protecting.secret_of(place, seed)
@@ -220,7 +220,7 @@ def _why_not(strategy: Says, clients: int, asked: int) -> str | None:
 
 def _threads(strategy: Says, task: Task, model: nn.Module, clients: int) -> int:
     """With how many threads a client computes, as in the simulation; 1 without examples."""
-    train, test = examples_for(model, task)
+    train, test = examples_for(task)
     sample = test or train
     if not len(sample):
         return 1
@@ -335,7 +335,7 @@ def _clients(
     alone here.
     """
     one_more = _models(task, model, seed)
-    examples, test = examples_for(model, task)
+    examples, test = examples_for(task)
     own, held_out = split(has.parts, strategy.held_out, seed, strategy.held_out_order)
     still = conditions.arrival.still
     personal = Personal(

@@ -374,7 +374,7 @@ class Federated(Strategy):
             self._check_hooks(task, model)
         # A server that has no data leaves it to its clients, which check it too.
         singly = self.batch_size == 1 and len(task.train) > 0
-        if singly and needs_two(model, examples_for(model, task)[0]):
+        if singly and needs_two(model, examples_for(task)[0]):
             raise ValueError(
                 "batch_size is 1, and the model has batch norm, which has no statistics of one "
                 "example: take a batch_size of 2 or more"

@@ -36,6 +36,7 @@ from dure.memory.formula import WHOLE, Need, Shares, need_of
 from dure.memory.recompute import Recompute
 from dure.randomness.seeds import generators_state, restore_generators, seed_generators
 from dure.settings import read_bytes
+from dure.tasks.loss_shares import tensor_of
 from dure.tasks.modes import in_mode
 from dure.tensors.kept import changes, kept_by
 
@@ -118,7 +119,7 @@ def chosen(asked: Asked, task: Task, model: nn.Module, check: bool) -> Chosen | 
     """
     if not asked:
         return None
-    train, _ = examples_for(model, task)
+    train, _ = examples_for(task)
     batch = to_device(_first(train, asked.examples), _device_of(model))
     left = _Trial(task, model, train).left() if check and not _is_named(asked) else []
     with in_mode(model, training=True):
@@ -190,7 +191,7 @@ def prove_recompute(asked: Asked, task: Task, model: nn.Module) -> Proof | None:
     assert found is not None
     names = found.choice.names
     if names:
-        _Trial(task, model, examples_for(model, task)[0]).prove(names)
+        _Trial(task, model, examples_for(task)[0]).prove(names)
     modules = f"{len(names)} module{'' if len(names) == 1 else 's'}"
     what = f"{modules} computed again: the same gradients and buffers"
     return Proof(what, time.perf_counter() - started)
@@ -262,9 +263,7 @@ class _Trial:
 
 
 def _loss(task: Task, outputs: Any, targets: Any) -> Tensor:
-    value: Any = task.loss(outputs, targets)
-    mean: Tensor = value[0] if isinstance(value, tuple) else value
-    return mean
+    return tensor_of(task.loss(outputs, targets))
 
 
 def _digest(tensor: Tensor | None) -> bytes:

@@ -91,7 +91,7 @@ class Gradients:
         self._has_sparse = bool(embeddings_of(model))
         self.flat = FlatParameters(model, trained)
         self.buffers = Buffers(model)
-        self.examples, self.test = examples_for(model, task)
+        self.examples, self.test = examples_for(task)
         self.losses = CountedLoss(task.loss, self.examples)
         self.batches = [
             Batches(len(self.examples), batch_size, seed, n, order=self.examples.order())

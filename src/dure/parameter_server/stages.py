@@ -69,7 +69,7 @@ class Pipe:
 
         Raises ValueError for a parameter that several stages use.
         """
-        train, _ = examples_for(model, task)
+        train, _ = examples_for(task)
         cut = CutModel(
             model,
             sample=partial(sample, train),

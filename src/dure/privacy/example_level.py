@@ -189,9 +189,9 @@ def _noised(sums: Tensor, key: bytes, deviation: float, expected: float) -> Tens
 class ExampleLevel:
     """DP-SGD at work on one rank.
 
-    examples: the training data, in the model's dtype. group: the ranks, which all draw the same.
-    folder: of the run; rank 0 counts steps there. Raises ValueError for a model or a loss that
-    cannot be trained so (`dure.privacy.per_example.proof`).
+    examples: the training data. group: the ranks, which all draw the same. folder: of the run; rank
+    0 counts steps there. Raises ValueError for a model or a loss that cannot be trained so
+    (`dure.privacy.per_example.proof`).
     """
 
     def __init__(
@@ -304,7 +304,7 @@ class ExampleLevel:
 
 def proven(task: Task, model: nn.Module) -> Proof:
     """What was tried of the model. Raises ValueError if DP-SGD cannot train it."""
-    return choose(task, model, examples_for(model, task)[0]).proof
+    return choose(task, model, examples_for(task)[0]).proof
 
 
 def told(wanted: Wanted | None, label: str) -> str:

@@ -23,7 +23,8 @@ from dure.contracts.task import Task
 from dure.machine.devices import home_of, to_device
 from dure.randomness.seeds import generators_state, restore_generators
 from dure.tasks.loss_check import first_of
-from dure.tasks.moved import moved
+from dure.tasks.loss_shares import tensor_of
+from dure.tasks.perturbed import perturbed
 
 TRIED = 3
 """Examples of the trial."""
@@ -47,23 +48,23 @@ def padding_rows(task: Task, model: nn.Module) -> list[PaddingRow]:
         return rows
     before = generators_state()
     try:
-        return _without_gradient(task, moved(another(model, task, 0).eval(), "padding"), rows)
+        return _without_gradient(task, perturbed(another(model, task, 0).eval(), "padding"), rows)
     except Exception:
-        # What is wrong with the model is said where it is trained.
+        # The error is raised again where the model is trained.
         return []
     finally:
         restore_generators(before)
 
 
 def clear(rows: Sequence[PaddingRow], tensors: dict[str, Tensor]) -> None:
-    """Sets the rows to zero. tensors: gradients, or changes, by the names of parameters."""
+    """Set the rows to zero. tensors: gradients, or changes, by the names of parameters."""
     for name, row in rows:
         if name in tensors:
             tensors[name][row].zero_()
 
 
 def _declared(model: nn.Module) -> Iterator[PaddingRow]:
-    """The padding rows of embeddings whose table no other module has."""
+    """Yield the padding rows of embeddings whose table no other module has."""
     owners: dict[int, int] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
@@ -77,9 +78,9 @@ def _declared(model: nn.Module) -> Iterator[PaddingRow]:
 
 def _without_gradient(task: Task, model: nn.Module, rows: Sequence[PaddingRow]) -> list[PaddingRow]:
     device = home_of(model)
-    inputs, targets = to_device(first_of(examples_for(model, task)[0], TRIED), device)
+    inputs, targets = to_device(first_of(examples_for(task)[0], TRIED), device)
     loss = task.on(device).loss(model(inputs), targets)
-    torch.autograd.backward(loss[0] if isinstance(loss, tuple) else loss)
+    torch.autograd.backward(tensor_of(loss))
     named = dict(model.named_parameters())
     return [one for one in rows if not _reached(named[one.name].grad, one.row)]
 

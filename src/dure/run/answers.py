@@ -96,7 +96,7 @@ def may_show(task: Task, strategy: Strategy, world: World) -> bool:
 
 
 def _write(folder: Path, model: nn.Module, task: Task, shows: bool) -> None:
-    examples = None if task.test is None else examples_for(model, task)[1]
+    examples = None if task.test is None else examples_for(task)[1]
     # By its own name: a validation set may come with it.
     test = None if examples is None else examples.sets().get("test")
     answers = None if test is None else _answers(model, test, task.eval_batch_size)

@@ -31,7 +31,7 @@ def measured(task: Task, model: nn.Module, times: int = TIMES) -> Measured:
     """The forward pass of one of the task's examples, in evaluation mode, without gradients."""
     if times < 1:
         raise ValueError(f"times is {times}, but something has to be measured: 1 or more")
-    train, _ = examples_for(model, task)
+    train, _ = examples_for(task)
     home = home_of(model)
     inputs = to_device(train.batch(torch.tensor([train.first]))[0], home)
     seconds = []

@@ -69,7 +69,7 @@ def _party(
     # An optimizer would load the compiler, which takes seconds.
     with left_out():
         model = seeded_model(task, seed).train()
-        train, test = examples_for(model, task)
+        train, test = examples_for(task)
         return PartySite(
             task, model, train, test, strategy.plan, number, seed, folder, welcome.run, event
         )

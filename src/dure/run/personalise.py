@@ -115,7 +115,7 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
 def _train(task: Task, model: nn.Module, epochs: int, batch_size: int, seed: int) -> None:
     device = home_of(model)
     task = task.on(device)
-    train, _ = examples_for(model, task)
+    train, _ = examples_for(task)
     size = min(batch_size, len(train))
     # One example that is left joins the batch before it, where the model cannot train on it alone.
     batches = batches_per_epoch(len(train), size, needs_two(model, train))
@@ -135,5 +135,5 @@ def _train(task: Task, model: nn.Module, epochs: int, batch_size: int, seed: int
 
 
 def _measured(task: Task, model: nn.Module) -> dict[str, float]:
-    _, test = examples_for(model, task)
+    _, test = examples_for(task)
     return evaluate(task.on(home_of(model)), model, test, Group(), 0)

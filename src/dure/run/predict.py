@@ -76,8 +76,8 @@ def predict(folder: Path, source: str, task: Task | str | None = None) -> Predic
             f"the model of {folder} is not whole: {', '.join(map(str, elsewhere))} are with its "
             f"clients, each of which has its own"
         )
-    # As it was trained: in the dtype of the model.
-    train, test = examples_for(run.model, whole)
+    # With inputs in the dtype in which it was trained.
+    train, test = examples_for(whole)
     outputs = torch.cat(list(_outputs(run, _inputs(train, test, source))))
     return _told(whole, outputs)
 

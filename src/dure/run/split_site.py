@@ -131,7 +131,7 @@ def _site(
 ) -> Site:
     plan = strategy.of(task).plan
     model = seeded_model(task, welcome.seed).train()
-    train, test = examples_for(model, task)
+    train, test = examples_for(task)
     key = session.key
     # The server knows the run's seed, and would draw the same lies and the same noise.
     secret = key.seed(f"defences of {welcome.run}")
@@ -308,7 +308,7 @@ class _HeadSide:
 def check_part(task: Task, strategy: Split, welcome: Welcome, part: int | None) -> Iterator[str]:
     """Tries one batch up to the cut, and says in lines what would be sent."""
     model = seeded_model(task, welcome.seed).train()
-    train, _ = examples_for(model, task)
+    train, _ = examples_for(task)
     # Who only looks has no number yet.
     seen = replace(welcome, client=max(welcome.client, part or 0, 0))
     own = own_part(strategy, seen, train, part, False)

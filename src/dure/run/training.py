@@ -39,6 +39,7 @@ from dure.protocol.messages import (
 from dure.references import Ask, refuse
 from dure.run.registry import decode_strategy
 from dure.tasks.dtypes import check_dtypes
+from dure.tasks.loss_shares import tensor_of
 from dure.tasks.trained import machine_of, trains_of
 from dure.tensors.buffers import Buffers
 from dure.tensors.flat import FlatParameters, trained_of
@@ -227,11 +228,11 @@ class Training:
         model = copy.deepcopy(self.model)
         optimizer = self.task.optimizer(trained_of(model))
         own = self.clients.parts[self.client][: self.clients.local.batch(self.examples)]
-        examples = examples_for(model, self.task)[0]
+        examples = examples_for(self.task)[0]
         inputs, targets = to_device(examples.batch(own), self.device)
         started = time.perf_counter()
         loss = self.task.on(self.device).loss(model(inputs), targets)
-        torch.autograd.backward(loss[0] if isinstance(loss, tuple) else loss)
+        torch.autograd.backward(tensor_of(loss))
         optimizer.step()
         return time.perf_counter() - started
 

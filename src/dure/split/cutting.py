@@ -172,7 +172,7 @@ def cut_at(task: Task, model: nn.Module, at: Sequence[str], examples: int) -> Cu
     Raises ValueError for places that the model does not have, and for one that cannot be cut there.
     """
     check_at(at)
-    train, test = examples_for(model, task)
+    train, test = examples_for(task)
     cut = CutModel(
         model,
         partial(sample, train),
@@ -263,7 +263,7 @@ def prove(task: Task, model: nn.Module, cut: CutModel) -> Proof | None:
     # A task may give one and the same model, of which there is no copy.
     if twin is cut.model or twin is model:
         return None
-    train, _ = examples_for(model, task)
+    train, _ = examples_for(task)
     prove_cut(
         cut,
         twin,

@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
-from dure.contracts.strategy import Learner, Place, Progress
+from dure.contracts.strategy import Learner, Place, Progress, examples_for
 from dure.contracts.task import Task
 from dure.data.own_part import divide
 from dure.fleet.conditions import Conditions
@@ -31,7 +31,6 @@ from dure.record.meter import Meter
 from dure.split import personal
 from dure.split.account import Account
 from dure.split.across import AcrossTheCut
-from dure.split.apart.sides import clients_examples
 from dure.split.attendance import Attendance
 from dure.split.client import Client, Kept
 from dure.split.compressed import Compressed, exchange_of
@@ -67,7 +66,7 @@ class SimulatedLearner(Learner):
         self.group = place.group
         self.conditions = place.conditions or Conditions()
         self.model = place.model(task, seed).train()
-        self.train, self.test = clients_examples(task, self.model)
+        self.train, self.test = examples_for(task)
         joins = needs_two(self.model, self.train)
         self.parts = divide(
             plan.partition, plan.clients, self.train, plan.batch_size, seed, joins, plan.held_out

@@ -49,7 +49,7 @@ from dure.split import personal
 from dure.split.across import AcrossTheCut
 from dure.split.apart.checks import check_parts, notes_on_head
 from dure.split.apart.proof import prove as prove_parts
-from dure.split.apart.sides import Apart, clients_examples, cut_of
+from dure.split.apart.sides import Apart, cut_of
 from dure.split.client import Rules
 from dure.split.compressed import check_compression, exchange_of
 from dure.split.conditions import LABELS_APART, WITHOUT, check_conditions
@@ -278,18 +278,18 @@ class Split(Strategy):
         check_parts(task, twin)
         if isinstance(task, JoinedTask):
             self._check_model(task, model)
-            train, _ = clients_examples(task, twin)
+            train, _ = examples_for(task)
             apart = Apart(task, twin, train, self._examples(task), 0)
             if self.joins or self.defence.guards in ("activations", "gradients"):
                 apart.server.crossings()
         if twin.head is not None:
-            for note in notes_on_head(twin, clients_examples(task, twin)[0]):
+            for note in notes_on_head(twin, examples_for(task)[0]):
                 warn(note)
 
     def _check_model(self, task: Task, model: nn.Module) -> None:
         together = None if self.batch_size is None else self.batch_size * self.count
         check_own_batches(task, model, together, self.count)
-        train, _ = examples_for(model, task)
+        train, _ = examples_for(task)
         if self.labels_stay and self.rules().sums and CountedLoss(task.loss, train).is_late:
             raise ValueError(
                 "the loss tells what it counts only when it is computed, and clients with the end "

@@ -192,7 +192,7 @@ class VerticalSplit(Strategy):
 
     def _divided(self, task: Task, model: nn.Module) -> tuple[Division, list[Tensor]]:
         """The model by its parts, and what leaves the heads for an example."""
-        train, _ = examples_for(model, task)
+        train, _ = examples_for(task)
         inputs, _ = train.batch(torch.tensor([0]))
         division = divide(model, inputs, self.plan.features, self.parties)
         return division, activations_of(division, inputs)

@@ -93,7 +93,7 @@ def check_pieces(
     size = examples if batch_size is None else min(batch_size, examples)
     if not _has_one(examples, size, ranks, pieces):
         return
-    if not needs_two(model, examples_for(model, task)[0]):
+    if not needs_two(model, examples_for(task)[0]):
         return
     nearest = sorted(range(1, examples + 1), key=lambda other: abs(other - size))
     fit = [other for other in nearest[:MOST_TRIED] if not _has_one(examples, other, ranks, pieces)]
@@ -129,7 +129,7 @@ def check_own_batches(
 
     A rest of one joins the batch before it; into `pieces` it may divide so that one is alone.
     """
-    if pieces > 1 and needs_two(model, examples_for(model, task)[0], task.train.first):
+    if pieces > 1 and needs_two(model, examples_for(task)[0], task.train.first):
         raise ValueError(
             f"accumulate={pieces} may leave one of a worker's own examples alone in a piece, and "
             f"batch norm has no statistics of one example: take accumulate=1"
@@ -138,7 +138,7 @@ def check_own_batches(
     lies = task.train.lies
     least = len(task.train) // ranks if lies is None else min(lies)
     own = least if batch_size is None else min(least, -(-batch_size // ranks))
-    if own < 2 and needs_two(model, examples_for(model, task)[0], task.train.first):
+    if own < 2 and needs_two(model, examples_for(task)[0], task.train.first):
         raise ValueError(
             f"each of {ranks} workers has one example in a step, and batch norm has no statistics "
             f"of one example: take a batch_size of more than {ranks}, or fewer workers"

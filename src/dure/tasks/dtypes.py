@@ -17,14 +17,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from dure.contracts.strategy import examples_for
 from dure.contracts.task import Task
-from dure.data.examples import Examples, as_dtype
+from dure.data.examples import Examples, as_dtype, cast_floating
 from dure.machine.devices import home_of, to_device
 from dure.randomness.seeds import generators_state, restore_generators
 from dure.tasks.loss_check import first_of
+from dure.tasks.loss_shares import tensor_of
 from dure.tasks.trimming import computing
 
 
@@ -39,15 +40,15 @@ def check_dtypes(task: Task, model: nn.Module, another: Callable[[], nn.Module])
     if not floating:
         return
     own = {one.dtype for one in model.parameters() if one.is_floating_point()}
-    for name, examples in _sets(model, task):
+    for name, examples in _sets(task):
         batch = _two(examples)
         given = _dtypes(batch)
         if given and len(own | given) > 1:
             _Trial(task, another, name, floating[0]).check(*batch)
 
 
-def _sets(model: nn.Module, task: Task) -> Iterator[tuple[str, Examples]]:
-    train, test = examples_for(model, task)
+def _sets(task: Task) -> Iterator[tuple[str, Examples]]:
+    train, test = examples_for(task)
     yield "training", train
     if test is not None:
         yield from test.sets().items()
@@ -90,7 +91,7 @@ class _Trial:
             )
         if place != "loss" or outputs is None:
             return
-        if self._fails(inputs, _all_as(targets, outputs))[0] is None:
+        if self._fails(inputs, cast_floating(targets, outputs))[0] is None:
             raise ValueError(
                 f"the {self.name} targets are {_named(targets)} and the model's outputs "
                 f"{outputs}, which the loss does not mix: give targets in {outputs}, or cast "
@@ -115,7 +116,7 @@ class _Trial:
                 dtype = next(iter(_dtypes(outputs)), None)
                 loss = task.loss(outputs, targets)
             if training:
-                torch.autograd.backward(loss[0] if isinstance(loss, tuple) else loss)
+                torch.autograd.backward(tensor_of(loss))
         except Exception:
             return "model" if dtype is None else "loss", dtype
         finally:
@@ -125,11 +126,3 @@ class _Trial:
 
 def _named(tree: Any) -> str:
     return ", ".join(sorted(map(str, _dtypes(tree))))
-
-
-def _all_as(tree: Any, dtype: torch.dtype) -> Any:
-    def convert(leaf: Any) -> Any:
-        floating = isinstance(leaf, Tensor) and leaf.is_floating_point()
-        return leaf.to(dtype) if floating else leaf
-
-    return tree_map(convert, tree)

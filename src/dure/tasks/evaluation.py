@@ -34,8 +34,7 @@ def evaluate(
 
     Of a validation set that comes with them likewise, by its own name.
 
-    model: the same on every rank; each of its modules keeps its training mode. examples: in the
-        model's dtype.
+    model: the same on every rank; each of its modules keeps its training mode.
     idle: called for each batch that other ranks have and this one has not, for models that ranks
         run together.
 

@@ -87,7 +87,7 @@ def _returns_pair(task: Task, model: nn.Module) -> bool:
     before = generators_state()
     try:
         device = home_of(model)
-        inputs, targets = to_device(first_of(examples_for(model, task)[0], 2), device)
+        inputs, targets = to_device(first_of(examples_for(task)[0], 2), device)
         # In evaluation mode nothing draws, and batch norm takes what it gets.
         with torch.no_grad():
             return isinstance(task.on(device).loss(model.eval()(inputs), targets), tuple)

@@ -52,6 +52,12 @@ def loss_and_count(loss: Loss, outputs: Any, targets: Any, examples: int) -> tup
     return float(value) * count, count
 
 
+def tensor_of(loss: Any) -> Tensor:
+    """Return the tensor that gradients are computed of: the loss, or the sum of (sum, count)."""
+    found: Tensor = loss[0] if isinstance(loss, tuple) else loss
+    return found
+
+
 def most_counted(loss: Loss, examples: Examples) -> float:
     """What the loss counts in one of the examples, at the most; inf where only the loss knows."""
     if torch_loss(loss) is None:

@@ -78,7 +78,7 @@ def alone(task: dure.Task, strategy: Parallel, steps: int, seed: int = 0) -> Pat
     model = seeded_model(task, seed).train()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = task.optimizer(trained)
-    train, test = examples_for(model, task)
+    train, test = examples_for(task)
     batches = Batches(len(train), strategy.batch_size, seed)
     losses = []
     for step in range(steps):

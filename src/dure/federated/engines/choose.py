@@ -208,7 +208,7 @@ def _reason(task: Task, model: nn.Module | None) -> str | None:
     try:
         model = seeded_model(task, 0) if model is None else another(model, task, 0)
         task = task.on(home_of(model))
-        program_of(task, model, examples_for(model, task)[0])
+        program_of(task, model, examples_for(task)[0])
         sgd_of(optimizer_of(task, list(model.parameters())), trained_of(model))
     except CannotBatchError as reason:
         return str(reason)

@@ -30,7 +30,7 @@ from dure.machine.devices import home_of, to_device
 from dure.parallel.local import parts
 from dure.randomness.seeds import generators_state, restore_generators, seed_generators
 from dure.tasks.modes import in_mode
-from dure.tasks.moved import moved
+from dure.tasks.perturbed import perturbed
 
 WORK_OF_AN_ELEMENT = 10
 """Operations that an element of a layer's output costs on top of the counted products."""
@@ -48,18 +48,17 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
 
 
 def check_chain(task: Task, model: nn.Module, stages: int) -> None:
-    """Raises ValueError unless the model is a chain of layers that `stages` threads can divide.
+    """Raise ValueError unless the model is a chain of layers that `stages` threads can divide.
 
-    A PlanError where its layers are no such chain.
-
-    It is one if its layers, one after the other, compute what it computes, in training mode, on two
-    examples: the same outputs, and the same gradients of all parameters.
+    A chain's layers, one after the other, compute what the model computes, in training mode, on two
+    examples: the same outputs, and the same gradients of all parameters. Raises PlanError, a
+    ValueError, for a model that is none.
     """
-    whole = moved(another(model, task, 0), "chain")
-    chain = moved(another(model, task, 0), "chain")
+    whole = perturbed(another(model, task, 0), "chain")
+    chain = perturbed(another(model, task, 0), "chain")
     layers = layers_of(chain)
     some = torch.arange(min(2, len(task.train)))
-    inputs, _ = to_device(examples_for(whole, task)[0].batch(some), home_of(whole))
+    inputs, _ = to_device(examples_for(task)[0].batch(some), home_of(whole))
     before = generators_state()
     wrong = "compute something else"
     try:
@@ -90,7 +89,7 @@ class _Tried(NamedTuple):
 
 
 def _tried(model: nn.Module, forward: Callable[[Any], Any], inputs: Any) -> _Tried:
-    """Outputs in training, and gradients of all parameters of a sum of them by fixed weights."""
+    """Return outputs in training, and the gradients of a sum of them by fixed weights."""
     model.train()
     # From one seed both draw the same dropout, and the same weights.
     seed_generators(0, "chain")
@@ -110,7 +109,7 @@ def _same(expected: Any, found: Any) -> bool:
 
 
 def _near(expected: Sequence[Tensor | None], found: Sequence[Tensor | None]) -> bool:
-    """Whether gradients agree, but for the order in which they were added up."""
+    """Whether gradients agree, except for the rounding of sums in another order."""
     return all(_is_near(one, other) for one, other in zip(expected, found, strict=True))
 
 

@@ -283,7 +283,7 @@ class SingleLearner(Learner):
         self.optimizer = self.offloaded.optimizer(task.optimizer(self.model.parameters()))
         self.rates = Rates(self.optimizer, task.lr_schedule) if task.lr_schedule else None
         self.trimming = Trimming(task, self.model.named_parameters())
-        self.train_examples, self.test_examples = examples_for(self.model, task)
+        self.train_examples, self.test_examples = examples_for(task)
         self.losses = CountedLoss(task.loss, self.train_examples)
         self.batches: Batches | PoissonBatches = Batches(
             len(self.train_examples),

@@ -295,7 +295,7 @@ class Parallel(Strategy):
         # A copy, since the checks divide it and run it.
         model = another(model, task, 0)
         check_steps_of(self.offload, task, model)
-        train, test = examples_for(model, task)
+        train, test = examples_for(task)
         check_zero(self.zero, self.mesh, self.mesh.pipeline * (self.stages_per_rank or 1), model)
         check_optimizer(task.optimizer(list(model.parameters())), self.mesh, self.zero)
         if self.mesh.tensor > 1 or not self.plan.is_ready:
@@ -336,7 +336,7 @@ class Parallel(Strategy):
         # to run beside the stages.
         if twin is cut.model or twin is model:
             return None
-        train, test = examples_for(model, task)
+        train, test = examples_for(task)
         prove_cut(
             cut,
             twin,
@@ -393,7 +393,7 @@ class ParallelLearner(Learner):
         self.at = self.groups.at
         self.where = f"rank {self.group.rank}"
         model = place.model(task, seed).to(self.device).train()
-        self.train_examples, self.test_examples = examples_for(model, task)
+        self.train_examples, self.test_examples = examples_for(task)
         self.losses = CountedLoss(task.loss, self.train_examples)
         self.batches = Batches(
             len(self.train_examples),

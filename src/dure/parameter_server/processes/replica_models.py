@@ -95,7 +95,7 @@ class StageModel:
         shards = plan.shards(model)
         self.keys = [shards[shard] for shard, _, _ in plan.portions(number, shards)]
         replica = plan.replica_of(number)
-        self.part = plan.parts(model, examples_for(model, task)[0], seed)[replica]
+        self.part = plan.parts(model, examples_for(task)[0], seed)[replica]
         self.skips = plan.skips(task, model)
         # Replicas draw apart; the first one as a pipeline that trains alone.
         own = seed if replica == 0 else derive(seed, "replica", replica)

@@ -22,7 +22,7 @@ from dure.privacy.per_example.way import (
     count,
     cut,
     factors,
-    lengths,
+    norm_bounds,
     norms_of,
     trained,
 )
@@ -76,7 +76,7 @@ class Functional(Way):
             except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
                 raise CannotClipError(f"torch.func cannot compute the model: {error}") from error
             each = [found[name] for name in self.names]
-            norm = norms_of([lengths(gradient.flatten(1)) for gradient in each])
+            norm = norms_of([norm_bounds(gradient.flatten(1)) for gradient in each])
             factor = factors(norm, clip)
             for total, gradient in zip(sums, each, strict=True):
                 total.add_(torch.tensordot(factor.to(gradient.dtype), gradient, 1))

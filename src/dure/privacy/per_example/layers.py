@@ -14,9 +14,10 @@ products between positions (Gram), and T·m·n where the example's gradient is f
 is taken; gradients are formed of a few examples at a time, and kept for the sum only if those of
 the batch have at most `HELD` elements.
 
-Norms are upper bounds (`way.lengths`). The sum over examples forms its products anew, and rounds
-them otherwise; by as much as that can be, Σ_t ‖a_it‖ ‖e_it‖ times some units in the last place, a
-norm is larger. Only where the products of an example cancel is that more than its last digits.
+Norms are upper bounds (`way.norm_bounds`). The sum over examples forms its products anew, and
+rounds them otherwise; by as much as that can be, Σ_t ‖a_it‖ ‖e_it‖ times some units in the last
+place, a norm is larger. Only where the products of an example cancel is that more than its last
+digits.
 
 The sum over examples, each times its factor f_i, is then that of an ordinary backward pass with
 f_i·e_i in place of e_i: no second pass through the model is needed (book-keeping).
@@ -38,7 +39,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dure.privacy.per_example.way import CannotClipError, lengths
+from dure.privacy.per_example.way import CannotClipError, norm_bounds
 
 HELD = 1 << 24
 """Elements of the gradients of a batch that a layer keeps: 64 MiB in float32."""
@@ -73,7 +74,7 @@ class Held:
         self.each = each
 
     def norms(self) -> Tensor:
-        return lengths(self.each.flatten(1))
+        return norm_bounds(self.each.flatten(1))
 
     def total(self, factors: Tensor) -> Tensor:
         return (factors @ self.each.flatten(1)).view(self.each.shape[1:])
@@ -98,15 +99,15 @@ class Products:
         _, positions, m = self.given.shape
         n = self.outgoing.shape[2]
         if positions == 1:
-            norms = lengths(self.given[:, 0]).mul_(lengths(self.outgoing[:, 0]))
+            norms = norm_bounds(self.given[:, 0]).mul_(norm_bounds(self.outgoing[:, 0]))
             return norms.mul_(1 + rounding(1, self.given))
         gram = positions * (m + n) <= m * n
         return _in_pieces(gram_norms if gram else self._formed, self.given, self.outgoing)
 
     @staticmethod
     def _formed(given: Tensor, outgoing: Tensor) -> Tensor:
-        formed = lengths(torch.bmm(outgoing.mT, given).flatten(1))
-        return formed.add_(slack(lengths(given), lengths(outgoing), given))
+        formed = norm_bounds(torch.bmm(outgoing.mT, given).flatten(1))
+        return formed.add_(slack(norm_bounds(given), norm_bounds(outgoing), given))
 
     def total(self, factors: Tensor) -> Tensor:
         scaled = self.outgoing * factors[:, None, None]
@@ -142,7 +143,7 @@ def gram_norms(given: Tensor, outgoing: Tensor) -> Tensor:
     given: (b, T, m). outgoing: (b, T, n). Where positions cancel, the rounding of these products is
     larger than their sum: such examples are computed in float64.
     """
-    a, e = lengths(given), lengths(outgoing)
+    a, e = norm_bounds(given), norm_bounds(outgoing)
     positions, m = given.shape[1:]
     terms = m + outgoing.shape[2] + positions**2
     sizes = (a * e).sum(1).square_()
@@ -200,8 +201,8 @@ class Rows:
         rows, where = torch.unique(self.example * self.rows + self.indices, return_inverse=True)
         sums = self.outgoing.new_zeros(len(rows), self.outgoing.shape[1])
         sums.index_add_(0, where, self.outgoing)
-        squares = self._of_each(rows // self.rows, lengths(sums).square_())
-        slack = self._of_each(self.example, lengths(self.outgoing))
+        squares = self._of_each(rows // self.rows, norm_bounds(sums).square_())
+        slack = self._of_each(self.example, norm_bounds(self.outgoing))
         return squares.sqrt_().add_(slack.mul_(rounding(self.positions, self.outgoing)))
 
     def _of_each(self, example: Tensor, values: Tensor) -> Tensor:
@@ -241,7 +242,7 @@ class Patches:
         self.held = self.given.new_empty(len(self.given), weight.numel())
         for piece in self._pieces():
             self.held[piece] = self._formed(piece)
-        return lengths(self.held)
+        return norm_bounds(self.held)
 
     def _pieces(self) -> Iterator[slice]:
         """Examples that are looked at together, a few at a time."""
@@ -260,9 +261,9 @@ class Patches:
 
     def _of_formed(self, piece: slice) -> Tensor:
         """The norms of gradients that are formed again for the sum."""
-        a = lengths(self._patches(piece).mT)
-        e = lengths(self.outgoing[piece].flatten(0, 1).mT)
-        return lengths(self._formed(piece)) + slack(a, e, self.given).reshape(
+        a = norm_bounds(self._patches(piece).mT)
+        e = norm_bounds(self.outgoing[piece].flatten(0, 1).mT)
+        return norm_bounds(self._formed(piece)) + slack(a, e, self.given).reshape(
             -1, self.layer.groups
         ).sum(1)
 

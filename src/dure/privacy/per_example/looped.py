@@ -18,7 +18,7 @@ from dure.privacy.per_example.way import (
     count,
     cut,
     factors,
-    lengths,
+    norm_bounds,
     norms_of,
     trained,
 )
@@ -40,7 +40,7 @@ class Looped(Way):
         losses: list[Tensor] = []
         for at in range(count(targets)):
             loss, gradients = self._gradients(cut(inputs, at, at + 1), cut(targets, at, at + 1))
-            norm = norms_of([lengths(each.reshape(-1)) for each in gradients])
+            norm = norms_of([norm_bounds(each.reshape(-1)) for each in gradients])
             factor = factors(norm, clip)
             for total, gradient in zip(sums, gradients, strict=True):
                 total.add_(gradient * factor.to(gradient.dtype))

@@ -48,7 +48,7 @@ from dure.randomness.seeds import (
     seed_generators,
 )
 from dure.tasks.loss_shares import loss_and_count
-from dure.tasks.moved import moved
+from dure.tasks.perturbed import perturbed
 
 TRIED = 3
 """Examples. An odd number, which few models have as a dimension of their own."""
@@ -94,10 +94,10 @@ class Choice(NamedTuple):
 
 
 def choose(task: Task, model: nn.Module, examples: Examples) -> Choice:
-    """The fastest way that is right for the model and the task's loss.
+    """Return the fastest way that is right for the model and the task's loss.
 
-    model: stays as it is. examples: the training data, in the model's dtype. Raises ValueError for
-    a model or a loss that mixes the examples of a batch, and for what `check_layers` refuses.
+    model: stays as it is. examples: the training data. Raises ValueError for a model or a loss that
+    mixes the examples of a batch, and for what `check_layers` refuses.
     """
     check_layers(model)
     started = time.perf_counter()
@@ -105,7 +105,7 @@ def choose(task: Task, model: nn.Module, examples: Examples) -> Choice:
     try:
         device = home_of(model)
         loss = task.on(device).loss
-        twin = moved(another(model, task, 0).to(device), "dp-sgd proof")
+        twin = perturbed(another(model, task, 0).to(device), "dp-sgd proof")
         batch = examples.batch(torch.arange(min(TRIED, len(examples))))
         inputs, targets = to_device(batch, device)
         _check_others(twin, inputs)

@@ -35,7 +35,7 @@ class Clipped(NamedTuple):
     """Sums, norms and losses of a batch.
 
     sums: of the clipped gradients, one tensor a trained parameter, in the model's order. norms: of
-    the gradients before, float64 of shape (b,), never below those of what is added (`lengths`).
+    the gradients before, float64 of shape (b,), never below those of what is added (`norm_bounds`).
     losses: of the examples, shape (b,).
     """
 
@@ -85,7 +85,7 @@ def cut(batch: Any, start: int, end: int) -> Any:
     return tree_map(lambda leaf: leaf[start:end] if isinstance(leaf, Tensor) else leaf, batch)
 
 
-def lengths(rows: Tensor) -> Tensor:
+def norm_bounds(rows: Tensor) -> Tensor:
     """Return an upper bound of the norm over the last dimension, float64 of the other ones.
 
     It is above the norm of these very numbers, whatever they are, and by 3e-5 of it at most in

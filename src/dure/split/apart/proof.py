@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dure.contracts.strategy import Proof, another
+from dure.contracts.strategy import Proof, another, examples_for
 from dure.errors import first_line
 from dure.parallel.pipeline.stage import Microbatch
 from dure.parallel.proof import first_difference, same_operations
 from dure.randomness.seeds import generators_state, restore_generators
-from dure.split.apart.sides import Apart, clients_examples
+from dure.split.apart.sides import Apart
 from dure.split.apart.stage import seed_part
 from dure.split.sides import Party
 from dure.tasks.loss_shares import CountedLoss, Share
@@ -48,7 +48,7 @@ def prove(task: JoinedTask, model: nn.Module, examples: int) -> Proof | None:
         return None
     assert isinstance(one, ModelParts)
     assert isinstance(other, ModelParts)
-    train, _ = clients_examples(task, model)
+    train, _ = examples_for(task)
     before = generators_state()
     try:
         indices = torch.arange(examples) % len(train)

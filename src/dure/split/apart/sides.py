@@ -17,8 +17,6 @@ import torch
 from torch import nn
 
 from dure.collectives.compression import Compression
-from dure.contracts.strategy import examples_for
-from dure.contracts.task import Task
 from dure.data.examples import Examples
 from dure.parallel.mesh.check import sample
 from dure.split.apart.checks import check_parts, form_of_targets, spare, try_head, try_on
@@ -99,8 +97,7 @@ class ModuleStages(Stages):
 class ClientPart:
     """What a client has: the head, and the end where labels stay.
 
-    model: of the task, fresh. train: its examples, in the dtype of the model. examples: of a batch,
-    at the most.
+    model: of the task, fresh. train: its examples. examples: of a batch, at the most.
 
     leaving: the form of what leaves the head, for the server. targets: that of what goes with it
     where the loss is the server's.
@@ -258,13 +255,6 @@ def cut_of(task: JoinedTask | HeadTask | TailTask) -> tuple[str, ...]:
         head = task.head if isinstance(task, JoinedTask) else task
         labels_stay = head.end is not None
     return ("tail", "end") if labels_stay else ("tail",)
-
-
-def clients_examples(task: Task, model: nn.Module) -> tuple[Examples, Examples | None]:
-    """(train, test) in the dtype of what a client has of the model."""
-    if isinstance(model, ModelParts):
-        model = model.only("head", "end")
-    return examples_for(model, task)
 
 
 def _flops(model: ModelParts, inputs: Any) -> list[float]:

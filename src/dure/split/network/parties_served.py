@@ -167,7 +167,7 @@ class ServedParties(Learner):
         self.place = place
         self.where = plan.holder
         self.model = place.model(task, seed).train()
-        self.train, self.test = examples_for(self.model, task)
+        self.train, self.test = examples_for(task)
         inputs, _ = self.train.batch(torch.tensor([0]))
         self.division = divide(self.model, inputs, plan.features, plan.parties)
         self.activations = activations_of(self.division, inputs)

@@ -80,7 +80,7 @@ class ServedLearner(Learner):
         self.place = place
         self.group = place.group
         self.model = place.model(task, seed).train()
-        train, self.test = examples_for(self.model, task)
+        train, self.test = examples_for(task)
         self.flops, hosted = self._hosted(train)
         self.channels = connect(hosted)
         entrance = Entrance(self.channels, plan.clients, self._tells, self._check_hello)

@@ -49,7 +49,7 @@ def _compare(
     parties: int | None,
     examples: int,
 ) -> None:
-    train, _ = examples_for(whole, task)
+    train, _ = examples_for(task)
     inputs, targets = train.batch(torch.arange(min(examples, len(train))))
     losses = CountedLoss(task.loss, train)
     division = divide(parted, inputs, features, parties)

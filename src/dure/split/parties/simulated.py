@@ -72,7 +72,7 @@ class PartiesLearner(Learner):
         self.group = place.group
         self.conditions = place.conditions or Conditions()
         self.model = place.model(task, seed).train()
-        self.train, self.test = examples_for(self.model, task)
+        self.train, self.test = examples_for(task)
         inputs, _ = self.train.batch(torch.tensor([0]))
         self.division = divide(self.model, inputs, plan.features, plan.parties)
         self.parties = len(self.division.heads)

@@ -22,7 +22,7 @@ def seen_of(task: dure.Task, indices: Sequence[int], lr: float = 0.1) -> tuple[M
     """What a server sees of one step of these examples."""
     model = model_of(task)
     state = dict(zip_state(task))
-    inputs, targets = examples_for(model.module, task)[0].batch(torch.tensor(indices))
+    inputs, targets = examples_for(task)[0].batch(torch.tensor(indices))
     gradient = model.gradient(state, inputs, targets)
     delta = {name: -lr * one for name, one in gradient.items()}
     return model, Seen(state, delta, len(indices), 1, len(indices), Rate(lr))

@@ -172,7 +172,7 @@ class Examiner:
         self.final = final
         self.say = say
         self.made = seeded_model(task, seed).cpu()
-        self.train, self.test = examples_for(self.made, task)
+        self.train, self.test = examples_for(task)
         self.model = Model(self.made, self.task.loss)
         self.public = _public(self.test)
 

@@ -58,7 +58,7 @@ def noised_rounds(
         budget=strategy.epsilon,
         secret=secret,
         once=once,
-        still=_still(model, algorithm, padding, like),
+        untrained=_untrained(model, algorithm, padding, like),
     )
 
 
@@ -109,10 +109,10 @@ def contribution(model: nn.Module, algorithm: Algorithm) -> tuple[list[Tensor], 
     return like, pieces
 
 
-def _still(
+def _untrained(
     model: nn.Module, algorithm: Algorithm, padding: Sequence[PaddingRow], like: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Masks of the numbers of a contribution that nobody trains; none where there are no such."""
+    """Return masks of the numbers of a contribution that nobody trains; empty without padding."""
     if not padding:
         return []
     trained = trained_in(model).items()

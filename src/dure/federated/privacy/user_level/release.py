@@ -39,8 +39,8 @@ class NoisedRounds:
 
     estimator: of the run. settings: the run's; where clients add noise the estimator has none.
     like: what a contribution looks like. promise: in words. ledger: what is spent. budget: the
-    largest epsilon; None is no limit. secret: where keys come from. once: the carrier's. still:
-    masks of numbers that nobody trains, which stay as they are; empty for none.
+    largest epsilon; None is no limit. secret: where keys come from. once: the carrier's.
+    untrained: masks of numbers that nobody trains, which stay as they are; empty for none.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class NoisedRounds:
         budget: float | None,
         secret: Secret,
         once: Once,
-        still: Sequence[Tensor] = (),
+        untrained: Sequence[Tensor] = (),
     ) -> None:
         self.estimator = estimator
         self.settings = settings
@@ -64,7 +64,7 @@ class NoisedRounds:
         self.budget = budget
         self.secret = secret
         self.once = once
-        self.still = still
+        self.untrained = untrained
         self._taken: Counter[int] = Counter()
         """How often each client was asked."""
         self._next = 0
@@ -117,7 +117,7 @@ class NoisedRounds:
             count_key = self.secret.key("noise of the count", number)
             mean = self.estimator.noised(self.like, key, count_key)
             # Whoever added the noise: what is 0 for all data tells nothing.
-            for one, mask in zip(mean, self.still, strict=False):
+            for one, mask in zip(mean, self.untrained, strict=False):
                 one.masked_fill_(mask, 0.0)
             return {"mean": mean, "bound": self.estimator.bound}
 
