@@ -262,8 +262,8 @@ def test_of_many_that_come_at_once_with_one_token_one_gets_in(register) -> None:
 
 
 def test_who_opens_it_once_more_here_takes_no_lock_away(register, tmp_path) -> None:
-    # POSIX takes all locks of a process on a file when it closes any descriptor of the file: another
-    # process then takes itself for the last one, and removes the log that this one still writes.
+    # A process that closes any descriptor of a file loses its POSIX locks on it: another process
+    # then takes itself for the last one, and removes the log that this one still writes.
     log = tmp_path / f"{FILE}-wal"
     before = log.stat().st_ino
     with Register(tmp_path / FILE):
