@@ -58,11 +58,12 @@ check: lint types
 
 pytest: | lint browser iproute2
 	@echo "documentation and tests"
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not proof"
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder \
+	  --max-worker-restart 0 -m "not proof"
 
 proofs: export OMP_WAIT_POLICY ?= PASSIVE
 proofs: install-test browser iproute2
-	@$(BIN)/python -m pytest -m proof
+	@$(BIN)/python -m pytest -m proof -o faulthandler_timeout=3600
 
 lint: install-test
 	@echo "lint"

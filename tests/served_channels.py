@@ -21,7 +21,7 @@ from dure.worlds.network.server.serving import Serving
 from dure.worlds.network.server.watching import Watching
 
 PLACES = 2
-SECONDS = 20.0
+SECONDS = 60.0
 
 
 @contextmanager

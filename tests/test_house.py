@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -178,3 +179,9 @@ def test_what_is_listed_as_slow_is_there(file: str) -> None:
     text = (Path(__file__).parent / file).read_text()
     for name in PROOFS[file]:
         assert f"def {name.partition('[')[0]}" in text
+
+
+def test_no_two_files_of_tests_have_one_name() -> None:
+    """pytest imports them by their names alone, as the folders are no packages."""
+    names = Counter(file.name for file in Path(__file__).parent.rglob("test_*.py"))
+    assert [name for name, count in names.items() if count > 1] == []

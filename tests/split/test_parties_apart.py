@@ -76,7 +76,7 @@ class Party:
         self.site = PartySite(
             task, one, train, test, strategy.plan, number, 0, folder, RUN, lambda what, about: None
         )
-        hello = Hello(len(self.site.known), msgspec.json.encode(member), "")
+        hello = Hello(len(self.site.known), msgspec.json.encode(member), "0")
         pinned = Pinned.kept_in(folder, RUN)
         self.site.takes(hello, Identity(self.key, box, member, RUN, pinned, None))
         self.hello = bytes(b"".join(encode(hello)))

@@ -90,7 +90,8 @@ def norm_bounds(rows: Tensor) -> Tensor:
 
     It is above the norm of these very numbers, whatever they are, and by 3e-5 of it at most in
     float32: no order in which a chunk is added up loses more, and no square that is too small to be
-    kept is more than the last term.
+    kept is more than the last term. Where squares overflow (norms above 1.8e19 in float32) it is
+    infinite, and the example adds nothing.
     """
     limits = torch.finfo(rows.dtype)
     elements = rows.shape[-1]
