@@ -39,9 +39,8 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
 os.environ["DURE_STATE_HOME"] = tempfile.mkdtemp(prefix="dure-state-")
 atexit.register(shutil.rmtree, os.environ["DURE_STATE_HOME"], ignore_errors=True)
 server.preload("pytest", "hypothesis")  # which ranks import that play a function of a test module
-torch.set_num_threads(
-    1
-)  # the tensors here are tiny: a second thread only waits, on a busy machine for long
+# The tensors here are tiny: a second thread only waits, on a busy machine for long.
+torch.set_num_threads(int(os.environ.get("DURE_TESTS_THREADS", "1")))
 
 
 SLOW = {

