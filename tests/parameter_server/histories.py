@@ -79,6 +79,7 @@ class History:
     """Seconds after which a message is said again."""
     link: Link = INSTANT
     slows: bool = False
+    clip_norm: float | None = None
     rows: int = 0
     compression: Compression = field(default_factory=NoCompression)
     states: Sequence[dict[str, Any]] = ()
@@ -91,7 +92,12 @@ class History:
         recipe = Recipe.of(self.optimizer([start]), [[start]])
         coding = Coding(self.compression, [start]) if self.compression.compresses else None
         self.terms = Terms(
-            recipe, self.staleness, slows=self.slows, tables=self._tables(), coding=coding
+            recipe,
+            self.staleness,
+            slows=self.slows,
+            tables=self._tables(),
+            coding=coding,
+            clip_norm=self.clip_norm,
         )
         self.weighted = torch.zeros(self.keys, dtype=torch.float64)
         """The sum of all gradients that were computed, times their weights."""

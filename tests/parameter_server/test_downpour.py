@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -69,7 +70,15 @@ def test_adagrad_leaves_alone_what_never_had_a_gradient() -> None:
     assert weights.tolist() == [1.0, 1.5, 1.0]
 
 
-def by_hand(fetch_every: int, push_every: int, period: int, rounds: int, alpha: float) -> Tensor:
+def by_hand(
+    fetch_every: int,
+    push_every: int,
+    period: int,
+    rounds: int,
+    alpha: float,
+    decay: float = 0.0,
+    rate: Callable[[int], float] = lambda step: 1.0,
+) -> Tensor:
     """The weights of the server after one replica without overlap: the rule, written as a loop."""
     task = small_task(lr=0.3)
     model = seeded_model(task, 0)
@@ -77,6 +86,7 @@ def by_hand(fetch_every: int, push_every: int, period: int, rounds: int, alpha: 
     there = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
     own = there.clone()
     accrued = torch.zeros_like(there)
+    count = 0
     for step in range(period * rounds):
         if step % fetch_every == 0 or step % period == 0:
             own = there.clone()
@@ -86,10 +96,12 @@ def by_hand(fetch_every: int, push_every: int, period: int, rounds: int, alpha: 
         found = torch.autograd.grad(loss, list(model.parameters()))
         gradient = torch.cat([each.reshape(-1) for each in found])
         accrued = accrued + gradient
-        own = own - alpha * gradient
+        count += 1
+        own = own - alpha * rate(step) * gradient
         if step % push_every == 0 or (step + 1) % period == 0:
-            there = there - 0.3 * accrued
+            there = there - 0.3 * rate(step) * (accrued + count * decay * there)
             accrued = torch.zeros_like(there)
+            count = 0
     return there
 
 
@@ -106,6 +118,31 @@ def test_it_keeps_to_the_rule(fetch_every: int, push_every: int, period: int) ->
     )
     weights = torch.cat([each.reshape(-1) for each in run.model.state_dict().values()])
     expected = by_hand(fetch_every, push_every, period, 2, alpha=0.2)
+    assert float((weights - expected).abs().max()) < 1e-12
+
+
+def halved(step: int) -> float:
+    return float(0.5 ** (step // 3))
+
+
+@given(push_every=st.integers(1, 6), period=st.sampled_from([4, 7]))
+@settings(max_examples=10, deadline=None)
+def test_a_push_has_the_rate_of_its_step_and_the_decay_of_each_of_its_gradients(
+    push_every: int, period: int
+) -> None:
+    optimizer = partial(torch.optim.SGD, lr=0.3, weight_decay=0.02)
+    task = small_task(optimizer=optimizer, lr_schedule=halved)
+    run = simulated(
+        task,
+        fetch_every=100,
+        push_every=push_every,
+        period=period,
+        alpha=0.2,
+        servers=2,
+        overlap=False,
+    )
+    weights = torch.cat([each.reshape(-1) for each in run.model.state_dict().values()])
+    expected = by_hand(100, push_every, period, 2, alpha=0.2, decay=0.02, rate=halved)
     assert float((weights - expected).abs().max()) < 1e-12
 
 

@@ -195,6 +195,7 @@ class Now:
 
     gradient: Tensor
     ready: bool = False
+    is_empty: bool = False
 
     @property
     def ends(self) -> float:
@@ -202,6 +203,22 @@ class Now:
 
     def result(self) -> list[Tensor]:
         return [self.gradient]
+
+
+def test_a_replica_whose_part_is_empty_moves_the_clock_and_no_weights() -> None:
+    said: list[Push] = []
+
+    def compute(step: int, weights: Sequence[Tensor], now: float) -> Now:
+        return Now(torch.zeros(1, dtype=torch.float64), ready=True, is_empty=True)
+
+    layout: Layout = first_layout([0], 1, [(0,)])
+    side = WorkerSide(0, layout, [(0, 0, 1)], patience=math.inf, beat=None)
+    replica = Replica(side, Pace(1, 1, False), [Server().weights], compute, lambda *_: None)
+    replica.grant(1)
+    server = Server()
+    server.answer(replica.tick(0.0), replica)
+    said += [one for _, one in replica.tick(0.0) if isinstance(one, Push)]
+    assert [(one.clock, one.weight) for one in said] == [(0, 0.0)]
 
 
 def steps(server: Server, first: int, count: int, begun: bool, push_every: int) -> int:

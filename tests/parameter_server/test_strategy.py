@@ -251,6 +251,38 @@ def test_optimizers_that_look_at_whole_parameters_are_refused_by_name() -> None:
         check_all(dure.ParameterServer(), task, None)
 
 
+@pytest.mark.parametrize("workers", [1, 3])
+def test_an_optimizer_begins_with_the_state_that_its_arguments_make(workers: int) -> None:
+    adagrad = partial(torch.optim.Adagrad, lr=0.1, initial_accumulator_value=0.7, lr_decay=0.01)
+    task = small_task(optimizer=adagrad)
+    run = simulated(task, servers=2, workers=workers)
+    assert largest_difference(run, alone(task)) < 1e-12
+    other = small_task(optimizer=partial(torch.optim.Adagrad, lr=0.1))
+    assert largest_difference(run, alone(other)) > 1e-3
+
+
+def with_hook(parameters: Any) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    optimizer.register_step_post_hook(lambda *_: None)
+    return optimizer
+
+
+def with_history(parameters: Any) -> torch.optim.Optimizer:
+    optimizer = torch.optim.Adagrad(parameters, lr=0.1)
+    for state in optimizer.state.values():
+        state["sum"].fill_(3.0)
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "said"), [(with_hook, "SGD has hooks"), (with_history, "was given a state")]
+)
+def test_an_optimizer_with_more_than_its_settings_is_refused(optimizer: Any, said: str) -> None:
+    for strategy in (dure.ParameterServer(), dure.Downpour()):
+        with pytest.raises(ValueError, match=said):
+            check_all(strategy, small_task(optimizer=optimizer), None)
+
+
 def test_conditions_of_clients_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match="drop out is about clients"):
         dure.train(small_task(), dure.ParameterServer(), dure.Simulated(drop_out=0.1), STOP)

@@ -10,6 +10,7 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import os
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
@@ -48,6 +49,15 @@ def when_imported(name: str, then: Callable[[], None]) -> None:
         then()
     else:
         sys.meta_path.insert(0, _Finder(name, then))
+
+
+def gloo_settings() -> dict[str, str | int]:
+    """gloo's settings as torch's log has them of its own groups; 2 threads are its default."""
+    return {
+        "gloo_socket_ifname": os.environ.get("GLOO_SOCKET_IFNAME", "N/A"),
+        "gloo_device_transport": os.environ.get("GLOO_DEVICE_TRANSPORT", "N/A"),
+        "gloo_num_threads": 2,
+    }
 
 
 class _Finder(importlib.abc.MetaPathFinder):

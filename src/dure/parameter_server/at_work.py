@@ -144,7 +144,7 @@ class Worker:
             if job.side in self.sides:
                 assert job.gradients is not None
                 self._unsafe.append((job.side, job.side.clock, job.work))
-                said += job.side.push(job.gradients, job.weight, now)
+                said += job.side.push(job.gradients, job.weight, now, job.work.batch)
         for side in self.sides:
             said += side.tick(now)
         return [*said, *self._begin(now)]

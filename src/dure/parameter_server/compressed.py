@@ -48,11 +48,14 @@ class Layer(NamedTuple):
 class Coding:
     """How gradients of keys become messages, and messages gradients.
 
-    parameters: those that the keys are of.
+    parameters: those that the keys are of. waits: as in `PushCompressor`.
     """
 
-    def __init__(self, compression: Compression, parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(
+        self, compression: Compression, parameters: Sequence[nn.Parameter], waits: bool = False
+    ) -> None:
         self.compression = compression
+        self.waits = waits
         self._layers = [
             Layer(dtype, tuple(parameter.shape for parameter in vector))
             for dtype, vector in by_dtype(parameters).items()
@@ -85,6 +88,7 @@ class Coding:
                 self.compression.remembers,
                 seed,
                 (worker, keys.vector, keys.start),
+                self.waits,
             )
             for keys in shards
         ]
@@ -116,10 +120,19 @@ class PushCompressor:
     """What encodes the pushes of a worker to one shard.
 
     remembers: whether with error feedback. place: of the worker and the shard in all random draws.
+    waits: whether what was left out waits where a push counts nothing, since it makes no step.
     """
 
-    def __init__(self, codec: Codec, remembers: bool, seed: int, place: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        codec: Codec,
+        remembers: bool,
+        seed: int,
+        place: tuple[int, ...],
+        waits: bool = False,
+    ) -> None:
         self.codec = codec
+        self._waits = waits
         self._seed = seed
         self._place = place
         bucket = codec.bucket
@@ -134,6 +147,8 @@ class PushCompressor:
     def encode(self, gradient: Tensor, weight: float, clock: int) -> Tensor:
         """The message of the worker's `clock`-th push, uint8, which is to be called for once."""
         codec = self.codec
+        if self._waits and not weight:
+            return self._nothing(clock)
         vector = gradient.to(codec.bucket.work)
         if weight != 1.0:
             vector = vector * weight
@@ -145,6 +160,13 @@ class PushCompressor:
         if feedback is not None and codec.is_finite(message):
             codec.add(message, corrected, -1)
             feedback.keep()
+        return message
+
+    def _nothing(self, clock: int) -> Tensor:
+        """The message of a push that makes no step: what was left out stays for the next."""
+        message = torch.empty(self.codec.nbytes, dtype=torch.uint8)
+        zeros = self.codec.bucket.zeros()
+        self.codec.encode(zeros, message, self._seed, (*self._place, clock))
         return message
 
     @torch.no_grad()

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from torch import nn
 
-from dure.contracts.lr_schedule import LRSchedule, factor_at
+from dure.contracts.lr_schedule import factor_at
 from dure.contracts.task import Task
 from dure.data.examples import Examples
 from dure.data.own_part import OwnPart, divide
@@ -127,7 +127,7 @@ class DownpourPlan(Plan):
     def terms(self, task: Task, model: nn.Module) -> Terms:
         schedule: Callable[[int], float] | None = None
         if task.lr_schedule is not None:
-            schedule = partial(_factor, task.lr_schedule, self.pace.push_every)
+            schedule = partial(factor_at, task.lr_schedule)
         recipe = recipe_of(task, model)
         if self.gamma is not None:
             recipe = adagrad(recipe, self.gamma)
@@ -155,11 +155,6 @@ class DownpourPlan(Plan):
         return LocalStep(recipe_of(task, model), keys, self.alpha, schedule)
 
 
-def _factor(schedule: LRSchedule, push_every: int, pushes: int) -> float:
-    """The factor of the learning rates after so many pushes of each replica."""
-    return factor_at(schedule, pushes * push_every)
-
-
 def adagrad(recipe: Recipe, gamma: float) -> Recipe:
     """The recipe of Downpour's Adagrad over the keys that another optimizer trains.
 
@@ -176,4 +171,5 @@ def adagrad(recipe: Recipe, gamma: float) -> Recipe:
             "gamma is one rate for all, and the task's optimizer has several: leave out gamma, or "
             "give all groups one lr"
         )
-    return replace(recipe, kind=DownpourAdagrad, groups=[{"lr": gamma} for _ in recipe.groups])
+    groups = [{"lr": gamma} for _ in recipe.groups]
+    return replace(recipe, kind=DownpourAdagrad, groups=groups, arguments={})

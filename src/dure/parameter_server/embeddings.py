@@ -33,6 +33,9 @@ from dure.parameter_server.tables import Rows, Rule, Table, TableRows, distinct,
 from dure.tensors.buffers import load_weights
 from dure.tensors.flat import trained_of
 
+FIRST_STATE = {"initial_accumulator_value"}
+"""Settings that torch's optimizers take for their first state alone."""
+
 Embedding: TypeAlias = nn.Embedding | nn.EmbeddingBag
 
 
@@ -108,7 +111,11 @@ def rules_of(task: Task, model: nn.Module) -> list[Rule]:
     for name, module in found.items():
         if id(module.weight) not in groups:
             raise ValueError(f"the optimizer does not have {name}: freeze it, or hand it over")
-        rules.append(rule_of(type(optimizer), groups[id(module.weight)], name))
+        # As torch has it: what makes the first state is the optimizer's, and no group's.
+        settings = dict(groups[id(module.weight)])
+        for setting in FIRST_STATE & optimizer.defaults.keys():
+            settings[setting] = optimizer.defaults[setting]
+        rules.append(rule_of(type(optimizer), settings, name))
     return rules
 
 

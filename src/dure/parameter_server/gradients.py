@@ -3,7 +3,7 @@
 The gradient of a part is that of its mean loss, and has a weight in its batch:
 
     staleness 0          what the loss has counted in the part (`dure.tasks.loss_shares`)
-    others               its share of the batch's examples
+    others               its share of what the loss counts in the batch
 
 so that with staleness 0 the parts of a batch add up to the gradient of data parallel. Where pushes
 are compressed, the weight with staleness 0 is a share as well: of what is expected of the batch
@@ -19,6 +19,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -28,12 +29,13 @@ from dure.contracts.task import Task
 from dure.data.batches import Batches
 from dure.errors import LossNotFiniteError
 from dure.parameter_server.embeddings import Tables, check_no_tables, dense_of, embeddings_of
+from dure.parameter_server.late_counts import LateCounts
 from dure.parameter_server.scheduler import Work
 from dure.parameter_server.tables import Rows
 from dure.randomness.seeds import seed_generators
 from dure.tasks.loss_shares import CountedLoss
 from dure.tasks.pieces import learn
-from dure.tasks.trimming import Trimming, computing
+from dure.tasks.trimming import Trimming, clip, computing
 from dure.tensors.buffers import Buffers
 from dure.tensors.flat import FlatParameters, by_dtype
 
@@ -93,6 +95,9 @@ class Gradients:
         self.buffers = Buffers(model)
         self.examples, self.test = examples_for(task)
         self.losses = CountedLoss(task.loss, self.examples)
+        self._late = None
+        if not bulk and self.losses.is_late:
+            self._late = LateCounts(self.losses, self.examples)
         self.batches = [
             Batches(len(self.examples), batch_size, seed, n, order=self.examples.order())
             for n in range(groups)
@@ -147,23 +152,37 @@ class Gradients:
         move all the same.
         """
         part, batch, place = self._part(work, group)
+        # The step of several workers is clipped by the servers, which have all of its gradient.
+        clips = not self.bulk or (work.parts == 1 and not self.compressed)
         if self.tables is None:
-            found = self.mean(part, place, who, out)
+            found = self.mean(part, place, who, out, clips)
         else:
             with self.tables.holding(rows) as gradients:
-                found = self.mean(part, place, who, out)
+                found = self.mean(part, place, who, out, clips)
                 found.rows = self._rows(gradients(), found.counted)
-        found.weight = self._weight(found, part, batch)
+        found.weight = self._weight(found, part, batch, work.parts)
         return found
 
-    def _weight(self, found: Computed, part: Tensor, batch: Tensor) -> float:
+    def _weight(self, found: Computed, part: Tensor, batch: Tensor, parts: int) -> float:
         """What the gradient of a part counts in its batch."""
         if not self.bulk:
-            return len(part) / len(batch)
+            return 1.0 if parts == 1 else self._share(found, part, batch)
         if not self.compressed:
             return found.counted
         expected = self.losses.expected(batch)
         return found.counted / expected if expected else 0.0
+
+    def _share(self, found: Computed, part: Tensor, batch: Tensor) -> float:
+        """The share of a part in its batch, of which no other part has been computed."""
+        examples = len(part) / len(batch)
+        if self.losses.is_alike or not len(part):
+            return examples
+        if self._late is not None:
+            total = self._late.in_batch(part, found.counted, batch)
+        else:
+            total = self.losses.expected(batch)
+        # A batch in which nothing counts is a step like any other, with a gradient of zero.
+        return found.counted / total if total else examples
 
     def _part(self, work: Work, group: int) -> tuple[Tensor, Tensor, tuple[int, ...]]:
         """The examples of a part, those of its batch, and where it is in the run."""
@@ -180,11 +199,13 @@ class Gradients:
         place: tuple[int, ...],
         who: str,
         out: Sequence[Tensor] | None = None,
+        clips: bool = True,
     ) -> Computed:
-        """The gradient of the mean loss of these examples, which has weight 1.
+        """The gradient of the mean loss of these examples, which has weight 1, or 0 without any.
 
-        place: where they are in the run, its step first: what is drawn is a function of it. who,
-        out, and what is raised: as in `of`.
+        place: where they are in the run, its step first: what is drawn is a function of it. clips:
+        whether this gradient is clipped, where the task asks for it. who, out, and what is raised:
+        as in `of`.
         """
         if self._has_sparse and self.tables is None:
             check_no_tables(self.model)
@@ -201,15 +222,17 @@ class Gradients:
             self.losses,
             part,
             self.accumulate,
-            read=self.examples.batch,
-            forward=self.model,
+            read=self.examples.batch if self._late is None else self._late.read,
+            forward=self.model if self._late is None else partial(self._late.forward, self.model),
             computing=lambda *given: computing(self.task, self._device),
             backward=Tensor.backward,
             parameters=self.model.parameters(),
         )
         if not math.isfinite(found.loss):
             raise LossNotFiniteError(found.loss, who, f"step {place[0] + 1}")
-        self.trimming.at(place[0])
+        self.trimming.drop(place[0])
+        if clips and self.trimming.norm is not None:
+            clip(self.trimming.parameters, self.trimming.norm)
         for vector, room in zip(self._vectors, out, strict=True):
             self._write(vector, found.counted, room)
         return Computed(

@@ -9,6 +9,7 @@
     server  -> server    Replicated    my copy has it
     server  -> server    Snapshot      here is all of a shard: you hold its copy from now on
     leader  -> server    Snapshot      the same, to the first owner: the weights of the beginning
+    server  -> server    Norms         my shards' part of a step's norm, where steps are clipped
     any     -> manager   Beat          I am here
     manager -> any       Layout        who owns what, and who takes part (`layout`)
     manager -> server    Lease         you may answer until this time after your beat
@@ -19,6 +20,7 @@ is not done again. Nodes are called by their names: "worker 2", "server 0", "man
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
@@ -45,7 +47,8 @@ class Push(msgspec.Struct, frozen=True, tag=True):
     weight: what its mean gradient counts, such as examples. version: how many updates the weights
     contained to which it belongs. rows, digest: of a table, as in `Pull`. encoded: how many keys
     the gradient is about, where it is the message of a codec (`compressed`), which has the weight
-    in it.
+    in it. step: the worker's own, from 0, by which learning rates are scheduled. gradients: how
+    many the gradient is the sum of.
     """
 
     shard: int
@@ -60,6 +63,8 @@ class Push(msgspec.Struct, frozen=True, tag=True):
     rows: Tensor | None = None
     digest: Tensor | None = None
     encoded: int | None = None
+    step: int = 0
+    gradients: int = 1
 
     @property
     def stop(self) -> int:
@@ -140,11 +145,26 @@ class Made(msgspec.Struct, frozen=True):
     clock: int
 
 
+class Norms(msgspec.Struct, frozen=True, tag=True):
+    """The squared norms of a clock's mean gradient, by shard, as far as the sender knows them.
+
+    asks: whether the receiver is to answer with those that it knows.
+    """
+
+    group: int
+    clock: int
+    squares: Mapping[int, float]
+    asks: bool = False
+
+
 class Step(msgspec.Struct, frozen=True):
     """An update of the keys from `start` on, ready to be applied: the same for shard and copy.
 
-    pushes: what it contains. factor: of the learning rates: by their schedule, and by its age.
-    rows: of a table, to which the gradient belongs.
+    pushes: what it contains. factor: of the learning rates: by their schedule, by its age, and by
+    its share. rows: of a table, to which the gradient belongs. decay: what weight decay that is
+    part of the gradient is multiplied with, as the gradient was. moves: whether the optimizer makes
+    a step; a push that counts nothing moves the clock alone. norms: by which the gradient was
+    clipped.
     """
 
     start: int
@@ -152,6 +172,9 @@ class Step(msgspec.Struct, frozen=True):
     pushes: tuple[Made, ...]
     factor: float = 1.0
     rows: Tensor | None = None
+    decay: float = 1.0
+    moves: bool = True
+    norms: Norms | None = None
 
 
 class Replicate(msgspec.Struct, frozen=True, tag=True):
@@ -221,6 +244,7 @@ Message = (
     | Refused
     | Replicate
     | Replicated
+    | Norms
     | Snapshot
     | Beat
     | Lease

@@ -8,13 +8,15 @@ parameters or pieces of them, so a shard has the task's optimizer over its own k
 What it remembers, such as momentum, stays with the shard. Parameters that the optimizer's groups
 treat alike, and that are neighbours, are one piece. SGD with momentum, Adam, AdamW, Adagrad,
 RMSprop and what `ELEMENTWISE` names besides are of this kind; others, which look at a whole
-parameter (LBFGS, Muon), are refused by name.
+parameter (LBFGS, Muon), are refused by name. So is an optimizer with more than its class and its
+settings say, such as hooks, which would be lost.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -53,19 +55,22 @@ class Recipe:
 
     kind: its class. groups: the settings of each of its groups. spans: by vector, in order; keys
     that no group has are in none. seams: keys at which pieces begin, since some push one side
-    alone.
+    alone. arguments: that its class was called with, since some make its first state, which groups
+    do not say.
     """
 
     kind: type[Optimizer]
     groups: Sequence[Mapping[str, Any]]
     spans: Sequence[Sequence[Span]]
     seams: frozenset[tuple[int, int]] = frozenset()
+    arguments: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, optimizer: Optimizer, vectors: Sequence[Sequence[nn.Parameter]]) -> Recipe:
         """That of an optimizer over parameters, which lie one after another in vectors.
 
-        Raises ValueError for an optimizer that cannot be divided by elements.
+        Raises ValueError for an optimizer that cannot be divided by elements, that has made steps,
+        or that has hooks.
         """
         kind = type(optimizer)
         if kind not in ELEMENTWISE:
@@ -85,7 +90,12 @@ class Recipe:
                         f"{kind.__name__}({name}=...) has to be a number, not a tensor"
                     )
             groups.append(settings)
-        return cls(kind, groups, [_spans(vector, number_of) for vector in vectors])
+        spans = [_spans(vector, number_of) for vector in vectors]
+        return cls(kind, groups, spans, arguments=arguments_of(optimizer))
+
+    def make(self, groups: Sequence[Mapping[str, Any]]) -> Optimizer:
+        """An optimizer of these groups of parameters, in its first state."""
+        return self.kind(groups, **self.arguments)  # type: ignore[arg-type]
 
     def pieces(self, vector: int, start: int, stop: int) -> list[Span]:
         """The keys start … stop-1 of a vector, cut where the settings change and at the seams."""
@@ -100,13 +110,63 @@ class Recipe:
         return pieces
 
     @property
+    def linear(self) -> bool:
+        """Whether a step is linear in the gradient: a part of one makes a part of the step."""
+        return self.kind is torch.optim.SGD
+
+    @property
     def plain(self) -> bool:
         """Whether a step is w <- w - lr·g, and nothing else: one that a worker can make as well."""
-        return self.kind is torch.optim.SGD and not any(
+        return self.linear and not any(
             group[name]
             for group in self.groups
             for name in ("momentum", "weight_decay", "maximize")
         )
+
+
+def arguments_of(optimizer: Optimizer) -> dict[str, Any]:
+    """The settings that an optimizer was made with, under the names of its class's arguments."""
+    named = inspect.signature(type(optimizer)).parameters
+    return {name: value for name, value in optimizer.defaults.items() if name in named}
+
+
+def check_new(optimizer: Optimizer) -> None:
+    """Raises ValueError for what an optimizer has besides its class and its settings."""
+    kind = type(optimizer).__name__
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        raise ValueError(
+            f"{kind} has hooks for its steps, which servers do not call: leave them out (a "
+            f"schedule of learning rates is an lr_schedule)"
+        )
+    if not all(_is_first(optimizer, group) for group in optimizer.param_groups):
+        raise ValueError(
+            f"{kind} has made steps, or was given a state, and servers begin without what it "
+            f"remembers: hand over a new one"
+        )
+
+
+def _is_first(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
+    """Whether the parameters of a group have the state that its class and settings begin with."""
+    kind: Any = type(optimizer)
+    for parameter in group["params"]:
+        state = optimizer.state.get(parameter)
+        if state:
+            # Of a parameter of one element, since every element begins alike.
+            sample = nn.Parameter(torch.zeros(1, dtype=parameter.dtype))
+            known = kind([{**group, "params": [sample]}], **arguments_of(optimizer)).state[sample]
+            if not _same(state, known):
+                return False
+    return True
+
+
+def _same(state: Mapping[str, Any], known: Mapping[str, Any]) -> bool:
+    """Whether every element of a state has the one value that is known of it."""
+    return state.keys() == known.keys() and all(
+        value.is_meta or torch.equal(value, known[name].to(value).expand_as(value))
+        if isinstance(value, Tensor)
+        else value == known[name]
+        for name, value in state.items()
+    )
 
 
 def _spans(vector: Sequence[nn.Parameter], number_of: Mapping[int, int]) -> list[Span]:
@@ -122,6 +182,12 @@ def _spans(vector: Sequence[nn.Parameter], number_of: Mapping[int, int]) -> list
                 spans.append(Span(start, stop, group))
         start = stop
     return spans
+
+
+def _coupled_decay(group: Mapping[str, Any]) -> float:
+    """The weight decay that a group's optimizer adds to the gradient, as SGD does and AdamW not."""
+    decay: float = group.get("weight_decay", 0.0)
+    return 0.0 if group.get("decoupled_weight_decay") else decay
 
 
 class ShardOptimizer:
@@ -150,9 +216,9 @@ class ShardOptimizer:
         ]
         # A group without keys here would be refused by some optimizers.
         groups = [group for group in groups if group["params"]]
-        # Every kind in `ELEMENTWISE` has defaults for what the groups do not say.
-        self.optimizer = recipe.kind(groups) if groups else None  # type: ignore[call-arg]
+        self.optimizer = recipe.make(groups) if groups else None
         self.rates = [group["lr"] for group in groups]
+        self.decays = [_coupled_decay(group) for group in groups]
 
     def check_range(self, start: int, stop: int) -> None:
         """Raises ValueError where an update of start … stop-1 would change a part of a piece."""
@@ -164,8 +230,11 @@ class ShardOptimizer:
                 )
 
     @torch.no_grad()
-    def step(self, start: int, gradient: Tensor, factor: float) -> None:
-        """One step on the keys from `start` on. factor: of the learning rates."""
+    def step(self, start: int, gradient: Tensor, factor: float, decay: float = 1.0) -> None:
+        """One step on the keys from `start` on.
+
+        factor: of the learning rates. decay: of weight decay that is part of the gradient.
+        """
         if self.optimizer is None:
             return
         stop = start + len(gradient)
@@ -179,8 +248,12 @@ class ShardOptimizer:
             return
         for piece, span, is_inside in zip(self.pieces, self.spans, inside, strict=True):
             piece.grad = gradient[span.start - start : span.stop - start] if is_inside else None
-        for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
+        for group, rate, coupled in zip(
+            self.optimizer.param_groups, self.rates, self.decays, strict=True
+        ):
             group["lr"] = rate * factor
+            if coupled:
+                group["weight_decay"] = coupled * decay
         self.optimizer.step()
         for piece in self.pieces:
             piece.grad = None

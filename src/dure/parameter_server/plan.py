@@ -30,7 +30,7 @@ from dure.parameter_server.gradients import Gradients
 from dure.parameter_server.keys import Range, Vector, divide
 from dure.parameter_server.layout import Layout
 from dure.parameter_server.manager import first_layout
-from dure.parameter_server.optimizer import Recipe
+from dure.parameter_server.optimizer import Recipe, check_new
 from dure.parameter_server.shard import Shard, Terms
 from dure.parameter_server.table_shard import TableShard
 from dure.parameter_server.tables import Table
@@ -147,7 +147,9 @@ class Plan:
 
     def coding(self, model: nn.Module) -> Coding | None:
         """How pushes are compressed; None where they are not."""
-        return Coding(self.compression, dense_of(model)) if self.compression.compresses else None
+        if not self.compression.compresses:
+            return None
+        return Coding(self.compression, dense_of(model), waits=self.staleness != 0)
 
     @property
     def remembers(self) -> bool:
@@ -165,6 +167,7 @@ class Plan:
             schedule=schedule,
             slows=self.slows_stale,
             coding=self.coding(model),
+            clip_norm=task.clip_norm if self.staleness == 0 else None,
         )
 
     def terms_with_tables(self, task: Task, model: nn.Module, seed: int) -> Terms:
@@ -235,6 +238,7 @@ def recipe_of(task: Task, model: nn.Module) -> Recipe:
     """How servers make the task's optimizer. Raises ValueError where they cannot."""
     vectors = list(by_dtype(dense_of(model)).values())
     optimizer = task.optimizer(model.parameters())
+    check_new(optimizer)
     # Where there are tables and nothing else, their own rules are all that counts.
     return Recipe.of(optimizer, vectors) if vectors else Recipe(type(optimizer), [], [])
 

@@ -53,6 +53,10 @@ class Job(Protocol):
     def result(self) -> Sequence[Tensor]:
         """The gradient, by portion, which nobody else uses. Raises what its computation raised."""
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether the gradient, which is there, is of no example."""
+
 
 Compute = Callable[[int, Sequence[Tensor], float], Job]
 """compute(step, weights, now): begins the gradient of a step, at these weights by portion."""
@@ -91,6 +95,8 @@ class Replica:
         """For which step it has begun to fetch."""
         self._job: Job | None = None
         self._accrued: list[Tensor] | None = None
+        self._count = 0
+        """Gradients of examples that are accrued."""
         self._due = False
         """Whether what is accrued is to be pushed now."""
         self._woken = False
@@ -150,12 +156,14 @@ class Replica:
         if self._job is not None and now >= self._job.ends:
             job = self._job
             self._job = None
-            self._take(job.result())
+            self._take(job)
         said = self.side.tick(now)
         return [*said, *self._go_on(now)]
 
-    def _take(self, gradients: Sequence[Tensor]) -> None:
+    def _take(self, job: Job) -> None:
         """The gradient of the step is there."""
+        gradients = job.result()
+        self._count += not job.is_empty
         if self._accrued is None:
             self._accrued = list(gradients)
         else:
@@ -191,10 +199,12 @@ class Replica:
         if not self._due or self.side.behind:
             return []
         assert self._accrued is not None
-        gradients = self._accrued
+        gradients, count = self._accrued, self._count
         self._accrued = None
+        self._count = 0
         self._due = False
-        return self.side.push(gradients, 1.0, now)
+        # Of no example at all it moves the clock, and no weights.
+        return self.side.push(gradients, 1.0 if count else 0.0, now, self.step - 1, max(1, count))
 
     @property
     def _to_fetch(self) -> bool:

@@ -6,6 +6,8 @@ are its pushes acknowledged, and only what is applied is given to anybody:
     push -> step n -> Replicate(n) -> the copy applies it -> Replicated(n) -> applied here
                                                           -> Acknowledged, Values
 
+Where steps are clipped, servers tell each other norms before that (`clipping`).
+
 So whoever answers for a shard next has all that anybody was told of. Where a whole clock becomes
 one step, one step is replicated for all its workers.
 
@@ -25,6 +27,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from dure.parameter_server.clipping import PATIENCE, At, NormExchange, norms_at
 from dure.parameter_server.layout import Layout
 from dure.parameter_server.messages import (
     MANAGER,
@@ -34,6 +37,7 @@ from dure.parameter_server.messages import (
     Envelope,
     Lease,
     Message,
+    Norms,
     Pull,
     Push,
     Reason,
@@ -105,6 +109,8 @@ class Server:
         self.lease = math.inf
         """Until when it may answer; without a manager that has said so, for ever."""
         self._next_beat = -math.inf if beat is not None else math.inf
+        self._norms = NormExchange()
+        self._first_layout = layout.version
         self._speakers: dict[int, str] = {}
         """Who speaks for a worker: itself, or one that computes in its name."""
         self._receivers: dict[type, Callable[..., list[Envelope]]] = {
@@ -112,6 +118,7 @@ class Server:
             Pull: self._pull,
             Replicate: self._replicate,
             Replicated: self._replicated,
+            Norms: self._hear_norms,
             Snapshot: self._snapshot,
             Refused: self._refused,
             Lease: self._leased,
@@ -129,7 +136,7 @@ class Server:
     def wake(self) -> float:
         """When it is to be told that time has passed."""
         due = [self._due(one) for one in self.owned.values() if self._expects(one)]
-        return min([self._next_beat, *due])
+        return min([self._next_beat, self._norms_due, *due])
 
     def tick(self, now: float) -> list[Envelope]:
         """What is due: a beat, and what was not answered in time."""
@@ -139,6 +146,8 @@ class Server:
         for number, one in self.owned.items():
             if self._expects(one) and now >= self._due(one):
                 said += self._to_replica(number, one, now)
+        if now >= self._norms_due:
+            said += self._ask_for_norms(now)
         return said
 
     # Pushes
@@ -154,6 +163,8 @@ class Server:
             return [(sender, self._no(push.shard, "rows"))]
         steps = one.shard.push(full, self.layout)
         said = self._take(push.shard, one, steps, now)
+        if one.shard.unclipped:
+            return [*said, *self._clip(now)]
         if not steps and push.clock < one.shard.contains(push.worker, push.start):
             # It came again because the acknowledgement was lost.
             said.append((sender, _acknowledged(one.shard, push.worker, push.start)))
@@ -194,6 +205,81 @@ class Server:
     def _speaker(self, who: int) -> str:
         """To whom the words for a worker go."""
         return self._speakers.get(who, worker(who))
+
+    # Norms
+
+    def _clip(self, now: float) -> list[Envelope]:
+        """Steps of which all norms are known now; others are told of those that are known here."""
+        waiting: set[At] = set()
+        for number, one in self.owned.items():
+            for at, waited in one.shard.unclipped.items():
+                self._norms.note(at, {number: waited.square})
+                waiting.add(at)
+        said: list[Envelope] = []
+        for at in sorted(waiting):
+            squares = self._squares(at)
+            whole = len(squares) == len(self.layout.shards)
+            if self._norms.is_new(at):
+                # After a death others may have had norms before this one came into its place.
+                asks = not whole and self.layout.version > self._first_layout
+                said += self._to_owners(norms_at(at, squares, asks))
+            if whole:
+                waiting.discard(at)
+                for number, one in self.owned.items():
+                    said += self._take(number, one, one.shard.clip(at, squares), now)
+        self._norms.keep(waiting, self._clipped())
+        self._norms.sent = now if waiting else math.inf
+        return said
+
+    def _clipped(self) -> dict[int, int]:
+        """The last clock of each group of which a step was clipped here."""
+        shards = [one.shard for one in self.owned.values()]
+        last = sorted((norms.clock, group) for one in shards for group, norms in one.norms.items())
+        return {group: clock for clock, group in last}
+
+    def _squares(self, at: At) -> dict[int, float]:
+        """The squared norms of a step that are known here, by shard."""
+        squares = dict(self._norms.of(at))
+        for one in self.owned.values():
+            norms = one.shard.norms.get(at.group)
+            if norms is not None and norms.clock == at.clock:
+                squares |= norms.squares
+        return squares
+
+    def _to_owners(self, message: Norms) -> list[Envelope]:
+        """A message to all other servers that answer for shards."""
+        owners = {placed.owner for placed in self.layout.shards if placed.owner is not None}
+        return [(server(owner), message) for owner in sorted(owners - {self.number})]
+
+    def _hear_norms(self, sender: str, message: Norms, now: float) -> list[Envelope]:
+        at = At(message.group, message.clock)
+        said: list[Envelope] = []
+        if at.clock > self._clipped().get(at.group, -1) or self._waits_for(at):
+            self._norms.note(at, message.squares)
+            said = self._clip(now)
+        more = self._squares(at)
+        if message.asks and more.keys() - message.squares.keys():
+            said.append((sender, norms_at(at, more)))
+        return said
+
+    def _waits_for(self, at: At) -> bool:
+        """Whether a step waits for norms."""
+        return any(at in one.shard.unclipped for one in self.owned.values())
+
+    @property
+    def _norms_due(self) -> float:
+        """When to ask again for norms that have not come."""
+        patience = self.patience if self.beat is None else min(self.patience, PATIENCE)
+        return self._norms.sent + patience
+
+    def _ask_for_norms(self, now: float) -> list[Envelope]:
+        """Asks the other servers for the norms of all steps that wait for some."""
+        waiting = {at for one in self.owned.values() for at in one.shard.unclipped}
+        self._norms.sent = now if waiting else math.inf
+        said: list[Envelope] = []
+        for at in sorted(waiting):
+            said += self._to_owners(norms_at(at, self._squares(at), asks=True))
+        return said
 
     # Pulls
 
@@ -379,6 +465,8 @@ class Server:
         for number, one in self.owned.items():
             said += self._take(number, one, one.shard.settled(layout), now)
             said += self._answers(one)
+        if self.terms.clip_norm is not None:
+            said += [*self._clip(now), *self._ask_for_norms(now)]
         # At once, since others wait for the counts.
         return [*said, *self._beats(now)]
 

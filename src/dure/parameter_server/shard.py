@@ -5,11 +5,18 @@ Pushes become *steps*, and steps are applied; in between a replica may have to h
 
     0       the pushes of a clock become one step, when all are there:
                 g = sum of weight_p / (sum of weights) · g_p, in the order of the workers
-    s, None each push becomes a step when those before it of the same worker are applied:
-                g = weight_p · g_p,   a weight being a share of a joint batch
+    s, None each push becomes a step when those before it of the same worker are applied, times its
+            weight, which is a share of a joint batch:
+                SGD     g = weight_p · g_p,  weight decay times weight_p
+                others  g = g_p,             learning rate times weight_p
 
-so that a clock of all workers moves the weights as far, to first order, whatever the staleness.
-Compressed pushes have their weights in them (`compressed`).
+so that a clock of all workers moves the weights as far, and decays them as much, to first order,
+whatever the staleness. A push of weight 0 makes no step. Compressed pushes have their weights in
+them (`compressed`).
+
+Where steps are clipped (staleness 0), one waits for the norms of all shards (`clipping`):
+
+                g = g · min(1, clip_norm / |g|)      over the shards together
 
 A pull at clock c is answered as soon as all updates before c - s are contained, of every worker of
 the group, and as many of the worker's own as it asks for; until then it waits here. Whatever is
@@ -30,11 +37,12 @@ import msgspec
 import torch
 from torch import Tensor
 
+from dure.parameter_server.clipping import At, Unclipped, clip_to, norms_at, square_of
 from dure.parameter_server.clock import RangedClock
 from dure.parameter_server.compressed import Coding
 from dure.parameter_server.keys import Range
 from dure.parameter_server.layout import Layout
-from dure.parameter_server.messages import Made, Pull, Push, Step, Values
+from dure.parameter_server.messages import Made, Norms, Pull, Push, Step, Values
 from dure.parameter_server.optimizer import Recipe, ShardOptimizer
 from dure.parameter_server.tables import Table
 from dure.tasks.loss_shares import scale_of
@@ -52,7 +60,8 @@ class Terms:
     recipe: how its optimizer is made. staleness: by how many clocks a worker may be ahead of the
     slowest of its group; None: by any. schedule: the factor of the learning rates at a clock.
     slows: whether an update whose gradient is n updates old counts one n-th. tables: of the model.
-    coding: of pushes; None where they are gradients as they are.
+    coding: of pushes; None where they are gradients as they are. clip_norm: the largest norm of the
+    gradient of a step of a clock; None is any. A worker that is alone clips its own.
     """
 
     recipe: Recipe
@@ -61,6 +70,7 @@ class Terms:
     slows: bool = False
     tables: Sequence[Table] = ()
     coding: Coding | None = None
+    clip_norm: float | None = None
 
 
 class Shard:
@@ -86,6 +96,10 @@ class Shard:
         """Pushes that wait for the rest of their clock: by group, clock and first key."""
         self._early: dict[tuple[int, int], dict[int, Push]] = {}
         """Pushes that came before an earlier one of the same worker: by worker and first key."""
+        self.unclipped: dict[At, Unclipped] = {}
+        """Steps that wait for the norms of other shards."""
+        self.norms: dict[int, Norms] = {}
+        """By which the last step of each group was clipped."""
         self._taken: dict[tuple[int, int], int] = {}
         """How many pushes of a worker have become steps here: by worker and first key."""
         self._waiting: dict[int, Pull] = {}
@@ -109,8 +123,7 @@ class Shard:
             same.setdefault(push.worker, push)
             return self._complete(layout)
         self._early.setdefault((push.worker, push.start), {}).setdefault(push.clock, push)
-        members = layout.groups[layout.group_of(push.worker)].at(push.clock)
-        return self._in_turn(push.worker, push.start, len(members))
+        return self._in_turn(push.worker, push.start)
 
     def full(self, message: Asks) -> Asks | None:
         """A message with all that it says; None where it names rows that are not known here."""
@@ -119,6 +132,11 @@ class Shard:
     def _check_push(self, push: Push) -> None:
         """Raises ValueError for one that does not fit."""
         self._check(push.start, push.stop)
+        if self.terms.clip_norm is not None and len(self._keys_of(push)) < len(self.keys):
+            raise ValueError(
+                f"a push to shard {self.number} is about a part of its keys, of which no step can "
+                f"be clipped"
+            )
         self.optimizer.check_range(push.start, push.stop)
         coding = self.terms.coding
         if (push.encoded is None) != (coding is None):
@@ -165,8 +183,26 @@ class Shard:
                 for push in pushes:
                     self._taken[push.worker, start] = clock + 1
                 gradient, rows = self._joint(pushes)
-                steps.append(self._step(start, gradient, rows, pushes, clock))
+                step = self._step(start, gradient, rows, pushes)
+                if self._is_clipped(pushes):
+                    self.unclipped[At(group, clock)] = Unclipped(step, square_of(gradient))
+                else:
+                    steps.append(step)
         return steps
+
+    def _is_clipped(self, pushes: Sequence[Push]) -> bool:
+        """Whether a step of these pushes has to be clipped: a lone worker has done it."""
+        alone = len(pushes) == 1 and self.terms.coding is None
+        return self.terms.clip_norm is not None and not alone
+
+    def clip(self, at: At, squares: Mapping[int, float]) -> list[Step]:
+        """The step that has waited for the norms of all shards, if there is one."""
+        waited = self.unclipped.pop(at, None)
+        if waited is None:
+            return []
+        assert self.terms.clip_norm is not None
+        clip_to(self.terms.clip_norm, waited.step.gradient, squares)
+        return [msgspec.structs.replace(waited.step, norms=norms_at(at, squares))]
 
     def _step(
         self,
@@ -174,46 +210,50 @@ class Shard:
         gradient: Tensor,
         rows: Tensor | None,
         pushes: Sequence[Push],
-        clock: int,
         factor: float = 1.0,
+        decay: float = 1.0,
     ) -> Step:
-        """A step. clock: the server's, by which learning rates are scheduled."""
+        """A step of pushes that are of one step of their workers."""
         self.made += 1
         if self.terms.schedule is not None:
-            factor *= self.terms.schedule(clock)
+            factor *= self.terms.schedule(pushes[0].step)
         made = tuple(Made(push.worker, push.clock) for push in pushes)
-        return Step(start, gradient, made, factor, rows)
+        return Step(start, gradient, made, factor, rows, decay)
 
-    def _in_turn(self, worker: int, start: int, workers: int) -> list[Step]:
-        """What has waited for the push that came, in the order of the worker's clocks.
-
-        workers: how many take part: as many steps are a clock.
-        """
+    def _in_turn(self, worker: int, start: int) -> list[Step]:
+        """What has waited for the push that came, in the order of the worker's clocks."""
         early = self._early[worker, start]
         steps = []
         while (clock := self._next(worker, start)) in early:
             push = early.pop(clock)
             self._taken[worker, start] = clock + 1
-            gradient, factor = self._weighted(push)
+            gradient, factor, decay = self._weighted(push)
             # Steps that are on their way to the replica will be applied before this one.
             age = self.made - push.version
             factor *= 1 / age if self.terms.slows and age > 1 else 1.0
-            now = self.made // max(1, workers)
-            steps.append(self._step(start, gradient, push.rows, [push], now, factor))
+            step = self._step(start, gradient, push.rows, [push], factor, decay)
+            steps.append(step if push.weight else msgspec.structs.replace(step, moves=False))
         if not early:
             del self._early[worker, start]
         return steps
 
-    def _weighted(self, push: Push) -> tuple[Tensor, float]:
-        """The gradient of a push as its weight has it, and the factor of the learning rates."""
-        if self.terms.coding is not None:
-            return self._decoded([push]), 1.0
-        if push.weight == 1:
-            return push.gradient, 1.0
+    def _weighted(self, push: Push) -> tuple[Tensor, float, float]:
+        """The gradient of a push, and the factors of learning rates and of weight decay.
+
+        What is accrued of several gradients has the decay of each of them.
+        """
+        weight = push.weight
+        is_coded = self.terms.coding is not None
+        gradient = self._decoded([push]) if is_coded else push.gradient
+        if weight in (0, 1):
+            return gradient, 1.0, push.gradients
+        if not self.terms.recipe.linear:
+            # Optimizers that measure gradients would make a whole step of a part of one.
+            return gradient / weight if is_coded else gradient, weight, push.gradients
         # In plain SGD a part of a gradient is a part of the rate, which needs no pass of its own.
-        if self._plain:
-            return push.gradient, push.weight
-        return push.gradient * push.weight, 1.0
+        if self._plain and not is_coded:
+            return gradient, weight, 1.0
+        return gradient if is_coded else gradient * weight, 1.0, weight * push.gradients
 
     # Steps are applied
 
@@ -221,13 +261,16 @@ class Shard:
         """Applies a step. Afterwards, `answers` has what has waited for it."""
         stop = self._move(step)
         self.version += 1
+        if step.norms is not None:
+            self.norms[step.norms.group] = step.norms
         self.made = max(self.made, self.version)
         for made in step.pushes:
             self.clock.set(step.start, stop, made.worker, made.clock + 1)
 
     def _move(self, step: Step) -> int:
         """Changes the values by a step; the first key behind those that it is about."""
-        self.optimizer.step(step.start, step.gradient, step.factor)
+        if step.moves:
+            self.optimizer.step(step.start, step.gradient, step.factor, step.decay)
         return step.start + len(step.gradient)
 
     def contains(self, worker: int, start: int) -> int:
@@ -326,6 +369,7 @@ class Shard:
             "version": self.version,
             "clock": self.clock.state(),
             "optimizer": _copied(self.optimizer.state()),
+            "norms": [[one.group, one.clock, dict(one.squares)] for one in self.norms.values()],
         }
 
     @classmethod
@@ -336,6 +380,9 @@ class Shard:
         shard.made = shard.version
         shard.clock.restore(state["clock"])
         shard.optimizer.restore(state["optimizer"])
+        # Written since steps are clipped here.
+        for group, clock, squares in state.get("norms", ()):
+            shard.norms[group] = Norms(group, clock, dict(squares))
         return shard
 
     def _check(self, start: int, stop: int) -> None:

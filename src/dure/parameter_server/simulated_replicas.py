@@ -44,6 +44,7 @@ class VirtualJob:
 
     ends: float
     gradients: Sequence[Tensor]
+    is_empty: bool
 
     def result(self) -> Sequence[Tensor]:
         """The gradient, by portion."""
@@ -135,7 +136,7 @@ class SimulatedReplicas(Learner):
         seconds = self._seconds(number, found.examples)
         self._spent[number] = self._spent.get(number, 0.0) + seconds
         gradients = [found.gradients[keys.vector][keys.start : keys.stop] for keys in self.shards]
-        return VirtualJob(now + seconds, gradients)
+        return VirtualJob(now + seconds, gradients, not found.examples)
 
     def _seconds(self, number: int, examples: int) -> float:
         """That a replica takes for so many examples."""

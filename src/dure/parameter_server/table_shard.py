@@ -55,8 +55,9 @@ class TableShard(Shard):
 
     def _move(self, step: Step) -> int:
         assert step.rows is not None
-        with torch.no_grad():
-            self.table.push(step.rows, step.gradient, step.factor)
+        if step.moves:
+            with torch.no_grad():
+                self.table.push(step.rows, step.gradient, step.factor)
         return self.keys.stop
 
     def _read(self, pull: Pull) -> tuple[Tensor, Tensor | None]:

@@ -240,8 +240,19 @@ class WorkerSide:
             self.staleness[behind] = self.staleness.get(behind, 0) + 1
         return found
 
-    def push(self, gradients: Sequence[Tensor | Rows], weight: float, now: float) -> list[Envelope]:
-        """Says its gradients, by portion, which nobody may change until they are acknowledged."""
+    def push(
+        self,
+        gradients: Sequence[Tensor | Rows],
+        weight: float,
+        now: float,
+        step: int | None = None,
+        accrued: int = 1,
+    ) -> list[Envelope]:
+        """Says its gradients, by portion, which nobody may change until they are acknowledged.
+
+        step: by which learning rates are scheduled; None is its clock. accrued: of how many
+        gradients each is the sum.
+        """
         said: list[Envelope] = []
         for portion, given in zip(self.portions, gradients, strict=True):
             rows = given.rows if isinstance(given, Rows) else None
@@ -262,6 +273,8 @@ class WorkerSide:
                 rows=rows,
                 digest=digest_of(rows),
                 encoded=None if compressor is None else compressor.keys,
+                step=self.clock if step is None else step,
+                gradients=accrued,
             )
             portion.kept[self.clock] = push
             said += self._say(portion, push, now)

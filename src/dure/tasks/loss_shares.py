@@ -119,6 +119,8 @@ class CountedLoss:
         """Whether it tells what a batch counts only when it has been computed."""
         self.is_alike = not self.is_late and self._targets is None
         """Whether every example counts as much as any other."""
+        self.gives_pairs = False
+        """Whether the loss has returned a pair (sum, count)."""
 
     def expected(self, batch: Tensor) -> float:
         """What a batch counts, or what stands in for it where that `is_late`.
@@ -147,10 +149,22 @@ class CountedLoss:
             value = self.loss(outputs, targets)
             if not isinstance(value, tuple):
                 return Computed(value, count)
+            self.gives_pairs = True
             total, count = _pair(value)
             if count:
                 return Computed(total / count, count)
         return Computed(nothing(outputs), 0.0)
+
+    def counts_unlike(self, targets: Any) -> bool:
+        """Whether these targets, of a loss that `is_late`, may count unlike others."""
+        known = self._known
+        alike = known is None or not _are_classes(targets) or known.counts_alike(targets)
+        return self.gives_pairs or not alike
+
+    @torch.no_grad()
+    def count(self, outputs: Any, targets: Any, examples: int) -> float:
+        """What the loss counts in targets. outputs: any of their form, where it has to be asked."""
+        return self.mean(outputs, targets, examples).counted
 
     def part(self, outputs: Any, targets: Any, examples: int, share: Share) -> Computed:
         """What a part of so many examples adds to the loss of its batch, and to its count."""

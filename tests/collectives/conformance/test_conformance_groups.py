@@ -215,8 +215,14 @@ def test_a_monitored_barrier_names_who_did_not_come(ranks: Ranks) -> None:
     group = ranks.new_group([0, 1, 2, 3], 10)
     if ranks.rank != 2:
         with raises(PeerLostError, "rank 2") as caught:
-            group.monitored_barrier(timedelta(seconds=3), True)
+            group.monitored_barrier(timedelta(seconds=3))
         assert caught[0].ranks == (2,)
+        # What torch's own tests look for in gloo's errors.
+        said = f"Rank {ranks.rank} successfully reached monitoredBarrier, but received errors"
+        if ranks.rank == 0:
+            said = "[Rank 0]: Rank 2 failed to pass monitoredBarrier in 3000 ms"
+        assert said in str(caught[0])
+        assert " Timed out waiting 3000ms" in str(caught[0])
     dist.barrier()
 
 
@@ -227,4 +233,6 @@ def test_a_monitored_barrier_names_all_who_did_not_come(ranks: Ranks) -> None:
         with raises(PeerLostError, "ranks 1, 2") as caught:
             group.monitored_barrier(timedelta(seconds=3), True)
         assert caught[0].ranks == (1, 2)
+        if ranks.rank == 0:
+            assert "Ranks 1, 2 failed to pass monitoredBarrier in 3000 ms" in str(caught[0])
     dist.barrier()

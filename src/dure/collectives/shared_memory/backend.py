@@ -55,11 +55,12 @@ from dure.collectives.shared_memory.meeting import Core, meet
 from dure.collectives.shared_memory.moves import Moves
 from dure.collectives.shared_memory.portable import folded
 from dure.collectives.shared_memory.torch_calls import limit_of, profiler_enabled, torch_call
+from dure.collectives.shared_memory.torch_texts import at_monitored_barrier
 from dure.collectives.shared_memory.transport import OverMemory
 from dure.collectives.shared_memory.two_hosts.across import Across
 from dure.collectives.shared_memory.work import FINISHED, Line, Work
 from dure.collectives.transport import Carried
-from dure.errors import CallError
+from dure.errors import CallError, PeerLostError
 from dure.tensors.overlap import any_overlap, overlap
 
 
@@ -707,11 +708,17 @@ class SharedMemoryGroup(DeviceBackend, dist.ProcessGroup, Carried):
     ) -> None:
         """A barrier with a time-out of its own, whose error names the ranks that did not come.
 
-        wait_all_ranks: accepted as torch has it; the error names all missing ranks in any case.
+        wait_all_ranks: whether torch's sentence in the error is of all missing ranks, or of the
+        first; dure's own names all of them in any case.
         """
-
         seconds = timeout.total_seconds() if timeout is not None else None
-        self._line.now(self._within(seconds, self._moves.barrier))
+        limit = self._host.timeout if seconds is None else seconds
+        try:
+            self._line.now(self._within(seconds, self._moves.barrier))
+        except PeerLostError as loss:
+            raise at_monitored_barrier(
+                loss, self._rank, self._names, limit, wait_all_ranks
+            ) from loss
 
     # Messages.
 

@@ -15,6 +15,7 @@ import msgspec
 from torch import Tensor
 
 from dure.collectives.shared_memory.calls import Call
+from dure.collectives.shared_memory.torch_texts import not_in_time
 from dure.collectives.shared_memory.work import Line
 from dure.errors import PeerLostError
 
@@ -356,9 +357,7 @@ class Host(ABC):
 
     def silent(self, ranks: Sequence[int], operation: str, step: str) -> PeerLostError:
         """The error for ranks that are alive and did not come in time."""
-        return self._lost(
-            ranks, f"did not come within {self.timeout:g} s (timed out)", operation, step
-        )
+        return self._lost(ranks, not_in_time(self.timeout), operation, step)
 
     def _lost(self, ranks: Sequence[int], reason: str, operation: str, step: str) -> PeerLostError:
         """The error for these ranks, with what the first of them last did."""

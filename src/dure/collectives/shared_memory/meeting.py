@@ -24,6 +24,7 @@ from dure.collectives.shared_memory.host import Host, Members
 from dure.collectives.shared_memory.native import NativeHost
 from dure.collectives.shared_memory.pool import Mapping, Pool, open_of, pool
 from dure.collectives.shared_memory.portable import Doors, PortableHost
+from dure.collectives.shared_memory.torch_texts import not_in_time
 from dure.errors import PeerLostError
 from dure.machine.cores import available_cores
 
@@ -77,9 +78,11 @@ class Meeting:
             self.store.wait([key], timedelta(seconds=left))
             return bytes(self.store.get(key))
         except RuntimeError as error:
-            reason = f"did not come within {self.timeout:g} s (timed out)"
             raise PeerLostError(
-                (self.names[whose],), "the meeting of a new group", "its start", reason
+                (self.names[whose],),
+                "the meeting of a new group",
+                "its start",
+                not_in_time(self.timeout),
             ) from error
 
     def cards(self, own: Card) -> list[Card]:

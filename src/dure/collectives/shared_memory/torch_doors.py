@@ -3,6 +3,7 @@
     dist.monitored_barrier                  the group's own `monitored_barrier`
     DistributedDataParallel's built-in      torch's C++ takes the futures of a group in C++; what
       hook that compresses to 16 bits       it does is done by torch's own hook in Python
+    DistributedDataParallel's log           has the settings of gloo, which goes between hosts
     torch.compile                           leaves the calls of a group alone: a graph breaks there
 
 Opened with the first group of a process, and for all others nothing changes.
@@ -25,7 +26,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from dure.machine.torch_backend import when_imported
+from dure.machine.torch_backend import gloo_settings, when_imported
 
 _COMPILER = "torch._dynamo.trace_rules"
 _NOT_COMPILED = ("dure.collectives", "dure.tensors", "dure.errors")
@@ -36,6 +37,7 @@ def open_doors(ours: type[dist.ProcessGroup]) -> None:
     """ours: the class of this backend's groups."""
     _admit_to_monitored_barrier(ours)
     _admit_to_the_built_in_hook(ours)
+    _admit_to_the_log(ours)
     when_imported(_COMPILER, _leave_calls_alone)
 
 
@@ -71,6 +73,17 @@ def _admit_to_the_built_in_hook(ours: type[dist.ProcessGroup]) -> None:
         self.logger._set_comm_hook_name(str(comm_hook_type))
 
     DistributedDataParallel._register_builtin_comm_hook = _register_builtin_comm_hook  # type: ignore[method-assign]
+
+
+def _admit_to_the_log(ours: type[dist.ProcessGroup]) -> None:
+    theirs = DistributedDataParallel._get_ddp_logging_data
+
+    @functools.wraps(theirs)
+    def _get_ddp_logging_data(self: Any) -> dict[str, Any]:
+        data: dict[str, Any] = theirs(self)  # type: ignore[no-untyped-call]
+        return {**gloo_settings(), **data} if isinstance(self.process_group, ours) else data
+
+    DistributedDataParallel._get_ddp_logging_data = _get_ddp_logging_data  # type: ignore[method-assign]
 
 
 def _leave_calls_alone() -> None:

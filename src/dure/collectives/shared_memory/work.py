@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
+from dure.collectives.shared_memory.torch_texts import timed_out
 from dure.errors import CallTimeoutError, DureError
 
 
@@ -80,7 +81,7 @@ class Work(dist.Work):
         seconds = timeout.total_seconds() if timeout else 0
         if not self._await(seconds if seconds > 0 else None):
             raise CallTimeoutError(
-                f"timed out: the call is not done after {seconds:g} s; it goes on"
+                f"the call is not done after {seconds:g} s, and goes on: {timed_out(seconds)}"
             )
         if self._error is not None:
             raise self._error

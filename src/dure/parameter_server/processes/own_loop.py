@@ -46,7 +46,7 @@ from dure.parameter_server.embeddings import check_no_tables
 from dure.parameter_server.holding import Standing
 from dure.parameter_server.manager import Manager
 from dure.parameter_server.messages import MANAGER, server
-from dure.parameter_server.optimizer import Recipe
+from dure.parameter_server.optimizer import Recipe, check_new
 from dure.parameter_server.plan import Plan, check_model, in_words, states_of_keys
 from dure.parameter_server.processes.meeting import meet, ranks_of
 from dure.parameter_server.processes.own_leader import OwnLeader
@@ -94,7 +94,8 @@ def join(
         staleness: by how many steps a worker may be ahead of the slowest: 0 is synchronous, None is
             any.
         replicas: copies of each server's weights, 0 or 1: with one, a server may die.
-        lr_schedule: the factor of the learning rates at a clock of the servers, as of a `Task`.
+        lr_schedule: the factor of the learning rates at the clock of the worker that pushes, as of
+            a `Task`.
         slows_stale: an update whose gradient is n updates old counts one n-th.
         process_group: a group of torch.distributed of any backend for CPU tensors, or a
             `dure.collectives.Group`; None is all ranks. It is used while all come together, and not
@@ -180,11 +181,7 @@ def _check_optimizer(
     handed_over = [one for group in optimizer.param_groups for one in group["params"]]
     if any(id(one) not in known for one in handed_over):
         raise ValueError(f"{kind} has a parameter that is not the model's: make it for this model")
-    if optimizer.state:
-        raise ValueError(
-            f"{kind} has made steps, and servers begin without what it remembers: hand over a new "
-            f"one"
-        )
+    check_new(optimizer)
     if any("initial_lr" in group for group in optimizer.param_groups):
         raise ValueError(
             f"a scheduler of torch changes the rates of {kind} here, and not those at the servers: "

@@ -144,7 +144,7 @@ class StageModel:
         # The replica's loss is told once.
         return Computed(
             gradients=gradients,
-            weight=1.0,
+            weight=1.0 if len(indices) else 0.0,
             loss=(loss or 0.0) if self.reports else 0.0,
             counted=counted if self.reports else 0.0,
             examples=len(indices) if self.reports else 0,

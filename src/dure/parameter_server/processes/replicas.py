@@ -79,6 +79,12 @@ class ThreadJob:
         assert self._found is not None
         return self._found.gradients
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether the gradient is of no example."""
+        assert self._found is not None
+        return not self._found.weight
+
 
 class Replicating:
     """Worker `number` of a plan, which is a replica or a stage of one.

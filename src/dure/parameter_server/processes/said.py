@@ -204,6 +204,7 @@ Said: TypeAlias = (
     | messages.Refused
     | messages.Replicate
     | messages.Replicated
+    | messages.Norms
     | messages.Beat
     | messages.Lease
     | Layout

@@ -51,6 +51,7 @@ from dure.collectives.shared_memory.calls import (
 from dure.collectives.shared_memory.host import TICK, Deal, Host, Pull
 from dure.collectives.shared_memory.meeting import Meeting
 from dure.collectives.shared_memory.portable import reduced
+from dure.collectives.shared_memory.torch_texts import not_in_time
 from dure.collectives.shared_memory.two_hosts.duplex import Duplex, UnlikeCallsError, connection
 from dure.collectives.shared_memory.two_hosts.planned import (
     Carried,
@@ -448,9 +449,7 @@ class Across:
                     others = [
                         ranks[0] for index, ranks in enumerate(self._hosts) if index != self._here
                     ]
-                    loss = self._loss(
-                        others, f"did not come within {self._host.timeout:g} s (timed out)"
-                    )
+                    loss = self._loss(others, not_in_time(self._host.timeout))
                 if loss is not None:
                     # what comes late must not be written to tensors that are used again
                     self.close()
@@ -546,11 +545,7 @@ class Parcel(Work):
             except RuntimeError as error:
                 # gloo has no error class for it; the T may be large or small.
                 silent = "imed out" in str(error)
-                reason = (
-                    f"did not come within {across.timeout:g} s (timed out)"
-                    if silent
-                    else "closed its connection"
-                )
+                reason = not_in_time(across.timeout) if silent else "closed its connection"
                 self.finish(across.lost(peer, name, reason))
                 return
             if into is not None and into is not dense:

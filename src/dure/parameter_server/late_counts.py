@@ -1,0 +1,71 @@
+"""What a batch counts, known to a worker that has computed a part of it alone.
+
+A push that is a step by itself is weighed by its share of what the loss counts in its batch, before
+any other part is computed (`gradients`). torch's losses tell that from targets. Others tell it when
+they are computed: then a worker computes the loss of the other parts' targets as well, without the
+model. What counts is a matter of targets, so its own outputs stand in for theirs.
+
+Where the loss returns no pair (sum, count), and ignores no target of the worker's own part, all
+examples are taken to count alike, and no targets are read besides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from dure.data.examples import Examples
+from dure.tasks.loss_shares import CountedLoss
+
+
+class LateCounts:
+    """Looks at the examples that a worker reads and at its outputs, and keeps the last of each."""
+
+    def __init__(self, losses: CountedLoss, examples: Examples) -> None:
+        self._losses = losses
+        self._examples = examples
+        self._targets: Any = None
+        self._outputs: Any = None
+        self._count = 0
+
+    def read(self, indices: Tensor) -> tuple[Any, Any]:
+        """The inputs and targets of examples."""
+        inputs, targets = self._examples.batch(indices)
+        self._targets = targets
+        self._count = len(indices)
+        return inputs, targets
+
+    def forward(self, model: Callable[[Any], Any], inputs: Any) -> Any:
+        """The outputs of a model."""
+        outputs = model(inputs)
+        self._outputs = tree_map(_detached, outputs)
+        return outputs
+
+    def in_batch(self, part: Tensor, counted: float, batch: Tensor) -> float:
+        """What a batch counts, of which the part that was computed last counts so much."""
+        outputs, self._outputs = self._outputs, None
+        if not self._losses.counts_unlike(self._targets):
+            return counted * len(batch) / len(part)
+        rest = batch[~torch.isin(batch, part)]
+        size = self._count
+        for indices in torch.split(rest, size):
+            _, targets = self._examples.batch(indices)
+            stand_in = tree_map(partial(_first, count=len(indices), of=size), outputs)
+            counted += self._losses.count(stand_in, targets, len(indices))
+        return counted
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf
+
+
+def _first(leaf: Any, count: int, of: int) -> Any:
+    """The outputs of the first examples, of so many, where they lie one after another."""
+    if not isinstance(leaf, Tensor) or not leaf.dim() or len(leaf) % of:
+        return leaf
+    return leaf[: len(leaf) // of * count]
