@@ -28,7 +28,7 @@ def bad_values_named(task: Task) -> Iterator[None]:
 
 def warn_of_bad_values(task: Task, summary: Mapping[str, Any]) -> None:
     """Warn of columns with NaN or infinity where clients of a simulation were refused for them."""
-    facts = next(iter(summary.get("facts", ())), {})
+    facts: Mapping[str, Any] = next(iter(summary.get("facts", ())), {})
     if NOT_FINITE.isdisjoint(facts.get("refusals", ())):
         return
     found = bad_values(task.train, task.features)
