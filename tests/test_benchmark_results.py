@@ -41,7 +41,9 @@ def test_one_that_comes_to_its_end_replaces_it_or_prints(tmp_path: Path) -> None
     result = tmp_path / "alignment.json"
     result.write_text(OLD)
     run_here(BENCHMARKS / "alignment.py", "--ids", "4", "--result", str(result))
-    assert json.loads(result.read_text())["ids"] == 4
+    found = json.loads(result.read_text())
+    assert found["ids"] == 4
+    assert "commit" in found
     assert [path.name for path in tmp_path.iterdir()] == ["alignment.json"]
     assert json.loads(run_here(BENCHMARKS / "alignment.py", "--ids", "4"))["ids"] == 4
 

@@ -169,10 +169,12 @@ class LossNotFiniteError(DureError):
 
     `loss`: its value; `where`: the worker, such as "rank 1" or "client 17"; `when`: such as
     "step 12" or "round 3". `intact`: whether what was being trained is still as it was before,
-    which is then kept as one more checkpoint.
+    which is then kept as one more checkpoint. `bad_values`: where the training data hold NaN or
+    infinity, in words; empty where they were not looked through, or hold none.
     """
 
     exit_code = 2
+    bad_values: str = ""
 
     def __init__(self, loss: float, where: str, when: str, intact: bool = True) -> None:
         # All arguments: an exception is pickled by them, when a rank sends it to another process.
@@ -183,10 +185,14 @@ class LossNotFiniteError(DureError):
         self.intact = intact
 
     def __str__(self) -> str:
-        return (
-            f"the loss is {self.loss} at {self.when} on {self.where}: "
-            "lower the learning rate, or look for bad values in the data"
-        )
+        return f"the loss is {self.loss} at {self.when} on {self.where}: {self.advice}"
+
+    @property
+    def advice(self) -> str:
+        """What to do."""
+        if self.bad_values:
+            return f"the training data have bad values ({self.bad_values})"
+        return "lower the learning rate, or look for bad values in the data"
 
 
 class CutNotANumberError(LossNotFiniteError):
@@ -203,10 +209,7 @@ class CutNotANumberError(LossNotFiniteError):
         self.what = what
 
     def __str__(self) -> str:
-        return (
-            f"{self.where} sends {self.what} with NaN at {self.when}: lower the learning rate, or "
-            "look for bad values in the data"
-        )
+        return f"{self.where} sends {self.what} with NaN at {self.when}: {self.advice}"
 
 
 class WorkerFailedError(DureError):

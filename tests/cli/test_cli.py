@@ -447,29 +447,3 @@ def test_standard_output_that_cannot_be_written_is_said_in_a_line(tmp_path):
     assert done.returncode == 1
     assert done.stderr.startswith("dure: cannot write what is to be printed: No space left")
     assert done.stderr.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "clients list nowhere",
-        "clients invite nowhere",
-        "show nowhere",
-        "list .",
-        "systems",
-        "report nowhere",
-        "certificates init --folder authority",
-        "roster owner owner.pem",
-        "roster show nowhere.json",
-        "audit nowhere.jsonl",
-    ],
-)
-def test_commands_that_need_no_tensor_do_not_load_torch(line, tmp_path):
-    code = (
-        "import sys; from dure.cli.main import main; main(sys.argv[1:]); "
-        "sys.exit('torch' in sys.modules)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, *line.split()], cwd=tmp_path, capture_output=True, check=False
-    )
-    assert done.returncode == 0

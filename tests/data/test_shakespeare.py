@@ -145,6 +145,14 @@ def test_a_missing_folder_or_a_tiny_text_is_a_data_error(tmp_path):
         read_shakespeare(tmp_path)
 
 
+def test_a_window_that_is_longer_than_every_text_takes_no_memory(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("To be or not to be. " * 100)
+    with pytest.raises(ValueError, match=r"sequence_length is 1000000000, .* at most 1799"):
+        read_shakespeare(text, sequence_length=10**9)
+    assert read_shakespeare(text, sequence_length=1799).train.inputs.shape == (1, 1799)
+
+
 def test_a_sequence_length_of_zero_is_refused(plays):
     with pytest.raises(ValueError, match="at least 1"):
         read_shakespeare(plays, sequence_length=0)

@@ -16,11 +16,12 @@ import dure
 from dure.errors import DureError, PolicyError, ServeError
 from dure.run.client import _check_protects_nothing
 from dure.run.join import check
-from dure.run.site import Reach, Site, opened, own_key
+from dure.run.site import Reach, Site, opened
 from dure.wire.members import fingerprint
 from dure.wire.owners_roster import FILE, Listed, OwnersRoster, Pinned, _signed
 from dure.wire.requests import Machine, Trains, Welcome
 from dure.wire.signatures import Key
+from dure.worlds.network.client.state import own_key
 from small import small_task
 
 OWNER = Key.make()

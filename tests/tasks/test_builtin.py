@@ -212,6 +212,12 @@ def test_a_function_in_a_file_gets_its_options_with_paths_made_absolute(user_fil
     assert task.name == str(Path("x").resolve())
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 2.5])
+def test_no_whole_number_that_is_none_reaches_a_user_s_function(user_file, value):
+    with pytest.raises(ValueError, match=rf"n is {value}, but it has to be a whole number"):
+        load_task(f"{user_file}:make", n=value)
+
+
 def test_options_that_cannot_be_written_leave_no_reference(user_file):
     factory = task_factory(f"{user_file}:make")
     assert callable(factory)

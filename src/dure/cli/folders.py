@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dure.cli.flags import names_before_flags, parse_flags
 from dure.errors import RunFolderError
@@ -25,6 +25,9 @@ from dure.record.lock import is_held
 from dure.record.settings import LINEAGE, altered, without_sums
 from dure.report.values import mapping, number, text_of
 from dure.report.words import duration, metric_name, metric_value
+
+if TYPE_CHECKING:
+    from dure.report.runs import Result
 
 _DEPTH = 3
 """Folders in folders, down to which runs are looked for."""
@@ -123,7 +126,10 @@ def runs_below(root: Path, depth: int = _DEPTH) -> Iterator[Path]:
 
 
 def listed(folder: Path) -> dict[str, Any]:
-    """A run as JSON: folder, label, task, system, seed, state, step, metric, seconds, begun."""
+    """A run as JSON: folder, label, task, system, seed, state, step, metric, seconds, begun.
+
+    value: of the best model, where one was chosen.
+    """
     config = _read(folder / "config.json")
     summary = _read(folder / "summary.json")
     last = {} if summary else _last_line(folder / "history.jsonl")
@@ -137,7 +143,7 @@ def listed(folder: Path) -> dict[str, Any]:
         "state": _state(folder, summary, last),
         "step": number(summary.get("steps", last.get("step"))),
         "metric": metric,
-        "value": None if metric is None else number(summary.get(metric)),
+        "value": None if metric is None else _value(summary, metric),
         "seconds": number(summary.get("seconds", last.get("seconds"))),
         "begun": (folder / "config.json").stat().st_mtime,
     }
@@ -161,6 +167,11 @@ def _metric(summary: Mapping[str, Any]) -> str | None:
         if not is_spread(name) and number(summary.get(name)) is not None
     ]
     return min(names, key=judging, default=None)
+
+
+def _value(summary: Mapping[str, Any], metric: str) -> float | None:
+    chosen = mapping(mapping(summary.get("best_model")).get("metrics"))
+    return number(chosen.get(metric, summary.get(metric)))
 
 
 def _task(config: Mapping[str, Any]) -> str:
@@ -262,8 +273,8 @@ def _facts(folder: Path) -> Iterator[tuple[str, str]]:
     yield "done", f"{steps}{epochs}, {duration(result.seconds)}"
     for name, value in result.final.items():
         if not is_spread(name):
-            best = metric_value(name, result.best.get(name))
-            yield metric_name(name), f"{metric_value(name, value)} (best {best})"
+            yield metric_name(name), _measured(result, name, value)
+    yield from _about(result)
     yield "sent", f"{size(result.bytes_per_worker)} a worker"
     yield "memory", f"{size(result.peak_memory)} at the peak"
     lines = (pipeline.in_a_line(run), federated.in_a_line(run), privacy.in_a_line(run))
@@ -273,6 +284,31 @@ def _facts(folder: Path) -> Iterator[tuple[str, str]]:
     if again is not None:
         yield "again", again
     yield "next", _next(folder, told["state"])
+
+
+def _measured(result: Result, name: str, last: float) -> str:
+    """A metric of the best model and of the last; of the best evaluation where none was chosen."""
+    told = metric_value(name, last)
+    if result.chosen is None:
+        return f"{told} (best evaluation {metric_value(name, result.best.get(name))})"
+    chosen = metric_value(name, result.chosen.metrics.get(name))
+    return f"{chosen} best model, {told} last"
+
+
+def _about(result: Result) -> Iterator[tuple[str, str]]:
+    """What a reader of the metrics has to know besides."""
+    chosen = result.chosen
+    if chosen is not None:
+        by = metric_name(chosen.monitor)
+        steps = (
+            "" if result.steps is None else f"; the last is of {result.unit} {result.steps:,.0f}"
+        )
+        yield "best model", f"of {result.unit} {chosen.step:,.0f}, chosen by {by}{steps}"
+    if result.mean_of is not None:
+        yield "told", f"measured is the mean of {result.mean_of}, a model that nobody has"
+    for name, value in result.baseline.items():
+        told = f"{metric_name(name)} {metric_value(name, value)}"
+        yield "majority", f"{told}, by always saying the most frequent class of the training data"
 
 
 def _with_options(config: Mapping[str, Any]) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from dure.cli.show import Column, columns
+from dure.cli.show import Column, best_and_last, columns, competes, is_last, notes_on, with_notes
 from dure.record.spread import Spread, spread
 
 Group = Sequence[dict[str, Any]]
@@ -53,7 +53,12 @@ def over_seeds(together: Sequence[Group]) -> list[dict[str, Any]]:
 
 
 def table_over_seeds(together: Sequence[Group]) -> Table:
-    """A row a system; the best mean of every column in bold."""
+    """A row a system; the best mean of every column in bold.
+
+    Of a run whose best model was chosen, that one counts.
+    """
+    notes = notes_on([summary for group in together for summary in group])
+    together = [[one for one in best_and_last(group) if not is_last(one)] for group in together]
     every = [summary for group in together for summary in group]
     shown = [column for column in columns(every) if column[0] not in _LEFT_OUT]
     metrics = {name.replace("_", " ") for summary in every for name in summary["best"]}
@@ -68,10 +73,12 @@ def table_over_seeds(together: Sequence[Group]) -> Table:
         for column, top in zip(shown, best, strict=True):
             found = _spread(group, column[1])
             text = _written(found, column[2], column[0] in metrics)
-            is_best = found is not None and found.mean == top
+            is_best = found is not None and found.mean == top and competes(group[0], column[0])
             cells.append(f"[bold]{escape(text)}[/bold]" if is_best else escape(text))
-        result.add_row(escape(group[0]["label"]), str(len(group)), *cells)
-    return result
+        # Without the step of the best model, which differs from run to run.
+        label = str(group[0].get("system", group[0]["label"]))
+        result.add_row(escape(label), str(len(group)), *cells)
+    return with_notes(result, notes)
 
 
 def _spread(group: Group, value: Callable[[dict[str, Any]], float | None]) -> Spread | None:
@@ -80,8 +87,8 @@ def _spread(group: Group, value: Callable[[dict[str, Any]], float | None]) -> Sp
 
 def _best(column: Column, together: Sequence[Group]) -> float | None:
     """The best mean of a column, where there is something to choose from."""
-    _, value, _, lower = column
-    spreads = [_spread(group, value) for group in together]
+    heading, value, _, lower = column
+    spreads = [_spread(group, value) for group in together if competes(group[0], heading)]
     means = [one.mean for one in spreads if one is not None]
     if lower is None or len(set(means)) < 2:
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,11 +30,13 @@ class PredictOptions:
             one of dure's own.
         out: a file for all outputs, npy.
         json: print outputs, and probabilities of classes, as JSON on standard output.
+        last: take the last model, also where a validation set has chosen a better one.
     """
 
     task: str | None = None
     out: Path | None = None
     json: bool = False
+    last: bool = False
 
 
 def main(given: list[str]) -> int:
@@ -50,7 +53,9 @@ def main(given: list[str]) -> int:
     from dure.run.predict import predict
 
     folder, *sources = names
-    found = [(source, predict(Path(folder), source, how.task)) for source in sources]
+    found = [(source, predict(Path(folder), source, how.task, how.last)) for source in sources]
+    if found[0][1].of:
+        print(found[0][1].of, file=sys.stderr)
     if how.out is not None:
         import numpy
 

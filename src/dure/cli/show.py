@@ -147,6 +147,72 @@ def human_bytes(count: float) -> str:
     return f"{count:.3g} TB" if count < 999.5 else f"{count:,.0f} TB"
 
 
+_ROW = "row"
+"""The entry of a summary that says of which of a run's two models a row of the table is."""
+
+
+def best_and_last(summaries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A summary for each row of the table: two where a run's best model is not its last one."""
+    rows = []
+    for summary in summaries:
+        chosen = summary.get("best_model", {})
+        if not chosen.get("metrics") or chosen["step"] == summary["steps"]:
+            rows.append(summary)
+            continue
+        label, unit = summary["label"], summary["unit"]
+        best = f"{label}: best, {unit} {chosen['step']:,}"
+        last = f"{label}: last, {unit} {summary['steps']:,}"
+        of_best = {**summary, **chosen["metrics"], _ROW: "best", "system": label}
+        rows += [{**of_best, "label": best}, {**summary, "label": last, _ROW: "last"}]
+    return rows
+
+
+def is_last(summary: dict[str, Any]) -> bool:
+    """Whether a row is of a last model beside which a better one is kept."""
+    return summary.get(_ROW) == "last"
+
+
+def competes(summary: dict[str, Any], heading: str) -> bool:
+    """Whether a row can be the best of a column."""
+    # Clients' own models are measured apart from their mean.
+    of_mean = _is_metric(heading, summary) and not heading.startswith("personal ")
+    means = of_mean and "mean_of" in summary
+    return not means and not is_last(summary)
+
+
+def _is_metric(heading: str, summary: dict[str, Any]) -> bool:
+    return heading.replace(" ", "_") in summary["best"]
+
+
+def notes_on(summaries: Sequence[dict[str, Any]]) -> list[str]:
+    """What a reader of the table has to know besides, a line each."""
+    notes = []
+    if any(_ROW in one for one in best_and_last(summaries)):
+        monitors = {one["best_model"]["monitor"] for one in summaries if "best_model" in one}
+        by = ", ".join(sorted(name.replace("_", " ") for name in monitors))
+        notes.append(f"best: the model chosen by {by}, which dure predict takes; last: --last")
+    for one in summaries:
+        if "mean_of" in one:
+            notes.append(
+                f"{one['label']}: the mean of {one['mean_of']}, a model that nobody has: its "
+                f"metrics are not compared"
+            )
+    for one in summaries:
+        facts: dict[str, Any] = next(iter(one.get("facts", ())), {})
+        if facts.get("left"):
+            notes.append(
+                f"{one['label']}: {len(facts['left'])} of {facts['took_part']['clients']} clients "
+                f"missing at the end (dure show names them)"
+            )
+    # One task has one; what others train is not compared with it.
+    accuracies = {one.get("baseline", {}).get("test_accuracy") for one in summaries}
+    known = sorted(accuracy for accuracy in accuracies if accuracy is not None)
+    if known:
+        told = ", ".join(f"{accuracy:.4f}" for accuracy in known)
+        notes.append(f"majority class: test accuracy {told}, without learning anything")
+    return notes
+
+
 Column = tuple[str, Callable[[dict[str, Any]], float | None], Callable[[float], str], bool | None]
 """Heading, value, text, whether a lower value is better; None where neither is."""
 
@@ -252,9 +318,13 @@ def columns(summaries: Sequence[dict[str, Any]]) -> list[Column]:
 def table(summaries: Sequence[dict[str, Any]], console: Console | None = None) -> Table:
     """The runs, a row each; with more than one run the best value of every column in bold.
 
+    A run whose best model was chosen has two rows: its best model, and its last one.
+
     console: where it has to fit in. Columns for which there is no room are left out, and named
     below.
     """
+    notes = notes_on(summaries)
+    summaries = best_and_last(summaries)
     shown = columns(summaries)
     left_out: list[str] = []
     result = _table(summaries, shown)
@@ -263,7 +333,7 @@ def table(summaries: Sequence[dict[str, Any]], console: Console | None = None) -
         or console.measure(result, options=console.options.update(width=10_000)).maximum
         <= console.width
     ):
-        return result
+        return with_notes(result, notes)
     # Column by column, until the names of systems and worlds have room.
     while (
         room := console.width - sum(_width(column, summaries) + 2 for column in shown)
@@ -273,9 +343,15 @@ def table(summaries: Sequence[dict[str, Any]], console: Console | None = None) -
         left_out.append(shown.pop(_least(shown))[0])
     result = _table(summaries, shown, room)
     if left_out:
-        result.caption = (
-            f"no room for {', '.join(reversed(left_out))}: see summary.json, or the report"
-        )
+        names = ", ".join(reversed(left_out))
+        notes.append(f"no room for {names}: see summary.json, or the report")
+    return with_notes(result, notes)
+
+
+def with_notes(result: Table, notes: Sequence[str]) -> Table:
+    """The table, with lines below it."""
+    if notes:
+        result.caption = "\n".join(escape(printable(note)) for note in notes)
         result.caption_justify = "left"
     return result
 
@@ -339,19 +415,22 @@ def _table(
             column[0], justify="right", width=None if room is None else _width(column, summaries)
         )
     best: list[float | None] = []
-    for _, value, _, lower in shown:
-        present = [v for v in map(value, summaries) if v is not None]
+    for heading, value, _, lower in shown:
+        competing = (one for one in summaries if competes(one, heading))
+        present = [v for v in map(value, competing) if v is not None]
         # Where all are equal nothing is best.
         compares = lower is not None and len(set(present)) > 1
         best.append((min if lower else max)(present) if compares else None)
     for summary in summaries:
         cells = []
-        for (_, value, text, _), top in zip(shown, best, strict=True):
+        for (heading, value, text, _), top in zip(shown, best, strict=True):
             found = value(summary)
             written = "–" if found is None else text(found)
-            cells.append(
-                f"[bold]{written}[/bold]" if found is not None and found == top else written
-            )
+            # What a run has cost stands in the row of its best model.
+            if is_last(summary) and not _is_metric(heading, summary):
+                written = ""
+            marked = found is not None and found == top and competes(summary, heading)
+            cells.append(f"[bold]{written}[/bold]" if marked else written)
         result.add_row(
             escape(printable(summary["label"])), escape(printable(_place(summary))), *cells
         )

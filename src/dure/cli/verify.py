@@ -30,7 +30,6 @@ def main(given: list[str]) -> int:
         raise ValueError(f"{USAGE}: name a run folder or a file of weights")
     about = "Check a model against the lineage that its server has signed."
     how: VerifyOptions = parse_flags(USAGE, {"how": VerifyOptions}, flags, about)["how"]
-    # Not before it is needed: this imports torch.
     from dure.run.lineage import verify
 
     found = verify(names[0], how.key)

@@ -431,6 +431,10 @@ class Strategy(Told):
     can_offload: ClassVar[tuple[str, ...]] = ()
     """What its field `offload` may name; it has none where nothing is."""
 
+    mean_of: ClassVar[str] = ""
+    """What the measured model is the mean of, where nobody trains or has that model. Tables say so,
+    and mark it as the best of no metric."""
+
     own_data: ClassVar[bool] = False
     """Whether its ranks may have training data of their own (`dure.data.nodes`)."""
 

@@ -25,6 +25,14 @@ def as_tensors(tree: Any) -> Any:
     return tree_map(_as_tensor, tree)
 
 
+def columns_of(inputs: Any) -> list[str] | None:
+    """Return the names of a frame's columns; None for what is no frame."""
+    if isinstance(inputs, Tensor) or not hasattr(inputs, "to_numpy"):
+        return None
+    columns = getattr(inputs, "columns", None)
+    return None if columns is None else [str(name) for name in columns]
+
+
 def _as_tensor(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return leaf

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from dure.data.arrangement import Arrangement, Order
-from dure.data.arrays import as_tensors
+from dure.data.arrays import as_tensors, columns_of
 from dure.data.keys import keys_of
 from dure.data.sampling import SHUFFLED, Sampling
 from dure.errors import DataError
@@ -48,6 +48,8 @@ class Examples:
     lies: tuple[int, ...] | None = None
     counted: bool = True
     sampling: Sampling = SHUFFLED
+    columns: Sequence[str] | None = None
+    """Names of the columns, where the inputs were a frame."""
 
     def __init__(
         self,
@@ -56,6 +58,7 @@ class Examples:
         keys: Sequence[Any] | None = None,
         classes: Sequence[str] | None = None,
     ) -> None:
+        self.columns = columns_of(inputs)
         inputs, targets = as_tensors((inputs, targets))
         leaves = tree_leaves((inputs, targets))
         if not leaves or not all(isinstance(leaf, Tensor) for leaf in leaves):
@@ -141,6 +144,7 @@ class Examples:
         if all(a is b for a, b in same):
             return self
         converted = Examples(inputs, self.targets, self.keys, self.classes)
+        converted.columns = self.columns
         converted.sampling = self.sampling
         return converted
 

@@ -84,15 +84,26 @@ class Text:
         return "".join(symbols[index] for index in indices)
 
 
+SHORT = 1024
+"""Characters that a window may have however short the texts are: its padding takes little."""
+
+
 def read_shakespeare(data: Path | str, sequence_length: int = 80) -> Text:
     """The examples at `data`: a folder of plays, one plain text file, or a folder that holds one.
 
-    Raises ValueError if sequence_length is not positive, DataError if there is no such data at
-    `data`.
+    Raises ValueError if sequence_length is not positive or longer than every text, DataError if
+    there is no such data at `data`.
     """
     if sequence_length < 1:
         raise ValueError(f"sequence_length has to be at least 1, not {sequence_length}")
     train, test = _texts(Path(data))
+    # A window takes as much memory however short its text is: the rest is padding.
+    longest = max(SHORT, *(len(text) - 1 for text in (*train.values(), *test.values())))
+    if sequence_length > longest:
+        raise ValueError(
+            f"sequence_length is {sequence_length}, but no text in {data} has so many characters: "
+            f"give at most {longest}"
+        )
     characters = "".join(sorted(set().union(*train.values())))
     return Text(
         train=_windows(train, characters, sequence_length),

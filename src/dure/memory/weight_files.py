@@ -30,7 +30,7 @@ from torch import Tensor
 from dure.errors import DataError
 from dure.memory.mapped import view
 from dure.record import inside
-from dure.record.checkpoint import name_of, place_of
+from dure.record.checkpoint_files import name_of, place_of
 from dure.record.inside import contents
 from dure.record.weights import DTYPES, pairs_in
 

@@ -21,7 +21,7 @@ its tensors with it; `dure.protocol.encoding` makes bytes of it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 from torch import Tensor
@@ -37,6 +37,9 @@ Failure = Literal[
 
 Only these texts, since they are counted and shown, and a message may come from anybody.
 """
+
+NOT_FINITE = frozenset(get_args(Failure)[:4])
+"""Those that bad values in the data cause, or a learning rate that is too large."""
 
 
 def nbytes(tensors: Sequence[Tensor]) -> int:

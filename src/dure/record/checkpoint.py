@@ -34,10 +34,11 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from dure.errors import RunFolderError, described
+from dure.record.checkpoint_files import NAME, PARTS, damaged, name_of, newest, place_of
 from dure.record.disk import Summed, make_folder, sync_folder, told, write_atomically, write_synced
 from dure.record.inside import LARGE, contents, opened
 from dure.record.on_disk import Leaf, OnDisk
-from dure.record.seal import Seal, begins_as_of, checksum, checksum_of, sealed, unsealed
+from dure.record.seal import Seal, begins_as_of, checksum, sealed
 from dure.record.weights import TensorFile, tensors_in, weights_from_bytes, weights_to_bytes
 
 UNREADABLE = (SafetensorError, ValueError, LookupError, TypeError, RecursionError)
@@ -45,8 +46,6 @@ UNREADABLE = (SafetensorError, ValueError, LookupError, TypeError, RecursionErro
 
 VERSION = 2
 """Of the state in a checkpoint. The first had no number, and counters without names."""
-
-_PARTS = ("model.safetensors", "state.safetensors", "state.json")
 
 
 def pack_tree(tree: Any) -> tuple[Any, dict[str, Leaf]]:
@@ -211,37 +210,16 @@ def save_checkpoint(
 def _write(folder: Path, contents: Contents, seal: Seal) -> None:
     """The three files, on the disk when this returns; state.json last, as it names the others."""
     files: dict[str, str] = {}
-    for name, file in zip(_PARTS[:2], contents[:2], strict=True):
+    for name, file in zip(PARTS[:2], contents[:2], strict=True):
         pieces = Summed(file)
         write_synced(folder / name, pieces)
         files[name] = pieces.checksum
     whole = msgspec.structs.replace(seal, files=files)
-    write_synced(folder / _PARTS[2], sealed(contents.state, whole))
+    write_synced(folder / PARTS[2], sealed(contents.state, whole))
     sync_folder(folder)
 
 
-def name_of(step: int, past: int = 0) -> str:
-    """The name of a step's checkpoint.
-
-    past: in the middle of the next step, a number that grows with what is done of it; 0: nothing.
-    """
-    return f"{step:08d}.{past:08d}" if past else f"{step:08d}"
-
-
-def place_of(name: str) -> tuple[int, int] | None:
-    """The step of the checkpoint of this name, and how far it is past that; in their order.
-
-    None for whatever else lies in the folder.
-    """
-    if not _NAME.fullmatch(name):
-        return None
-    step, _, past = name.partition(".")
-    place = int(step), int(past or 0)
-    return place if name_of(*place) == name else None
-
-
-_NAME = re.compile(r"[0-9]{8,18}(\.[0-9]{8,18})?")
-_PARTIAL = re.compile(rf"\.{_NAME.pattern}\.partial")
+_PARTIAL = re.compile(rf"\.{NAME.pattern}\.partial")
 
 
 def _is_older(other: Path, place: tuple[int, int], run: str, known: Collection[str]) -> bool:
@@ -252,7 +230,7 @@ def _is_older(other: Path, place: tuple[int, int], run: str, known: Collection[s
     if other.name in known:
         return True
     try:
-        with opened(other / _PARTS[2]) as file:
+        with opened(other / PARTS[2]) as file:
             return begins_as_of(file.read(200), run)
     except OSError:
         return False
@@ -288,43 +266,18 @@ def stored(folder: Path) -> Stored | None:
 
     Raises RunFolderError if it cannot be read, or is damaged.
     """
-    # As numbers: as texts, the names of nine digits would come before those of eight.
-    places = [place_of(path.name) for path in folder.iterdir()] if folder.is_dir() else []
-    newest = max((place for place in places if place is not None), default=None)
-    if newest is None:
+    found = newest(folder)
+    if found is None:
         return None
-    path = folder / name_of(*newest)
     try:
-        content = contents(path / _PARTS[2], most=LARGE)
-        sums = {name: checksum_of(path / name) for name in _PARTS[:2]}
-    except OSError as error:
-        raise RunFolderError(
-            f"{path} is not a whole checkpoint: {error.strerror} ({error.filename})"
-        ) from error
-    try:
-        state, seal = unsealed(content)
-    except (ValueError, RecursionError) as error:
-        raise damaged(path, f"{_PARTS[2]}: {error}") from error
-    for name, found in sums.items():
-        if seal is not None and seal.files.get(name) != found:
-            raise damaged(path, f"the checksum of {name} is not that of its content")
-    try:
-        weights, tensors = (tensors_in(path / name) for name in _PARTS[:2])
+        weights, tensors = (tensors_in(found.path / name) for name in PARTS[:2])
     except (OSError, *UNREADABLE) as error:
-        raise damaged(path, described(error)) from error
-    return Stored(path, weights, tensors, state, seal)
-
-
-def damaged(checkpoint: Path, reason: str) -> RunFolderError:
-    """The error about a checkpoint that is not what was written."""
-    return RunFolderError(
-        f"the checkpoint {checkpoint} is damaged ({reason}): put back a copy of it, or remove it "
-        f"to train from the start"
-    )
+        raise damaged(found.path, described(error)) from error
+    return Stored(found.path, weights, tensors, found.state, found.seal)
 
 
 def reseal(checkpoint: Stored, config: Mapping[str, Any]) -> None:
     """Writes into the checkpoint's seal what is asked of its run from now on."""
     assert checkpoint.seal is not None
     seal = msgspec.structs.replace(checkpoint.seal, config=dict(config))
-    write_atomically(checkpoint.path / _PARTS[2], sealed(checkpoint.state, seal))
+    write_atomically(checkpoint.path / PARTS[2], sealed(checkpoint.state, seal))

@@ -23,19 +23,19 @@ from dure.record.checkpoint import (
     Contents,
     Stored,
     check_version,
-    damaged,
     reseal,
     save_checkpoint,
     stored,
 )
+from dure.record.checkpoint_files import damaged
 from dure.record.disk import Lines, Summed, cut, patiently, sync_folder, told, write_atomically
 from dure.record.history import History, Record, is_spread
-from dure.record.inside import LARGE, check_links, contents
+from dure.record.inside import LARGE, contents
 from dure.record.lock import Lock
 from dure.record.on_disk import Leaf, TensorsOnDisk, in_memory
+from dure.record.run_files import check_config, check_run, read_config, read_json
 from dure.record.seal import Seal, checksum, checksum_of, sha256
 from dure.record.settings import (
-    changed,
     edited,
     other_run,
     settings,
@@ -112,9 +112,7 @@ class RunFolder:
     @classmethod
     def open(cls, path: Path) -> RunFolder:
         """An existing run. Raises RunFolderError if there is none."""
-        if not (path / "config.json").is_file():
-            raise RunFolderError(f"{path} is not a run folder: it has no config.json")
-        check_links(path)
+        check_run(path)
         return cls(path)
 
     @classmethod
@@ -185,7 +183,7 @@ class RunFolder:
             checkpoint = self._checked(oldest_checkpoint)
             # A seal says what has changed.
             if checkpoint is None or checkpoint.seal is None:
-                self._check_config(written, whole=False)
+                check_config(self.path, written)
             if checkpoint is not None:
                 self._check_settings(checkpoint, begun, config, named_again, moves)
                 _check_shapes(checkpoint, model or {})
@@ -261,38 +259,11 @@ class RunFolder:
 
     def read_json(self, name: str) -> dict[str, Any]:
         """Raises RunFolderError if the file is missing or damaged."""
-        try:
-            content = json.loads(contents(self.path / name))
-        except (OSError, ValueError, RecursionError) as error:
-            raise RunFolderError(f"cannot read {self.path / name}: {error}") from error
-        if not isinstance(content, dict):
-            raise RunFolderError(f"{self.path / name} is damaged: it holds no JSON object")
-        return content
+        return read_json(self.path / name)
 
     def config(self, whole: bool = False) -> dict[str, Any]:
-        """Return what config.json says.
-
-        whole: nothing of it may be other than it was written; else limits, intervals and the like
-        may, of which it warns. Raises RunFolderError where it is missing, damaged or has changed.
-        """
-        written = self.read_json("config.json")
-        self._check_config(written, whole)
-        return without_sums(written)
-
-    def _check_config(self, written: Mapping[str, Any], whole: bool) -> None:
-        file = self.path / "config.json"
-        what = changed(written)
-        if what == "settings" or (what is not None and whole):
-            raise RunFolderError(
-                f"{file} has changed since dure wrote it (its checksum is not that of its "
-                f"content): put it back as it was, or begin another run"
-            )
-        if what is not None:
-            warnings.warn(
-                f"{file} has changed since dure wrote it, though not in what decides the numbers: "
-                f"the run is taken as it says now",
-                stacklevel=4,
-            )
+        """Return what config.json says, as `read_config` does."""
+        return read_config(self.path, whole)
 
     def append(self, record: Record) -> None:
         """Adds a line to history.jsonl; it is on disk within `flush_seconds` of the next append."""

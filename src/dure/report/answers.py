@@ -89,7 +89,8 @@ def answers(runs: Sequence[Run]) -> str:
         for place, (_, run, _) in enumerate(told)
     )
     lead = (
-        "Which class the trained model takes for which, of the test data: a row is the class that "
+        "Which class the trained model, the best one where one was chosen, takes for which, of "
+        "the test data: a row is the class that "
         "an example has, a column the one that the model says; colours are shares of the class. On "
         "the diagonal the model is right."
     )

@@ -102,6 +102,8 @@ def federation_of(summary: Mapping[str, Any]) -> Federation | None:
         refused=_by_number(facts.get("refused_clients")),
         exposure=rows(facts.get("exposure"), _exposure),
         cost=_cost(mapping(facts.get("cost"))),
+        left=_by_number(facts.get("left")),
+        took_part=numbers(mapping(facts.get("took_part"))),
     )
 
 

@@ -81,8 +81,28 @@ def in_a_line(run: Run) -> str | None:
     # Where the federation had a clock.
     now = next((at for line in reversed(run.steps) if (at := time_of(line)) is not None), None)
     clock = None if now is None else f"{duration(now)} of {clock_of(run)} time"
-    told = [engine, clock, _bits(run.federation), _came(run, run.federation)]
+    told = [engine, clock, _bits(run.federation), _came(run, run.federation), _left(run)]
     return "; ".join(filter(None, told))
+
+
+def _left(run: Run) -> str | None:
+    """Who was missing at the end, and which part of the data was not."""
+    federation = run.federation
+    if federation is None or not federation.left:
+        return None
+    clients = federation.took_part.get("clients")
+    of = "" if clients is None else f" of {count(clients)}"
+    who = listed(
+        [
+            f"{name_of(run, client)} (from round {count(round)} on)"
+            for client, round in federation.left.items()
+        ]
+    )
+    share = federation.took_part.get("examples_share")
+    data = (
+        "" if share is None else f", and the last model was of {100 * share:.0f} % of the examples"
+    )
+    return f"{plural(len(federation.left), 'client')}{of} missing at the end: {who}{data}"
 
 
 def _bits(federation: Federation) -> str | None:

@@ -363,8 +363,9 @@ def _footer(runs: Sequence[Run]) -> str:
         "of all workers, and over the time in which they compute or transfer. <b>Bytes sent</b> "
         "are payload bytes handed to the network or its simulation; per worker means the mean over "
         "ranks, or over all clients of a federation. 1 MB is 10<sup>6</sup> bytes. <b>Peak "
-        "memory</b> is the largest process’s. <b>Best</b> is the best evaluation, <b>final</b> the "
-        "last. <b>To a target</b> counts steps or rounds on the best-so-far curve, interpolated "
+        "memory</b> is the largest process’s. <b>Best</b> is the model that a validation set "
+        "has chosen, or else the best evaluation, <b>final</b> the last. <b>To a target</b> counts "
+        "steps or rounds on the best-so-far curve, interpolated "
         "between evaluations. Training loss is drawn as the mean of each stretch of the run; its "
         "bytes lie between those of two evaluations.</p>"
         f'<p class="aside">{escape(versions)}</p></footer>'

@@ -31,7 +31,18 @@ from dure.report.facts import (
     servers_of,
 )
 from dure.report.history_file import HistoryFile
-from dure.report.runs import Line, Partition, Result, Run, Runs, Span, Target, Trace, Worker
+from dure.report.runs import (
+    BestModel,
+    Line,
+    Partition,
+    Result,
+    Run,
+    Runs,
+    Span,
+    Target,
+    Trace,
+    Worker,
+)
 from dure.report.update_leaks import audit_of
 from dure.report.values import listing, mapping, number, numbers, text_of, whole
 from dure.report.words import higher_is_better
@@ -217,7 +228,20 @@ def _result(
         workers=busy or ([everyone] if everyone else []),
         targets=_targets(mapping(summary.get("to_target"))),
         shuffle=_shuffle(summary),
+        chosen=_chosen(summary),
+        mean_of=text_of(summary.get("mean_of")),
+        baseline=numbers(mapping(summary.get("baseline"))),
     )
+
+
+def _chosen(summary: Mapping[str, Any]) -> BestModel | None:
+    """The best model; None where none was chosen, or an older dure did not say what it reached."""
+    said = mapping(summary.get("best_model"))
+    step = number(said.get("step"))
+    metrics = numbers(mapping(said.get("metrics")))
+    if step is None or not metrics:
+        return None
+    return BestModel(step, text_of(said.get("monitor")) or "", metrics)
 
 
 def _shuffle(summary: Mapping[str, Any]) -> tuple[float, float] | None:

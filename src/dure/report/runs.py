@@ -212,6 +212,8 @@ class Federation:
         "close" to those of a simulation, and differs: by what close. refused: client -> its updates
         that the server left out. exposure: who could learn what, in words.
     cost: what clients have spent, and what uploading their data would cost; None where nobody says.
+    left: who was not there at the end, client -> the first round without it. took_part: how many
+        clients there were, and which shares of clients and examples the newest model is of.
     """
 
     engine: str | None
@@ -233,6 +235,8 @@ class Federation:
     refused: Mapping[int, int] = field(default_factory=dict)
     cost: Cost | None = None
     exposure: Sequence[tuple[str, str]] = ()
+    left: Mapping[int, int] = field(default_factory=dict)
+    took_part: Mapping[str, float] = field(default_factory=dict)
 
     def name_of(self, client: int) -> str | None:
         """What a client on a network calls itself."""
@@ -412,10 +416,21 @@ class Target:
 
 
 @dataclass(frozen=True)
+class BestModel:
+    """The model that was chosen by a metric of the validation set, and what was measured of it."""
+
+    step: float
+    monitor: str
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True)
 class Result:
     """What a run came to: `summary.json`, or what the history of a killed run tells of it.
 
-    shuffle: bytes a worker that it sent of examples, and seconds; None where nobody says.
+    shuffle: bytes a worker that it sent of examples, and seconds; None where nobody says. chosen:
+    the best model, where one was chosen. mean_of: what the measured model is the mean of, where
+    nobody has that model. baseline: metrics of saying the most frequent class.
     """
 
     unit: str
@@ -433,6 +448,14 @@ class Result:
     workers: Sequence[Worker]
     targets: Sequence[Target]
     shuffle: tuple[float, float] | None = None
+    chosen: BestModel | None = None
+    mean_of: str | None = None
+    baseline: Mapping[str, float] = field(default_factory=dict)
+
+    def metric(self, key: str) -> float | None:
+        """The metric of the best model, where one was chosen; else that of the last."""
+        measured = self.final if self.chosen is None else self.chosen.metrics
+        return measured.get(key)
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ class Column:
 
     html: what a run shows in it. value: by what it sorts. better: 1 where higher is better, -1
     where lower is, 0 for neither. finished_only: whether only runs that ended can be the best.
+    of_model: whether it measures the model of the run, and not its cost.
     """
 
     title: str
@@ -37,6 +38,7 @@ class Column:
     value: Callable[[Run], float | str | None]
     better: int = 0
     finished_only: bool = True  # a killed run has sent few bytes: that makes it no winner
+    of_model: bool = False
 
 
 def table(runs: Runs) -> str:
@@ -56,7 +58,7 @@ def table(runs: Runs) -> str:
         for column, winner in zip(columns, best, strict=True):
             rows += _cell(column, run, winner)
         rows += "</tr>"
-        for note in run.notes:
+        for note in (*_about(run), *run.notes):
             notes += f"<li>{escape(run.label)}: {escape(note)}.</li>"
     body = f"<tbody>{rows}</tbody>{_failed(runs.failed, len(columns))}"
     whole = _FILTER if len(runs.runs) > 1 else ""
@@ -66,13 +68,46 @@ def table(runs: Runs) -> str:
     )
     if notes:
         whole += f'<ul class="notes">{notes}</ul>'
-    lead = f"{legend(charts.CATEGORIES[:3])}A heading sorts."
+    lead = f"{legend(charts.CATEGORIES[:3])}A heading sorts.{_baseline(runs.runs)}"
     if any(value is not None for value in best):
         lead += (
             ' The best of a column is <span class="best">marked</span>; of costs, among the runs '
             "that ended."
         )
     return section("runs", "Runs", lead, whole)
+
+
+def _about(run: Run) -> list[str]:
+    """What a reader of its row has to know."""
+    told = []
+    chosen = run.result.chosen
+    if chosen is not None:
+        told.append(
+            f"best is the model of {run.result.unit} {count(chosen.step)}, chosen by "
+            f"{metric_name(chosen.monitor)}; final is that of {run.result.unit} "
+            f"{count(run.result.steps)}"
+        )
+    left = None if run.federation is None else run.federation.left
+    if left:
+        told.append(f"{plural(len(left), 'client')} missing at the end, named below")
+    if run.result.mean_of is not None:
+        told.append(
+            f"measured is the mean of {run.result.mean_of}, a model that nobody has: its "
+            f"metrics are not compared"
+        )
+    return told
+
+
+def _baseline(runs: Sequence[Run]) -> str:
+    """What saying the most frequent class reaches, where runs tell it."""
+    told = {
+        f"{metric_name(key)} {metric_value(key, value)}"
+        for run in runs
+        for key, value in run.result.baseline.items()
+    }
+    if not told:
+        return ""
+    return f" Always saying the most frequent class reaches {escape(', '.join(sorted(told)))}."
 
 
 _FILTER = (
@@ -214,13 +249,26 @@ def _idle_column(title: str, simulated: bool) -> Column:
 
 def _metric_column(which: str, key: str) -> Column:
     def value(run: Run) -> float | None:
+        if which == "best" and run.result.chosen is not None:
+            return run.result.chosen.metrics.get(key)
         return (run.result.best if which == "best" else run.result.final).get(key)
 
+    def cell(run: Run) -> str:
+        # Of which of its two models the number is.
+        chosen = run.result.chosen
+        step = None if chosen is None else chosen.step if which == "best" else run.result.steps
+        told = metric_value(key, value(run))
+        return told if step is None else f"{told}<small>{_step(run, step)}</small>"
+
+    # Clients' own models are measured apart from their mean.
+    of_model = not key.startswith("personal_")
     title = f"{which} {metric_name(key)}".strip()
     better = 1 if higher_is_better(key) else -1
-    return Column(
-        title, lambda run: metric_value(key, value(run)), value, better, finished_only=False
-    )
+    return Column(title, cell, value, better, finished_only=False, of_model=of_model)
+
+
+def _step(run: Run, step: float) -> str:
+    return f"{escape(run.result.unit)} {count(step)}"
 
 
 def _steps_column(runs: Sequence[Run]) -> Column:
@@ -297,6 +345,8 @@ def _cell(column: Column, run: Run, best: str | None) -> str:
 
 
 def _competes(column: Column, run: Run) -> bool:
+    if column.of_model and run.result.mean_of is not None:
+        return False
     return finished(run) or not column.finished_only
 
 

@@ -1,5 +1,7 @@
 """What the trained model answers: which class it takes for which, and a few of the examples.
 
+Where a validation set has chosen a best model, that one answers.
+
     confusion[true][said]    test examples of a class, by the class that the model says
     recall of a class        those said rightly over those of the class
     precision                those said rightly over those said to be of it
@@ -81,7 +83,13 @@ def write_answers(run: Run, task: Task, strategy: Strategy, world: World) -> Non
         return
     before = generators_state()
     try:
-        _write(run.folder, run.model, task, may_show(task, strategy, world))
+        model = run.best_model
+        _write(
+            run.folder,
+            run.model if model is None else model,
+            task,
+            may_show(task, strategy, world),
+        )
     # The user's own model and data, or a full disk.
     except Exception as error:
         warnings.warn(f"{run.folder / FILE} was not written: {described(error)}", stacklevel=2)

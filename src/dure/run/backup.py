@@ -19,10 +19,10 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 from dure.errors import DamagedUpdateError, RunFolderError
-from dure.record.checkpoint import stored
+from dure.record.checkpoint_files import newest
 from dure.record.disk import told
 from dure.record.inside import UnfitFileError, check_file, opened
-from dure.record.run import RunFolder
+from dure.record.run_files import check_run, read_config
 from dure.wire.requests import Reserve, from_json
 from dure.worlds.network.journal import events_in
 from dure.worlds.network.server.model_digests import FILE as MODELS
@@ -48,7 +48,7 @@ def backup(folder: str | Path, to: str | Path) -> Path:
     """
     source = Path(folder)
     target = Path(to)
-    RunFolder.open(source)  # which refuses links
+    check_run(source)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise RunFolderError(f"{target} is not empty: choose another folder")
     if target.resolve().is_relative_to(source.resolve()):
@@ -139,8 +139,8 @@ def _copy_file(source: Path, target: Path, file: Path) -> None:
 
 def _check(copy: Path) -> None:
     """Compare the files of a copy with what was written down of them. Raises RunFolderError."""
-    config = RunFolder(copy).config()
-    stored(copy / "checkpoint")
+    config = read_config(copy)
+    _check_checkpoint(copy / "checkpoint")
     ModelDigests(copy / MODELS, writes=False)
     if not (copy / "journal.db").exists():
         return
@@ -160,6 +160,15 @@ def _check(copy: Path) -> None:
                     f"{error}: it is an update of client {event.client}, and no copy of a damaged "
                     f"run is kept: put back an earlier copy of the file"
                 ) from error
+
+
+def _check_checkpoint(folder: Path) -> None:
+    found = newest(folder)
+    if found is not None and found.seal is None:
+        # Without checksums, damage shows only where the tensors are read. This imports torch.
+        from dure.record.checkpoint import stored
+
+        stored(folder)
 
 
 def _newest(folder: Path) -> list[str]:

@@ -16,15 +16,17 @@ import json
 from collections.abc import Mapping
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dure.contracts.strategy import Sign
 from dure.errors import LineageError, RunFolderError
 from dure.record.inside import contents
-from dure.record.run import RunFolder
+from dure.record.run_files import read_json
 from dure.record.seal import sha256_of
 from dure.record.settings import config_digest, spelled
 from dure.worlds.network.server.model_digests import FILE as MODELS
+
+if TYPE_CHECKING:
+    from dure.contracts.strategy import Sign
 
 METADATA = "dure_lineage"
 """The key of the lineage in the metadata of model.safetensors."""
@@ -113,8 +115,8 @@ def _compared(folder: Path, lineage: Mapping[str, Any]) -> tuple[str, ...]:
     if not isinstance(lineage, Mapping) or "config_sha256" not in lineage:
         return ()
     try:
-        config = RunFolder(folder).read_json("config.json")
-        summary = RunFolder(folder).read_json("summary.json")
+        config = read_json(folder / "config.json")
+        summary = read_json(folder / "summary.json")
     except RunFolderError as error:
         raise LineageError(f"{error}, and what it said was signed") from error
     found = {"config.json": config_digest(config) == lineage.get("config_sha256")}

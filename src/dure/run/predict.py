@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import numpy
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from dure.contracts.strategy import examples_for
@@ -43,12 +43,14 @@ class Predicted:
     """What a model says.
 
     outputs: of all inputs, the first dimension. probabilities: of classes, float64; None where the
-    outputs are no scores of classes. classes: their names, or their numbers.
+    outputs are no scores of classes. classes: their names, or their numbers. of: which of the
+    run's models says it, in words; empty where it has one.
     """
 
     outputs: Tensor
     probabilities: Tensor | None = None
     classes: Sequence[str] = ()
+    of: str = ""
 
     def best(self, place: int, most: int = 3) -> list[tuple[str, float]]:
         """The likeliest classes of an input, each with its probability."""
@@ -59,8 +61,12 @@ class Predicted:
         return [(self.classes[index], value) for index, value in pairs]
 
 
-def predict(folder: Path, source: str, task: Task | str | None = None) -> Predicted:
+def predict(
+    folder: Path, source: str, task: Task | str | None = None, last: bool = False
+) -> Predicted:
     """What the model of the ended run in `folder` says of an input.
+
+    Where a best model was chosen by a validation set, it answers. last: the last model does.
 
     source: a file (npy, csv, json, safetensors), - for JSON on standard input, or examples of the
         task, test:0 or test:0:10. task: as in `dure.resume`.
@@ -78,12 +84,28 @@ def predict(folder: Path, source: str, task: Task | str | None = None) -> Predic
         )
     # With inputs in the dtype in which it was trained.
     train, test = examples_for(whole)
-    outputs = torch.cat(list(_outputs(run, _inputs(train, test, source))))
-    return _told(whole, outputs)
+    model = _model_of(run, last)
+    outputs = torch.cat(list(_outputs(model, _inputs(train, test, source))))
+    return replace(_told(whole, outputs), of=which_model(run.summary, last))
 
 
-def _outputs(run: Run, inputs: Any) -> Iterator[Tensor]:
-    model = run.model
+def _model_of(run: Run, last: bool) -> nn.Module:
+    best = None if last else run.best_model
+    return run.model if best is None else best
+
+
+def which_model(summary: Mapping[str, Any], last: bool) -> str:
+    """Say which of a run's two models answers; empty where there is one."""
+    chosen = summary.get("best_model")
+    if not isinstance(chosen, Mapping) or chosen.get("step") == summary.get("steps"):
+        return ""
+    unit = summary.get("unit")
+    if last:
+        return f"the last model, of {unit} {summary.get('steps')}; the best is of {chosen['step']}"
+    return f"the best model, of {unit} {chosen['step']}; --last takes that of {summary['steps']}"
+
+
+def _outputs(model: nn.Module, inputs: Any) -> Iterator[Tensor]:
     leaves = tree_leaves(inputs)
     with torch.inference_mode(), in_mode(model, training=False):
         for start in range(0, len(leaves[0]), _BATCH):

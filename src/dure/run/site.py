@@ -30,13 +30,12 @@ from dure.wire.members import RosterError, is_said, key_said
 from dure.wire.owners_roster import OwnersRoster, Pinned
 from dure.wire.requests import CheckIn, Welcome
 from dure.wire.roster import read_identities
-from dure.wire.signatures import Key
 from dure.worlds.network.client.agreement import AgreedRun, AgreementChecks
 from dure.worlds.network.client.audit import Audit
 from dure.worlds.network.client.connection import place_of
 from dure.worlds.network.client.policy import Policy
 from dure.worlds.network.client.session import Session
-from dure.worlds.network.client.state import KEY, ClientState
+from dure.worlds.network.client.state import ClientState
 
 
 @dataclass(frozen=True)
@@ -341,18 +340,6 @@ def privacy_of(welcome: Welcome) -> Privacy:
         return parse_privacy(str(written))
     except ValueError as error:
         raise PolicyError(f"the run's privacy is not known here: {error}") from error
-
-
-def own_key(folder: Path) -> Key:
-    """The key of a client's folder, also while the client is at work there.
-
-    It is made, with the folder, where there is none yet. Raises StateError for a folder that can be
-    no client's, and ValueError and RunFolderWriteError as `Key.kept_in`.
-    """
-    if (folder / KEY).exists():
-        return Key.kept_in(folder / KEY)
-    with ClientState(folder) as state:
-        return Key.kept_in(state.key)
 
 
 def context_for(url: str, reach: Reach) -> ssl.SSLContext | None:

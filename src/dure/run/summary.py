@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+from torch import Tensor
 
 from dure.contracts.strategy import Learner
+from dure.data.examples import Examples
 from dure.record.history import History, finite
 from dure.record.idleness import idle_share, over_busy
 from dure.record.meter import Counters
@@ -67,7 +69,9 @@ def summarise(
         "seconds": position.seconds,
         **finite(position.metrics),
         "best": history.best(),
-        **_best_model(job, position),
+        **_best_model(job, position, history),
+        **_baseline(job),
+        **({"mean_of": job.strategy.mean_of} if job.strategy.mean_of else {}),
         "train_loss": position.loss,
         "numbers": position.numbers,
         "parameters": job.parameters,
@@ -87,13 +91,49 @@ def summarise(
     }
 
 
-def _best_model(job: Job, position: Position) -> dict[str, Any]:
+def _best_model(job: Job, position: Position, history: History) -> dict[str, Any]:
     """Of which step the best model is, and what was measured then; nothing where none is chosen."""
     monitor = monitor_of(job.task, job.stop)
     if monitor is None or position.best is None:
         return {}
     best = position.best
-    return {"best_model": {"monitor": monitor, "step": best.step, "value": best.value}}
+    found = (one.metrics for one in reversed(history.evaluations) if one.step == best.step)
+    measured = finite(next(found, {}))
+    return {
+        "best_model": {
+            "monitor": monitor,
+            "step": best.step,
+            "value": best.value,
+            "metrics": measured,
+        }
+    }
+
+
+def _baseline(job: Job) -> dict[str, Any]:
+    """The test accuracy of a model that always says the most frequent class of the training data.
+
+    Nothing where labels are not in memory, or are not to be told of.
+    """
+    task = job.task
+    train = task.train
+    test = None if task.test is None else task.test.sets().get("test")
+    # Of a dataset every example might have to be read.
+    here = type(train) is Examples and type(test) is Examples
+    if "accuracy" not in task.measures or not here or job.strategy.protects:
+        return {}
+    known = _known(train)
+    labels = _known(test)
+    if known is None or labels is None:
+        return {}
+    share = (labels == known.mode().values).double().mean()
+    return {"baseline": {"test_accuracy": float(share)}}
+
+
+def _known(examples: Examples | None) -> Tensor | None:
+    """The labels that accuracy counts; None where there are none."""
+    labels = None if examples is None else examples.labels()
+    known = None if labels is None else labels[labels >= 0]
+    return None if known is None or not len(known) else known
 
 
 def _line(name: str, counters: Counters) -> dict[str, Any]:

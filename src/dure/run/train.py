@@ -36,6 +36,7 @@ from dure.record.settings import LINEAGE
 from dure.references import is_reference
 from dure.run.answers import write_answers
 from dure.run.asked import check_asked, check_function
+from dure.run.bad_data import bad_values_named, warn_of_bad_values
 from dure.run.begun import Asks, note
 from dure.run.callbacks import Callbacks, check_callbacks
 from dure.run.config import Asked, asked_in, config_of
@@ -465,8 +466,9 @@ def _done(job: Job, world: World, on_progress: Progress) -> Run:
         if job.task.reference is not None:
             files = files_of(job.task.reference["name"])
             program = functools.partial(begun_with, files, program)
-    with _kept(job.folder if world.leads else None):
+    with _kept(job.folder if world.leads else None), bad_values_named(job.task):
         outcome = world.run(program, on_progress)
+    warn_of_bad_values(job.task, outcome.summary)
     # The task's factory may be called once more.
     with exit_is_a_failure("the task", "making the trained model"):
         elsewhere = outcome.summary.get("weights_elsewhere", ())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from dure.contracts.strategy import another, examples_for, seeded_model
 from dure.contracts.task import Task
+from dure.data.bad_values import bad_values
 from dure.errors import PolicyError
 from dure.federated.client.clients import Clients
 from dure.federated.halves import layout, one_client
@@ -28,6 +30,7 @@ from dure.federated.strategy import Federated
 from dure.fleet.conditions import Conditions, EngineName
 from dure.machine.devices import home_of, to_cpu, to_device
 from dure.protocol.messages import (
+    NOT_FINITE,
     Answer,
     Assignment,
     Measure,
@@ -96,6 +99,7 @@ class Training:
     sums: Site | None = None
     ask: Ask = refuse
     _began: dict[int, float] = field(default_factory=dict)
+    _told_bad: bool = False
 
     def __post_init__(self) -> None:
         if not len(self.task.train):
@@ -253,6 +257,8 @@ class Training:
         update = self.clients.receive(assignment)
         assert isinstance(update, Update)
         seconds = time.perf_counter() - started
+        if update.failure in NOT_FINITE:
+            self._tell_bad_values()
         if update.failure is None and (train.holds or self.holds):
             self.clients.hold(update, assignment)
         named: dict[str, Tensor] = {}
@@ -274,6 +280,13 @@ class Training:
         # What goes nowhere is not kept, and is what has been in a sum already.
         keep = not self.clients.sits_out(train.ticket)
         return Answered(reserve, named, memory, keep)
+
+    def _tell_bad_values(self) -> None:
+        """Warn, once, of bad values in this site's data: its server is told of no column."""
+        found = None if self._told_bad else bad_values(self.task.train, self.task.features)
+        self._told_bad = True
+        if found is not None:
+            warnings.warn(f"this site's training data have bad values: {found}", stacklevel=2)
 
     def _assignment(self, train: Train, tensors: Mapping[str, Tensor]) -> Assignment:
         """Return the assignment as in a simulation. Raises ValueError for another model."""

@@ -352,10 +352,12 @@ def _bound(factory: TaskFactory, reference: str, options: dict[str, Any]) -> dic
             for name in missing
         )
         raise ValueError(f"the task {reference} needs {flags}")
-    # A function of a user's own may take more than it says, such as a text for a dtype.
-    for name, value in options.items() if ":" not in reference else ():
+    for name, value in options.items():
         kind = hints.get(name)
-        if kind is not None and not _is_path(kind):
+        # A function of a user's own may take more than it says, such as a text for a dtype; but
+        # never a fraction or NaN, which a file may hold, where it says a whole number.
+        own = ":" in reference and not (isinstance(value, float) and _is_whole(kind))
+        if kind is not None and not own and not _is_path(kind):
             check_value(name, value, kind)
     return {
         # Absolute, since a resumed run may start in another folder. A text where the function wants
@@ -381,6 +383,12 @@ def hints_of(factory: TaskFactory) -> dict[str, Any]:
     # Such as names that exist for type checkers only.
     except Exception:
         return {}
+
+
+def _is_whole(hint: Any) -> bool:
+    """Whether a type says a whole number, or None."""
+    kinds = {*typing.get_args(hint), *([] if typing.get_args(hint) else [hint])}
+    return kinds - {type(None)} == {int}
 
 
 def _is_path(hint: Any) -> bool:

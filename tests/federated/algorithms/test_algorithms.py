@@ -489,6 +489,7 @@ def test_momentum_on_the_server_adds_up() -> None:
             "geometric-median-of-means:5",
         ),
         (dure.FedBuff(buffer=0), "buffer is 0, but a step takes at least one update"),
+        (dure.FedBuff(clients=3, buffer=3001), "give a buffer of at most 3000"),
         (dure.FedSGD(local_epochs=2), "fed-sgd is one step over all of a client's data"),
         (
             dure.FedPer(personal_layers=3),
@@ -508,6 +509,19 @@ def test_what_makes_no_sense_is_refused_in_one_line(strategy: Federated, complai
     with pytest.raises(ValueError, match=complaint) as caught:
         train(strategy)
     assert "\n" not in str(caught.value)
+
+
+def test_a_buffer_that_the_epochs_of_a_run_never_fill_is_refused() -> None:
+    task = small_task()
+    with pytest.raises(ValueError, match="in 4 epochs 3 clients send about 6 updates"):
+        dure.train(
+            task, dure.FedBuff(clients=3, buffer=7, local_epochs=2), stop=dure.Stop(epochs=4)
+        )
+    dure.train(
+        task,
+        dure.FedBuff(clients=3, buffer=6, local_epochs=2, batch_size=4),
+        stop=dure.Stop(epochs=4),
+    )
 
 
 # FedAsync

@@ -97,4 +97,8 @@ def test_a_round_ends_at_its_deadline_without_those_who_are_gone(
         deployment.serve()
         deployment.join_all(2)
         deployment.clients[at_work(deployment)].kill()
-        assert deployment.ended(2 * SOON).summary["steps"] == 3
+        summary = deployment.ended(2 * SOON).summary
+        assert summary["steps"] == 3
+        (facts,) = summary["facts"]
+        assert len(facts["left"]) == 1
+        assert facts["took_part"]["clients_share"] == 0.5

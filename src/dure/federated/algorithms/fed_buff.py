@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
+from dure.contracts.stop import Stop
 from dure.contracts.task import Task
 from dure.federated.algorithm import Algorithm, Start
 from dure.federated.algorithms.fed_async import check_no_rounds
@@ -29,13 +30,21 @@ from dure.federated.server.server_optimizer import ServerOptimizer
 from dure.federated.strategy import Federated
 from dure.protocol.messages import Update
 
+if TYPE_CHECKING:
+    # Its own name is newer than Python 3.10.
+    from typing_extensions import Self
+
+
+MOST_UPDATES = 1000
+"""Updates of one client in one step of the server, at most: all start from the same model."""
+
 
 @dataclass(frozen=True)
 class FedBuff(Federated):
     """Asynchronous clients and a buffer of updates.
 
     Args:
-        buffer: K, the updates of one step of the server.
+        buffer: K, the updates of one step of the server, at most 1000 times the clients.
         server_lr: η_g, how far it moves along their mean.
     """
 
@@ -50,6 +59,29 @@ class FedBuff(Federated):
         if self.buffer < 1:
             raise ValueError(f"buffer is {self.buffer}, but a step takes at least one update")
         check_no_rounds(self)
+
+    def planned(self, task: Task, stop: Stop) -> Self:
+        clients = self.count(task)
+        if clients is not None:
+            self._check_fills(clients, stop)
+        return super().planned(task, stop)
+
+    def _check_fills(self, clients: int, stop: Stop) -> None:
+        """Raises ValueError for a buffer that is larger than what clients send in the run."""
+        most = MOST_UPDATES * clients
+        when = f"{clients} clients send at most {MOST_UPDATES} updates each for one model"
+        epochs = self.work().steps is None and stop.epochs
+        if epochs:
+            # One update of each client is taken, however short the run is.
+            least = clients * max(1.0, epochs / self.local_epochs)
+            if least < most:
+                most = math.ceil(least)
+                when = f"in {epochs:g} epochs {clients} clients send about {most} updates"
+        if self.buffer > most:
+            raise ValueError(
+                f"buffer is {self.buffer}, but {when}: the server would make no model; give a "
+                f"buffer of at most {most}"
+            )
 
     def pacing(self, clients: int) -> Pacing:
         return Buffered(clients_per_round(clients, self.fraction), self.buffer)

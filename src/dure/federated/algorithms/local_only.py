@@ -46,6 +46,7 @@ class LocalOnly(Federated):
 
     name: ClassVar[str] = "local-only"
     title: ClassVar[str] = "Local only"
+    mean_of: ClassVar[str] = "models that never met"
 
     def cannot(self, part: Part, kind: Kind) -> str | None:
         return OWNED if part == "ema" else super().cannot(part, kind)

@@ -38,6 +38,7 @@ from dure.federated.server.pacing import Pacing
 from dure.federated.server.private import Account, Private
 from dure.federated.server.server_optimizer import ServerOptimizer
 from dure.federated.server.summing import Summing
+from dure.federated.server.taking_part import TakingPart
 from dure.federated.server.tossing import Toss
 from dure.federated.server.unfit import alike
 from dure.fleet.attacks import Attack
@@ -162,6 +163,7 @@ class Server(Learner):
         self.counted = _meters(len(sizes), names, together=not open)
         self.log = Log(liars, names=open)
         self.names = names
+        self.taking_part = TakingPart(self.who)
         self._told_refused = False
         self._told_vain = False
         self._told_cut = False
@@ -234,6 +236,7 @@ class Server(Learner):
         if self.cost is not None:
             self.cost.count(number + 1, flown)
         self.log.flew(flown, result)
+        self._take_part(number, result)
         self._tell(number, result)
         if self.log.liars is not None:
             self.log.moved(number, before, coordinator.model.weights)
@@ -244,6 +247,19 @@ class Server(Learner):
         if self._is_spent():
             wish |= STOP | SPENT
         return Progress(result.loss, result.samples, wish, self._numbers(flown, result))
+
+    def _take_part(self, number: int, result: Result) -> None:
+        """Count who took part in a model, and warn where clients have left."""
+        coordinator = self.coordinator
+        told = self.taking_part.made(
+            number + 1,
+            result.clients if self.log.names else None,
+            coordinator.sizes,
+            coordinator.present,
+            self.knows_sizes,
+        )
+        if told is not None:
+            warn(told)
 
     def _worked(self, what: str, start: float, end: float, number: int) -> None:
         """The server was busy. Beside clients' virtual seconds, in which it takes no time, the
@@ -420,6 +436,7 @@ class Server(Learner):
             "failed": float(len(outcomes) - late - outcomes.count("accepted")),
             "refused": float(len(result.refused)),
             "staleness": sum(staleness) / len(staleness) if staleness else 0.0,
+            **self.taking_part.shares,
             # Of secure sums alone: values that were beyond the range.
             **({} if result.cut is None else {"cut": float(result.cut)}),
             **({} if self.private is None else self.private.numbers()),
@@ -540,6 +557,7 @@ class Server(Learner):
             "server": {
                 "coordinator": self.coordinator.state(),
                 "log": self.log.state(),
+                "taking_part": self.taking_part.state(),
                 "measured": self.said.state(),
                 "cost": None if self.cost is None else self.cost.state(),
                 "frozen": None if self.earlier is None else list(map(list, self.earlier)),
@@ -580,6 +598,9 @@ class Server(Learner):
         self.frozen = Frozen(self.model)
         self.coordinator.restore(server["coordinator"])
         self.log.restore(server["log"])
+        # Checkpoints of dure up to 0.1 do not have it.
+        if "taking_part" in server:
+            self.taking_part.restore(server["taking_part"])
         self.said.restore(server["measured"])
         # Checkpoints of dure up to 0.1 do not have it.
         frozen = server.get("frozen")
@@ -617,6 +638,7 @@ class Server(Learner):
         return {
             **self.carrier.facts(),
             **self.log.facts(),
+            **self.taking_part.facts(),
             **({} if self.cost is None else self.cost.facts()),
             **self.said.facts(),
             **private,

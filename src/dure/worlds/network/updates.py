@@ -25,18 +25,20 @@ import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 import msgspec
-import torch
-from torch import Tensor
 
 from dure.errors import DamagedUpdateError, RunFolderError, RunFolderWriteError
 from dure.record.disk import sync_folder, told
 from dure.record.inside import contents, descriptor_of, opened
 from dure.record.seal import sha256_of
-from dure.wire.tensors import Form, TensorsError, receive_header
 from dure.worlds.network.local_disk import free_bytes
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from dure.wire.tensors import Form
 
 KEPT_FREE = 64 << 20
 """Bytes of the disk that no update may take: the journal and the log of the run need them."""
@@ -143,10 +145,13 @@ class Updates:
         digest: as for `check`. Raises DamagedUpdateError as that does, TensorsError if the
         tensors are not what is expected.
         """
+        # Here: comparing updates with their digests does without torch.
+        from dure.worlds.network.mapped_updates import mapped
+
         self.check(ticket, digest)
         path = self._complete(ticket)
         try:
-            tensors = _mapped(path, expected)
+            tensors = mapped(path, expected)
         except OSError as error:
             raise DamagedUpdateError(f"cannot read {path}: {error.strerror}") from error
         return {name: tensors[name] for name in expected}
@@ -510,29 +515,3 @@ def _digest_of_next(file: BinaryIO, size: int, also: hashlib._Hash | None = None
         if also is not None:
             also.update(chunk)
     return digest.hexdigest()
-
-
-def _mapped(path: Path, expected: Mapping[str, Form]) -> dict[str, Tensor]:
-    size = path.stat().st_size
-    with open(path, "rb", buffering=0) as file:
-        forms = receive_header(file.readinto, size, expected)
-        at = file.tell()
-    total = at + sum(form.nbytes for form in forms.values())
-    if total != size:
-        raise TensorsError(f"these are {size} bytes, and have to be {total}")
-    content = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
-    tensors = {}
-    for name, form in forms.items():
-        tensors[name] = _shaped(content[at : at + form.nbytes], form)
-        at += form.nbytes
-        # Any other byte than 0 and 1 is a boolean that torch does not expect.
-        if form.dtype == torch.bool and bool((tensors[name].view(torch.uint8) > 1).any()):
-            raise TensorsError(f"{name} holds bytes that are no booleans")
-    return tensors
-
-
-def _shaped(content: Tensor, form: Form) -> Tensor:
-    # After a tensor of odd length the next one is not aligned, and has to be copied.
-    if content.storage_offset() % form.dtype.itemsize:
-        content = content.clone()
-    return content.view(form.dtype).reshape(form.shape)

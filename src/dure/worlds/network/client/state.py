@@ -37,22 +37,26 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import TYPE_CHECKING, BinaryIO, TypeVar
 
 import msgspec
 from msgspec.structs import replace
-from torch import Tensor
 
 from dure.errors import StateError
 from dure.record.disk import opened_itself, sync_folder, told, write_atomically
 from dure.record.inside import contents, opened
 from dure.record.seal import checksum, sha256_of
 from dure.wire.requests import Reserve, from_json, to_json
-from dure.wire.tensors import TensorsError, digest_of, forms_of, pieces, receive, size_of
+from dure.wire.signatures import Key
 from dure.worlds.network.client.agreement import AgreedRun
 from dure.worlds.network.client.lock import lock, unlock
 from dure.worlds.network.client.quota import Quota
 from dure.worlds.network.client.spent import SpentModelsFile
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# Functions that read or write tensors import torch by `dure.wire.tensors`: others do without.
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _TENSORS = re.compile(r"(?:model|frozen|personal|memory|update)--?\d+-[0-9a-f]{16}\.safetensors")
@@ -257,6 +261,8 @@ class ClientState:
 
     def keep_frozen(self, tensors: Mapping[str, Tensor]) -> None:
         """What no model that is fetched has, since it is not trained."""
+        from dure.wire.tensors import digest_of
+
         with self._turn:
             was = self._kept.frozen
             # It may be large, and is the same each time.
@@ -518,6 +524,8 @@ class ClientState:
 
     def _written(self, kind: str, number: int, tensors: Mapping[str, Tensor]) -> _File:
         """A file of these tensors, on the disk but in no index yet."""
+        from dure.wire.tensors import forms_of, pieces, size_of
+
         self.quota.check(size_of(forms_of(tensors)), f"the file of {kind} {number}")
         beside = self.folder / f".tensors.{os.getpid()}"
         digest = hashlib.sha256()
@@ -540,6 +548,8 @@ class ClientState:
         return file
 
     def _tensors(self, file: _File) -> dict[str, Tensor]:
+        from dure.wire.tensors import TensorsError, receive
+
         path = self.folder / file.name
         try:
             with opened(path) as content:
@@ -563,6 +573,18 @@ class _Reading:
         count: int = self.content.readinto(memory)  # type: ignore[attr-defined]
         self.digest.update(memory[:count])
         return count
+
+
+def own_key(folder: Path) -> Key:
+    """The key of a client's folder, also while the client is at work there.
+
+    It is made, with the folder, where there is none yet. Raises StateError for a folder that can be
+    no client's, and ValueError and RunFolderWriteError as `Key.kept_in`.
+    """
+    if (folder / KEY).exists():
+        return Key.kept_in(folder / KEY)
+    with ClientState(folder) as state:
+        return Key.kept_in(state.key)
 
 
 def _locked(folder: Path) -> int:

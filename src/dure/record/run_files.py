@@ -1,0 +1,61 @@
+"""Files of a run's folder that are read without torch: JSON, and config.json with its checksums."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dure.errors import RunFolderError
+from dure.record.inside import check_links, contents
+from dure.record.settings import changed, without_sums
+
+CONFIG = "config.json"
+
+
+def check_run(path: Path) -> None:
+    """Raise RunFolderError if `path` is not the folder of a run, or has a link in it."""
+    if not (path / CONFIG).is_file():
+        raise RunFolderError(f"{path} is not a run folder: it has no {CONFIG}")
+    check_links(path)
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Return the object in a file. Raises RunFolderError if it is missing or damaged."""
+    try:
+        content = json.loads(contents(file))
+    except (OSError, ValueError, RecursionError) as error:
+        raise RunFolderError(f"cannot read {file}: {error}") from error
+    if not isinstance(content, dict):
+        raise RunFolderError(f"{file} is damaged: it holds no JSON object")
+    return content
+
+
+def read_config(folder: Path, whole: bool = False) -> dict[str, Any]:
+    """Return what config.json says.
+
+    whole: nothing of it may be other than it was written; else limits, intervals and the like
+    may, of which it warns. Raises RunFolderError where it is missing, damaged or has changed.
+    """
+    written = read_json(folder / CONFIG)
+    check_config(folder, written, whole)
+    return without_sums(written)
+
+
+def check_config(folder: Path, written: Mapping[str, Any], whole: bool = False) -> None:
+    """Compare what config.json says with its checksums. Arguments and errors: `read_config`'s."""
+    file = folder / CONFIG
+    what = changed(written)
+    if what == "settings" or (what is not None and whole):
+        raise RunFolderError(
+            f"{file} has changed since dure wrote it (its checksum is not that of its "
+            f"content): put it back as it was, or begin another run"
+        )
+    if what is not None:
+        warnings.warn(
+            f"{file} has changed since dure wrote it, though not in what decides the numbers: "
+            f"the run is taken as it says now",
+            stacklevel=5,
+        )
