@@ -37,7 +37,9 @@ QUICK = {
     "data_parallel": "--rounds 2 --steps 2 --small",
     "deployment": "--quick",
     "deployment_fuzz": "--requests 200",
-    "diloco_shakespeare": "--data DATA/shakespeare/plays.txt --steps 50 --rates 1e-3 --every 50 --batch 8 --workers 2",
+    "diloco_shakespeare": (
+        "--data DATA/shakespeare/plays.txt --steps 50 --every 50 --rates 1e-3 --batch 8 --workers 2"
+    ),
     "dp_sgd": "--quick",
     "fault_matrix": "--only pipeline.*backward:1.*kill",
     "fedavg_paper": "--data DATA --rows 2nn/iid/0.1/1/none --rates 0.1 --seconds 5",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import posixpath
+import re
 import struct
 import subprocess
 import sys
@@ -11,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import dure
 from dure.contracts.strategy import Strategy
-from dure.run.track import TensorBoard, Tracker, settings, tracker
+from dure.run.track import FAILURES, MLflowNames, TensorBoard, Tracker, settings, tracker
 from small import small_task
 
 
@@ -32,7 +36,7 @@ class Notes(Tracker):
         self.told: list[tuple[int, dict[str, float]]] = []
         self.ended = ""
 
-    def on_begin(self, config: Any) -> None:
+    def begin(self, config: Any) -> None:
         self.told.clear()
 
     def log(self, step: int, numbers: Any) -> None:
@@ -58,6 +62,58 @@ def test_a_tracker_is_told_every_loss_and_every_metric() -> None:
         one.step: one.metrics["test_accuracy"] for one in run.history.evaluations
     }
     assert notes.ended == "done"
+
+
+class Broken(Notes):
+    def log(self, step: int, numbers: Any) -> None:
+        super().log(step, numbers)
+        raise ConnectionError("no server")
+
+
+def test_a_tracker_that_fails_ends_no_run_and_is_told_no_more() -> None:
+    broken = Broken()
+    with pytest.warns(UserWarning, match="ConnectionError: no server") as warned:
+        run = dure.train(
+            small_task(),
+            dure.SingleWorker(batch_size=8),
+            stop=dure.Stop(steps=6),
+            callbacks=[broken],
+        )
+    assert len(run.history.steps) == 6
+    assert len(broken.told) == FAILURES
+    assert "it is told no more" in str(warned[-1].message)
+
+
+@given(st.lists(st.text(max_size=300), unique=True, max_size=8))
+def test_names_are_such_as_mlflow_takes_and_differ(names: list[str]) -> None:
+    spelled = MLflowNames()
+    found = [spelled.of(name) for name in names]
+    assert found == [spelled.of(name) for name in names]
+    assert len(set(found)) == len(names)
+    for name in found:
+        assert re.fullmatch(r"[/\w.\- :]+", name)
+        assert len(name) <= 250
+        assert name == posixpath.normpath(name)
+        assert not name.startswith(("/", "."))
+
+
+def test_plain_names_stay_as_they_are() -> None:
+    for name in ("test_accuracy", "task.learning.lr", "group 1/loss", "정확도"):
+        assert MLflowNames().of(name) == name
+
+
+@pytest.mark.parametrize("label", ["a" * 256, "한" * 256])
+def test_tensorboard_takes_labels_of_any_length(label: str, tmp_path: Path) -> None:
+    reads = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    dure.train(
+        small_task(),
+        dure.SingleWorker(batch_size=8),
+        stop=dure.Stop(steps=2),
+        label=label,
+        track=f"tensorboard:{tmp_path}",
+    )
+    (folder,) = tmp_path.iterdir()
+    assert reads.EventAccumulator(str(folder)).Reload().Tags()["scalars"]
 
 
 def test_settings_are_one_level_of_names() -> None:

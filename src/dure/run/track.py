@@ -14,17 +14,24 @@ All three are told the same:
     settings                   config.json, as parameters
     model                      the files of the run folder, if there is one, to MLflow
 
-A run that goes on (`dure.resume`) goes on there too: it is found by its number, config["run"]. The
-run folder is as ever; a tracker that fails ends the run as any callback does
-(`dure.run.callbacks`), and nothing is lost of it.
+A run that goes on (`dure.resume`) goes on there too: it is found by its number, config["run"].
+Steps after the checkpoint that it goes on from are there once: TensorBoard shows the new ones,
+MLflow and Weights & Biases keep the old ones, which have the same numbers.
+
+A tracker never ends a run: what fails becomes a warning, and a tracker that has failed `FAILURES`
+times in a row is told no more. Signs that MLflow does not take in names become `_`.
 """
 
 from __future__ import annotations
 
 import importlib
 import math
+import posixpath
+import re
 import sys
 import time
+import warnings
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -34,15 +41,20 @@ from dure.errors import suggestion
 from dure.record.history import Evaluation, Step
 from dure.record.run import Run
 
+FAILURES = 3
+"""Failures in a row after which a tracker is told no more: each may take as long as a time-out."""
+
 
 class Tracker:
-    """A callback that passes on what happens. where: what comes after the colon."""
+    """A callback that tells a tracker of a run. where: what comes after the colon."""
 
     def __init__(self, where: str) -> None:
         self.where = where
+        self._failed = 0
 
     def on_begin(self, config: Mapping[str, Any]) -> None:
-        raise NotImplementedError
+        self._failed = 0
+        self._tell(self.begin, config)
 
     def on_step(self, step: Step) -> None:
         numbers = {"loss": step.loss, **(step.numbers or {})}
@@ -58,20 +70,41 @@ class Tracker:
         self.write(evaluation.step, {**evaluation.metrics, **(evaluation.numbers or {}), **counted})
 
     def on_end(self, run: Run) -> None:
-        self.close("done", run)
+        self._tell(self.close, "done", run)
 
     def on_failure(self, error: BaseException) -> None:
-        self.close("failed", None)
+        self._tell(self.close, "failed", None)
+
+    def _tell(self, call: Callable[..., None], *given: Any) -> None:
+        """Call a method of the tracker, whose failure is a warning."""
+        if self._failed >= FAILURES:
+            return
+        try:
+            call(*given)
+        except Exception as error:
+            self._failed += 1
+            told = "it is told no more" if self._failed == FAILURES else "the run goes on"
+            warnings.warn(
+                f"{type(self).__name__} at {self.where} failed, and {told}: "
+                f"{type(error).__name__}: {error}",
+                stacklevel=2,
+            )
+        else:
+            self._failed = 0
+
+    def begin(self, config: Mapping[str, Any]) -> None:
+        """Begin a run, or find the one with the number config["run"]."""
+        raise NotImplementedError
 
     def write(self, step: int, numbers: Mapping[str, float | None]) -> None:
-        """Passes numbers on, as far as they are any."""
+        """Pass on the numbers that are finite."""
         told = {
             name: value
             for name, value in numbers.items()
             if value is not None and math.isfinite(value)
         }
         if told:
-            self.log(step, told)
+            self._tell(self.log, step, told)
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         raise NotImplementedError
@@ -86,24 +119,34 @@ class TensorBoard(Tracker):
 
     def __init__(self, where: str) -> None:
         super().__init__(where)
-        self.writer: Any = None
+        self._folder = Path(where)
+        self._settings = ""
+        self._writer: Any = None
 
-    def on_begin(self, config: Mapping[str, Any]) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        folder = Path(self.where) / f"{_file_name(str(config['label']))}-{config['run']}"
-        self.writer = SummaryWriter(str(folder))
+    def begin(self, config: Mapping[str, Any]) -> None:
+        self._folder = Path(self.where) / f"{_file_name(str(config['label']))}-{config['run']}"
         rows = [f"| {name} | {value} |" for name, value in settings(config).items()]
-        table = "\n".join(["| setting | value |", "| --- | --- |", *rows])
-        self.writer.add_text("settings", table)
+        self._settings = "\n".join(["| setting | value |", "| --- | --- |", *rows])
+        self._writer = None
+
+    def _open(self, step: int) -> Any:
+        """The writer. step: the first one that it writes; TensorBoard drops it from older files."""
+        if self._writer is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            goes_on = self._folder.is_dir() and any(self._folder.iterdir())
+            self._writer = SummaryWriter(str(self._folder), purge_step=step if goes_on else None)
+            self._writer.add_text("settings", self._settings, step if goes_on else None)
+        return self._writer
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        writer = self._open(step)
         for name, value in numbers.items():
-            self.writer.add_scalar(name, value, step)
+            writer.add_scalar(name, value, step)
 
     def close(self, how: str, run: Run | None) -> None:
-        if self.writer is not None:
-            self.writer.close()
+        if self._writer is not None:
+            self._writer.close()
 
 
 LOGGED = 500
@@ -116,6 +159,29 @@ LOG_SECONDS = 1.0
 """For which they wait: each message takes a while, and a step may take less."""
 
 
+class MLflowNames:
+    """Names as MLflow takes them: of letters, digits and `_-. :/`, and short; each is another."""
+
+    LENGTH = 250
+
+    def __init__(self) -> None:
+        self._spelled: dict[str, str] = {}
+
+    def of(self, name: str) -> str:
+        """Return the spelling of a name, the same every time."""
+        if name not in self._spelled:
+            spelled = re.sub(r"[^\w\-. :/]", "_", name)
+            # Names are taken for paths, which have to be in their shortest form.
+            if posixpath.normpath(spelled) != spelled or spelled.startswith((".", "/")):
+                spelled = spelled.replace("/", "_").lstrip(".") or "_"
+            taken = spelled in self._spelled.values()
+            if taken or len(spelled) > self.LENGTH:
+                digest = f"-{zlib.crc32(name.encode()):08x}"
+                spelled = spelled[: self.LENGTH - len(digest)] + digest
+            self._spelled[name] = spelled
+        return self._spelled[name]
+
+
 class MLflow(Tracker):
     """A run on a server of MLflow's, in a database or in a folder."""
 
@@ -125,8 +191,11 @@ class MLflow(Tracker):
         self.run = ""
         self._waiting: list[Any] = []
         self._logged = 0.0
+        self._names = MLflowNames()
+        self._known: dict[str, int] | None = None
+        """Last step of each metric, of a run that goes on; None of a new one."""
 
-    def on_begin(self, config: Mapping[str, Any]) -> None:
+    def begin(self, config: Mapping[str, Any]) -> None:
         from mlflow import MlflowClient
         from mlflow.entities import Param
 
@@ -138,13 +207,17 @@ class MLflow(Tracker):
         found = self.client.search_runs([experiment], f"tags.`dure.run` = '{config['run']}'")
         if found:
             self.run = found[0].info.run_id
+            self._known = {}
             self.client.update_run(self.run, status="RUNNING")
             return
         made = self.client.create_run(
             experiment, tags={"dure.run": config["run"]}, run_name=str(config["label"])
         )
         self.run = made.info.run_id
-        parameters = [Param(name, value[:500]) for name, value in settings(config).items()]
+        names = MLflowNames()
+        parameters = [
+            Param(names.of(name), value[:500]) for name, value in settings(config).items()
+        ]
         for first in range(0, len(parameters), PARAMETERS):
             self.client.log_batch(self.run, params=parameters[first : first + PARAMETERS])
 
@@ -152,15 +225,28 @@ class MLflow(Tracker):
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
-        self._waiting += [Metric(name, value, now, step) for name, value in numbers.items()]
+        self._waiting += [
+            Metric(spelled, value, now, step)
+            for spelled, value in ((self._names.of(name), value) for name, value in numbers.items())
+            if step > self._last(spelled)
+        ]
         if len(self._waiting) >= LOGGED or time.monotonic() - self._logged > LOG_SECONDS:
             self._flush()
 
+    def _last(self, metric: str) -> int:
+        """The last step of a metric that the run had when it was found; -1 without any."""
+        if self._known is None:
+            return -1
+        if metric not in self._known:
+            history = self.client.get_metric_history(self.run, metric)
+            self._known[metric] = max((one.step for one in history), default=-1)
+        return self._known[metric]
+
     def _flush(self) -> None:
-        for first in range(0, len(self._waiting), LOGGED):
-            self.client.log_batch(self.run, metrics=self._waiting[first : first + LOGGED])
-        self._waiting = []
         self._logged = time.monotonic()
+        while self._waiting:
+            self.client.log_batch(self.run, metrics=self._waiting[:LOGGED])
+            del self._waiting[:LOGGED]
 
     def close(self, how: str, run: Run | None) -> None:
         if not self.run:
@@ -180,7 +266,7 @@ class WandB(Tracker):
         super().__init__(where)
         self.run: Any = None
 
-    def on_begin(self, config: Mapping[str, Any]) -> None:
+    def begin(self, config: Mapping[str, Any]) -> None:
         import wandb
 
         self.run = wandb.init(
@@ -259,4 +345,6 @@ def _files(run: Run | None) -> list[Path]:
 
 
 def _file_name(label: str) -> str:
-    return "".join(sign if sign.isalnum() or sign in "-_." else "-" for sign in label)
+    """Return a label as a name of a file, of 200 bytes at most."""
+    spelled = "".join(sign if sign.isalnum() or sign in "-_." else "-" for sign in label)
+    return spelled.encode()[:200].decode(errors="ignore")
