@@ -282,9 +282,12 @@ class SimulatedLearner(Learner):
         self.order.head = None if state["head"] is None else read(state["head"])
         held = zip(self.clients, state["heads"], state["remembered"], strict=True)
         for one, head, memory in held:
-            one.kept[self.order.since.get(one.name, -1)] = Kept(read(head), memory)
-        for tail, own in zip(self.order.tails, state["tails"], strict=True):
-            tail.own = read(own)
+            own = read(head)
+            self.heads.check_kept(own)
+            one.kept[self.order.since.get(one.name, -1)] = Kept(own, memory)
+        for tail, tree in zip(self.order.tails, state["tails"], strict=True):
+            tail.own = read(tree)
+            self.tails.check_kept(tail.own)
         self.account.restore(state["account"])
         self._begin()
 
