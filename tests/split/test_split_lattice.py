@@ -161,6 +161,41 @@ def test_split_fed_with_copies_is_fed_avg(cut: tuple[str, ...], name: str) -> No
     assert apart(trained(task, split), trained(task, whole)) < 1e-12
 
 
+def test_split_fed_weighs_clients_by_what_the_loss_counts() -> None:
+    sizes = [20, 12, 6, 4]
+    whose = torch.tensor([client for client, size in enumerate(sizes) for _ in range(size)])
+    task = task_of(examples=sum(sizes))
+    inputs, targets = task.train.batch(torch.arange(len(whose)))
+    targets = targets.clone()
+    targets[:16] = -100
+    targets[whose == 3] = -100  # this client learns nothing
+    classes = torch.tensor([1.0, 10.0, 0.1], dtype=torch.float64)
+    loss = nn.CrossEntropyLoss(weight=classes)
+    examples = dure.Examples(inputs, targets, keys=[f"client {one}" for one in whose.tolist()])
+    task = dure.Task(layers, loss, examples, optimizer=SGD)
+    right: dict[str, Tensor] = {}
+    total = float(classes[targets[targets >= 0]].sum())
+    for client in range(3):
+        mine = whose == client
+        model = seeded_model(task, 0)
+        optimizer = SGD(model.parameters())
+        loss(model(inputs[mine]), targets[mine]).backward()
+        optimizer.step()
+        share = float(classes[targets[mine & (targets >= 0)]].sum()) / total
+        for name, weight in model.state_dict().items():
+            right[name] = right.get(name, torch.zeros(())) + share * weight
+    split = dure.SplitFed(clients=None, partition="natural-key", batch_size=64, cut=("1",))
+    assert apart(trained(task, split, rounds=1), right) < 1e-12
+
+
+def test_a_round_in_which_no_loss_counts_anything_leaves_the_model() -> None:
+    task = task_of(optimizer=partial(torch.optim.SGD, lr=0.1, weight_decay=0.5))
+    inputs, targets = task.train.batch(torch.arange(len(task.train)))
+    ignored = dure.Task(layers, task.loss, (inputs, targets * 0 - 100), optimizer=task.optimizer)
+    found = trained(ignored, dure.SplitFed(clients=2, batch_size=SIZE), rounds=2)
+    assert apart(found, dict(seeded_model(ignored, 0).state_dict())) == 0
+
+
 ALL: list[type[Split]] = [dure.SplitLearning, dure.ParallelSplit, dure.SplitFed]
 
 

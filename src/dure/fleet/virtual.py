@@ -78,7 +78,8 @@ class Traffic:
     def tell(self, meter: Meter, computed: float, elapsed: float) -> None:
         """Tells a node's meter what it did in so many seconds, of which it has computed some.
 
-        What is left besides its links it has waited; that of a server counts for nothing.
+        What is left besides its links it has waited (0 seconds: it took no part); that of a server
+        counts for nothing.
         """
         meter.exchanged(sent=self.sent, received=self.received)
         meter.counters.compute_seconds += computed

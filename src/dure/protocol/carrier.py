@@ -301,3 +301,8 @@ class Flight(NamedTuple):
     transfer_seconds: float
     compute_seconds: float
     examples: float = 0.0
+
+    @property
+    def busy_seconds(self) -> float:
+        """Seconds in which the client computed or transferred."""
+        return self.transfer_seconds + self.compute_seconds

@@ -14,7 +14,7 @@ from dure.split.messages import Own
 
 
 def mean(owns: Sequence[Own], weights: Sequence[float]) -> Own:
-    """The weighted mean of weights and buffers, without what optimizers remember.
+    """The weighted mean of weights and buffers, with an optimizer that begins anew.
 
     Buffers that count, such as batches seen, are those of the first.
     """
@@ -22,6 +22,7 @@ def mean(owns: Sequence[Own], weights: Sequence[float]) -> Own:
         weights=_means([one.weights for one in owns], weights),
         buffers=_means([one.buffers for one in owns], weights),
         optimizer=tuple({} for _ in owns[0].optimizer),
+        groups=(),
     )
 
 

@@ -34,6 +34,7 @@ from dure.split.batching import Batching, crossings
 from dure.split.compressed import message_bytes
 from dure.split.divided import Divided
 from dure.split.leakage.guard import Crossing
+from dure.split.optimizer_settings import check_settings
 from dure.split.sides import Loss, Side, StageAtWork, Stages, weighed
 from dure.tasks.loss_shares import CountedLoss
 
@@ -240,8 +241,12 @@ def _check_apart(cut: CutModel) -> None:
 
 
 def check_optimizer(task: Task, model: nn.Module) -> None:
-    """Raises ValueError for an optimizer that looks at the weights of both sides at once."""
-    check_parameter_wise(task.optimizer(list(model.parameters())))
+    """Raises ValueError for an optimizer that looks at the weights of both sides at once, or whose
+    steps change settings that can neither be saved nor sent.
+    """
+    optimizer = task.optimizer(list(model.parameters()))
+    check_parameter_wise(optimizer)
+    check_settings(optimizer)
 
 
 def shares_of(cut: CutModel) -> list[float]:

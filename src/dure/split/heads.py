@@ -4,6 +4,9 @@
                         those before
     optimizer           for each weight nothing, or what the task's optimizer remembers: names,
                         dtypes, shapes, and signs, where all that it remembers is 0 or more
+    groups, shared      the settings that steps of the task's optimizer change, and what it
+                        remembers of no single weight: names, kinds, dtypes, shapes; finite. Of an
+                        optimizer of torch's own, which changes no settings: none
 
 The server checks the heads that it hands over or averages, a client the heads that the server or
 another client sends: a wrong head is found where it comes from, and whoever trains it next is not
@@ -12,13 +15,13 @@ blamed for it.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from dure.split.blame import (
     GRADIENT,
@@ -30,11 +33,15 @@ from dure.split.blame import (
     largest,
 )
 from dure.split.messages import Own
+from dure.split.optimizer_settings import keeps_settings, shared_of, tried
 from dure.split.sides import Side
 from dure.split.tensor_forms import TensorForm, check_forms, check_gradient_forms, form_of
 
-TRIED = 3
-"""Steps that a copy of an optimizer makes until it remembers all that it ever does."""
+MOST_TEXT = 100
+"""Characters of a setting that is a text."""
+
+MOST_NAMES = 64
+"""Settings of a parameter group that may come where the task's optimizer cannot be tried."""
 
 
 class Number(NamedTuple):
@@ -65,36 +72,46 @@ def _least(value: Tensor | float) -> float:
     return float(value.min()) if value.numel() else 0.0
 
 
-Remembered = Mapping[str, Number]
-"""What an optimizer remembers of one weight, by name."""
+class Remembered(NamedTuple):
+    """What an optimizer remembers, by name: of each weight, in each parameter group, and else.
+
+    groups: the settings with what they are like. changes: whether steps change any.
+    """
+
+    weights: list[Mapping[str, Number]]
+    groups: list[Mapping[str, Any]]
+    shared: Mapping[str, Any]
+    changes: bool
 
 
-def remembered_of(side: Side) -> list[Remembered] | None:
-    """What the optimizer of a side remembers of each weight; None where it cannot be tried.
+def remembered_of(side: Side) -> Remembered | None:
+    """What the optimizer of a side remembers; None where it cannot be tried.
 
     A copy of it makes some steps, with gradients of either sign.
     """
+    moved = list(side.moved.values())
     try:
-        up, down = (_tried(side, sign) for sign in (1.0, -1.0))
+        (up, ups), (down, downs) = (tried(side.optimizer, moved, sign) for sign in (1.0, -1.0))
+        changed = side.settings.changed(up)
+        shared = shared_of(up)
     # An optimizer of the user's may want more than gradients.
     except Exception:
         return None
-    return [
+    weights: list[Mapping[str, Number]] = [
         {name: _number(one[name], other.get(name)) for name in one}
-        for one, other in zip(up, down, strict=True)
+        for one, other in zip(_states(up, ups), _states(down, downs), strict=True)
     ]
+    if keeps_settings(side.optimizer):
+        return Remembered(weights, [{} for _ in changed], {}, changes=False)
+    pairs = zip(side.settings.first, changed, strict=True)
+    groups: list[Mapping[str, Any]] = [{**first, **own} for first, own in pairs]
+    return Remembered(weights, groups, shared, changes=any(changed) or bool(shared))
 
 
-def _tried(side: Side, sign: float) -> list[Mapping[str, Any]]:
-    copies: dict[int, Any] = {}
-    twin = copy.deepcopy(side.optimizer, copies)
-    parameters = [copies.get(id(one)) for one in side.moved.values()]
-    for _ in range(TRIED):
-        for parameter in parameters:
-            if parameter is not None:
-                parameter.grad = torch.full_like(parameter, sign)
-        twin.step()
-    return [{} if one is None else dict(twin.state.get(one, {})) for one in parameters]
+def _states(
+    optimizer: Optimizer, parameters: Sequence[nn.Parameter | None]
+) -> list[Mapping[str, Any]]:
+    return [{} if one is None else dict(optimizer.state.get(one, {})) for one in parameters]
 
 
 def _number(up: Any, down: Any) -> Number:
@@ -116,7 +133,8 @@ class Heads:
         self._forgets = forgets
         self._weights = None if side is None else [form_of(one) for one in side.parameters.values()]
         self._buffers = None if side is None else [form_of(one) for one in side.buffers()]
-        self._remembered: list[Remembered] | None = None
+        self._remembered: Remembered | None = None
+        self._groups = None if side is None else len(side.settings.first)
         self._tried = side is None
         self._largest = 0.0 if side is None else largest(side.parameters.values())
 
@@ -146,18 +164,41 @@ class Heads:
                 f"the optimizer's state is of {len(own.optimizer)} weights, and the head has "
                 f"{len(own.weights)}"
             )
-        if self._forgets and any(own.optimizer):
+        if self._forgets and any((*own.optimizer, *(own.groups or ()), own.shared)):
             raise WrongError("the optimizer's state came, and it ends with the round")
         if not self._tried:
             assert self._side is not None
             self._tried = True
             self._remembered = remembered_of(self._side)
+        self._check_settings(own)
         for place, state in enumerate(own.optimizer):
             if state:
                 self._check_state(state, place)
 
+    def _check_settings(self, own: Own) -> None:
+        """Check the settings that steps have changed, and what belongs to no weight."""
+        known = self._remembered
+        if own.groups is None:
+            changes = self._side is not None and (known is None or known.changes)
+            if changes and not self._forgets:
+                raise WrongError(
+                    "the settings that steps of the optimizer change did not come: it was sent by "
+                    "an earlier version of dure"
+                )
+        elif own.groups or any(own.optimizer):
+            if self._groups is None:
+                self._groups = len(own.groups)
+            if len(own.groups) != self._groups:
+                raise WrongError(
+                    f"the optimizer has {len(own.groups)} parameter groups, and has to have "
+                    f"{self._groups}"
+                )
+        for place, group in enumerate(own.groups or ()):
+            _check_named(group, None if known is None else known.groups[place])
+        _check_named(own.shared, None if known is None else known.shared)
+
     def _check_state(self, state: Mapping[str, Any], place: int) -> None:
-        like = None if self._remembered is None else self._remembered[place]
+        like = None if self._remembered is None else self._remembered.weights[place]
         if like is not None and state.keys() != like.keys():
             raise WrongError(
                 f"the optimizer remembers {', '.join(sorted(state))[:100]}, and has to remember "
@@ -173,3 +214,58 @@ class Heads:
             check_size("tensors of the optimizer's state", tensors, GRADIENT**2)
         except AbsurdError as error:
             raise WrongError(str(error)) from error
+
+
+def _check_named(values: Mapping[str, Any], known: Mapping[str, Any] | None) -> None:
+    """Raise WrongError for settings that this optimizer does not change, or not so.
+
+    known: what they are like; None where nobody knows.
+    """
+    unknown = sorted(values.keys() - known.keys()) if known is not None else []
+    if unknown or len(values) > MOST_NAMES:
+        named = ", ".join(name[:40] for name in (unknown or sorted(values))[:5])
+        raise WrongError(f"the optimizer has changed {named}, and does not change that here")
+    leaves = tree_leaves(dict(values))
+    if known is None and any(isinstance(one, str) for one in leaves):
+        raise WrongError("the optimizer has changed a setting to a text")
+    for name, value in values.items():
+        # Without knowledge each value is like itself: only its numbers are looked at.
+        _check_like(name[:40], value, value if known is None else known[name])
+    tensors = [one for one in leaves if isinstance(one, Tensor)]
+    try:
+        check_size("tensors of the optimizer's settings", tensors, GRADIENT**2)
+    except AbsurdError as error:
+        raise WrongError(str(error)) from error
+
+
+def _check_like(name: str, value: Any, like: Any) -> None:
+    """Raise WrongError for a setting of another kind, form or size, or with what is not finite."""
+    if isinstance(value, Tensor) and isinstance(like, Tensor):
+        check_forms(f"the optimizer's setting {name}", [value], [form_of(like)])
+    elif isinstance(value, list | tuple) and isinstance(like, list | tuple):
+        if len(value) != len(like):
+            raise WrongError(
+                f"the optimizer's setting {name} has {len(value)} values, and has to have "
+                f"{len(like)}"
+            )
+        for one, other in zip(value, like, strict=True):
+            _check_like(name, one, other)
+    elif isinstance(value, Mapping) and isinstance(like, Mapping):
+        if not value.keys() <= like.keys():
+            raise WrongError(f"the optimizer's setting {name} has other names than here")
+        for key, one in value.items():
+            _check_like(name, one, like[key])
+    elif _is_number(value) and (_is_number(like) or like is None):
+        if not math.isfinite(value) and value != like:
+            raise WrongError(f"the optimizer's setting {name} is {value}")
+    elif isinstance(value, str) and isinstance(like, str) and len(value) <= MOST_TEXT:
+        pass
+    elif value is not None:
+        raise WrongError(
+            f"the optimizer's setting {name} is a {type(value).__name__}, and has to be a "
+            f"{type(like).__name__}"
+        )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, bool | int | float)

@@ -37,11 +37,17 @@ def client(number: int) -> str:
 class Own(msgspec.Struct, frozen=True):
     """What a side of the cut has learned: the weights that it trains, its buffers that forward
     passes change, and what its optimizer remembers, by parameter.
+
+    groups: the settings that the optimizer's steps have changed, for each of its parameter groups;
+    empty for an optimizer that begins anew; None where an earlier version of dure has not kept
+    them. shared: what the optimizer remembers of no single parameter, by name.
     """
 
     weights: tuple[Tensor, ...]
     buffers: tuple[Tensor, ...]
     optimizer: tuple[Mapping[str, Any], ...]
+    groups: tuple[Mapping[str, Any], ...] | None = None
+    shared: Mapping[str, Any] = {}
 
 
 class Turn(msgspec.Struct, frozen=True, tag=True):

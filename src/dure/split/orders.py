@@ -56,6 +56,8 @@ class Order(ABC):
         """Turns that have begun."""
         self.since: dict[str, int] = {}
         """The newest turn of each client that counts."""
+        self.counted: dict[str, float] = {}
+        """What the loss has counted in batches with each client, in this round."""
         self.taken: dict[str, int] = {}
         """Steps that each client has made in turns that count."""
 
@@ -73,6 +75,7 @@ class Order(ABC):
         """What there is to do begins, or does so once more after `restore`, without these."""
         self.absent = absent
         self.turns = {}
+        self.counted = {}
         self.over = not self.present
         return self._begin() if self.present else []
 
@@ -103,6 +106,11 @@ class Order(ABC):
     def rate(self, at: int) -> int:
         """The step of schedules at a step on the way of all."""
         return at
+
+    def learned(self, clients: Sequence[str], counted: float) -> None:
+        """Note a step with these clients' batches. counted: what the loss counts in them."""
+        for name in clients:
+            self.counted[name] = self.counted.get(name, 0.0) + counted
 
     @property
     def sums(self) -> bool:

@@ -342,6 +342,7 @@ class Server:
             if self.blames:
                 check_size("gradients at the cut", found, GRADIENT)
         self.losses.append((mean, counted))
+        self.order.learned(joint.clients, counted)
         self._newest = joint
         # Clients need not wait for the step of the tail.
         tail.leave(tail.gradients(missed), self.order.rate(joint.at))

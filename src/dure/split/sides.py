@@ -8,6 +8,8 @@ What a side has learned is an `Own`. Where many clients live in one process they
 of one model: before a client computes, its own tensors take the place of those that are there
 (`take`), which moves no data. The optimizer moves them by way of parameters of its own: what a
 client's backward pass has kept of the modules counts as unchanged, whoever computes in between.
+What a client's optimizer remembers, and the settings that it has changed, are put into the
+optimizer before the client's step.
 
 What the stages are made of is one of two: pieces of a traced model (`dure.split.cutting`), or
 modules that were written apart (`dure.split.apart`).
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -25,8 +28,16 @@ from torch.optim import Optimizer
 
 from dure.contracts.lr_schedule import Rates
 from dure.contracts.task import Task
+from dure.errors import RunFolderError
 from dure.parallel.pipeline.stage import Microbatch
 from dure.split.messages import Own
+from dure.split.optimizer_settings import (
+    Settings,
+    copied_value,
+    keeps_settings,
+    shared_of,
+    tried,
+)
 from dure.tasks.loss_shares import Computed, CountedLoss, Share
 from dure.tasks.trimming import Trimming
 
@@ -106,10 +117,18 @@ class Side:
         """The same tensors, as the optimizer has them."""
         self._taken: Own | None = None
         """What its modules hold."""
+        self._remembered: Own | None = None
+        """Whose state and settings the optimizer has."""
         self.trimming = Trimming(task, self.moved.items())
         self.written = stages.written()
-        self.optimizer = self._made(task)
-        self.rates = Rates(self.optimizer, task.lr_schedule)
+        self._task = task
+        self._begin_optimizer()
+
+    def _begin_optimizer(self) -> None:
+        """Make the optimizer anew, of the weights as they are."""
+        self.optimizer = self._made(self._task)
+        self.rates = Rates(self.optimizer, self._task.lr_schedule)
+        self.settings = Settings(self.optimizer, self.rates.schedule is not None)
 
     def _made(self, task: Task) -> Optimizer:
         """The task's optimizer, of the parameters of this side alone."""
@@ -134,13 +153,7 @@ class Side:
 
     def own(self) -> Own:
         """What it has learned, as copies."""
-        return Own(
-            weights=tuple(one.detach().clone() for one in self.parameters.values()),
-            buffers=tuple(one.clone() for one in self.buffers()),
-            optimizer=tuple(
-                _copied(self.optimizer.state.get(one, {})) for one in self.moved.values()
-            ),
-        )
+        return copied(self.keep())
 
     def take(self, own: Own) -> None:
         """These tensors are its weights and buffers from now on, and are changed in place."""
@@ -151,20 +164,65 @@ class Side:
                 parameter.data = weight
         for buffer, value in zip(self.buffers(), own.buffers, strict=True):
             buffer.data = value
-        self.optimizer.state.clear()
-        for parameter, kept in zip(self.moved.values(), own.optimizer, strict=True):
-            if kept:
-                self.optimizer.state[parameter] = kept
         self._taken = own
 
     def keep(self) -> Own:
         """What `take` is given to come back to this: no copies."""
-        self._taken = Own(
+        moved = list(self.moved.values())
+        own = Own(
             weights=tuple(one.data for one in self.parameters.values()),
             buffers=tuple(one.data for one in self.buffers()),
-            optimizer=tuple(self.optimizer.state.get(one, {}) for one in self.moved.values()),
+            optimizer=tuple(self.optimizer.state.get(one, {}) for one in moved),
+            groups=self.settings.changed(),
+            shared=shared_of(self.optimizer),
         )
-        return self._taken
+        self._taken = self._remembered = own
+        return own
+
+    def check_kept(self, own: Own) -> None:
+        """Raise RunFolderError where settings are not kept that steps of this optimizer change.
+
+        Earlier versions of dure have kept none.
+        """
+        if own.groups is None and self.changes_settings:
+            raise RunFolderError(
+                f"the run was saved by an earlier version of dure, which did not keep the settings "
+                f"that {type(self.optimizer).__name__} changes in its parameter groups: begin "
+                f"the run anew"
+            )
+
+    @cached_property
+    def changes_settings(self) -> bool:
+        """Whether steps of the optimizer change settings, or what belongs to no parameter.
+
+        True where this cannot be tried out.
+        """
+        if keeps_settings(self.optimizer):
+            return False
+        try:
+            twin, _ = tried(self.optimizer, list(self.moved.values()), 1.0)
+            return any(self.settings.changed(twin)) or bool(shared_of(twin))
+        # An optimizer of the user's may want more than gradients.
+        except Exception:
+            return True
+
+    def _remember(self) -> None:
+        """Let the optimizer go on from what those remember whose tensors the side has."""
+        own = self._taken
+        if own is None or own is self._remembered:
+            return
+        self._remembered = own
+        if own.groups == ():
+            self._begin_optimizer()
+            return
+        self.check_kept(own)
+        self.settings.put(own.groups or tuple({} for _ in self.settings.first))
+        state: Any = self.optimizer.state
+        state.clear()
+        state.update(own.shared)
+        for parameter, kept in zip(self.moved.values(), own.optimizer, strict=True):
+            if kept:
+                state[parameter] = kept
 
     # Learning
 
@@ -177,6 +235,7 @@ class Side:
 
     def update(self, gradients: Sequence[Tensor | None], step: int) -> None:
         """One step of the optimizer; step: that of the schedule, which unfreezes too."""
+        self._remember()
         for parameter, gradient in zip(self.moved.values(), gradients, strict=True):
             parameter.grad = gradient
         self.trimming.drop(step)
@@ -321,18 +380,18 @@ def copied(own: Own) -> Own:
         weights=tuple(one.clone() for one in own.weights),
         buffers=tuple(one.clone() for one in own.buffers),
         optimizer=tuple(map(_copied, own.optimizer)),
+        groups=None if own.groups is None else tuple(map(_copied, own.groups)),
+        shared=_copied(own.shared),
     )
 
 
 def fresh(own: Own) -> Own:
-    """The same, with an optimizer that remembers nothing."""
-    return Own(own.weights, own.buffers, tuple({} for _ in own.optimizer))
+    """The same, with an optimizer that begins anew."""
+    return Own(own.weights, own.buffers, tuple({} for _ in own.optimizer), ())
 
 
-def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()
-    }
+def _copied(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: copied_value(value) for name, value in values.items()}
 
 
 def weighed(losses: CountedLoss) -> Loss:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from functools import partial
 from typing import Any
 
@@ -183,12 +184,17 @@ class SimulatedLearner(Learner):
         self.account.begin(self.round)
         counted_before = dict(self.order.since)
         first = self._first()
+        opened = self.network.now
         self.network.send(SERVER, first)
         over = self.network.run(self._over, math.inf)
         restore_generators(before)
         assert over, "nobody waits for anybody for ever"
         self.round += 1
-        self._count(self.network.now - self.now)
+        # A client that takes part in the round waits from its beginning to its end.
+        took_part = {
+            name for name, turn in self.order.since.items() if turn != counted_before.get(name)
+        }
+        self._count(self.network.now - opened, took_part)
         self.now = self.network.now
         steps = self.server.losses
         self.server.losses = []
@@ -223,11 +229,12 @@ class SimulatedLearner(Learner):
     def _over(self) -> bool:
         return self.order.over
 
-    def _count(self, elapsed: float) -> None:
-        """Takes over what was sent, received and computed in the seconds since the last round."""
+    def _count(self, elapsed: float, took_part: AbstractSet[str]) -> None:
+        """Takes over what was sent, received and computed in a round of so many seconds."""
         nodes: list[Server | Client] = [self.server, *self.clients]
         for meter, one in zip(self._meters, nodes, strict=True):
-            self.network.traffic(meter.name).tell(meter, one.busy.computed, elapsed)
+            whole = elapsed if meter.name in took_part else 0.0
+            self.network.traffic(meter.name).tell(meter, one.busy.computed, whole)
             one.busy.computed = 0.0
 
     # What is kept
@@ -282,9 +289,12 @@ class SimulatedLearner(Learner):
         self.order.head = None if state["head"] is None else read(state["head"])
         held = zip(self.clients, state["heads"], state["remembered"], strict=True)
         for one, head, memory in held:
-            one.kept[self.order.since.get(one.name, -1)] = Kept(read(head), memory)
-        for tail, own in zip(self.order.tails, state["tails"], strict=True):
-            tail.own = read(own)
+            own = read(head)
+            self.heads.check_kept(own)
+            one.kept[self.order.since.get(one.name, -1)] = Kept(own, memory)
+        for tail, tree in zip(self.order.tails, state["tails"], strict=True):
+            tail.own = read(tree)
+            self.tails.check_kept(tail.own)
         self.account.restore(state["account"])
         self._begin()
 

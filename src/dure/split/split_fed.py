@@ -1,7 +1,7 @@
 """SplitFed: clients train at the same time, and what they have learned is averaged.
 
     a round   every client gets the head, and trains on its own data, each step with the server
-              head <- sum of n_k/n · head of client k
+              head <- sum of n_k/n · head of client k,  n_k what the loss counts at client k
     v1        the server has a copy of the tail for each client, and averages them likewise; a round
               is FedAvg's, of the whole model
     v2        the server has one tail, which makes one step for each client's batch, in the round's
@@ -52,6 +52,8 @@ class Averaged(Order):
         self._waiting: dict[str, Smashed] = {}
         self._heads: dict[str, Own | None] = {}
         """Of clients that have ended the round; None of one that keeps its own."""
+        self._before: Own | None = None
+        """The tail when the round began."""
         self._first = 0
         self._step = 0
         self._turns: list[int] = []
@@ -68,8 +70,9 @@ class Averaged(Order):
         self._turns = [one for one in turns if client(one) in self.present]
         self._heads.clear()
         if self.copies:
+            self._before = fresh(self.tails[0].own)
             for tail in self.tails:
-                tail.own = fresh(copied(self.tails[0].own))
+                tail.own = copied(self._before)
         return [self.turn(name, first=self.done, head=self.given()) for name in self.present]
 
     def came(self, sender: str, message: Smashed) -> None:
@@ -105,7 +108,7 @@ class Averaged(Order):
     def tail(self, clients: Sequence[str]) -> Party:
         if not self.copies:
             return self.tails[0]
-        return self.tails[self.everyone.index(clients[0])]
+        return self._tail_of(clients[0])
 
     def draws(self, at: int, clients: Sequence[str]) -> int:
         # A tail for all makes several steps at the same step of its clients.
@@ -130,15 +133,35 @@ class Averaged(Order):
 
     def _average(self) -> None:
         """Of the clients that took part."""
-        places = [self.everyone.index(name) for name in self.present]
-        examples = [self.amounts.examples[place] for place in places]
+        # Where its loss has counted nothing, a client has learned nothing.
+        names = [name for name in self.present if self.counted.get(name)]
+        if not names:
+            self._leave()
+            return
+        weights = [self.counted[name] for name in names]
         if not self.personal:
-            heads = [self._heads[name] for name in self.present]
-            self.head = mean([head for head in heads if head is not None], examples)
+            self.head = mean(self._heads_of(names), weights)
         if self.copies:
-            own = mean([self.tails[place].own for place in places], examples)
-            for tail in self.tails:
-                tail.own = copied(own)
+            self._share(mean([self._tail_of(name).own for name in names], weights))
+
+    def _leave(self) -> None:
+        """Nobody has learned anything: the model is the one before the round."""
+        if not self.personal and self.head is None:
+            # The server does not know the head with which all have begun.
+            heads = self._heads_of(self.present)
+            self.head = mean(heads, [1.0 for _ in heads])
+        if self._before is not None:
+            self._share(self._before)
+
+    def _heads_of(self, names: Sequence[str]) -> list[Own]:
+        return [head for name in names if (head := self._heads[name]) is not None]
+
+    def _share(self, own: Own) -> None:
+        for tail in self.tails:
+            tail.own = copied(own)
+
+    def _tail_of(self, name: str) -> Party:
+        return self.tails[self.everyone.index(name)]
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,25 @@ from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 _OTHER_SHAPES = ("Adafactor", "LBFGS")
 """torch's own whose state has shapes that are not the parameters'."""
+
+
+def is_torch_s(optimizer: Any) -> bool:
+    """Whether it is one of torch's own optimizers. Their steps change no settings."""
+    return type(optimizer).__module__.startswith("torch.optim.")
+
+
+def listened(optimizer: Optimizer) -> bool:
+    """Whether somebody listens to the optimizer's steps, or to those of all optimizers.
+
+    A hook may change gradients and settings.
+    """
+    # torch has no public way to ask for hooks, neither an optimizer's own nor those of all.
+    own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    return bool(own or _global_optimizer_pre_hooks or _global_optimizer_post_hooks)
 
 
 def forget(optimizer: Any) -> None:
@@ -38,8 +54,7 @@ def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     Raises ValueError for a state that this optimizer cannot have written; what else a damaged state
     raises is an error of any kind.
     """
-    is_torch_s = type(optimizer).__module__.startswith("torch.optim.")
-    if not is_torch_s or type(optimizer).__name__ in _OTHER_SHAPES:
+    if not is_torch_s(optimizer) or type(optimizer).__name__ in _OTHER_SHAPES:
         optimizer.load_state_dict(dict(state))
         return
     before = [dict(group) for group in optimizer.param_groups]

@@ -45,6 +45,20 @@ def normed() -> nn.Module:
     ).double()
 
 
+class Decaying(torch.optim.Adam):
+    """Adam whose rate falls with a count of steps in its parameter groups."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+            group["lr"] = 0.01 / group["count"]
+        return super().step(closure)
+
+
+def decaying() -> dure.Task:
+    return small_task(optimizer=Decaying)
+
+
 def with_adam() -> dure.Task:
     return small_task(optimizer=Adam)
 
@@ -218,7 +232,7 @@ def training(number: int) -> Callable[[Any], bool]:
 
 
 def test_a_client_that_is_killed_in_its_turn_and_comes_again_changes_no_bit(tmp_path: Path) -> None:
-    plan = Plan(PEERS, task=with_adam, rounds=5)
+    plan = Plan(PEERS, task=decaying, rounds=5)
     with Deployment(tmp_path, plan) as deployment:
         deployment.serve()
         deployment.join_all(3)
@@ -233,7 +247,7 @@ def test_a_client_that_is_killed_in_its_turn_and_comes_again_changes_no_bit(tmp_
 def test_a_server_that_is_killed_goes_on_with_the_turn_after(
     strategy: dure.Strategy, tmp_path: Path
 ) -> None:
-    plan = Plan(strategy, rounds=6)
+    plan = Plan(strategy, task=decaying, rounds=6)
     with Deployment(tmp_path, plan) as deployment:
         deployment.serve()
         deployment.join_all(3)

@@ -35,7 +35,7 @@ from dure.errors import DureError, WorkerFailedError, described
 from dure.federated.engines.job import Engine, Job, Trained, loss_failure, not_finite
 from dure.federated.engines.noised import Noised, NoisedSteps
 from dure.federated.engines.objective import Objective, OwnObjective
-from dure.federated.engines.optimizers import PlainSGD, is_plain, listened, optimizer_of
+from dure.federated.engines.optimizers import PlainSGD, is_plain, optimizer_of
 from dure.federated.engines.plan import batches
 from dure.machine.devices import home_of, to_device
 from dure.randomness.seeds import seed_generators
@@ -44,6 +44,7 @@ from dure.tasks.trimming import Trimming, computing
 from dure.tensors.buffers import Buffers
 from dure.tensors.flat import FlatParameters, by_dtype, views_of
 from dure.tensors.frozen import Frozen
+from dure.tensors.optimizer_state import listened
 
 SMALL_MODEL = 1 << 18
 """Elements up to which gradients are copied into one buffer."""

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from dure.contracts.task import Task
 from dure.machine.compiler import left_out
+from dure.tensors.optimizer_state import listened
 
 
 def optimizer_of(task: Task, parameters: Sequence[nn.Parameter]) -> Optimizer:
@@ -68,13 +68,3 @@ def _has_lr_alone(group: Mapping[str, Any]) -> bool:
     """Whether the group has none of SGD's other settings, and a learning rate that is a number."""
     extras = ("momentum", "weight_decay", "maximize", "fused", "differentiable")
     return not any(group.get(extra) for extra in extras) and not isinstance(group["lr"], Tensor)
-
-
-def listened(optimizer: Optimizer) -> bool:
-    """Whether somebody listens to the optimizer's steps, or to those of all optimizers.
-
-    A hook may change gradients.
-    """
-    # torch has no public way to ask for hooks, neither an optimizer's own nor those of all.
-    own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-    return bool(own or _global_optimizer_pre_hooks or _global_optimizer_post_hooks)

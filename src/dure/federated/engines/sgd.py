@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from dure.federated.engines.factored import Factored
-from dure.federated.engines.optimizers import listened
+from dure.tensors.optimizer_state import listened
 
 
 class CannotBatchError(Exception):

@@ -32,6 +32,7 @@ from dure.federated.server.combining import Result
 from dure.federated.server.coordinator import Coordinator
 from dure.federated.server.cost import Cost
 from dure.federated.server.global_model import GlobalModel
+from dure.federated.server.idle_time import idle_seconds
 from dure.federated.server.known_losses import KnownLosses
 from dure.federated.server.log import Log
 from dure.federated.server.pacing import Pacing
@@ -420,6 +421,9 @@ class Server(Learner):
                 transfer=flight.transfer_seconds,
                 compute=flight.compute_seconds,
             )
+        until = self.carrier.now if self.coordinator.synchronous else None
+        for client, seconds in idle_seconds(flown, until).items():
+            self.counted[0 if together else client].counters.idle_seconds += seconds
         self.meter.exchanged(
             sent=[flight.down for flight in flown],
             received=[flight.up for flight in flown if flight.up],

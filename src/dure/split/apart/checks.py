@@ -27,6 +27,7 @@ from dure.parallel.mesh.check import sample
 from dure.parallel.pipeline.place import place_of
 from dure.randomness.seeds import generators_state, restore_generators, seed_generators
 from dure.split.apart.form import Form, dtype_of, flatten, form_of
+from dure.split.optimizer_settings import check_settings
 from dure.tasks.modes import in_mode
 from dure.tasks.parts import PLACES, ModelParts, parts_of
 from dure.tensors.copies import copy_of
@@ -198,6 +199,7 @@ def _check_optimizer(task: Task, side: str, model: ModelParts) -> None:
             f"all that it is called with: {described(error)}"
         ) from error
     check_parameter_wise(optimizer)
+    check_settings(optimizer)
     check_schedule(task.lr_schedule, optimizer)
     mine = {id(one) for one in every}
     given = {id(one) for group in optimizer.param_groups for one in group["params"]}

@@ -451,7 +451,9 @@ RULES: Mapping[type, tuple[Rule, ...]] = {
         Rule(
             "head",
             "there if the server hands heads over; number, dtypes and shapes of the head and of "
-            "its optimizer's state; finite; weights no more than a million times those before",
+            "its optimizer's state; settings that steps of the optimizer change, as numbers, "
+            "texts and tensors of their forms; finite; weights no more than a million times those "
+            "before",
             _head,
         ),
     ),

@@ -22,8 +22,8 @@ from __future__ import annotations
 import math
 import struct
 import threading
-from collections.abc import Mapping
-from typing import Any, cast
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import msgspec
 import torch
@@ -35,6 +35,7 @@ from dure.split import alignment
 from dure.split.messages import Message, Own, Smashed
 from dure.split.network.control import Control
 from dure.split.network.parties_control import PartiesControl
+from dure.split.optimizer_settings import is_portable
 from dure.split.parties import messages as parties
 
 VERSION = 1
@@ -216,11 +217,25 @@ def _check_leaves(message: Frame) -> None:
         for leaf in message.targets:
             _check_leaf(leaf, "the targets of a batch")
     own = getattr(message, "head", None)
-    for state in own.optimizer if isinstance(own, Own) else ():
-        for key, kept in cast(Mapping[Any, Any], state).items():
-            if not isinstance(key, str):
-                raise FrameError(f"what an optimizer remembers has names, and {key!r} is none")
+    if not isinstance(own, Own):
+        return
+    for state in own.optimizer:
+        for key, kept in _named(state):
             _check_leaf(kept, f"what an optimizer remembers as {key[:40]}")
+    for values in (*(own.groups or ()), own.shared):
+        for key, kept in _named(values):
+            if not is_portable(kept):
+                raise FrameError(
+                    f"the setting {key[:40]} of an optimizer can travel as tensors, numbers and "
+                    f"text, in lists and dicts with names, and not as a {type(kept).__name__}"
+                )
+
+
+def _named(values: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
+    for key, kept in values.items():
+        if not isinstance(key, str):
+            raise FrameError(f"what an optimizer remembers has names, and {key!r} is none")
+        yield key, kept
 
 
 def _check_leaf(leaf: Any, what: str) -> None:

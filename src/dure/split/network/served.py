@@ -360,10 +360,16 @@ class ServedLearner(Learner):
                     f"has to go on with the same"
                 )
         self.round = state["round"]
+        head = None if state["head"] is None else read(state["head"])
+        tails = [read(one) for one in state["tails"]]
+        for tail in tails:
+            self.tails.check_kept(tail)
+        if head is not None and self.heads is not None:
+            self.heads.check_kept(head)
         self.server.whole = Whole(
             order=state["order"],
-            head=None if state["head"] is None else read(state["head"]),
-            tails=[read(one) for one in state["tails"]],
+            head=head,
+            tails=tails,
             losses=[(one[0], one[1]) for one in state["losses"]],
             samples=state["samples"],
         )

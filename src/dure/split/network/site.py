@@ -361,7 +361,9 @@ class Site:
             turn = int(path.stem.rpartition("-")[2])
             try:
                 found = read_tree(path)
-                self.machine.kept[turn] = Kept(read(found["own"]), found["memory"])
+                own = read(found["own"])
+                self.machine.party.side.check_kept(own)
+                self.machine.kept[turn] = Kept(own, found["memory"])
             except RunFolderError as error:
                 raise StateError(str(error)) from error
             except Exception as error:

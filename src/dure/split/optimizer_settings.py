@@ -1,0 +1,193 @@
+"""Settings of an optimizer that its steps change, such as a count of steps or an estimated rate.
+
+    settings    what a parameter group has beside its parameters
+    changed     the settings that differ from those that the optimizer was made with
+
+Optimizers such as Prodigy count and estimate in their parameter groups. What has changed there is
+part of what a side of the cut has learned, as momenta are (`Own.groups`). A setting that no step
+has changed is not: each client keeps its own learning rate.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dure.tensors.optimizer_state import is_torch_s, listened
+
+TRIED = 3
+"""Steps that a copy of an optimizer makes until it remembers all that it ever does."""
+
+_MISSING = object()
+
+Groups = tuple[Mapping[str, Any], ...]
+"""The changed settings of each parameter group, by name."""
+
+
+class Settings:
+    """The settings of an optimizer that was just made.
+
+    scheduled: whether a schedule sets the learning rates before every step.
+    """
+
+    def __init__(self, optimizer: Optimizer, scheduled: bool) -> None:
+        self.optimizer = optimizer
+        self._others = ("params", "lr") if scheduled else ("params",)
+        self.first = [_copied_settings(group) for group in self._groups(optimizer)]
+
+    def _groups(self, optimizer: Optimizer) -> list[dict[str, Any]]:
+        """The settings as they are now."""
+        return [
+            {name: value for name, value in group.items() if name not in self._others}
+            for group in optimizer.param_groups
+        ]
+
+    def changed(self, twin: Optimizer | None = None) -> Groups:
+        """Return what steps have changed, without copies. twin: a copy that has made them.
+
+        Raises ValueError for a change that can neither be saved nor sent.
+        """
+        groups = self._groups(self.optimizer if twin is None else twin)
+        return tuple(
+            {
+                name: self._portable(name, value)
+                for name, value in group.items()
+                if not _is_same(first.get(name, _MISSING), value)
+            }
+            for group, first in zip(groups, self.first, strict=True)
+        )
+
+    def put(self, groups: Groups) -> None:
+        """Make these the changed settings. They are changed in place from now on."""
+        for group, first, own in zip(self.optimizer.param_groups, self.first, groups, strict=True):
+            others = {name: group[name] for name in self._others if name in group}
+            group.clear()
+            group.update(others)
+            group.update(_copied_settings(first))
+            group.update({name: _as(first.get(name), value) for name, value in own.items()})
+
+    def _portable(self, name: str, value: Any) -> Any:
+        if isinstance(value, numpy.generic):
+            return value.item()
+        if not is_portable(value):
+            raise ValueError(
+                f"{type(self.optimizer).__name__} changes its setting {name}, which is a "
+                f"{type(value).__name__}: it can neither be saved nor sent with what a side of the "
+                f"cut has learned; keep numbers, texts, tensors, or lists and dicts of them there"
+            )
+        return value
+
+
+def keeps_settings(optimizer: Optimizer) -> bool:
+    """Whether it is known that no step changes a setting: of torch's own without hooks."""
+    return is_torch_s(optimizer) and not listened(optimizer)
+
+
+def tried(
+    optimizer: Optimizer, parameters: Sequence[nn.Parameter], sign: float
+) -> tuple[Optimizer, list[nn.Parameter | None]]:
+    """Return a copy of an optimizer that has made some steps, and its copies of the parameters.
+
+    sign: of all gradients. The copy of a parameter that the optimizer does not have is None. Raises
+    ValueError for an optimizer whose steps somebody listens to, for a copy has no hooks.
+    """
+    if listened(optimizer):
+        raise ValueError(f"somebody listens to the steps of {type(optimizer).__name__}")
+    settings = [one for group in optimizer.param_groups for one in group.values()]
+    # Functions and objects stay the ones that they are.
+    copies: dict[int, Any] = {id(one): one for one in settings if not is_portable(one)}
+    twin = copy.deepcopy(optimizer, copies)
+    # torch copies state and settings alone; an optimizer of the user's may have other attributes.
+    for name, value in vars(optimizer).items():
+        if name not in vars(twin):
+            setattr(twin, name, copy.deepcopy(value, copies))
+    found = [copies.get(id(one)) for one in parameters]
+    for _ in range(TRIED):
+        for parameter in found:
+            if parameter is not None:
+                parameter.grad = torch.full_like(parameter, sign)
+        twin.step()
+    return twin, found
+
+
+def check_settings(optimizer: Optimizer) -> None:
+    """Raise ValueError for an optimizer whose steps change what can neither be saved nor sent."""
+    if keeps_settings(optimizer):
+        return
+    try:
+        settings = Settings(optimizer, scheduled=True)
+        parameters = [one for group in optimizer.param_groups for one in group["params"]]
+        twin, _ = tried(optimizer, parameters, 1.0)
+    # What needs more than gradients shows in the first step.
+    except Exception:
+        return
+    settings.changed(twin)
+    shared_of(twin)
+
+
+def shared_of(optimizer: Optimizer) -> dict[str, Any]:
+    """Return the state that belongs to no parameter, by name. Raises ValueError without a name."""
+    state: Mapping[Any, Any] = optimizer.state
+    shared = {key: value for key, value in state.items() if not isinstance(key, Tensor)}
+    for key in shared:
+        if not isinstance(key, str):
+            raise ValueError(
+                f"{type(optimizer).__name__} keeps state under {key!r}, which is neither a "
+                f"parameter nor a name: it can neither be saved nor sent with what a side of the "
+                f"cut has learned"
+            )
+    return shared
+
+
+def is_portable(value: Any) -> bool:
+    """Whether a value is made of tensors, numbers, text and None, in lists and dicts."""
+    if isinstance(value, Mapping):
+        return all(isinstance(key, str) and is_portable(one) for key, one in value.items())
+    if isinstance(value, list | tuple):
+        return all(map(is_portable, value))
+    return value is None or isinstance(value, Tensor | bool | int | float | str)
+
+
+def copied_value(value: Any) -> Any:
+    """Return the same value with tensors and containers of its own."""
+    if isinstance(value, Tensor):
+        return value.clone()
+    if isinstance(value, dict):
+        return {key: copied_value(one) for key, one in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(copied_value, value))
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    return copy.deepcopy(value)
+
+
+def _copied_settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    # Functions and objects stay the ones that they are: nothing of them is saved or sent.
+    return {
+        name: copied_value(value) if is_portable(value) else value for name, value in group.items()
+    }
+
+
+def _is_same(first: Any, value: Any) -> bool:
+    if isinstance(first, Tensor) and isinstance(value, Tensor):
+        return first.dtype == value.dtype and torch.equal(first, value)
+    if first is value:
+        return True
+    if type(first) is not type(value):
+        return False
+    if isinstance(first, list | tuple):
+        return len(first) == len(value) and all(map(_is_same, first, value))
+    if isinstance(first, dict):
+        return first.keys() == value.keys() and all(_is_same(first[x], value[x]) for x in first)
+    return isinstance(first, bool | int | float | str) and bool(first == value)
+
+
+def _as(first: Any, value: Any) -> Any:
+    """A value that came as a message or from a file: a tuple comes as a list."""
+    return tuple(value) if isinstance(first, tuple) and isinstance(value, list) else value
