@@ -314,6 +314,19 @@ def double(make):
     return lambda: make().double()
 
 
+class WithoutGradients(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = nn.Linear(6, 4)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            features = self.backbone(inputs)
+        result: torch.Tensor = self.head(features)
+        return result
+
+
 def fails_without_words(outputs, targets):
     raise AssertionError
 
@@ -357,6 +370,11 @@ def fails_without_words(outputs, targets):
         ({"model": double(Depends)}, "forward depends on its inputs"),
         ({"model": double(Twice)}, "two layers share their weights"),
         ({"model": double(lambda: Scaled(6, 3))}, "outside of the layers"),
+        ({"model": double(WithoutGradients)}, "the loss does not reach backbone.weight"),
+        (
+            {"loss": lambda o, t: (o.detach().sum(), len(t))},
+            "the loss reaches no trained parameter",
+        ),
         ({"model": half_frozen}, "of a layer's weight and bias one is trained"),
         ({"model": lambda: network().requires_grad_(False)}, "no parameter is trained"),
         ({"model": double(Counts)}, "changes what the model keeps"),

@@ -190,7 +190,7 @@ def _try(
         found = _loss(program.loss, task.loss, examples, outputs, targets)
         if list(map(id, trained_of(model))) != list(map(id, parameters)):
             raise CannotBatchError("which parameters are trained changes as the model computes")
-        expected = torch.autograd.grad(found, parameters)
+        expected = _gradients(found, model, parameters)
     if not isinstance(outputs, Tensor) or len(outputs) != len(some):
         raise CannotBatchError("the model's outputs are not one tensor with a row an example")
     _check_targets(program.loss, outputs, examples.targets)
@@ -223,6 +223,24 @@ def _try(
             rounding = 1e3 * eps * gradient.abs().max() + 4 * eps * parameter.abs().max()
             if not bool(off <= rounding):
                 raise CannotBatchError("the model computes something else than its layers say")
+
+
+def _gradients(loss: Tensor, model: nn.Module, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+    """Return the gradient of each parameter.
+
+    Raises CannotBatchError for a parameter without a gradient: an optimizer leaves it alone, and
+    the chain would move it.
+    """
+    if not loss.requires_grad:
+        raise CannotBatchError("the loss reaches no trained parameter")
+    found = torch.autograd.grad(loss, parameters, allow_unused=True)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    gradients = []
+    for parameter, gradient in zip(parameters, found, strict=True):
+        if gradient is None:
+            raise CannotBatchError(f"the loss does not reach {names[id(parameter)]}")
+        gradients.append(gradient)
+    return gradients
 
 
 def _loss(loss: Loss, function: TaskLoss, examples: Examples, outputs: Any, targets: Any) -> Tensor:
