@@ -49,6 +49,7 @@ MAY = {
     ("references", "errors"),
     ("settings", "errors"),
     ("settings", "references"),
+    ("tensors", "machine"),
 }
 
 
