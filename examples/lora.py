@@ -19,14 +19,15 @@ class LoRA(nn.Module):
 
 
 def vision(learned=None):
-    config = ViTConfig(64, 2, 4, 128, image_size=8, patch_size=2, num_channels=1, num_labels=10)
-    model = ViTForImageClassification(config)
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    picture = {"image_size": 8, "patch_size": 2, "num_channels": 1, "num_labels": 10}
+    model = ViTForImageClassification(ViTConfig(**sizes, **picture, intermediate_size=128))
     model.register_forward_hook(lambda model, inputs, outputs: outputs.logits)
     if learned:
         model.load_state_dict(learned)
         model.vit.requires_grad_(False)
-        for heads in [layer.attention.attention for layer in model.vit.encoder.layer]:
-            heads.query, heads.value = LoRA(heads.query), LoRA(heads.value)
+        for heads in [layer.attention for layer in model.vit.layers]:
+            heads.q_proj, heads.v_proj = LoRA(heads.q_proj), LoRA(heads.v_proj)
     return model
 
 

@@ -50,6 +50,7 @@ MAY = {
     ("references", "errors"),
     ("settings", "errors"),
     ("settings", "references"),
+    ("tensors", "machine"),
 }
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dure
+from dure.contracts.strategy import seeded_model
 from dure.contracts.task import accuracy
 from dure.data.partition import IID
 from dure.errors import TooFewClientsError
@@ -265,3 +266,64 @@ def test_clients_with_nothing_to_count_hide_nothing_of_the_others() -> None:
     assert some["client_f1_worst"] == 0.5
     nothing = Said({"f1": accuracy}).take(Measured([0], {"client_f1": [float("nan")]}))
     assert all(map(math.isnan, nothing.values()))
+
+
+# Parameters that the loss does not reach
+
+
+class FrozenByNoGrad(nn.Module):
+    """The backbone is trainable, and computes under no_grad."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = nn.Linear(FEATURES, 5).double()
+        self.head = nn.Linear(5, CLASSES).double()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        with torch.no_grad():
+            features = self.backbone(inputs)
+        scores: Tensor = self.head(features)
+        return scores
+
+
+class FrozenByItsForward(FrozenByNoGrad):
+    """The backbone is trainable until the first forward pass."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.backbone.requires_grad_(False)
+        return super().forward(inputs)
+
+
+DECAYING = partial(torch.optim.SGD, lr=0.3, momentum=0.5, weight_decay=0.1)
+
+
+@pytest.mark.parametrize("model", [FrozenByNoGrad, FrozenByItsForward])
+def test_a_parameter_that_the_loss_does_not_reach_is_left_alone_as_by_a_plain_loop(
+    model: type[nn.Module],
+) -> None:
+    task = small_task(model=model, optimizer=DECAYING)
+    alike = dure.FedAvg(clients=1, local_steps=3, batch_size=None)
+    run = train(task, alike, rounds=1, engine="auto")
+    mine = seeded_model(task, 0)
+    optimizer = DECAYING(mine.parameters())
+    inputs, targets = task.train.batch(torch.arange(len(task.train)))
+    for _ in range(3):
+        optimizer.zero_grad()
+        F.cross_entropy(mine(inputs), targets).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    trained = run.model.state_dict()
+    for name, value in mine.state_dict().items():
+        torch.testing.assert_close(trained[name], value, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("model", [FrozenByNoGrad, FrozenByItsForward])
+@pytest.mark.parametrize("alpha", [0.0, 0.1])
+def test_per_fedavg_moves_no_parameter_that_the_loss_does_not_reach(
+    model: type[nn.Module], alpha: float
+) -> None:
+    task = small_task(model=model, optimizer=DECAYING)
+    run = train(task, dure.PerFedAvg(clients=2, local_steps=2, alpha=alpha), engine="auto")
+    start = seeded_model(task, 0).state_dict()
+    for name in ("backbone.weight", "backbone.bias"):
+        assert torch.equal(run.model.state_dict()[name], start[name])
+    assert not torch.equal(run.model.state_dict()["head.weight"], start["head.weight"])

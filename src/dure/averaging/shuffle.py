@@ -37,6 +37,7 @@ from dure.data.examples import Examples
 from dure.machine.memory import available_memory
 from dure.memory.mapped import Disk, DiskError
 from dure.randomness.seeds import generator
+from dure.tensors.elements import materialised
 
 PIECE = 8 << 20
 """Bytes of examples that are read and sent at once, at least one example."""
@@ -177,7 +178,7 @@ def _read(examples: Examples, indices: Tensor) -> list[Tensor]:
     if not len(indices):
         return []
     leaves, _ = tree_flatten(examples.batch(indices))
-    return [leaf.detach().contiguous() for leaf in leaves]
+    return [materialised(leaf.detach()) for leaf in leaves]
 
 
 def _pass(

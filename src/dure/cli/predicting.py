@@ -17,7 +17,9 @@ USAGE = "dure predict RUN INPUT ..."
 
 ABOUT = (
     "What the model of a run says of inputs: files of npy, csv, json or safetensors, - for JSON on "
-    "standard input, or examples of the task, such as test:0 or test:0:10."
+    "standard input, or examples of the task, such as test:0 or test:0:10. Inputs of several "
+    "tensors are objects of JSON, or rows of csv by the names of columns; texts go through the "
+    "task's collate function, and Task(parse=...) takes rows of any other form."
 )
 
 

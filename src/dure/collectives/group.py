@@ -23,6 +23,7 @@ from dure.collectives.hosts import Hosts, name_of_this_host, number_of, partitio
 from dure.collectives.transport import Message, Pending, backend_name, transport_of
 from dure.errors import MismatchError, PeerLostError
 from dure.record.meter import Meter
+from dure.tensors.elements import element_bytes
 
 Value = TypeVar("Value")
 
@@ -507,12 +508,7 @@ class Group:
             return
         self.settle()
         travels = self._carried_on({tensor.device for tensor in tensors})
-        message = torch.cat(
-            [
-                tensor.detach().contiguous().view(-1).view(torch.uint8).to(travels)
-                for tensor in tensors
-            ]
-        )
+        message = torch.cat([element_bytes(tensor).to(travels) for tensor in tensors])
         with self.during("broadcast of buffers"):
             dist.broadcast(message, self._global[root], group=self.process_group)
         if self.rank == root:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dure.collectives.group import Group
 from dure.record.on_disk import PIECE, Form, Leaf, elements, forms_of, put
+from dure.tensors.elements import element_bytes
 
 Place = Callable[[Form], Leaf]
 """Makes room for a tensor, or says where it belongs."""
@@ -105,8 +106,7 @@ def _packed(message: Sequence[_Run], leaves: Mapping[str, Leaf], into: Tensor) -
     at = 0
     for run in message:
         piece = elements(leaves[run.form.name], run.start, run.stop)
-        plain = piece.cpu().resolve_conj().resolve_neg().contiguous()
-        into[at : at + run.nbytes] = plain.view(torch.uint8)
+        into[at : at + run.nbytes] = element_bytes(piece.cpu())
         at += run.nbytes
     return into[:at]
 

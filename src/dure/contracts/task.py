@@ -109,6 +109,9 @@ class Task(Named, common=True):
     show_examples: whether a few of the test examples may be seen in run folders and reports, where
         they are pictures. False: none is. Nor is any where data belong to somebody: over a network,
         where examples have keys, or where a strategy protects them (`dure.run.answers`).
+    parse: parse(row) makes the inputs of an example, as the data have them, of a new row, for `dure
+        predict`: of a value of JSON, or of a row of a table, a dict of texts by column. None: rows
+        are like the examples.
     dtype: floating-point inputs are cast to it, such as torch.float32; targets never are. None:
         inputs are given to the model as they are.
     """
@@ -134,6 +137,7 @@ class Task(Named, common=True):
     validation: Any = None
     show_examples: bool = False
     dtype: torch.dtype | None = None
+    parse: Callable[[Any], Any] | None = None
 
     def __post_init__(self) -> None:
         if self.loss is None:
@@ -153,6 +157,8 @@ class Task(Named, common=True):
                 f"Task(loss={self.loss.__name__}) is a class: give one of it, "
                 f"{self.loss.__name__}()"
             )
+        if self.parse is not None and not callable(self.parse):
+            raise ValueError(f"Task(parse={self.parse!r}) has to be a function: row -> inputs")
         if self.lr_schedule is not None and not callable(self.lr_schedule):
             raise ValueError(
                 f"Task(lr_schedule={self.lr_schedule!r}) has to be a function of the step: step -> "

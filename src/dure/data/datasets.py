@@ -86,6 +86,14 @@ class DatasetExamples(Examples):
         inputs, targets = batch
         return as_dtype(inputs, self._dtype), targets
 
+    def first_item(self) -> Any:
+        """Return what the dataset has first."""
+        return self._item(0)
+
+    def inputs_of(self, items: Sequence[Any]) -> Any:
+        """Return the inputs of a batch of other items like those of the dataset."""
+        return self._batch_of(range(len(items)), items)[0]
+
     @staticmethod
     def _collated(collate: Collate, items: Sequence[Any]) -> Any:
         try:

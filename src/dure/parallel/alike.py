@@ -106,7 +106,7 @@ def sums_of(parameter: nn.Parameter) -> tuple[float, float]:
     """The sum of a parameter's elements and that of their magnitudes."""
     values = parameter.detach()
     if values.is_complex():
-        values = torch.view_as_real(values)
+        values = torch.view_as_real(values.resolve_conj())
     total = 0.0
     magnitudes = 0.0
     # Part by part: a whole parameter in float64 takes ten times as long.

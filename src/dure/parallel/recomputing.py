@@ -38,6 +38,7 @@ from dure.randomness.seeds import generators_state, restore_generators, seed_gen
 from dure.settings import read_bytes
 from dure.tasks.loss_shares import tensor_of
 from dure.tasks.modes import in_mode
+from dure.tensors.elements import element_bytes
 from dure.tensors.kept import changes, kept_by
 
 NO_RECOMPUTE = Recompute()
@@ -270,7 +271,7 @@ def _digest(tensor: Tensor | None) -> bytes:
     if tensor is None:
         return b""
     dense = tensor.to_dense() if tensor.layout is not torch.strided else tensor
-    flat = dense.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    flat = element_bytes(dense.cpu())
     return hashlib.blake2b(flat.numpy().data, digest_size=16).digest()
 
 

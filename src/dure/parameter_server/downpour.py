@@ -43,6 +43,7 @@ from dure.parameter_server.plan import (
     check_compressed,
     check_compression,
     check_model,
+    check_reached,
     check_under,
     check_unfreeze,
     check_world,
@@ -206,6 +207,8 @@ class Downpour(Strategy):
         check_unfreeze(task, self.plan.skips(task, model))
         together = None if self.batch_size is None else self.batch_size * self.replicas
         check_own_batches(task, model, together, self.replicas, self.accumulate)
+        part = len(task.train) // self.replicas if self.batch_size is None else self.batch_size
+        check_reached(task, model, part, self.plan.skips(task, model))
         if self.partitions > 1:
             self.plan.pipe.check(task, model)
 

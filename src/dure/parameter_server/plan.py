@@ -26,7 +26,7 @@ from dure.parameter_server.embeddings import (
     embeddings_of,
     tables_of,
 )
-from dure.parameter_server.gradients import Gradients
+from dure.parameter_server.gradients import Gradients, no_gradient
 from dure.parameter_server.keys import Range, Vector, divide
 from dure.parameter_server.layout import Layout
 from dure.parameter_server.manager import first_layout
@@ -34,6 +34,7 @@ from dure.parameter_server.optimizer import Recipe, check_new
 from dure.parameter_server.shard import Shard, Terms
 from dure.parameter_server.table_shard import TableShard
 from dure.parameter_server.tables import Table
+from dure.tasks.unreached import unreached
 from dure.tensors.flat import by_dtype, check_apart, trained_of
 
 TRAINS_WITH: frozenset[Part] = frozenset({"clip_norm", "precision", "compile", "unfreeze"})
@@ -288,6 +289,18 @@ def check_unfreeze(task: Task, skips: bool) -> None:
             "unfreeze: the optimizer at the servers moves parameters that have no gradient as "
             "well: take SGD without momentum and weight decay"
         )
+
+
+def check_reached(task: Task, model: nn.Module, part: int, skips: bool) -> None:
+    """Raises ValueError for a parameter without a gradient that the servers would move.
+
+    part: examples of a worker's step. skips: whether the optimizer leaves alone what has a gradient
+    of zero.
+    """
+    if skips:
+        return
+    for name in unreached(task, model, max(1, min(part, len(task.train)))):
+        raise ValueError(no_gradient(name))
 
 
 def check_sparse(task: Task, model: nn.Module) -> None:

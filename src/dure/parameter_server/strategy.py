@@ -43,6 +43,7 @@ from dure.parameter_server.plan import (
     check_compressed,
     check_compression,
     check_model,
+    check_reached,
     check_sparse,
     check_tables_whole,
     check_under,
@@ -181,6 +182,9 @@ class ParameterServer(Strategy):
         check_compressed(self.plan, model)
         recipe_of(task, model)
         check_pieces(task, model, self.batch_size, self.workers // self.groups, self.accumulate)
+        batch = len(task.train) if self.batch_size is None else self.batch_size
+        part = batch // (self.workers // self.groups)
+        check_reached(task, model, part, recipe_of(task, model).plain)
 
     def check_under(self, task: Task, model: nn.Module, conditions: Conditions) -> None:
         """Raises ValueError for conditions that workers do not have."""

@@ -21,6 +21,7 @@ from torch import Tensor
 from dure.errors import described
 from dure.record.inside import pinned
 from dure.record.on_disk import File, Leaf, OnDisk, leaves_of
+from dure.tensors.elements import element_bytes
 
 _PAIRS = "complex128"
 """The metadata's key for the names of what is written as pairs."""
@@ -119,9 +120,7 @@ def header_of(forms: Mapping[str, _Form], metadata: Mapping[str, str] | None = N
 
 def elements_of(tensor: Tensor) -> memoryview:
     """The bytes of a tensor's elements: a view of its memory, or of a copy where that has gaps."""
-    # torch keeps conjugation and sign of complex tensors as flags, which raw bytes would lose.
-    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    content: Any = plain.reshape(-1).view(torch.uint8).numpy()
+    content: Any = element_bytes(tensor.cpu()).numpy()
     return memoryview(content)
 
 

@@ -1,12 +1,14 @@
 """What a run's model says of inputs: of a file, or of examples of the task itself.
 
 A run folder is data, and so is an input: arrays are read from npy, csv, JSON and safetensors, of
-which none can hold code. Where the run's loss is torch's cross-entropy, outputs are scores of
-classes, and their softmax is told as probabilities.
+which none can hold code. Inputs that are more than one tensor are rows (`dure.run.rows`). Where the
+run's loss is torch's cross-entropy, outputs are scores of classes, and their softmax is told as
+probabilities.
 """
 
 from __future__ import annotations
 
+import csv
 import json
 import re
 import sys
@@ -28,6 +30,7 @@ from dure.data.examples import Examples
 from dure.errors import RunFolderError
 from dure.record.run import Run, load_run
 from dure.run.again import task_of
+from dure.run.rows import Table, Tensors, cast, is_structured, parsed, row_inputs
 from dure.tasks.known_losses import cross_entropy_of
 from dure.tasks.modes import in_mode
 
@@ -69,7 +72,8 @@ def predict(
     Where a best model was chosen by a validation set, it answers. last: the last model does.
 
     source: a file (npy, csv, json, safetensors), - for JSON on standard input, or examples of the
-        task, test:0 or test:0:10. task: as in `dure.resume`.
+        task, test:0 or test:0:10. Inputs that are more than one tensor are objects of JSON, or rows
+        of a table by the names of its columns. task: as in `dure.resume`.
 
     Raises ValueError for an input that is not what the model takes, and RunFolderError for a folder
     without a whole model.
@@ -85,7 +89,7 @@ def predict(
     # With inputs in the dtype in which it was trained.
     train, test = examples_for(whole)
     model = _model_of(run, last)
-    outputs = torch.cat(list(_outputs(model, _inputs(train, test, source))))
+    outputs = torch.cat(list(_outputs(model, _inputs(whole, train, test, source))))
     return replace(_told(whole, outputs), of=which_model(run.summary, last))
 
 
@@ -115,11 +119,17 @@ def _outputs(model: nn.Module, inputs: Any) -> Iterator[Tensor]:
             # What the user's own model says of what it was given.
             except (RuntimeError, IndexError, TypeError, ValueError) as error:
                 raise ValueError(f"the model does not take this input: {error}") from error
-            if not isinstance(outputs, Tensor) or outputs.ndim < 1:
+            scores = _scores(outputs)
+            if not isinstance(scores, Tensor) or scores.ndim < 1:
                 raise ValueError(
                     f"the model gives {type(outputs).__name__}, and no tensor of outputs"
                 )
-            yield outputs
+            yield scores
+
+
+def _scores(outputs: Any) -> Any:
+    """The outputs, or those that models of Hugging Face call logits."""
+    return outputs.get("logits") if isinstance(outputs, Mapping) else outputs
 
 
 def _told(task: Task, outputs: Tensor) -> Predicted:
@@ -140,18 +150,20 @@ def _told(task: Task, outputs: Tensor) -> Predicted:
 # Inputs
 
 
-def _inputs(train: Examples, test: Examples | None, source: str) -> Any:
+def _inputs(task: Task, train: Examples, test: Examples | None, source: str) -> Any:
     chosen = _EXAMPLE.fullmatch(source)
     if chosen is not None and not Path(source).exists():
         return _examples(train, test, chosen)
-    example = _example(train, test)
-    array = _read(source)
-    if not isinstance(example, Tensor):
-        raise ValueError(
-            f"an example of the task is no tensor, which {source} would hold: name one of the "
-            f"task's, such as test:0"
-        )
-    return _fitted(array, example, source)
+    content = _read(source)
+    data = train if len(train) else test
+    if data is None:
+        raise ValueError("the task has no data, which would say what an input is like")
+    example = _example(data)
+    if task.parse is not None:
+        content = parsed(task.parse, content)
+    if task.parse is not None or is_structured(data, example):
+        return row_inputs(data, example, content, source)
+    return _fitted(_array(content, task.features, source), example, source)
 
 
 def _examples(train: Examples, test: Examples | None, chosen: re.Match[str]) -> Any:
@@ -169,13 +181,44 @@ def _examples(train: Examples, test: Examples | None, chosen: re.Match[str]) -> 
     return data.batch(torch.arange(start, stop))[0]
 
 
-def _example(train: Examples, test: Examples | None) -> Any:
+def _example(data: Examples) -> Any:
     """The inputs of one example of the task."""
-    data = train if len(train) else test
-    if data is None:
-        raise ValueError("the task has no data, which would say what an input is like")
     inputs = data.batch(torch.tensor([data.first]))[0]
     return tree_map(lambda leaf: leaf[0], inputs)
+
+
+def _array(content: Any, features: Sequence[str] | None, source: str) -> Any:
+    """What a file holds as an array: the columns of a table in the order of the features."""
+    if isinstance(content, Tensors):
+        if len(content) != 1:
+            raise ValueError(
+                f"{source} holds {len(content)} tensors, and has to hold the inputs alone"
+            )
+        return next(iter(content.values()))
+    if isinstance(content, Table):
+        rows: Any = content.cells
+        if content.names is not None and features is not None:
+            rows = [_chosen(content.names, row, features, source) for row in rows]
+        try:
+            return numpy.asarray(rows, dtype=numpy.float64)
+        except ValueError as error:
+            raise ValueError(f"cannot read {source}: {error}") from error
+    objects = content if isinstance(content, list) else [content]
+    if features is None or not objects or not all(isinstance(row, Mapping) for row in objects):
+        return content
+    return [_chosen(list(row), list(row.values()), features, source) for row in objects]
+
+
+def _chosen(
+    names: Sequence[str], row: Sequence[Any], features: Sequence[str], source: str
+) -> list[Any]:
+    """The cells of a row that are features of the task, in their order."""
+    absent = [name for name in features if name not in names]
+    if absent:
+        raise ValueError(
+            f"{source} has no {', '.join(absent)}: the task's features are {', '.join(features)}"
+        )
+    return [row[names.index(name)] for name in features]
 
 
 def _fitted(array: Any, example: Tensor, source: str) -> Tensor:
@@ -185,13 +228,7 @@ def _fitted(array: Any, example: Tensor, source: str) -> Tensor:
         given = torch.as_tensor(array if isinstance(array, Tensor) else numpy.asarray(array))
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"{source} holds no array of numbers: {error}") from error
-    if example.is_floating_point() or not given.is_floating_point():
-        given = given.to(example.dtype)
-    else:
-        whole = given.to(example.dtype)
-        if not torch.equal(whole.to(given.dtype), given):
-            raise ValueError(f"{source} holds fractions, but the task's inputs are whole numbers")
-        given = whole
+    given = cast(given, example, source)
     shape = tuple(example.shape)
     if tuple(given.shape[1:]) == shape and given.ndim == len(shape) + 1 and len(given):
         return given
@@ -217,7 +254,7 @@ def _read(source: str) -> Any:
         ".npy": lambda: numpy.load(path, allow_pickle=False),
         ".csv": lambda: _table(path),
         ".json": lambda: _parsed(path.read_text(), source),
-        ".safetensors": lambda: _only(path),
+        ".safetensors": lambda: Tensors(load_file(path)),
     }
     if path.suffix not in readers:
         raise ValueError(
@@ -239,21 +276,24 @@ def _parsed(text: str, source: str) -> Any:
         raise ValueError(f"{source} is no JSON: {error}") from error
 
 
-def _table(path: Path) -> Any:
-    """Rows of numbers; a first line with names of columns is passed over."""
-    with path.open() as lines:
-        first = lines.readline()
+def _table(path: Path) -> Table:
+    """The cells of a table; a first line that is not of numbers has the names of its columns."""
+    with path.open(newline="") as lines:
+        rows = [row for row in csv.reader(lines) if row]
+    if not rows:
+        raise ValueError("it is empty")
+    widths = {len(row) for row in rows}
+    if len(widths) > 1:
+        raise ValueError(f"its lines have {min(widths)} to {max(widths)} cells")
+    first = [cell.strip() for cell in rows[0]]
+    if all(map(_is_number, first)):
+        return Table(None, rows)
+    return Table(first, rows[1:])
+
+
+def _is_number(cell: str) -> bool:
     try:
-        [float(cell) for cell in first.split(",")]
+        float(cell)
     except ValueError:
-        named = 1
-    else:
-        named = 0
-    return numpy.loadtxt(path, delimiter=",", skiprows=named, ndmin=2)
-
-
-def _only(path: Path) -> Tensor:
-    tensors = load_file(path)
-    if len(tensors) != 1:
-        raise ValueError(f"it holds {len(tensors)} tensors, and has to hold the inputs alone")
-    return next(iter(tensors.values()))
+        return False
+    return True

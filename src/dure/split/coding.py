@@ -46,6 +46,7 @@ from torch import Tensor
 
 from dure.collectives.compression import Compression
 from dure.split.leakage.rows import as_rows, from_rows
+from dure.tensors.elements import element_bytes
 
 
 class Crossed(NamedTuple):
@@ -154,7 +155,9 @@ class Kept:
         # In their order, so that both ends can tell that they are different ones.
         places = rows.abs().topk(self.count, dim=1, sorted=False).indices.sort(dim=1).values
         self._places = places
-        return torch.cat([_bytes(rows.gather(1, places)), _bytes(places.to(self.place))])
+        return torch.cat(
+            [element_bytes(rows.gather(1, places)), element_bytes(places.to(self.place))]
+        )
 
     def read(self, sent: Tensor, examples: int) -> Tensor:
         rows = self.crossed.rows(examples)
@@ -206,7 +209,3 @@ def _place(width: int) -> torch.dtype:
     if width <= 1 << 8:
         return torch.uint8
     return torch.int16 if width <= 1 << 15 else torch.int32
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8)

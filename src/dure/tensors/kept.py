@@ -13,7 +13,10 @@ or remembers is not, whether it has an influence yet or only from some step on.
 
 Looked at are the attributes of the model's modules and of objects in them, the attributes of the
 user's classes, what the user's functions hold (closures, defaults, hooks), and the global names of
-the files in which these are. Torch, the standard library and installed packages are not.
+the files in which these are. Torch, the standard library and libraries are not
+(`dure.machine.libraries`); the package of the model's class is, where nobody knows whether it is a
+library. What raises an error when it is looked at is passed over, and a mapping that computes its
+entries is looked at as any other object.
 """
 
 from __future__ import annotations
@@ -21,7 +24,6 @@ from __future__ import annotations
 import itertools
 import random
 import sys
-import sysconfig
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from enum import Enum
@@ -33,6 +35,9 @@ from typing import Any, NamedTuple
 import numpy
 import torch
 from torch import Tensor, nn
+
+from dure.machine.libraries import is_elsewhere, is_installed
+from dure.references import sources
 
 Kept = Mapping[str, Any]
 """Values by name, so that they can be compared later."""
@@ -62,9 +67,17 @@ _OPAQUE = frozenset(
 )
 """Packages of whose objects nothing is looked at: their own caches, locks and records."""
 
-_INSTALLED = tuple(
-    Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib", "platlib")
+_PLAIN: tuple[tuple[type, Callable[[Any], Iterable[tuple[Any, Any]]]], ...] = (
+    (dict, dict.items),
+    (list, lambda value: enumerate(list.__iter__(value))),
+    (tuple, lambda value: enumerate(tuple.__iter__(value))),
+    (set, lambda value: enumerate(set.__iter__(value))),
+    (frozenset, lambda value: enumerate(frozenset.__iter__(value))),
+    (deque, lambda value: enumerate(deque.__iter__(value))),
 )
+"""How the entries of containers are read: without methods of a subclass, which may compute."""
+
+_CONTAINERS = tuple(kind for kind, _ in _PLAIN)
 
 
 class _Values(NamedTuple):
@@ -103,6 +116,9 @@ class _Walk:
         self.found: dict[str, Any] = {}
         # Values are kept while the walk lasts, so that no other one gets their ids.
         self._seen: dict[int, Any] = {}
+        self._package = _package(type(model))
+        self._libraries: dict[str, bool] = {}
+        """Whether the files that were asked for are a library's."""
         buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in known]
         for name, tensor in [*model.named_parameters(), *buffers]:
             self._seen[id(tensor)] = tensor
@@ -128,7 +144,7 @@ class _Walk:
         """The attributes of the user's classes; their functions are returned."""
         functions: list[FunctionType] = []
         for each in kind.__mro__:
-            if id(each) in self._seen or not _is_users(each):
+            if id(each) in self._seen or not self._is_users(each):
                 continue
             self._seen[id(each)] = each
             for name, value in vars(each).items():
@@ -150,16 +166,23 @@ class _Walk:
             for name, value in list(names.items()):
                 if name.startswith("__"):
                     continue
-                if isinstance(value, ModuleType) and _is_users(value):
+                if isinstance(value, ModuleType) and self._is_users(value):
                     waiting.append(vars(value))
                 elif isinstance(value, type):
                     self._classes(value)
                 else:
                     self._value(f"{name} of {file}", value)
-                if isinstance(value, FunctionType) and _is_users(value):
+                if isinstance(value, FunctionType) and self._is_users(value):
                     waiting.append(value.__globals__)
 
     def _value(self, name: str, value: Any) -> None:
+        try:
+            self._look_at(name, value)
+        # Anything may run when an object is looked at: an import, a proxy without its context.
+        except Exception:
+            return
+
+    def _look_at(self, name: str, value: Any) -> None:
         if isinstance(value, _ATOMS):
             self.found[name] = value
             return
@@ -174,7 +197,7 @@ class _Walk:
             self.found[name] = state
         elif isinstance(value, itertools.count):
             self.found[name] = repr(value)
-        elif isinstance(value, (Mapping, list, tuple, set, frozenset, deque)):
+        elif isinstance(value, _CONTAINERS) or _is_plain_mapping(value):
             self._container(name, value)
         elif isinstance(value, (FunctionType, MethodType, partial)):
             self._function(name, value)
@@ -184,14 +207,13 @@ class _Walk:
             self._object(name, value)
 
     def _container(self, name: str, value: Any) -> None:
-        entries = value.items() if isinstance(value, Mapping) else enumerate(value)
-        try:
-            content = list(entries)
-        except RuntimeError:  # it changes while it is looked at: another thread's
-            return
+        # It may change while it is looked at, by another thread: then it is passed over.
+        content = list(_entries(value))
         self.found[f"the length of {name}"] = len(content)
         for key, entry in content:
             self._value(f"{name}[{key!r}]" if isinstance(key, _ATOMS) else f"{name}[…]", entry)
+        # A subclass may keep more than its entries.
+        self._object(name, value)
 
     def _function(self, name: str, value: Any) -> None:
         if isinstance(value, MethodType):
@@ -201,7 +223,7 @@ class _Walk:
             self._value(name, value.func)
             self._container(f"the arguments of {name}", [*value.args, *value.keywords.values()])
             return
-        if not _is_users(value):
+        if not self._is_users(value):
             return
         own = value.__name__
         for variable, cell in zip(
@@ -217,6 +239,21 @@ class _Walk:
         for attribute, content in vars(value).items():
             self._value(f"{own}.{attribute}", content)
 
+    def _is_users(self, what: type | ModuleType | Callable[..., Any]) -> bool:
+        """Whether a class, function or module was written by the user, and is of no library."""
+        name, file = _file_of(what)
+        package = name.partition(".")[0]
+        if not package or package in _OPAQUE:
+            return False
+        if file is None:
+            # typed in, as in a notebook; what has no file and another name was built in
+            return name == "__main__"
+        if file not in self._libraries:
+            path = Path(file).resolve()
+            known = package == self._package or name in sources()
+            self._libraries[file] = is_installed(path) or (not known and is_elsewhere(path))
+        return not self._libraries[file]
+
     def _object(self, name: str, value: Any) -> None:
         slots = (
             slot for kind in type(value).__mro__ for slot in _names(vars(kind).get("__slots__", ()))
@@ -225,6 +262,22 @@ class _Walk:
         own |= getattr(value, "__dict__", {})
         for attribute, content in own.items():
             self._value(f"{name}.{attribute}", content)
+
+
+def _entries(value: Any) -> Iterable[tuple[Any, Any]]:
+    read = next((read for kind, read in _PLAIN if isinstance(value, kind)), None)
+    return value.items() if read is None else read(value)
+
+
+def _is_plain_mapping(value: Any) -> bool:
+    """Whether a mapping shows its entries as they are: Python's own, or one without attributes."""
+    if not isinstance(value, Mapping):
+        return False
+    kind = type(value)
+    has_attributes = hasattr(value, "__dict__") or any(
+        vars(k).get("__slots__") for k in kind.__mro__
+    )
+    return _package(kind) in sys.stdlib_module_names or not has_attributes
 
 
 def _names(slots: Any) -> Iterable[str]:
@@ -287,23 +340,16 @@ def _package(what: Any) -> str:
     return module.partition(".")[0]
 
 
-def _is_users(what: type | ModuleType | Callable[..., Any]) -> bool:
-    """Whether a class, function or module was written by the user, and is not an installed one."""
+def _file_of(what: type | ModuleType | Callable[..., Any]) -> tuple[str, str | None]:
+    """The module and the file in which a class, function or module was written."""
     if isinstance(what, ModuleType):
         names: Mapping[str, Any] = vars(what)
     elif isinstance(what, FunctionType):
         names = what.__globals__
     else:
         names = _globals_of(what)
-    name = str(names.get("__name__", ""))
-    if not name or name.partition(".")[0] in _OPAQUE:
-        return False
     file = names.get("__file__")
-    if file is None:
-        # typed in, as in a notebook; what has no file and another name was built in
-        return name == "__main__"
-    path = Path(str(file)).resolve()
-    return not any(path.is_relative_to(place) for place in _INSTALLED)
+    return str(names.get("__name__", "")), None if file is None else str(file)
 
 
 def _globals_of(kind: Any) -> Mapping[str, Any]:

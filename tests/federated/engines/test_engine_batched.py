@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from clients_at_work import jobs_of, results, same, vectors, weights_of
+from clients_at_work import jobs_of, plain, results, same, vectors, weights_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -314,6 +314,75 @@ def double(make):
     return lambda: make().double()
 
 
+class WithoutGradients(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = nn.Linear(6, 4)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            features = self.backbone(inputs)
+        result: torch.Tensor = self.head(features)
+        return result
+
+
+NAMED = ({"a": torch.randn(9, 4).double(), "b": torch.arange(9)}, torch.arange(9) % 3)
+"""Examples whose inputs are a dict."""
+
+
+class OfNamed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+
+    def forward(self, given):
+        code = F.one_hot(given["b"] // 5, 2).double()
+        return self.layers(torch.cat([code, given["a"]], 1))
+
+
+class OfPair(OfNamed):
+    def forward(self, given):
+        wide, narrow = given
+        return self.layers(torch.cat([narrow.double().unsqueeze(1), wide, wide[:, :1]], dim=-1))
+
+
+class MixesNamed(OfNamed):
+    def forward(self, given):
+        return self.layers(given["a"] - given["a"][:1])
+
+
+class TakesNamedTwice(OfNamed):
+    def forward(self, given):
+        return self.layers(torch.cat([given["a"], given["a"][:, :2]], 1)) + given["a"][:, :3]
+
+
+class TakesNothing(OfNamed):
+    def forward(self, given):
+        return self.layers(given["a"].mean() * torch.ones(9, 6).double())
+
+
+@pytest.mark.parametrize("batch_size", [4, None])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("made", [OfNamed, OfPair])
+def test_dicts_and_tuples_of_tensors_learn_what_a_plain_loop_learns(made, momentum, batch_size):
+    inputs, targets = NAMED
+    given = inputs if made is OfNamed else (inputs["a"], inputs["b"])
+    task = small_task(
+        model=double(made),
+        train=(given, targets),
+        test=None,
+        optimizer=partial(SGD, lr=0.3, momentum=momentum),
+    )
+    batched = batched_engine(task, task.model(), task.train, batch_size, 3, together=True)
+    assert not isinstance(batched, str), batched
+    jobs = jobs_of([4, 2, 3], [3, 2, 4], weights_of(task.model))
+    for job, trained in zip(jobs, batched.train(jobs), strict=True):
+        delta, loss = plain(task, job, batch_size, 3)
+        assert (trained.delta[0] - delta).abs().max() < 1e-12
+        assert abs(trained.loss - loss) < 1e-12
+
+
 def fails_without_words(outputs, targets):
     raise AssertionError
 
@@ -357,6 +426,11 @@ def fails_without_words(outputs, targets):
         ({"model": double(Depends)}, "forward depends on its inputs"),
         ({"model": double(Twice)}, "two layers share their weights"),
         ({"model": double(lambda: Scaled(6, 3))}, "outside of the layers"),
+        ({"model": double(WithoutGradients)}, "the loss does not reach backbone.weight"),
+        (
+            {"loss": lambda o, t: (o.detach().sum(), len(t))},
+            "the loss reaches no trained parameter",
+        ),
         ({"model": half_frozen}, "of a layer's weight and bias one is trained"),
         ({"model": lambda: network().requires_grad_(False)}, "no parameter is trained"),
         ({"model": double(Counts)}, "changes what the model keeps"),
@@ -373,7 +447,10 @@ def fails_without_words(outputs, targets):
             "some targets are no class",
         ),
         ({"train": (torch.randn(9, 6), torch.zeros(9).long())}, "the inputs are torch.float32"),
-        ({"train": [(torch.randn(6).double(), 0)] * 3}, "the inputs are not one tensor"),
+        ({"train": [(torch.randn(6).double(), 0)] * 3}, "the inputs are not tensors in memory"),
+        ({"train": NAMED, "model": double(MixesNamed)}, "mixes examples before its first layer"),
+        ({"train": NAMED, "model": double(TakesNamedTwice)}, "the model is not a chain"),
+        ({"train": NAMED, "model": double(TakesNothing)}, "mean is not a layer that is known here"),
     ],
 )
 def test_what_it_cannot_do_it_refuses_with_a_reason(changes, reason):

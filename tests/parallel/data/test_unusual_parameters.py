@@ -148,16 +148,18 @@ def test_complex_numbers_of_double_precision_are_saved_and_loaded(
 
 
 class Conjugated(nn.Module):
-    """Autograd gives its weights' gradients, and its values, as views that are yet to be
+    """A weight, a buffer, values between layers and gradients are views that are yet to be
     conjugated."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Parameter(torch.randn(FEATURES, 8, dtype=torch.complex64))
+        self.first = nn.Parameter(torch.randn(FEATURES, 8, dtype=torch.complex64).conj())
+        self.turn: Tensor
+        self.register_buffer("turn", torch.full((8,), 0.6 + 0.8j).conj())
         self.second = nn.Parameter(torch.randn(8, CLASSES, dtype=torch.complex64))
 
     def forward(self, inputs: Tensor) -> Tensor:
-        hidden = (inputs.to(torch.complex64) @ self.first.conj()).conj()
+        hidden = (inputs.to(torch.complex64) @ self.first.conj()).conj() * self.turn
         scores: Tensor = (hidden @ self.second.conj()).real
         return scores
 

@@ -291,7 +291,7 @@ class Speaker(torch.nn.Module):
             "num_hidden_layers": 2,
         }
         self.model = LlamaForCausalLM(
-            LlamaConfig(SYMBOLS, hidden_size=16, intermediate_size=24, **heads)
+            LlamaConfig(vocab_size=SYMBOLS, hidden_size=16, intermediate_size=24, **heads)
         ).double()
 
     def forward(self, indices: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ def test_large_and_small_tensors_of_every_kind_arrive_unchanged() -> None:
         "strided": torch.randn(300, 300)[:, ::2],
         "small": torch.arange(3),
         "empty": torch.empty(0, 5),
+        "conjugated": torch.randn(200, 200, dtype=torch.complex64).conj(),
         "flags": torch.rand(50_000) > 0.5,
         "array": np.arange(10_000.0),
         "parameter": torch.nn.Parameter(torch.randn(200, 200)),

@@ -150,7 +150,7 @@ class BatchedEngine(Engine):
         """Floating-point operations of an example's step."""
         self.sampling = examples.sampling
         # All examples, once: a step only picks rows of them.
-        self.inputs, self.targets = to_device((examples.inputs, examples.targets), device)
+        self.inputs, self.targets = to_device((program.inputs, examples.targets), device)
         sizes = [math.prod(weights.shape) for weights in program.weights]
         # Flat weights have the parameters one after another.
         ends = list(accumulate(sizes))

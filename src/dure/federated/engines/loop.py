@@ -42,7 +42,7 @@ from dure.randomness.seeds import seed_generators
 from dure.tasks.loss_shares import Computed, CountedLoss
 from dure.tasks.trimming import Trimming, computing
 from dure.tensors.buffers import Buffers
-from dure.tensors.flat import FlatParameters, by_dtype, views_of
+from dure.tensors.flat import FlatParameters, by_dtype, trained_of, views_of
 from dure.tensors.frozen import Frozen
 from dure.tensors.optimizer_state import listened
 
@@ -97,6 +97,8 @@ class LoopEngine(Engine):
         self.frozen = Frozen(model)
         self.buffers = Buffers(model)
         self.parameters = list(model.parameters())
+        # As they are now: a forward pass may freeze some later.
+        self.groups = list(by_dtype(trained_of(model)).values())
         self.device = home_of(model)
         self.updates: _Updates = _flat_updates(task, self.parameters, self.flat) or _Updates(
             task, dict(model.named_parameters())
@@ -232,10 +234,9 @@ class LoopEngine(Engine):
 
     def _gradient(self) -> list[Tensor]:
         """The gradients as they are now, flat as weights are."""
-        trained = [parameter for parameter in self.parameters if parameter.requires_grad]
         return [
             torch.cat([_dense(parameter).reshape(-1) for parameter in group])
-            for group in by_dtype(trained).values()
+            for group in self.groups
         ]
 
     def _noised_steps(

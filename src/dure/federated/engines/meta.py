@@ -79,6 +79,8 @@ class MetaEngine(Engine):
         self.buffers = Buffers(model)
         self.groups = list(by_dtype(trained_of(model)).values())
         self.trained = list(chain.from_iterable(self.groups))
+        self.reached: set[nn.Parameter] = set()
+        """Parameters that the losses of the current step reach."""
         self.trimming = Trimming(task, model.named_parameters())
 
     def train(self, jobs: Iterable[Job]) -> Iterator[Trained]:
@@ -140,11 +142,13 @@ class MetaEngine(Engine):
         each = 3 if self.hessian_free else 2
         for step in range(job.first_step, job.first_step + job.steps):
             own = [job.indices[batches.at(each * step + nth)] for nth in range(each)]
+            self.reached.clear()
             found, gradient = self._meta_gradient(own)
             for group, flat in zip(self.groups, gradient, strict=True):
                 for parameter, piece in zip(group, views_of(flat, group), strict=True):
-                    # By the task's own optimizer, which reads gradients there.
-                    parameter.grad = piece
+                    # By the task's own optimizer, which reads gradients there, and leaves alone a
+                    # parameter without one.
+                    parameter.grad = piece if parameter in self.reached else None
             self.trimming.at(job.round)
             optimizer.step()
             yield found, len(own[1])
@@ -196,10 +200,24 @@ class MetaEngine(Engine):
             inputs, targets = to_device((inputs, targets), self.device)
         with computing(self.task, self.device):
             loss, counted = self.losses.mean(self.model(inputs), targets, len(indices))
-        # materialize_grads: zeros for parameters that the loss does not reach.
-        gradients = torch.autograd.grad(loss, self.trained, materialize_grads=True)
-        found = iter([each.to_dense() if each.is_sparse else each for each in gradients])
-        flat = [torch.cat([next(found).reshape(-1) for _ in group]) for group in self.groups]
+        # A forward pass may have frozen some since.
+        still = [parameter for parameter in self.trained if parameter.requires_grad]
+        gradients = torch.autograd.grad(loss, still, allow_unused=True)
+        found = {
+            parameter: gradient.to_dense() if gradient.is_sparse else gradient
+            for parameter, gradient in zip(still, gradients, strict=True)
+            if gradient is not None
+        }
+        self.reached.update(found)
+        flat = [
+            torch.cat(
+                [
+                    (found[one] if one in found else torch.zeros_like(one)).reshape(-1)
+                    for one in group
+                ]
+            )
+            for group in self.groups
+        ]
         return Found(float(loss.detach()), counted), flat
 
     @torch.no_grad()

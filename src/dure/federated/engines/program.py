@@ -23,6 +23,7 @@ from dure.contracts.task import Task
 from dure.data.examples import Examples
 from dure.errors import described, first_line
 from dure.federated.engines import layers, pooling
+from dure.federated.engines.front import Front
 from dure.federated.engines.layers import Layer, Pair
 from dure.federated.engines.losses import (
     Found,
@@ -34,6 +35,7 @@ from dure.federated.engines.losses import (
     loss_of,
 )
 from dure.federated.engines.sgd import SGD, CannotBatchError, Weights
+from dure.machine.devices import to_device
 from dure.tasks.loss_shares import CountedLoss
 from dure.tensors.flat import trained_of
 from dure.tensors.hooks import has_hooks
@@ -45,9 +47,15 @@ OUTSIDE = "the model uses a parameter outside of the layers that are known here"
 
 
 class Program:
-    """The model's layers, its loss, and its weights in the order of its trained parameters."""
+    """The model's layers, its loss, and its weights in the order of its trained parameters.
 
-    def __init__(self, chain: Sequence[Layer], loss: Loss, weights: Sequence[Weights]) -> None:
+    inputs: of the first layer, for all examples.
+    """
+
+    def __init__(
+        self, chain: Sequence[Layer], loss: Loss, weights: Sequence[Weights], inputs: Tensor
+    ) -> None:
+        self.inputs = inputs
         self.chain = list(chain)
         self.loss = loss
         self.weights = weights
@@ -122,7 +130,12 @@ def program_of(task: Task, model: nn.Module, examples: Examples) -> Program:
     loss = loss_of(task.loss, examples)
     trained = trained_of(model)
     weights = {id(each): Weights(tuple(each.shape)) for each in trained}
-    reader = _Reader(model, weights)
+    reader = _Reader(model, weights, structured=not isinstance(examples.inputs, Tensor))
+    inputs = reader.inputs_of(examples)
+    if inputs.dtype != parameters[0].dtype:
+        raise CannotBatchError(
+            f"the inputs are {inputs.dtype}, the parameters {parameters[0].dtype}"
+        )
     if len(reader.used) != len(parameters):
         raise CannotBatchError("the model does not use each of its parameters exactly once")
     # Flat weights have parameters in the model's order, and a deferred update has a bias right
@@ -135,7 +148,7 @@ def program_of(task: Task, model: nn.Module, examples: Examples) -> Program:
     chain = _cheaper(reader.chain)
     if parameters[0].device.type == "cpu" and pooling.library() is not None:
         chain = pooling.in_c(chain)
-    program = Program(chain, loss, list(weights.values()))
+    program = Program(chain, loss, list(weights.values()), inputs)
     _try(program, task=task, model=model, parameters=trained, examples=examples)
     for each in program.weights:
         # The trial's memory was that of one client.
@@ -146,8 +159,8 @@ def program_of(task: Task, model: nn.Module, examples: Examples) -> Program:
 def _check(model: nn.Module, parameters: Sequence[nn.Parameter], examples: Examples) -> None:
     # Examples of a dataset are read one by one, and may be drawn at random: they are no tensor to
     # take rows of.
-    if type(examples) is not Examples or not isinstance(examples.inputs, Tensor):
-        raise CannotBatchError("the inputs are not one tensor")
+    if type(examples) is not Examples:
+        raise CannotBatchError("the inputs are not tensors in memory")
     if not isinstance(examples.targets, Tensor):
         raise CannotBatchError("the targets are not one tensor")
     if not parameters:
@@ -160,10 +173,6 @@ def _check(model: nn.Module, parameters: Sequence[nn.Parameter], examples: Examp
     kinds = {each.dtype for each in parameters}
     if len(kinds) != 1 or kinds & {torch.float32, torch.float64} != kinds:
         raise CannotBatchError("the parameters are not all float32, or all float64")
-    if examples.inputs.dtype not in kinds:
-        raise CannotBatchError(
-            f"the inputs are {examples.inputs.dtype}, the parameters {parameters[0].dtype}"
-        )
     if any(hooked(module) for module in model.modules()):
         raise CannotBatchError("the model has hooks")
     if any(map(has_hooks, parameters)):
@@ -184,16 +193,17 @@ def _try(
     """
     device = parameters[0].device
     some = _counting(program.loss, examples)
-    inputs, targets = (part.to(device) for part in examples.batch(some))
+    given, targets = to_device(examples.batch(some), device)
     with torch.enable_grad():
-        outputs = model(inputs)
+        outputs = model(given)
         found = _loss(program.loss, task.loss, examples, outputs, targets)
         if list(map(id, trained_of(model))) != list(map(id, parameters)):
             raise CannotBatchError("which parameters are trained changes as the model computes")
-        expected = torch.autograd.grad(found, parameters)
+        expected = _gradients(found, model, parameters)
     if not isinstance(outputs, Tensor) or len(outputs) != len(some):
         raise CannotBatchError("the model's outputs are not one tensor with a row an example")
     _check_targets(program.loss, outputs, examples.targets)
+    inputs = program.inputs[some].to(device)
     shares_of_rows = torch.full((1, len(some)), 1 / len(some), dtype=inputs.dtype, device=device)
     eps = torch.finfo(inputs.dtype).eps
     # Both ways of a first step: with shared weights, and with each client's own.
@@ -223,6 +233,24 @@ def _try(
             rounding = 1e3 * eps * gradient.abs().max() + 4 * eps * parameter.abs().max()
             if not bool(off <= rounding):
                 raise CannotBatchError("the model computes something else than its layers say")
+
+
+def _gradients(loss: Tensor, model: nn.Module, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+    """Return the gradient of each parameter.
+
+    Raises CannotBatchError for a parameter without a gradient: an optimizer leaves it alone, and
+    the chain would move it.
+    """
+    if not loss.requires_grad:
+        raise CannotBatchError("the loss reaches no trained parameter")
+    found = torch.autograd.grad(loss, parameters, allow_unused=True)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    gradients = []
+    for parameter, gradient in zip(parameters, found, strict=True):
+        if gradient is None:
+            raise CannotBatchError(f"the loss does not reach {names[id(parameter)]}")
+        gradients.append(gradient)
+    return gradients
 
 
 def _loss(loss: Loss, function: TaskLoss, examples: Examples, outputs: Any, targets: Any) -> Tensor:
@@ -283,7 +311,11 @@ class _Reader:
     used: the parameters that occur in it. Raises CannotBatchError for what is not known.
     """
 
-    def __init__(self, model: nn.Module, weights: dict[int, Weights]) -> None:
+    def __init__(
+        self, model: nn.Module, weights: dict[int, Weights], structured: bool = False
+    ) -> None:
+        self.structured = structured
+        self.front: Front | None = None
         self.weights = weights
         self.used: list[int] = []
         self.chain: list[Layer] = []
@@ -304,12 +336,27 @@ class _Reader:
         if _kept_by(model) != before:
             raise CannotBatchError("the model's forward changes what the model keeps")
         self.value: fx.Node | None = None
+        self.begins: fx.Node | None = None
+        """The value that the first layer takes, where inputs are structured."""
         self.rows: set[fx.Node] = set()
         """Numbers that are the length of the batch."""
         for node in graph.nodes:
             self._read(node)
 
+    def inputs_of(self, examples: Examples) -> Tensor:
+        """Return the inputs of the first layer, for all examples."""
+        if self.front is None:
+            whole: Tensor = examples.inputs
+            return whole
+        assert self.begins is not None
+        return self.front.tensor_of(examples.inputs, self.begins)
+
     def _read(self, node: fx.Node) -> None:
+        if node.op == "placeholder" and self.structured and self.front is None:
+            self.front = Front(node)
+            return
+        if self.front is not None and self._is_before(self.front, node):
+            return
         if node.op == "placeholder" and self.value is None:
             self.value = node
         elif node.op == "output":
@@ -328,6 +375,17 @@ class _Reader:
                 )
             self.chain += self._layers(node)
             self.value = node
+
+    def _is_before(self, front: Front, node: fx.Node) -> bool:
+        """Whether the operation comes before the first layer. Notes what the first layer takes."""
+        if front.takes(node):
+            return True
+        if self.begins is None:
+            before = node.all_input_nodes
+            if len(before) != 1 or before[0] not in front.nodes[1:]:
+                raise CannotBatchError("the inputs do not become one tensor before the first layer")
+            self.begins = self.value = before[0]
+        return False
 
     def _is_length(self, node: fx.Node) -> bool:
         """x.size(0) and x.shape[0], as in x.view(x.size(0), -1)."""

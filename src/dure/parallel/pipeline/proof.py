@@ -44,6 +44,7 @@ from dure.parallel.pipeline.draws import Stream
 from dure.parallel.pipeline.foreign import first_foreign
 from dure.parallel.pipeline.place import place_of
 from dure.parallel.pipeline.stage import Microbatch, Stage
+from dure.parallel.pipeline.without_cache import without_cache
 from dure.parallel.proof import (
     Difference,
     first_difference,
@@ -206,13 +207,15 @@ class _Whole:
         self.model.train(on.training)
         seed_generators(0, "proof", on.draws, everything=True)
         trace = self.cut.trace(on.examples, on.training)
-        module = first_foreign(self.model, trace, _fresh(on.inputs))
+        with without_cache(self.model):
+            module = first_foreign(self.model, trace, _fresh(on.inputs))
         return f", first in {module}" if module else ""
 
     def _outputs(self, on: On) -> tuple[list[Any], TreeSpec]:
         seed_generators(0, "proof", on.draws, everything=True)
         try:
-            return tree_flatten(self.model(_fresh(on.inputs)))
+            with without_cache(self.model):
+                return tree_flatten(self.model(_fresh(on.inputs)))
         except Exception as error:
             place = place_of(error, self.model)
             said = first_line(error)

@@ -49,6 +49,7 @@ from dure.parallel.pipeline.place import modules_of, place_in, place_of
 from dure.parallel.pipeline.unseen import unseen
 from dure.parallel.pipeline.untraced import Block, UntraceableError, draws_of, is_untraced
 from dure.parallel.pipeline.whole import Untraced
+from dure.parallel.pipeline.without_cache import without_cache
 from dure.parallel.tensor.draws import modules_on_shards
 from dure.parallel.tensor.functions import LengthError
 from dure.parallel.tensor.opaque import Layers, hidden
@@ -284,7 +285,8 @@ def traced(
 def _widened(untraced: Untraced, model: nn.Module, inputs: Any, error: UntraceableError) -> bool:
     """Whether a module more is one operation, which is tried on the model as it runs."""
     try:
-        return untraced.widen(model, inputs, error)
+        with without_cache(model):
+            return untraced.widen(model, inputs, error)
     except ValueError:
         raise
     except Exception as failed:
@@ -311,6 +313,7 @@ def exported(
         with warnings.catch_warnings(), _settings(places):
             warnings.simplefilter("ignore")
             with (
+                without_cache(model),
                 hidden(model) as layers,
                 untraced.hidden(model, inputs) as blocks,
                 unseen(model, inputs) as lost,

@@ -27,6 +27,7 @@ from dure.randomness.seeds import (
     seed_generators,
 )
 from dure.tensors.copies import copy_of
+from dure.tensors.elements import element_bytes
 
 LossOf = Callable[[Any], Tensor]
 """The loss of a model's outputs."""
@@ -219,7 +220,7 @@ def _bits(model: nn.Module) -> list[int]:
     """A number for each parameter, which is another one once an element has changed."""
     numbers = []
     for parameter in model.parameters():
-        flat = parameter.detach().contiguous().view(-1).view(torch.uint8)
+        flat = element_bytes(parameter)
         # Whole numbers are added without rounding, and the widest in the least time.
         wide = {0: torch.int64, 4: torch.int32}.get(len(flat) % 8, torch.uint8)
         numbers.append(int(flat.view(wide).sum(dtype=torch.int64)))

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from dure.parallel.zero.away import elements_of, versions_of, watch_data
+from dure.tensors.elements import element_bytes
 
 
 class Changes:
@@ -92,5 +93,4 @@ class Changes:
 
 def _differ(one: Tensor, other: Tensor) -> bool:
     """Whether any bit does; by value NaN would differ from itself."""
-    bits = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)]
-    return not torch.equal(*bits)
+    return not torch.equal(element_bytes(one), element_bytes(other))

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from dure.parameter_server.processes.said import Said
 from dure.protocol.encoding import DTYPES, NAMES
+from dure.tensors.elements import element_bytes
 
 HEAD = struct.Struct("<IQ")
 MOST_HEADER = 1 << 24
@@ -93,7 +94,7 @@ class Encoder:
             return name, tuple(node.shape), None
         place = self._place_of(node) if self._place_of is not None else None
         if place is None:
-            flat: Any = node.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+            flat: Any = element_bytes(node.cpu()).numpy()
             self._pieces.append(memoryview(flat))
         return name, tuple(node.shape), place
 

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from dure.machine import own_code
 from dure.memory.mapped import Disk, nameless
+from dure.tensors.elements import element_bytes
 
 _LARGE = 16_384
 """Bytes from which on a buffer is worth pages of its own."""
@@ -49,7 +50,7 @@ class _Pickler(own_code.Pickler):
             and not obj.requires_grad
             and obj.nbytes >= _LARGE
         ):
-            raw: Any = obj.contiguous().view(-1).view(torch.uint8).numpy()
+            raw: Any = element_bytes(obj).numpy()
             return _rebuild, (pickle.PickleBuffer(raw), obj.dtype, tuple(obj.shape))
         if (
             isinstance(obj, ModuleType)

@@ -1,0 +1,297 @@
+"""New rows as inputs of a task's model, for inputs that are more than one tensor.
+
+    Task(parse=...)       parse(row) makes a row like the examples of any other one
+    a dataset's items     a row has what an item has but for the target; a batch is made of rows as
+                          it is of items, by the task's collate function
+    dicts and tuples      a row has the names, or the places, of the tensors of an example
+
+A row is an object, a list, a text or a number of JSON, or a row of a table: its cells by the names
+of its columns. A tensor of several numbers has a column for each of them, `num.0`, `num.1`, or one
+column with a list.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from dure.data.datasets import DatasetExamples
+from dure.data.examples import LABELS, Examples
+from dure.data.streams import StreamExamples
+from dure.errors import described
+
+TEXT = "text"
+"""The column of a text, in a table of several columns."""
+
+Fit = Callable[[Any], Any]
+"""What makes the inputs of an example of a row. Raises ValueError for a row that is not like it."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of cells. names: of its columns; None where its first line names none."""
+
+    names: Sequence[str] | None
+    cells: Sequence[Sequence[str]]
+
+    def rows(self) -> list[Any]:
+        """Return each row, as a dict of its cells by column; a list where columns have no name."""
+        if self.names is None:
+            return [list(row) for row in self.cells]
+        return [dict(zip(self.names, row, strict=True)) for row in self.cells]
+
+
+class Tensors(dict[str, Tensor]):
+    """The tensors of a file by name."""
+
+
+class Rows(list[Any]):
+    """Rows, of which a lone one is in a list too."""
+
+
+def parsed(parse: Callable[[Any], Any], content: Any) -> Rows:
+    """Return what `Task.parse` makes of each row."""
+    if isinstance(content, Tensors) and len(content) == 1:
+        content = next(iter(content.values()))
+    if isinstance(content, Table):
+        rows = content.rows()
+    else:
+        rows = list(content) if isinstance(content, (list, numpy.ndarray, Tensor)) else [content]
+    found = Rows()
+    for number, row in enumerate(rows):
+        try:
+            found.append(parse(row))
+        # The user's own code, on a row that may be anything.
+        except Exception as error:
+            raise ValueError(f"parse failed on row {number}: {described(error)}") from error
+    return found
+
+
+def is_structured(examples: Examples, example: Any) -> bool:
+    """Return whether rows are more than an array: of structures, texts, or for a collate."""
+    return not isinstance(example, Tensor) or _collates(examples)
+
+
+def row_inputs(examples: Examples, example: Any, content: Any, source: str) -> Any:
+    """Return the inputs of a batch of new rows.
+
+    example: the inputs of an example of the task. content: the rows, as they were read. Raises
+    ValueError for rows that are not like the example.
+    """
+    if isinstance(examples, DatasetExamples) and not isinstance(examples, StreamExamples):
+        item = examples.first_item()
+        fit = _item_fit(item, examples.collate is not None)
+        # The labels are borrowed of an example, and not for the model to see.
+        inputs = examples.inputs_of(_rows(content, fit, source))
+        return _without_labels(inputs) if examples.keeps_labels else inputs
+    if isinstance(example, Mapping) and isinstance(content, Mapping):
+        columns = _columns(example, content)
+        if columns is not None:
+            return columns
+    return _stacked(_rows(content, lambda row: _fitted(example, row, ""), source))
+
+
+def cast(given: Tensor, like: Tensor, what: str) -> Tensor:
+    """Return the numbers in the dtype of `like`. Raises ValueError if fractions would be lost."""
+    if like.is_floating_point() or not given.is_floating_point():
+        return given.to(like.dtype)
+    whole = given.to(like.dtype)
+    if not torch.equal(whole.to(given.dtype), given):
+        raise ValueError(f"{what} holds fractions, but the task's inputs are whole numbers")
+    return whole
+
+
+def _collates(examples: Examples) -> bool:
+    return isinstance(examples, DatasetExamples) and examples.collate is not None
+
+
+def _rows(content: Any, fit: Fit, source: str) -> list[Any]:
+    """The rows of a file, each of them fitted; of a lone row, that."""
+    if isinstance(content, Table):
+        rows = content.rows()
+    elif isinstance(content, Rows) or (
+        isinstance(content, list) and content and not _fits(content, fit)
+    ):
+        rows = content
+    else:
+        rows = [content]
+    found = []
+    for number, row in enumerate(rows):
+        try:
+            found.append(fit(row))
+        except ValueError as error:
+            where = f"row {number} of {source}" if len(rows) > 1 else source
+            raise ValueError(f"{where}: {error}") from error
+    if not found:
+        raise ValueError(f"{source} holds no row")
+    return found
+
+
+def _fits(row: Any, fit: Fit) -> bool:
+    try:
+        fit(row)
+    except ValueError:
+        return False
+    return True
+
+
+def _stacked(rows: Sequence[Any]) -> Any:
+    try:
+        return tree_map(lambda *leaves: torch.stack([torch.as_tensor(x) for x in leaves]), *rows)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(f"no batch can be made of these {len(rows)} rows: {error}") from error
+
+
+def _without_labels(inputs: Any) -> Any:
+    return {name: value for name, value in inputs.items() if name not in LABELS}
+
+
+def _columns(example: Mapping[str, Any], content: Mapping[str, Any]) -> dict[str, Tensor] | None:
+    """Columns of several examples, a tensor or a list of lists each; None where they are none."""
+    found = {}
+    for name, like in example.items():
+        try:
+            given = torch.as_tensor(content[name])
+        except (KeyError, TypeError, ValueError, RuntimeError):
+            return None
+        if not isinstance(like, Tensor) or given.ndim != like.ndim + 1:
+            return None
+        if given.shape[1:] != like.shape:
+            return None
+        found[name] = cast(given, like, name)
+    lengths = {len(column) for column in found.values()}
+    return found if len(lengths) == 1 and lengths != {0} else None
+
+
+# Items of a dataset
+
+
+def _item_fit(item: Any, varies: bool) -> Fit:
+    """What makes an item of a row. varies: whether lengths may differ, for items are collated."""
+    if isinstance(item, Mapping):
+        target = next((name for name in LABELS if name in item), None)
+        inputs = {name: value for name, value in item.items() if name != target}
+
+        def named(row: Any) -> Any:
+            alone = len(inputs) == 1 and not isinstance(row, Mapping)
+            made = _fitted(inputs, {next(iter(inputs)): row} if alone else row, "", varies)
+            return {**item, **made}
+
+        return named
+    if isinstance(item, (tuple, list)) and len(item) == 2:
+        return lambda row: (_fitted(item[0], row, "", varies), item[1])
+    # What only the task's collate makes inputs and targets of.
+    return lambda row: _fitted(item, row, "", varies)
+
+
+def _fitted(like: Any, row: Any, name: str, varies: bool = False) -> Any:
+    """A value of a row in the form of an example's. name: of the value, for errors."""
+    if isinstance(like, Mapping):
+        return _object(like, row, name, varies)
+    if isinstance(like, str):
+        return _text(row, name)
+    if isinstance(like, Tensor):
+        return _tensor(like, row, name, varies)
+    if isinstance(like, numpy.ndarray):
+        return _tensor(torch.from_numpy(like), row, name, varies).numpy()
+    if isinstance(like, (bool, int, float, numpy.number)):
+        kind: Any = type(like)
+        return kind(_tensor(torch.as_tensor(like), row, name, False).item())
+    if isinstance(like, (tuple, list)):
+        return _list(like, row, name, varies)
+    raise ValueError(
+        f"{_called(name)} is a {type(like).__name__} in the task's examples, which no row holds: "
+        f"give Task(parse=...)"
+    )
+
+
+def _object(like: Mapping[str, Any], row: Any, name: str, varies: bool) -> dict[str, Any]:
+    if not isinstance(row, Mapping):
+        raise ValueError(
+            f"{_called(name)} is no object with the names of the task's inputs: "
+            f"{', '.join(map(str, like))}"
+        )
+    made = {}
+    for key, value in like.items():
+        whole = f"{name}.{key}" if name else str(key)
+        if key in row:
+            made[key] = _fitted(value, row[key], whole, varies)
+        else:
+            made[key] = _fitted(value, _spread(row, whole), whole, varies)
+    return made
+
+
+def _spread(row: Mapping[str, Any], name: str) -> list[Any]:
+    """The cells of columns such as num.0, num.1, or num[0], num[1]. Raises ValueError for none."""
+    number = re.compile(rf"{re.escape(name)}(?:\.|_|\[)(\d+)\]?")
+    found = {int(match[1]): cell for key, cell in row.items() if (match := number.fullmatch(key))}
+    if not found or sorted(found) != list(range(len(found))):
+        raise ValueError(f"{name} is not there: there is {', '.join(map(str, row)) or 'nothing'}")
+    return [found[place] for place in range(len(found))]
+
+
+def _text(row: Any, name: str) -> str:
+    if isinstance(row, Mapping):
+        cells = [row[TEXT]] if TEXT in row else list(row.values())
+        row = cells[0] if len(cells) == 1 else None
+    elif isinstance(row, list) and len(row) == 1:
+        row = row[0]
+    if not isinstance(row, str):
+        raise ValueError(f"{_called(name)} is no text, nor a row with a column {TEXT}")
+    return row
+
+
+def _tensor(like: Tensor, row: Any, name: str, varies: bool) -> Tensor:
+    if isinstance(row, Mapping):
+        row = list(row.values())
+    try:
+        # Lists of JSON would be float32 to torch, which has fewer digits than they.
+        given = row if isinstance(row, Tensor) else torch.as_tensor(numpy.asarray(_number(row)))
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{_called(name)} is no array of numbers: {error}") from error
+    given = cast(given, like, _called(name))
+    if given.shape == like.shape or (varies and given.ndim == like.ndim and given.numel()):
+        return given
+    if given.numel() == like.numel() and given.ndim <= 1:
+        return given.reshape(like.shape)
+    raise ValueError(
+        f"{_called(name)} has the shape {tuple(given.shape)}, and in an example of the task "
+        f"{tuple(like.shape)}"
+    )
+
+
+def _number(cell: Any) -> Any:
+    """A cell of a table as a number or a list of them."""
+    if isinstance(cell, str):
+        return json.loads(cell)
+    return [_number(one) for one in cell] if isinstance(cell, list) else cell
+
+
+def _list(like: Sequence[Any], row: Any, name: str, varies: bool) -> Any:
+    if isinstance(row, str):
+        row = _number(row)
+    if not isinstance(row, list):
+        raise ValueError(f"{_called(name)} is no list of {len(like)} values")
+    # A list of numbers, such as those of words, is as long as its text; a tuple of inputs is not.
+    numbers = isinstance(like, list) and like and all(isinstance(x, (int, float)) for x in like)
+    if numbers and (varies or len(row) == len(like)):
+        return [_fitted(like[0], one, name, varies) for one in row]
+    if len(row) != len(like):
+        raise ValueError(f"{_called(name)} has {len(row)} values, and an example {len(like)}")
+    made = [
+        _fitted(value, one, f"{name}[{place}]", varies)
+        for place, (value, one) in enumerate(zip(like, row, strict=True))
+    ]
+    return made if isinstance(like, list) else tuple(made)
+
+
+def _called(name: str) -> str:
+    return name or "a row"

@@ -1,0 +1,56 @@
+"""Trained parameters that the loss does not reach: they have no gradient.
+
+A backbone under `torch.no_grad()`, a spare layer, a branch that only evaluation takes. An optimizer
+leaves such a parameter alone, whatever its momentum and weight decay.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from dure.contracts.strategy import another, examples_for
+from dure.contracts.task import Task
+from dure.data.examples import Examples
+from dure.machine.devices import home_of, to_device
+from dure.randomness.seeds import generators_state, restore_generators, seed_generators
+from dure.tasks.loss_shares import tensor_of
+
+PIECE = 32
+"""Examples that are tried at once."""
+
+
+def unreached(task: Task, model: nn.Module, examples: int) -> list[str]:
+    """Return the names of trained parameters without a gradient in a step of so many examples.
+
+    The examples are drawn; a draw ends as soon as each parameter has a gradient. model: stays as it
+    is. Errors of the model or the loss are raised again where it is trained: the list is empty.
+    """
+    before = generators_state()
+    try:
+        seed_generators(0, "unreached", everything=True)
+        twin = another(model, task, 0).train()
+        train = examples_for(task)[0]
+        order = torch.randint(len(train), (examples,)) + train.first
+        return _without_gradient(task, twin, train, order)
+    except Exception:
+        return []
+    finally:
+        restore_generators(before)
+
+
+def _without_gradient(task: Task, model: nn.Module, examples: Examples, order: Tensor) -> list[str]:
+    device = home_of(model)
+    loss = task.on(device).loss
+    names: list[str] = []
+    for piece in torch.split(order, PIECE):
+        inputs, targets = to_device(examples.batch(piece), device)
+        torch.autograd.backward(tensor_of(loss(model(inputs), targets)))
+        names = [
+            name
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad and parameter.grad is None
+        ]
+        if not names:
+            break
+    return names
