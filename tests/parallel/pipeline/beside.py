@@ -26,6 +26,7 @@ from dure.parallel.mesh.mesh import Mesh
 from dure.parallel.mesh.strategy import Parallel, ParallelLearner
 from dure.parallel.pipeline.cut import CutModel
 from dure.parallel.pipeline.trace import Trace
+from dure.tasks.evaluation import evaluate
 
 CLOSE = 1e-10
 MOMENTUM = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -100,7 +101,7 @@ def alone(task: dure.Task, strategy: Parallel, steps: int, seed: int = 0) -> Pat
     group = dure.collectives.group.Group(
         None, dure.record.meter.Meter("alone", dure.record.trace.Trace())
     )
-    tests = dure.tasks.evaluation.evaluate(task, model, test, group, 0)  # type: ignore[attr-defined]
+    tests = evaluate(task, model, test, group, 0)
     return Path(state, gradients, losses, tests)
 
 

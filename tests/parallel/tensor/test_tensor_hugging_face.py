@@ -38,6 +38,7 @@ from dure.parallel.tensor import (
 )
 
 CLOSE = 1e-12
+IS_FIVE = not version("transformers").startswith("4.")
 HEAD = 4
 SYMBOLS = {"vocab_size": 13, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4}
@@ -90,7 +91,7 @@ def t5_plan() -> Plan:
     for each in "qkv":
         plan[f"{layer}.*Attention.{each}"] = Column(unit=HEAD, enters=False)
     # One module with three names until transformers 5, and then three that share a parameter.
-    if not version("transformers").startswith("4."):
+    if IS_FIVE:
         plan["*.embed_tokens"] = Vocabulary()
     return plan
 
@@ -108,6 +109,22 @@ def swin_scores(model: nn.Module, images: Tensor) -> Tensor:
 
 
 def swin_plan() -> Plan:
+    if not IS_FIVE:
+        return swin_plan_of_four()
+    block = "swin.encoder.layers.*.blocks.*"
+    plan: dict[str, Any] = {
+        f"{block}.attention": Enter(),
+        f"{block}.attention.relative_position_bias": Tensors("relative_position_bias_table"),
+        f"{block}.attention.o_proj": Row(unit=HEAD),
+        f"{block}.mlp.fc1": Column(),
+        f"{block}.mlp.fc2": Row(),
+    }
+    for each in "qkv":
+        plan[f"{block}.attention.{each}_proj"] = Column(unit=HEAD, enters=False)
+    return plan
+
+
+def swin_plan_of_four() -> Plan:
     block = "swin.encoder.layers.*.blocks.*"
     own = (
         Attributes("num_attention_heads", "all_head_size"),
