@@ -169,6 +169,22 @@ def test_a_reset_optimizer_is_as_fresh_as_it_was_at_first() -> None:
     assert counts == [[0.0, 0.0], [0.0, 0.0]]
 
 
+class Counting(torch.optim.SGD):
+    """Counts its steps in its groups, as Prodigy does."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+        super().step(closure)
+
+
+def test_what_steps_count_in_groups_is_reset_as_well() -> None:
+    task = small_task(optimizer=partial(Counting, lr=0.1))
+    counts = watched(task, dure.LocalSGD(8, 3, momentum="reset"), 2, 2, lambda learner: float(
+        learner.replica.optimizer.param_groups[0].get("k", 0)))  # fmt: skip
+    assert counts == [[0.0, 0.0], [0.0, 0.0]]
+
+
 @pytest.mark.parametrize(
     "settings", [{"momentum": "average"}, {"compression": TopK(0.2)}, {"local_from": 3}]
 )

@@ -76,8 +76,8 @@ class Replica:
         self.trimming = Trimming(task, self.model.named_parameters())
         self.device = next(self.model.parameters()).device
         share_weights(self.model, self.group)
-        # as the optimizer was made: usually empty
-        self._fresh = copy.deepcopy(self.optimizer.state_dict()["state"])
+        # as the optimizer was made: the state is usually empty
+        self._fresh = copy.deepcopy(self.optimizer.state_dict())
         train, self.test_examples = examples_for(task)
         self.hold(train)
 
@@ -177,13 +177,11 @@ class Replica:
         return counted
 
     def reset_optimizer(self) -> None:
-        """Forgets the optimizer's state, such as momentum.
+        """Reset the optimizer's state, such as momentum, and what steps count in its groups.
 
-        The settings stay as they are, such as a learning rate that a schedule has changed.
+        A schedule sets the learning rates again before the next step.
         """
-        groups = self.optimizer.state_dict()["param_groups"]
-        fresh = copy.deepcopy(self._fresh)
-        self.optimizer.load_state_dict({"state": fresh, "param_groups": groups})
+        self.optimizer.load_state_dict(copy.deepcopy(self._fresh))
 
     def state(self) -> dict[str, Any]:
         """Its weights, buffers and optimizer, where they are not those of all ranks."""
