@@ -66,6 +66,7 @@ STEP = {
 EVALUATION = STEP | {"metrics", "peak_memory"}
 SUMMARY = {
     "model_checksum",
+    "baseline",
     *(
         "label",
         "proofs",

@@ -54,6 +54,8 @@ def test_rank_0_hears_that_another_rank_was_asked_to_end(server: TCPStore) -> No
     first, second = (EndWish(one) for one in meet(server, 2))
     assert not first.heard()
     second.ask()
+    # What is set is not answered: this is, and comes after it.
+    assert second.store.check(["end"])
     first._looked -= 1.0
     assert first.heard()
     assert not first.asked, "its own launcher has not asked it yet"
