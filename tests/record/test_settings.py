@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -96,3 +97,8 @@ def test_what_has_changed_in_a_config_is_told_by_its_checksums(
     assert config_digest(written) == config_digest(CONFIG)
     # An older dure wrote none.
     assert what_changed(config) is None
+
+
+def test_a_config_is_as_it_was_written_whatever_kinds_its_values_had_in_memory() -> None:
+    config = {**CONFIG, "world": {"name": "threads", "devices": ("cpu", "cpu"), "threads": 2}}
+    assert what_changed(json.loads(json.dumps(with_sums(config)))) is None

@@ -57,7 +57,7 @@ def settings(config: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(written, Mapping):
             for name, value in written.items():
                 # A list of devices is where threads compute; a text is what clients are like.
-                moves = (part, name) == ("world", "devices") and isinstance(value, list)
+                moves = (part, name) == ("world", "devices") and isinstance(value, list | tuple)
                 if name not in left_out and not moves:
                     found[f"{part}.{name}"] = _without_place(part, value)
     return found
@@ -112,12 +112,9 @@ def spelled(value: object) -> bytes:
 
 
 def _sums(config: Mapping[str, Any]) -> dict[str, str]:
-    return {"settings": _sum(settings(config)), "all": _sum(config)}
-
-
-def _sum(said: Mapping[str, Any]) -> str:
-    # Parsed again, so that it does not matter how it was written.
-    return checksum(spelled(json.loads(spelled(said))))
+    # As it is read again: a tuple is a list then, and settings are told apart by such kinds.
+    read: dict[str, Any] = json.loads(spelled(config))
+    return {"settings": checksum(spelled(settings(read))), "all": checksum(spelled(read))}
 
 
 def edited(
