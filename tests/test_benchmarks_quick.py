@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -51,7 +52,7 @@ QUICK = {
     "parameter_server_faults": "--runs 1 --rounds 2",
     "parameter_server_staleness": "--quick --seeds 1 --rounds 1 --real-rounds 1",
     "parameter_server_tables": "--keys 100 --rounds 2 --dims 4",
-    "part_memory": "--megabytes 4 --systems tensor",
+    "part_memory": "--megabytes 4 --systems 'tensor 2'",
     "pipeline": "--width 32 --batch 8 --microbatches 4 --rounds 1 --steps 1",
     "pipeline_bubble": "--ranks 2 --microbatches 4 --forward 2 --backward 4 --rounds 1",
     "privacy": "--quick",
@@ -63,13 +64,13 @@ QUICK = {
     "single_worker": "--repeat 1",
     "split": "--quick",
     "split_leakage": "--rounds 1",
-    "start_up": "--repeats 1 --sizes 0.1 --systems pipeline",
+    "start_up": "--repeats 1 --sizes 0.1 --systems 'pipeline 2'",
     "study_chain": "--rounds 2 --steps 1 --small",
     "study_convex": "--data DATA --tasks heart-disease --passes 1 --rates 0.1 --rhos 0.1",
     "study_families": "--parts conditions --seeds 1",
     "study_gpu": "--device cpu --batches 4 --examples 64 --batch 8 --rounds 1",
     "study_interleaving": "--ranks 2 --microbatches 4 --forward 2 --backward 4 --rounds 1",
-    "study_memory": "--systems single-worker --large 64",
+    "study_memory": "--systems 'single worker' --large 64",
     "study_privacy": "--data DATA --quick",
     "study_split": "--data DATA --quick",
     "study_updates": "--data DATA --quick",
@@ -102,7 +103,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("script", sorted(QUICK))
 def test_a_script_runs_in_its_shortest_form(script: str, data: Path, tmp_path: Path) -> None:
     file = BENCHMARKS / f"{script}.py"
-    asked = [word.replace("DATA", str(data)) for word in QUICK[script].split()]
+    asked = [word.replace("DATA", str(data)) for word in shlex.split(QUICK[script])]
     result = tmp_path / "result.json"
     option = next((name for name in ("--result", "--into") if name in file.read_text()), None)
     if option is None and "takes_result" in file.read_text():
