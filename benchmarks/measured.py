@@ -1,4 +1,4 @@
-"""On which commit results were measured, and whether the code that they measure has changed since.
+"""Commits that results were measured on, and marks for results of code that has changed since.
 
 `outcome.give` writes the commit into a result. As a hook of mkdocs this marks each page that names
 results of older code:
@@ -27,7 +27,7 @@ _RESULT = re.compile(r"benchmarks/results/(\w+)\.json")
 
 
 def commit(root: Path = ROOT) -> str | None:
-    """The commit that is checked out, with a + where its code was changed; None without git."""
+    """Return the commit, with a + where its code was changed; None without git."""
     head = _git(root, "rev-parse", "--short=8", "HEAD")
     if not head:
         return None
@@ -37,7 +37,7 @@ def commit(root: Path = ROOT) -> str | None:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """The page, with a line below its title on each result of older code; called by mkdocs."""
+    """Return the page with a line below its title on each result of older code, for mkdocs."""
     found = dict.fromkeys(_RESULT.findall(markdown))
     older = [told for name in found if (told := older_than_code(ROOT, name)) is not None]
     if not older:
@@ -48,7 +48,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 @cache
 def older_than_code(root: Path, name: str) -> str | None:
-    """Which commit a result is of, and what has changed since; None where nothing has."""
+    """Return the commit of a result and the packages changed since; None if none changed."""
     file = f"benchmarks/results/{name}.json"
     if not (root / file).is_file():
         return None
@@ -68,7 +68,7 @@ def older_than_code(root: Path, name: str) -> str | None:
 
 @cache
 def _written(root: Path) -> dict[str, str]:
-    """The newest commit that has written each result."""
+    """Return the newest commit that has written each result."""
     found: dict[str, str] = {}
     told = _git(root, "log", "--format=commit %h", "--name-only", "--", "benchmarks/results")
     of = ""
@@ -81,7 +81,7 @@ def _written(root: Path) -> dict[str, str]:
 
 
 def packages_of(root: Path, name: str) -> set[str]:
-    """The packages of dure that the script of a result imports, and those whose names it uses."""
+    """Return the packages of dure that the script of a result imports or names."""
     # A script may have several results, such as data_parallel_link.
     stems = [script.stem for script in (root / "benchmarks").glob("*.py")]
     script = max((stem for stem in stems if name.startswith(stem)), key=len, default=None)
@@ -106,7 +106,7 @@ def _modules(tree: ast.Module) -> Iterator[str]:
 
 
 def _git(root: Path, *arguments: str) -> str | None:
-    """What git says; None where it fails or is not there."""
+    """Return the output of git; None where it fails or is not installed."""
     try:
         done = subprocess.run(
             ["git", "-C", str(root), *arguments], capture_output=True, text=True, check=False

@@ -189,7 +189,7 @@ class LossNotFiniteError(DureError):
 
     @property
     def advice(self) -> str:
-        """What to do."""
+        """Remedies, as a sentence."""
         if self.bad_values:
             return f"the training data have bad values ({self.bad_values})"
         return "lower the learning rate, or look for bad values in the data"

@@ -88,16 +88,18 @@ def place_of(module: ModuleType) -> str:
 
 
 def is_installed(file: Path) -> bool:
-    """Whether the file came with Python, with dure or with an installed package."""
-    file = file.resolve()
-    return any(file.is_relative_to(folder) for folder in _installed_folders())
+    """Return whether the file came with Python, with dure or with an installed package."""
+    own = Path(__file__).resolve().parent
+    return any(map(file.resolve().is_relative_to, (*installed_folders(), own)))
 
 
 @functools.cache
-def _installed_folders() -> tuple[Path, ...]:
+def installed_folders() -> tuple[Path, ...]:
+    """Return the folders of Python's library, of this environment's packages and of the user's."""
     kinds = ("stdlib", "platstdlib", "purelib", "platlib")
-    names = [*(sysconfig.get_path(kind) for kind in kinds), site.getusersitepackages()]
-    return (*(Path(name).resolve() for name in names), Path(__file__).resolve().parent)
+    names = [sysconfig.get_path(kind) for kind in kinds]
+    names += [*site.getsitepackages(), site.getusersitepackages()]
+    return tuple(Path(name).resolve() for name in names)
 
 
 def is_brought_along(cls: type) -> bool:

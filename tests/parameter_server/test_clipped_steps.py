@@ -23,7 +23,7 @@ ADAM = partial(torch.optim.Adam, lr=0.01)
 
 
 def clipped_jointly(history: History, norm: float) -> torch.Tensor:
-    """What torch comes to on all of each batch, with `clip_grad_norm_`."""
+    """Return torch's weights after steps on whole batches with `clip_grad_norm_`."""
     weights = nn.Parameter(torch.ones(history.keys, dtype=torch.float64))
     optimizer = history.optimizer([weights])
     for clock in range(history.clocks):

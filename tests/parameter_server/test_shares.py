@@ -24,7 +24,7 @@ ADAM = partial(torch.optim.Adam, lr=0.01)
 
 
 def moved(task: dure.Task, strategy: dure.Strategy) -> Tensor:
-    """How far one batch of all data moves the weights, for each unit of the rate."""
+    """Return how far one batch of all data moves the weights, for each unit of the rate."""
     start = nn.utils.parameters_to_vector(seeded_model(task, 0).parameters()).detach()
     run = dure.train(task, strategy, dure.Simulated(), dure.Stop(rounds=1))
     return (weights_of(run) - start) / RATE

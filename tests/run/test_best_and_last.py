@@ -22,7 +22,8 @@ from dure.run.predict import predict
 
 
 def classes() -> dure.Task:
-    """Of 40 training examples 30 are of class 1, of 8 test examples 2; too large a step."""
+    """Return a task whose rate is too large: 30 of 40 training examples are of class 1, 2 of 8 test
+    examples."""
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(40, 4, generator=generator)
     labels = (torch.arange(40) % 4 > 0).long()

@@ -1,5 +1,5 @@
-"""What an optimizer changes in its parameter groups is each client's own, and goes where its state
-goes: with a head that is handed on, into checkpoints, and away where an optimizer begins anew."""
+"""Changed settings of parameter groups belong to a client and travel with its optimizer's state:
+with a handed head and into checkpoints. They are reset where an optimizer begins anew."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def task_of(kind: str, **others: Any) -> dure.Task:
 
 
 def batches(task: dure.Task, rounds: int, clients: int = CLIENTS) -> list[list[list[Tensor]]]:
-    """Of each round, and each client, the indices of its batches."""
+    """Return the indices of the batches of each round and client."""
     parts = divide(dure.SplitLearning().partition, clients, task.train, BATCH, 0, joins=False)
     steps = [part.batches.steps_per_epoch for part in parts]
     return [

@@ -1,4 +1,4 @@
-"""What a model keeps in Python is found; what cannot be looked at ends no run."""
+"""Python state of a model is found; what cannot be looked at ends no run."""
 
 from __future__ import annotations
 

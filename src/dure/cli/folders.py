@@ -287,7 +287,7 @@ def _facts(folder: Path) -> Iterator[tuple[str, str]]:
 
 
 def _measured(result: Result, name: str, last: float) -> str:
-    """A metric of the best model and of the last; of the best evaluation where none was chosen."""
+    """Return a metric of the best and the last model, or the last and its best evaluation."""
     told = metric_value(name, last)
     if result.chosen is None:
         return f"{told} (best evaluation {metric_value(name, result.best.get(name))})"
@@ -296,7 +296,7 @@ def _measured(result: Result, name: str, last: float) -> str:
 
 
 def _about(result: Result) -> Iterator[tuple[str, str]]:
-    """What a reader of the metrics has to know besides."""
+    """Yield notes on the metrics: the best model, a mean of models, the majority class."""
     chosen = result.chosen
     if chosen is not None:
         by = metric_name(chosen.monitor)

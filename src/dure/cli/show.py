@@ -148,11 +148,11 @@ def human_bytes(count: float) -> str:
 
 
 _ROW = "row"
-"""The entry of a summary that says of which of a run's two models a row of the table is."""
+"""Key of a summary that names the model of its row: "best" or "last"."""
 
 
 def best_and_last(summaries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A summary for each row of the table: two where a run's best model is not its last one."""
+    """Return a summary for each row: two where a run's best model is not its last one."""
     rows = []
     for summary in summaries:
         chosen = summary.get("best_model", {})
@@ -168,12 +168,12 @@ def best_and_last(summaries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def is_last(summary: dict[str, Any]) -> bool:
-    """Whether a row is of a last model beside which a better one is kept."""
+    """Return whether a row shows a last model beside which a better one is kept."""
     return summary.get(_ROW) == "last"
 
 
 def competes(summary: dict[str, Any], heading: str) -> bool:
-    """Whether a row can be the best of a column."""
+    """Return whether a row can be marked as the best of a column."""
     # Clients' own models are measured apart from their mean.
     of_mean = _is_metric(heading, summary) and not heading.startswith("personal ")
     means = of_mean and "mean_of" in summary
@@ -185,7 +185,7 @@ def _is_metric(heading: str, summary: dict[str, Any]) -> bool:
 
 
 def notes_on(summaries: Sequence[dict[str, Any]]) -> list[str]:
-    """What a reader of the table has to know besides, a line each."""
+    """Return notes on the table: best models, means, missing clients, the majority class."""
     notes = []
     if any(_ROW in one for one in best_and_last(summaries)):
         monitors = {one["best_model"]["monitor"] for one in summaries if "best_model" in one}
@@ -349,7 +349,7 @@ def table(summaries: Sequence[dict[str, Any]], console: Console | None = None) -
 
 
 def with_notes(result: Table, notes: Sequence[str]) -> Table:
-    """The table, with lines below it."""
+    """Return the table with notes below it."""
     if notes:
         result.caption = "\n".join(escape(printable(note)) for note in notes)
         result.caption_justify = "left"

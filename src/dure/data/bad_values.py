@@ -1,4 +1,4 @@
-"""Where the data hold NaN or infinity, in words: the column, and the first example that has one."""
+"""Descriptions of NaN and infinity in data: the column, and the first example with a bad value."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def bad_values(examples: Any, features: Sequence[str] | None = None) -> str | No
 
 
 def _columns(leaf: Tensor, names: Sequence[str] | None) -> Iterator[str]:
-    """The columns of a table, or all of another tensor, with numbers that are not finite."""
+    """Describe the columns of a table, or a tensor of another shape, with bad numbers."""
     bad = ~torch.isfinite(leaf)
     if not bool(bad.any()):
         return
@@ -57,7 +57,7 @@ def _columns(leaf: Tensor, names: Sequence[str] | None) -> Iterator[str]:
 
 
 def _said(values: Tensor, bad: Tensor, name: str) -> str:
-    """values, bad: of shape (examples, numbers)."""
+    """Describe the bad numbers of one column. values, bad: of shape (examples, numbers)."""
     rows = bad.any(1).nonzero().flatten()
     first = int(rows[0])
     value = values[first][bad[first]][0].item()

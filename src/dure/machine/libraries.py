@@ -1,4 +1,4 @@
-"""Which files are libraries, and not the user's own code.
+"""Files of libraries, as opposed to the user's own code.
 
     Python's, and what is installed in an environment or for a user    always
     installed into a folder of its own (pip install --target)          always
@@ -14,18 +14,18 @@ from __future__ import annotations
 import functools
 import json
 import os
-import site
 import sys
-import sysconfig
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+from dure.references import installed_folders
 
-def is_installed(file: Path) -> bool:
+
+def is_copied(file: Path) -> bool:
     """Return whether the file came with Python or with a package that pip has copied."""
-    return any(map(file.is_relative_to, _environment())) or _is_in_target(file)
+    return any(map(file.is_relative_to, installed_folders())) or _is_in_target(file)
 
 
 def is_elsewhere(file: Path) -> bool:
@@ -40,14 +40,6 @@ def is_elsewhere(file: Path) -> bool:
         file.is_relative_to(root) and not any(place.is_relative_to(root) for place in working)
         for root in (*_editable_projects(), *_python_path())
     )
-
-
-@functools.cache
-def _environment() -> tuple[Path, ...]:
-    kinds = ("stdlib", "platstdlib", "purelib", "platlib")
-    names = [sysconfig.get_path(kind) for kind in kinds]
-    names += [*site.getsitepackages(), site.getusersitepackages()]
-    return tuple(Path(name).resolve() for name in names)
 
 
 def _is_in_target(file: Path) -> bool:
@@ -74,7 +66,7 @@ def _copied_into(folder: Path) -> frozenset[str]:
 def _editable_projects() -> tuple[Path, ...]:
     return tuple(
         project
-        for folder in _environment()
+        for folder in installed_folders()
         for project in (*_projects_by_url(folder), *_projects_by_link(folder))
     )
 

@@ -1,4 +1,4 @@
-"""What a batch counts, known to a worker that has computed a part of it alone.
+"""The count of a whole batch, for a worker that has computed a part of it alone.
 
 A push that is a step by itself is weighed by its share of what the loss counts in its batch, before
 any other part is computed (`gradients`). torch's losses tell that from targets. Others tell it when
@@ -24,7 +24,7 @@ from dure.tasks.loss_shares import CountedLoss
 
 
 class LateCounts:
-    """Looks at the examples that a worker reads and at its outputs, and keeps the last of each."""
+    """Counts batches by the targets and outputs of the part that was computed last."""
 
     def __init__(self, losses: CountedLoss, examples: Examples) -> None:
         self._losses = losses
@@ -34,20 +34,20 @@ class LateCounts:
         self._count = 0
 
     def read(self, indices: Tensor) -> tuple[Any, Any]:
-        """The inputs and targets of examples."""
+        """Return inputs and targets of examples, and keep the targets."""
         inputs, targets = self._examples.batch(indices)
         self._targets = targets
         self._count = len(indices)
         return inputs, targets
 
     def forward(self, model: Callable[[Any], Any], inputs: Any) -> Any:
-        """The outputs of a model."""
+        """Return the outputs of a model, and keep them."""
         outputs = model(inputs)
         self._outputs = tree_map(_detached, outputs)
         return outputs
 
     def in_batch(self, part: Tensor, counted: float, batch: Tensor) -> float:
-        """What a batch counts, of which the part that was computed last counts so much."""
+        """Return the count of a batch. counted: of `part`, which was computed last."""
         outputs, self._outputs = self._outputs, None
         if not self._losses.counts_unlike(self._targets):
             return counted * len(batch) / len(part)
@@ -65,7 +65,7 @@ def _detached(leaf: Any) -> Any:
 
 
 def _first(leaf: Any, count: int, of: int) -> Any:
-    """The outputs of the first examples, of so many, where they lie one after another."""
+    """Return the outputs of the first `count` of `of` examples."""
     if not isinstance(leaf, Tensor) or not leaf.dim() or len(leaf) % of:
         return leaf
     return leaf[: len(leaf) // of * count]

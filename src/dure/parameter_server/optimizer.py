@@ -231,7 +231,7 @@ class ShardOptimizer:
 
     @torch.no_grad()
     def step(self, start: int, gradient: Tensor, factor: float, decay: float = 1.0) -> None:
-        """One step on the keys from `start` on.
+        """Make a step on the keys from `start` on.
 
         factor: of the learning rates. decay: of weight decay that is part of the gradient.
         """

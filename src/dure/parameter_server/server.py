@@ -268,7 +268,7 @@ class Server:
 
     @property
     def _norms_due(self) -> float:
-        """When to ask again for norms that have not come."""
+        """Return when to ask again for norms that have not come."""
         patience = self.patience if self.beat is None else min(self.patience, PATIENCE)
         return self._norms.sent + patience
 

@@ -221,7 +221,7 @@ class Shard:
         return Step(start, gradient, made, factor, rows, decay)
 
     def _in_turn(self, worker: int, start: int) -> list[Step]:
-        """What has waited for the push that came, in the order of the worker's clocks."""
+        """Return the steps of pushes that are next in the order of the worker's clocks."""
         early = self._early[worker, start]
         steps = []
         while (clock := self._next(worker, start)) in early:

@@ -86,7 +86,7 @@ def in_a_line(run: Run) -> str | None:
 
 
 def _left(run: Run) -> str | None:
-    """Who was missing at the end, and which part of the data was not."""
+    """Describe the clients missing at the end, and the share of the data that was there."""
     federation = run.federation
     if federation is None or not federation.left:
         return None

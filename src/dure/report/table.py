@@ -78,7 +78,7 @@ def table(runs: Runs) -> str:
 
 
 def _about(run: Run) -> list[str]:
-    """What a reader of its row has to know."""
+    """Describe a run's best model, its mean of models and missing clients, below the table."""
     told = []
     chosen = run.result.chosen
     if chosen is not None:
@@ -99,7 +99,7 @@ def _about(run: Run) -> list[str]:
 
 
 def _baseline(runs: Sequence[Run]) -> str:
-    """What saying the most frequent class reaches, where runs tell it."""
+    """Describe the accuracy of always saying the most frequent class, where runs tell it."""
     told = {
         f"{metric_name(key)} {metric_value(key, value)}"
         for run in runs

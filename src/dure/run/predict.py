@@ -188,7 +188,7 @@ def _example(data: Examples) -> Any:
 
 
 def _array(content: Any, features: Sequence[str] | None, source: str) -> Any:
-    """What a file holds as an array: the columns of a table in the order of the features."""
+    """Return the content of a file as an array. features: the order of a table's columns."""
     if isinstance(content, Tensors):
         if len(content) != 1:
             raise ValueError(

@@ -32,7 +32,7 @@ TEXT = "text"
 """The column of a text, in a table of several columns."""
 
 Fit = Callable[[Any], Any]
-"""What makes the inputs of an example of a row. Raises ValueError for a row that is not like it."""
+"""Makes the inputs of an example of a row. Raises ValueError for a row that is not like it."""
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,10 @@ def _columns(example: Mapping[str, Any], content: Mapping[str, Any]) -> dict[str
 
 
 def _item_fit(item: Any, varies: bool) -> Fit:
-    """What makes an item of a row. varies: whether lengths may differ, for items are collated."""
+    """Return a function that makes an item of a row.
+
+    varies: whether lengths may differ, since items are collated.
+    """
     if isinstance(item, Mapping):
         target = next((name for name in LABELS if name in item), None)
         inputs = {name: value for name, value in item.items() if name != target}

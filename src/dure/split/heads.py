@@ -73,7 +73,7 @@ def _least(value: Tensor | float) -> float:
 
 
 class Remembered(NamedTuple):
-    """What an optimizer remembers, by name: of each weight, in each parameter group, and else.
+    """Memory of an optimizer by name: of each weight, in each parameter group, and shared.
 
     groups: the settings with what they are like. changes: whether steps change any.
     """
@@ -85,7 +85,7 @@ class Remembered(NamedTuple):
 
 
 def remembered_of(side: Side) -> Remembered | None:
-    """What the optimizer of a side remembers; None where it cannot be tried.
+    """Return what the optimizer of a side remembers; None where it cannot be tried.
 
     A copy of it makes some steps, with gradients of either sign.
     """

@@ -386,7 +386,7 @@ def copied(own: Own) -> Own:
 
 
 def fresh(own: Own) -> Own:
-    """The same, with an optimizer that begins anew."""
+    """Return the same weights with an optimizer that begins anew."""
     return Own(own.weights, own.buffers, tuple({} for _ in own.optimizer), ())
 
 

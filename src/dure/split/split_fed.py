@@ -145,7 +145,7 @@ class Averaged(Order):
             self._share(mean([self._tail_of(name).own for name in names], weights))
 
     def _leave(self) -> None:
-        """Nobody has learned anything: the model is the one before the round."""
+        """Keep the model from before the round, in which no loss has counted anything."""
         if not self.personal and self.head is None:
             # The server does not know the head with which all have begun.
             heads = self._heads_of(self.present)

@@ -163,7 +163,7 @@ class CountedLoss:
 
     @torch.no_grad()
     def count(self, outputs: Any, targets: Any, examples: int) -> float:
-        """What the loss counts in targets. outputs: any of their form, where it has to be asked."""
+        """Return the loss's count of targets. outputs: of any model, for losses that need them."""
         return self.mean(outputs, targets, examples).counted
 
     def part(self, outputs: Any, targets: Any, examples: int, share: Share) -> Computed:

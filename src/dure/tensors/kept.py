@@ -36,7 +36,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from dure.machine.libraries import is_elsewhere, is_installed
+from dure.machine.libraries import is_copied, is_elsewhere
 from dure.references import sources
 
 Kept = Mapping[str, Any]
@@ -251,7 +251,7 @@ class _Walk:
         if file not in self._libraries:
             path = Path(file).resolve()
             known = package == self._package or name in sources()
-            self._libraries[file] = is_installed(path) or (not known and is_elsewhere(path))
+            self._libraries[file] = is_copied(path) or (not known and is_elsewhere(path))
         return not self._libraries[file]
 
     def _object(self, name: str, value: Any) -> None:

@@ -15,7 +15,7 @@ SLOW = 10.0
 
 
 def waits(strategy: Any, rounds: int = 3, **conditions: Any) -> tuple[list[dict[str, Any]], float]:
-    """What each client did, and how long the run has taken on the virtual clock."""
+    """Return each client's seconds, and those of the run on the virtual clock."""
     world = dure.Simulated(devices=f"stragglers:0.3:{SLOW:g}", **conditions)
     run = dure.train(small_task(n=40), strategy, world, dure.Stop(rounds=rounds))
     workers = [one for one in run.summary["per_worker"] if one["name"].startswith("client")]

@@ -1,4 +1,4 @@
-"""Who takes part in new models: shares, and whoever has left is named once."""
+"""Clients that take part in new models: shares, and whoever has left is named once."""
 
 from __future__ import annotations
 

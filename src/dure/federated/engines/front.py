@@ -1,9 +1,9 @@
-"""What a model does to structured inputs before its first layer, computed once for all examples.
+"""Operations of a model on structured inputs before its first layer, computed only once.
 
     x["numbers"]    torch.cat([x["a"], x["b"]], 1)    x[1].unsqueeze(1).float()
 
-Inputs that are a dict or a tuple of tensors become one tensor so, which a chain of layers takes.
-Each of these operations treats every example by itself; that it does is tried on a few.
+They join a dict or a tuple of tensors into the one tensor that a chain of layers takes. Each
+operation has to treat every example by itself, which is tried on a few examples.
 """
 
 from __future__ import annotations

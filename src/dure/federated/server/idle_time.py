@@ -1,4 +1,4 @@
-"""How long clients wait for the other clients of their round.
+"""Idle time of clients: waiting for the other clients of their round.
 
     idle time of client k in a round    T - a_k - c_k
 

@@ -1,4 +1,4 @@
-"""Which part of the clients, and of their examples, new models are made of, and who has left.
+"""Shares of clients and of their examples in new models, and clients that have left.
 
     clients share     clients whose updates are in the new model / all clients of the run
     examples share    their examples / the examples of all clients that have ever checked in
@@ -18,19 +18,19 @@ MOST_NAMED = 5
 
 
 class TakingPart:
-    """What is remembered of it. who: names a client for people."""
+    """Shares of the newest model, and clients that have left. who: names a client for people."""
 
     def __init__(self, who: Callable[[int], str]) -> None:
         self._who = who
         self.left: dict[int, int] = {}
-        """Who has been there and is not any more: client -> the first round without it."""
+        """Clients that have left: client -> the first round without it."""
         self._told = 0
-        """Of how many that have left it was warned."""
+        """Number of clients in the last warning."""
         self._clients = 0
         self._total: tuple[int, int] | None = None
-        """How many examples there are, and of how many clients that was counted."""
+        """(all examples, number of clients that they were counted over)."""
         self.shares: dict[str, float] = {}
-        """Of the newest model."""
+        """Shares of the newest model, by the names in the history."""
 
     def made(
         self,
@@ -40,7 +40,7 @@ class TakingPart:
         present: Collection[int] | None,
         knows_sizes: bool,
     ) -> str | None:
-        """A model was made. Returns a warning where more clients have left than before.
+        """Note a new model. Returns a warning where more clients have left than before.
 
         Args:
             round: of the model, from 1 on.
@@ -86,7 +86,7 @@ class TakingPart:
         )
 
     def facts(self) -> dict[str, Any]:
-        """Who was missing at the end: client and the first round without it; nothing if nobody."""
+        """Return the clients missing at the end, each with the first round without it."""
         if not self.left:
             return {}
         return {
