@@ -105,6 +105,12 @@ def by_hand(
     return there
 
 
+def difference(run: dure.Run, expected: Tensor) -> float:
+    """Return the largest difference of the run's weights from those expected."""
+    weights = torch.cat([each.reshape(-1) for each in run.model.state_dict().values()])
+    return float((weights - expected).abs().max())
+
+
 @given(fetch_every=st.integers(1, 5), push_every=st.integers(1, 5), period=st.sampled_from([4, 7]))
 @settings(max_examples=15, deadline=None)
 def test_it_keeps_to_the_rule(fetch_every: int, push_every: int, period: int) -> None:
@@ -116,9 +122,7 @@ def test_it_keeps_to_the_rule(fetch_every: int, push_every: int, period: int) ->
         servers=2,
         overlap=False,
     )
-    weights = torch.cat([each.reshape(-1) for each in run.model.state_dict().values()])
-    expected = by_hand(fetch_every, push_every, period, 2, alpha=0.2)
-    assert float((weights - expected).abs().max()) < 1e-12
+    assert difference(run, by_hand(fetch_every, push_every, period, 2, alpha=0.2)) < 1e-12
 
 
 def halved(step: int) -> float:
@@ -141,9 +145,10 @@ def test_a_push_has_the_rate_of_its_step_and_the_decay_of_each_of_its_gradients(
         servers=2,
         overlap=False,
     )
-    weights = torch.cat([each.reshape(-1) for each in run.model.state_dict().values()])
-    expected = by_hand(100, push_every, period, 2, alpha=0.2, decay=0.02, rate=halved)
-    assert float((weights - expected).abs().max()) < 1e-12
+    assert (
+        difference(run, by_hand(100, push_every, period, 2, alpha=0.2, decay=0.02, rate=halved))
+        < 1e-12
+    )
 
 
 @pytest.mark.parametrize(("fetch_every", "push_every"), [(1, 1), (2, 1), (3, 5)])
