@@ -108,8 +108,10 @@ def folded(capability: str) -> dict[str, dict[str, str]]:
 
 @pytest.mark.parametrize("capability", CAPABILITIES[1:])
 def test_a_model_has_the_same_bits_with_and_without_fused_multiply_add(capability: str) -> None:
-    found, plain = folded(capability), folded("default")
-    if found["capability"] != capability:
+    # torch believes the environment, and would compute with instructions that are not there.
+    if capability not in Path("/proc/cpuinfo").read_text():
         pytest.skip(f"this processor has no {capability}")
+    found, plain = folded(capability), folded("default")
+    assert found["capability"] == capability
     assert found["fused"] != plain["fused"]
     assert found["results"] == plain["results"]
