@@ -59,7 +59,7 @@ check: lint types
 pytest: | lint browser iproute2
 	@echo "documentation and tests"
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder \
-	  --max-worker-restart 0 -m "not proof"
+	  --max-worker-restart 0 --keep-durations -m "not proof"
 
 proofs: export OMP_WAIT_POLICY ?= PASSIVE
 proofs: install-test browser iproute2

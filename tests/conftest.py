@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import atexit
 import gc
+import json
 import os
 import shutil
 import signal
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -53,12 +55,21 @@ SLOW = {
     "test_snippets.py",
     "test_snippets_shell.py",
 }
-"""Files and folders that come first, so that at the end no worker waits long for another."""
+"""Files and folders that run first where no durations are known."""
+DURATIONS = Path(__file__).parents[1] / ".durations.json"
+"""Seconds of each test file in the last run of `make test`; the longest files run first in the
+next run, so that at the end no worker waits long for another."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: SLOW.isdisjoint(item.path.parts))
     here = Path(__file__).parent
+    known = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
+
+    def place(item: pytest.Item) -> tuple[float, bool]:
+        seconds = known.get(item.path.relative_to(here).as_posix(), 0.0)
+        return -seconds, SLOW.isdisjoint(item.path.parts)
+
+    items.sort(key=place)
     for item in items:
         slow = PROOFS.get(item.path.relative_to(here).as_posix(), ())
         if item.name.startswith(slow):
@@ -67,6 +78,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("needs_cuda"):
                 item.add_marker(pytest.mark.skip(reason="there is no CUDA device here"))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Write the seconds of each test file, if the whole suite has run."""
+    config = session.config
+    if not config.getoption("--keep-durations") or hasattr(config, "workerinput"):
+        return
+    seconds: Counter[str] = Counter()
+    for reports in config.pluginmanager.get_plugin("terminalreporter").stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                seconds[report.fspath.removeprefix("tests/")] += report.duration
+    rounded = {file: round(spent, 1) for file, spent in seconds.most_common()}
+    DURATIONS.write_text(json.dumps(rounded, indent=1) + "\n")
 
 
 def pytest_collection_finish() -> None:
@@ -79,6 +104,9 @@ def pytest_collection_finish() -> None:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--sequences", type=int, default=40, help="random schedules of collectives for each backend"
+    )
+    parser.addoption(
+        "--keep-durations", action="store_true", help="write the seconds of each test file"
     )
     parser.addoption("--first-sequence", type=int, default=0, help="the seed of the first of them")
 
