@@ -10,6 +10,7 @@ import os
 import platform
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,8 @@ def test_tests_of_equal_bits_hold_under_every_instruction_set(name: str, threads
         cwd=TESTS,
         env={
             **os.environ,
+            # A folder in the folder of these tests: Ray's sockets have names of 107 bytes at most.
+            "TMPDIR": os.environ.get("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir()),
             "ATEN_CPU_CAPABILITY": aten,
             "ONEDNN_MAX_CPU_ISA": onednn,
             "MKL_ENABLE_INSTRUCTIONS": mkl,
