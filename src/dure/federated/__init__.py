@@ -1,1 +1,1 @@
-"""Train where the data was born: a server, clients, and updates between them."""
+"""Federated learning: a server, and clients that train on local data and send updates."""

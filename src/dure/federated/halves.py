@@ -1,10 +1,10 @@
-"""The two halves that run a federated strategy, made of what the strategy says.
+"""Builders of the server and the clients of a federated run, from its strategy.
 
-    server half     dure.federated.server    the global model, who is asked when
-    clients' half   dure.federated.client    examples, what clients keep, local training
+    server      dure.federated.server    the global model; requests and their times
+    clients     dure.federated.client    examples, client state, local training
 
-A carrier takes messages between the two (`dure.protocol`): in a simulation, which joins them in one
-process under a virtual clock, as they are; over a network, where each half is alone.
+A carrier moves messages between the two (`dure.protocol`). In a simulation both run in one process
+under a virtual clock; over a network each side runs alone.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ from dure.wire.layout import Federation, Layout
 
 
 class Says(protecting.Protects, Protocol):
-    """What halves ask of a strategy; `dure.federated.strategy.Federated` has the meanings."""
+    """Settings that the builders read; `dure.federated.strategy.Federated` documents them."""
 
     @property
     def held_out(self) -> float: ...
@@ -86,12 +86,12 @@ class Says(protecting.Protects, Protocol):
 
 
 def learner(strategy: Says, task: Task, place: Place, seed: int) -> Learner:
-    """Both halves in this process, joined by the place's carrier; or the server's alone."""
+    """Return the server: with simulated clients behind the place's carrier, or over a network."""
     if place.network is not None:
         return _serving(strategy, task, place, place.network, seed)
     assert place.carrier is not None
     assert place.conditions is not None
-    # The clients first: the carrier asks them who they are as soon as the server begins.
+    # Build the clients first: the carrier reads their sizes as soon as the server starts.
     model = place.model(task, seed)
     task = task.on(home_of(model))
     keep = _keep(place.conditions, place.folder, strategy.batch_size)
@@ -105,8 +105,8 @@ def learner(strategy: Says, task: Task, place: Place, seed: int) -> Learner:
 
 
 def _cost(strategy: Says, task: Task, model: nn.Module, conditions: Conditions, seed: int) -> Cost:
-    """What clients spend, next to what uploading all of their examples would cost."""
-    before = generators_state()  # reading an example may draw
+    """Return the meter of the clients' costs, next to the cost of uploading all their examples."""
+    before = generators_state()  # reading an example may draw random numbers
     each = example_bytes(task.train)
     restore_generators(before)
     sizes = [round(each * count) for count in strategy.divide(task, seed).sizes.tolist()]
@@ -118,7 +118,7 @@ def _cost(strategy: Says, task: Task, model: nn.Module, conditions: Conditions, 
 
 
 def _keep(conditions: Conditions, folder: Path | None, batch_size: int | None) -> Keep | None:
-    """What keeps updates in the run folder; None where none are kept."""
+    """Return the recorder of updates in the run folder; None if no updates are recorded."""
     if not conditions.keep_updates:
         return None
     assert folder is not None, "a run that keeps updates has a folder"
@@ -131,9 +131,15 @@ def _keep(conditions: Conditions, folder: Path | None, batch_size: int | None) -
 def server_half(
     strategy: Says, task: Task, model: nn.Module, place: Place, carrier: Carrier, seed: int
 ) -> Server:
-    """The server, which learns of its clients through the carrier.
+    """Return the server, which reaches its clients through the carrier.
 
-    model: the run's, which becomes the server's own.
+    Args:
+        strategy: the strategy of the run.
+        task: the task of the run.
+        model: the run's model, which the server takes over.
+        place: context of the server: conditions, group, run folder, identities.
+        carrier: transport between server and clients.
+        seed: of the run.
     """
     train, test = examples_for(task)
     sample = test or train
@@ -178,7 +184,7 @@ def server_half(
 def _serving(
     strategy: Says, task: Task, place: Place, network: Callable[[Federation], Carrier], seed: int
 ) -> Learner:
-    """The server, whose clients are elsewhere."""
+    """Return the server of a run whose clients are remote."""
     protecting.check_served(strategy)
     if strategy.selection.asks:
         raise ValueError(
@@ -212,25 +218,25 @@ def _serving(
 
 
 def _why_not(strategy: Says, clients: int, asked: int) -> str | None:
-    """Why the run cannot keep to so many clients in each new model; None where it can."""
+    """Return why the run cannot have `asked` clients in each new model; None if it can."""
     secure = strategy.privacy.secure
     sums = None if secure is None else secure.minimum
     return why_not(asked, clients, strategy.pacing(clients), strategy.rule(), sums)
 
 
 def _threads(strategy: Says, task: Task, model: nn.Module, clients: int) -> int:
-    """With how many threads a client computes, as in the simulation; 1 without examples."""
+    """Return the number of threads of a client, as in the simulation; 1 without examples."""
     train, test = examples_for(task)
     sample = test or train
     if not len(sample):
         return 1
-    # Clients of mean size; whoever has fewer examples than a batch makes smaller steps.
+    # Clients of mean size; a client with fewer examples than a batch makes smaller steps.
     typical = len(train) / clients or strategy.batch_size or len(sample)
     return threads_for(flops_per_step(model, sample, min(strategy.batch_size or typical, typical)))
 
 
 def layout(strategy: Says, task: Task, model: nn.Module, clients: int) -> Layout:
-    """The names under which the tensors of the model's messages travel."""
+    """Return the names under which the tensors of the model's messages travel."""
     flat = FlatParameters(another(model, task, 0))
     shared = strategy.algorithm(start_of(task, model, clients)).shared(flat.copy())
     return Layout(_names(flat, shared), Buffers(model).names)
@@ -239,7 +245,7 @@ def layout(strategy: Says, task: Task, model: nn.Module, clients: int) -> Layout
 def _names(
     flat: FlatParameters, shared: Sequence[Tensor]
 ) -> list[list[tuple[str, tuple[int, ...]]]]:
-    """What the flat weights that travel are called: parameters, where all of them do."""
+    """Return names of the flat weights that travel: parameter names if all parameters do."""
     sizes = [buffer.numel() for buffer in flat.buffers]
     if sizes == [one.numel() for one in shared]:
         return flat.names
@@ -257,9 +263,15 @@ def clients_half(
     seed: int,
     keep: Keep | None = None,
 ) -> Clients:
-    """All clients of the federation, with the examples that the partition gives them.
+    """Return all clients of the federation, with the examples that the partition assigns.
 
-    model: the run's, which stays as it is. keep: told of every update that is sent.
+    Args:
+        strategy: the strategy of the run.
+        task: the task of the run.
+        model: the run's model, which stays unchanged.
+        conditions: devices, availability and attacks of the clients.
+        seed: of the run.
+        keep: called with every update that is sent; None without a recorder.
     """
     parts = strategy.divide(task, seed)
     names = strategy.names(task)
@@ -283,18 +295,30 @@ def one_client(
     divides: bool,
     site: protecting.Site,
 ) -> Clients:
-    """One client of so many, on a machine of its own.
+    """Return a client of a federation of `clients` clients, alone on its machine.
 
-    site: what it knows of the run and of the others. divides: whether its examples are those that
-    the partition gives it; else all of the task's are its own. Raises ValueError for noise that
-    others could draw again.
+    Args:
+        strategy: the strategy of the run.
+        task: the client's task, with its own data.
+        model: the run's model, which stays unchanged.
+        conditions: of the run.
+        seed: of the run.
+        client: number of the client.
+        clients: number of clients in the federation.
+        divides: whether the client has the examples that the partition assigns; otherwise all
+            examples of the task are the client's.
+        site: the client's knowledge of the run and of the other clients.
+
+    Raises:
+        ValueError: the strategy cannot protect remote clients, for example because others could
+            draw the client's noise again.
     """
     protecting.check_served(strategy)
     own = strategy.divide(task, seed)[client] if divides else torch.arange(len(task.train))
     tests = None
     if not strategy.held_out and divides:
         tests = strategy.test_parts(task)
-    # Where its test data are its own too, they are what it measures with.
+    # If all test data are the client's, the client measures on them.
     elif not strategy.held_out and task.test is not None:
         tests = _alone(torch.arange(len(task.test)), client, clients)
     has = _Has(_alone(own, client, clients), tests, None)
@@ -303,14 +327,14 @@ def one_client(
 
 
 def _alone(own: Tensor, client: int, clients: int) -> list[Tensor]:
-    """What each of so many has here; the others are elsewhere, and have nothing."""
+    """Return the indices `own` for `client`, and no indices for the other clients."""
     return [own if other == client else own[:0] for other in range(clients)]
 
 
 class _Has(NamedTuple):
-    """What clients have here: examples and test examples of each, as indices, and names.
+    """Local data of each client: examples and test examples, as indices, and names.
 
-    tests: None where they measure on what they hold out, or not at all.
+    tests: None for clients that measure on their held-out examples, or not at all.
     """
 
     parts: Sequence[Tensor]
@@ -329,10 +353,18 @@ def _clients(
     site: protecting.Site | None = None,
     keep: Keep | None = None,
 ) -> Clients:
-    """The half of clients that have this.
+    """Return `Clients` for these local data.
 
-    secret: where their keys, their own noise and rounding come from. site: of a client that is
-    alone here.
+    Args:
+        strategy: the strategy of the run.
+        task: the task of the run.
+        model: the run's model, which stays unchanged.
+        conditions: devices, availability and attacks of the clients.
+        seed: of the run.
+        has: local data of each client.
+        secret: source of keys, of per-client noise and of rounding.
+        site: knowledge of a client that is alone in this process; None in a simulation.
+        keep: called with every update that is sent; None without a recorder.
     """
     one_more = _models(task, model, seed)
     examples, test = examples_for(task)
@@ -345,24 +377,25 @@ def _clients(
         held_out=held_out if has.tests is None else has.tests,
         seed=seed,
         fine_tune=strategy.fine_tune,
-        # What liars spoil is not measured on: these are as they came.
+        # Unspoilt data: models are not measured on examples that attackers have changed.
         newest=None if still else (examples, own),
     )
     if examples.sampling.weights is not None:
-        # On a network, others have nothing here.
+        # Over a network the other clients have no examples here.
         for part in filter(len, own):
             examples.sampling.of(part)
     attack = conditions.attack if conditions.attackers else None
     lying = _lying(conditions, len(own), seed)
     if attack is not None and attack.poisons:
-        # Data are spoilt once, so liars on data are the same in all rounds (`Conditions` sees to
-        # it).
+        # Data are spoilt once, so data poisoners are the same in all rounds (`Conditions` checks
+        # this).
         examples, own = poisoned(examples, own, lying(0), attack)
-    # What liars spoil they tell of, too.
+    # Attackers report losses on their spoilt examples too.
     losses = partial(personal.losses, examples)
     algorithm = strategy.algorithm(start_of(task, model, len(own)))
-    # Where nobody looks at single updates, an engine need not form them. Liars forge them, `answer`
-    # may read them, and `step`, clipping looks at each, and those that are kept are written.
+    # Without a reader of single updates, an engine need not form them. Readers are: attacks, which
+    # forge updates; `answer` and `step`, which may read them; user-level clipping, which bounds
+    # each update; and the recorder, which writes them.
     looks = (
         algorithm.answers
         or algorithm.has_own_step
@@ -390,7 +423,7 @@ def _clients(
         liars=lying,
         partial=strategy.sends_partial_work,
         lr_schedule=task.lr_schedule,
-        # All that torch has, before a run has fewer for the steps of one client.
+        # Read torch's thread count before a run lowers the count for the steps of single clients.
         threads=torch.get_num_threads(),
         names=has.names,
         keep=keep,
@@ -404,11 +437,11 @@ def _clients(
 
 
 def _models(task: Task, model: nn.Module, seed: int) -> Callable[[], nn.Module]:
-    """Makes models like the run's as it is now, one at each call."""
-    # Engines are made later, when a forward pass may have given the run's model other buffers.
+    """Return a factory of models equal to the run's present model."""
+    # Engines are made later, when a forward pass may have changed the buffers of the run's model.
     fresh = another(model, task, seed)
-    # Jobs have trained weights alone, so all models here have to have the run's frozen ones. They
-    # are in its memory: where a run goes on, those of its checkpoint are put there.
+    # Jobs carry trained weights alone, so all models here need the frozen weights of the run. These
+    # share the run's memory: a resumed run loads the frozen weights of its checkpoint into it.
     frozen = frozen_of(model)
 
     def one_more() -> nn.Module:
@@ -431,10 +464,10 @@ def _engines(
     noised: Noised | None,
     objective: Objective | None,
 ) -> Make:
-    """Makes engines; together, sums, noised, objective: as `Setting` has them."""
+    """Return a factory of engines; together, sums, noised, objective: as in `Setting`."""
 
-    # Called once jobs are there, perhaps again after `close`: each engine gets a model of its own
-    # to change.
+    # The factory is called when jobs exist, perhaps again after `close`: each engine gets its own
+    # model to change.
     def engine(jobs: Sequence[Job], chosen: str | None, chunk: int, threads: int | None) -> Engine:
         return strategy.engine(
             Setting(
@@ -460,10 +493,13 @@ def _engines(
 
 
 def _lying(conditions: Conditions, clients: int, seed: int) -> Callable[[int], Collection[int]]:
-    """Who lies in a round: the same all along, or others in every round."""
+    """Return a function from a round to the malicious clients of the round.
+
+    The set is the same in all rounds, or drawn for each round with `attackers_change`.
+    """
 
     def lying(round: int) -> Collection[int]:
-        # Who lies is drawn anew where it depends on the round.
+        # The draw depends on the round only if attackers change.
         turn = round if conditions.attackers_change else None
         return liars(clients, conditions.attackers, seed, turn)
 
@@ -471,7 +507,7 @@ def _lying(conditions: Conditions, clients: int, seed: int) -> Callable[[int], C
 
 
 def _tell_strangers(task: Task, names: Sequence[str] | None) -> None:
-    """Warns where test examples carry keys that no client has."""
+    """Warn about test examples with keys that no client has."""
     if names is None or task.test is None or task.test.keys is None or task.train.keys is None:
         return
     missing = strangers(task.train.keys, task.test.keys)

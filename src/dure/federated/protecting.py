@@ -1,10 +1,10 @@
-"""What protects the clients of a run, made of what its strategy says: sums alone, noise, accounts.
+"""Builders of privacy protections of a federated run: secure sums, noise, and accounts.
 
-    server half     what sums updates that nobody else sees; noise on what they come to; accounts
-    clients' half   what holds updates for such sums; each client's own noise
+    server      sums of updates that nobody else sees; noise on the sums; privacy accounts
+    clients     shares of updates for such sums; each client's own noise
 
-What protects clients elsewhere is drawn from the system, and in a simulation from the seed
-(`dure.randomness.secret`).
+The secrets of remote clients come from the operating system; a simulation derives them from the
+seed (`dure.randomness.secret`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from dure.tasks.batch_norm import statistics
 from dure.tensors.buffers import Buffers
 
 if TYPE_CHECKING:
-    # They need the extra "privacy", which runs without secure aggregation do without.
+    # These modules need the extra "privacy", which runs without secure aggregation do not have.
     from dure.federated.client.holding import Holding
     from dure.federated.privacy.secure_aggregation.clipped_contribution import Clipping
     from dure.federated.privacy.secure_aggregation.rounds import SecureRounds
@@ -44,16 +44,16 @@ if TYPE_CHECKING:
     from dure.wire.signatures import Key
 
 SIMULATED = "simulation"
-"""The name under which clients of a simulation sum."""
+"""Run id under which the clients of a simulation compute sums."""
 
 
 class Site(NamedTuple):
-    """What a client on a machine of its own knows of the run, for sums of updates.
+    """A remote client's knowledge of the run, for secure sums.
 
-    run: its id. refuses: hears why the client takes no part in a sum. key: its identity.
-    identities: public keys of all clients, by number, where their owner has signed them.
-    smallest_cohort: the fewest clients of a sum in which it takes part. spent: models to whose sums
-    it contributes no more; None keeps them in memory.
+    run: run id. refuses: called with the reason when the client refuses a sum. key: the client's
+    identity key. identities: public keys of all clients, by number, if their owner has signed them.
+    smallest_cohort: fewest clients of a sum in which the client takes part. spent: models to whose
+    sums the client contributes no more; None keeps the set in memory.
     """
 
     run: str
@@ -65,7 +65,7 @@ class Site(NamedTuple):
 
 
 class Protects(Protocol):
-    """What is asked of a strategy; `dure.federated.strategy.Federated` has the meanings."""
+    """Settings that protections need; `dure.federated.strategy.Federated` documents them."""
 
     name: ClassVar[str]
 
@@ -90,18 +90,18 @@ class Protects(Protocol):
 
 
 def secret_of(place: Place, seed: int) -> Secret:
-    """Where the server's coins, noise and groups come from."""
-    # A simulation repeats itself; what protects clients elsewhere nobody may draw again.
+    """Return the source of the server's sampling, noise and groups."""
+    # A simulation is reproducible; secrets that protect remote clients must not be.
     return Secret.simulated(seed) if place.network is None else Secret.system()
 
 
 def repeats(privacy: Privacy, place: Place) -> bool:
-    """Whether the run has the same bits again."""
+    """Return whether the run is reproducible bit for bit."""
     return place.network is None or privacy == NOTHING
 
 
 def check_served(strategy: Protects) -> None:
-    """Raises ValueError for what cannot protect clients that are elsewhere."""
+    """Raise ValueError for a protection that does not work for remote clients."""
     privacy = strategy.privacy
     check_own_noise(privacy)
     if privacy.secure is not None and strategy.selection.by_size:
@@ -116,13 +116,25 @@ def check_served(strategy: Protects) -> None:
         )
 
 
-# The server's half
+# The server
 
 
 def secure(
     strategy: Protects, task: Task, model: nn.Module, place: Place, clients: int, secret: Secret
 ) -> tuple[SecureRounds | None, Aggregator]:
-    """(what sums updates that nobody but their clients sees, the rule for what comes of it)."""
+    """Return (server side of secure aggregation, rule for the sums).
+
+    Args:
+        strategy: the strategy of the run.
+        task: the task of the run.
+        model: the run's model, which stays unchanged.
+        place: context of the server.
+        clients: number of clients.
+        secret: source of the groups.
+
+    Returns:
+        (None, the strategy's rule) without secure aggregation.
+    """
     rule = strategy.rule()
     settings = strategy.privacy.secure
     if settings is None:
@@ -146,13 +158,23 @@ def noised(
     secret: Secret,
     seed: int,
 ) -> Private | None:
-    """Differential privacy of clients, where the strategy wants it."""
+    """Return the server side of user-level differential privacy; None without it.
+
+    Args:
+        strategy: the strategy of the run.
+        task: the task of the run.
+        model: the run's model, which stays unchanged.
+        place: context of the server.
+        carrier: gives the clients' sizes, and stores draws.
+        secret: source of the noise.
+        seed: of the run.
+    """
     user = strategy.privacy.user
     if user is None:
         return None
     sizes = carrier.join().sizes
     if strategy.privacy.secure is not None and place.network is not None:
-        sizes = [0] * len(sizes)  # nobody is told: all count as if they weighed 1
+        sizes = [0] * len(sizes)  # sizes are hidden: all clients weigh 1
     copy = another(model, task, seed)
     return noised_rounds(
         user,
@@ -169,7 +191,7 @@ def noised(
 
 
 def account(strategy: Protects, sizes: Sequence[int], simulated: bool) -> ExampleAccount | None:
-    """What clients tell of their examples, where these are protected."""
+    """Return the privacy account of example-level protection; None without it."""
     example = strategy.privacy.example
     if example is None:
         return None
@@ -186,7 +208,7 @@ def account(strategy: Protects, sizes: Sequence[int], simulated: bool) -> Exampl
     )
 
 
-# The clients' half
+# The clients
 
 
 def holding(
@@ -198,7 +220,17 @@ def holding(
     secret: Secret,
     site: Site | None,
 ) -> Holding | None:
-    """What holds updates, where they stay with their clients."""
+    """Return the client side of secure aggregation; None without it.
+
+    Args:
+        strategy: the strategy of the run.
+        task: the task of the run.
+        model: the run's model, which stays unchanged.
+        algorithm: the algorithm of the clients.
+        sizes: number of examples of each client.
+        secret: source of keys and rounding.
+        site: knowledge of a client that is alone in this process; None in a simulation.
+    """
     settings = strategy.privacy.secure
     if settings is None:
         return None
@@ -225,7 +257,7 @@ def holding(
 
 
 def _tell_large(settings: SecureAggregation, sizes: Sequence[int]) -> None:
-    """Warns where clients weigh less in a sum than their examples would."""
+    """Warn if some clients weigh less in a sum than their examples would."""
     larger = [size for size in sizes if size > settings.most_examples]
     if larger:
         warn(
@@ -238,7 +270,7 @@ def _tell_large(settings: SecureAggregation, sizes: Sequence[int]) -> None:
 def local_noise(
     privacy: Privacy, task: Task, model: nn.Module, algorithm: Algorithm, secret: Secret
 ) -> LocalNoise | None:
-    """What adds noise to updates before they are sent, where each client does so for itself."""
+    """Return the noise that each client adds to its update before sending; None without it."""
     user = privacy.user
     if user is None or user.where != "local":
         return None
@@ -249,14 +281,17 @@ def local_noise(
 
 
 def _weighed(settings: SecureAggregation, algorithm: Algorithm) -> SecureAggregation:
-    """As the algorithm weighs: where all weigh alike, no digits are left for weights."""
+    """Return the settings for the algorithm's weights.
+
+    If all updates weigh the same, no digits of a sum are reserved for weights.
+    """
     return replace(settings, most_examples=1) if algorithm.alike else settings
 
 
 def _clipping(
     strategy: Protects, task: Task, model: nn.Module, algorithm: Algorithm
 ) -> Clipping | None:
-    """How clients clip, where they have differential privacy, and only their sum is seen."""
+    """Return the clipping of clients under user-level privacy with secure sums; None without it."""
     user = strategy.privacy.user
     if user is None:
         return None
@@ -270,8 +305,10 @@ def _clipping(
 def _contribution(
     task: Task, model: nn.Module, algorithm: Algorithm
 ) -> tuple[list[Tensor], list[list[int]], list[int]]:
-    """What a client's contribution looks like, the pieces of each of its tensors, and the places of
-    batch norm's statistics among the buffers."""
+    """Return (tensors like a client's contribution, pieces of each tensor, statistics' places).
+
+    The places are the indices of batch norm's statistics among the buffers.
+    """
     copy = another(model, task, 0)
     like, pieces = contribution(copy, algorithm)
     return like, pieces, list(statistics(copy, Buffers(copy).names))

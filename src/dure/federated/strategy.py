@@ -1,9 +1,9 @@
-"""What all federated strategies have in common: their fields, and whether they fit.
+"""Base class of federated strategies: fields, defaults and checks.
 
-`dure.federated.halves` makes the server and the clients of a strategy.
+`dure.federated.halves` builds the server and the clients of a strategy.
 
-A subclass is an algorithm: it adds its hyperparameters and says what its clients and its server do
-(`algorithm`), when the server asks and combines (`pacing`), and how it moves the model
+A subclass is an algorithm: it adds its hyperparameters, the hooks of clients and server
+(`algorithm`), the pacing of requests and models (`pacing`), and the step of the model
 (`optimizer`).
 """
 
@@ -69,42 +69,44 @@ if TYPE_CHECKING:
 
 
 OWNED = "the average is of the whole model, and a part of it belongs to each client"
-"""Why an algorithm that divides the model has no ema."""
+"""Reason why an algorithm that divides the model has no ema."""
 
 
 @dataclass(frozen=True)
 class Federated(Strategy):
-    """Clients train where their data are; a server combines what they learned.
+    """Clients train on their own data; a server combines their updates.
 
-    partition, selection and aggregate may be given as text, as the command line takes them.
+    partition, selection and aggregate may be given as text, as on the command line.
 
     Args:
-        clients: K; None is 10, or one client a key with the partition natural-key.
-        fraction: C, the share of the clients that takes part in a round, or is at work at any time,
-            in (0, 1].
+        clients: K; None is 10, or one client per key with the partition natural-key.
+        fraction: C, the share of the clients that takes part in a round, or that works at any time
+            without rounds, in (0, 1].
         local_epochs: E, passes of a client over its data in a round.
         local_steps: steps of a client in a round instead of epochs.
         batch_size: B, of a client's step; None is all of its data.
-        partition: how examples are divided over clients: iid, label-shards:2, dirichlet:0.5,
+        partition: division of the examples over clients: iid, label-shards:2, dirichlet:0.5,
             quantity-skew:1, feature-skew:0.8, blocks:2, or natural-key.
-        selection: how a round chooses its clients: uniform, weighted, poisson; uniform:1.3:60:8
-            asks 1.3 times as many as it needs, and ends after 60 s if 8 have answered.
-        aggregate: how updates become one: mean, median, trimmed-mean:0.2, krum:2, bulyan:2,
+        selection: choice of a round's clients: uniform, weighted, poisson; uniform:1.3:60:8 asks
+            1.3 times as many clients as needed, and ends after 60 s if 8 have answered.
+        aggregate: rule that combines updates: mean, median, trimmed-mean:0.2, krum:2, bulyan:2,
             geometric-median, geometric-median-of-means:10, rfa, centred-clipping:10;
             clipped:1/mean, bucketing:2/krum:2.
-        held_out: the share of each client's data that it does not train on, for measuring models
-            client by client; 0 measures on the test data that carry the client's key, if any do.
-        fine_tune: epochs for which a client trains the global model further before its own is
-            measured.
-        held_out_order: which examples are held out: random, or newest, the last ones of each
-            client.
-        freeze_at: the round whose model is measured on the newest data beside every later one, for
+        held_out: share of each client's data that is held out from training, to measure models
+            client by client; 0 measures on the test data that carry the client's key, if there are
+            any.
+        fine_tune: epochs for which a client trains the global model further before its personalised
+            model is measured.
+        held_out_order: choice of the held-out examples: random, or newest, the last examples of
+            each client.
+        freeze_at: round whose model is measured on the newest data beside every later model, for
             data that come and go.
-        privacy: what is kept from the server and from others: secure-aggregation, user-level:1:1.1,
+        privacy: protection of updates and examples: secure-aggregation, user-level:1:1.1,
             dp-sgd:1:1.1, or several with / between them; none by default.
-        epsilon: the budget of differential privacy: the run ends before it tells more. Where the
-            privacy names no noise, the least noise that keeps to it for all rounds of the run.
-        delta: the probability that the epsilon does not hold; well below 1 / clients.
+        epsilon: budget of differential privacy: the run ends before it exceeds the budget. If the
+            privacy names no noise, the least noise that stays within the budget for all rounds of
+            the run.
+        delta: probability that the epsilon does not hold; well below 1 / clients.
     """
 
     clients: int | None = None
@@ -128,14 +130,14 @@ class Federated(Strategy):
     kind: ClassVar[Kind] = "clients"
     unit: ClassVar[str] = "round"
     follows_model: ClassVar[bool] = True
-    # Before, what the server and its clients keep was one state.
+    # In older checkpoints the server and its clients were a single state.
     oldest_checkpoint: ClassVar[int] = 2
     without: ClassVar[frozenset[str]] = frozenset({"server_examples_per_second"})
     sends_partial_work: ClassVar[bool] = False
     trains_with: ClassVar[frozenset[Part]] = ALL
     samples: ClassVar[frozenset[Way]] = APART
     noises_steps: ClassVar[bool] = True
-    """Whether its clients' local training may be DP-SGD's."""
+    """Whether the clients' local training may be DP-SGD."""
 
     letters: ClassVar[Mapping[str, str]] = {
         "clients": "K",
@@ -154,31 +156,32 @@ class Federated(Strategy):
                 "aggregate": aggregate.parse,
             },
         )
-        # The data say how many natural clients there are; otherwise somebody has to.
+        # The data give the number of natural clients; otherwise the user has to.
         if self.clients is None:
             object.__setattr__(self, "clients", self.partition.clients_by_default)
-        # One protection, or several, stand for what they make together.
+        # A single protection or a tuple of several becomes a `Privacy`.
         object.__setattr__(self, "privacy", privacy_of(self.privacy))
-        # Each client's own coin is what privacy of clients counts on; other selections are refused.
+        # The guarantee of user-level privacy assumes Poisson sampling; other selections are
+        # refused.
         if self.privacy.user is not None and self.selection == Uniform():
             object.__setattr__(self, "selection", Coins())
 
-    # What an algorithm says
+    # Hooks for subclasses
 
     def algorithm(self, start: Start) -> Algorithm:
-        """The hooks of the algorithm."""
+        """Return the hooks of the algorithm."""
         return Algorithm()
 
     def pacing(self, clients: int) -> Pacing:
-        """When the server asks and combines."""
+        """Return the pacing: when the server sends requests and when it combines updates."""
         return Rounds(self.fraction, self.selection)
 
     def optimizer(self) -> ServerOptimizer:
-        """How the server moves the model. Raises ValueError for values that make no sense."""
+        """Return the optimizer that moves the model; raise ValueError for invalid values."""
         return ServerOptimizer()
 
     def rule(self) -> Aggregator:
-        """How updates become one."""
+        """Return the rule that combines updates."""
         return self.aggregate
 
     @property
@@ -186,31 +189,31 @@ class Federated(Strategy):
         return self.privacy.example is not None
 
     def cannot(self, part: Part, kind: Kind) -> str | None:
-        """Why it cannot do a part of learning: dp-sgd has gradients of single examples."""
+        """Return why a part of learning is impossible: dp-sgd needs per-example gradients."""
         if self.privacy.example is not None and part in ("precision", "compile"):
             return "dp-sgd computes the gradient of each example by itself, in full precision"
         return super().cannot(part, kind)
 
     def check_task(self, task: Task) -> None:
-        """Raises ValueError if the algorithm cannot train the task."""
+        """Raise ValueError if the algorithm cannot train the task."""
 
     def engine(self, setting: Setting) -> Engine:
-        """The engine that computes what clients are asked.
+        """Return the engine that computes the clients' jobs.
 
-        Raises ValueError for a wanted engine that cannot.
+        Raises ValueError if the requested engine cannot compute them.
         """
         return engine_for(setting)
 
     def check_engine(self, task: Task, wanted: str, model: nn.Module | None = None) -> None:
-        """Raises ValueError for an engine, asked for by name, that cannot compute the task.
+        """Raise ValueError if an engine requested by name cannot compute the task.
 
-        model: the task's, where there is one already.
+        model: the task's model, if it exists already.
         """
         if self.privacy.example is not None:
             check_noised(wanted)
         check_engine(task, wanted, model)
 
-    # What they share
+    # Implementation that all subclasses share
 
     @property
     def protects(self) -> bool:
@@ -218,7 +221,7 @@ class Federated(Strategy):
 
     @property
     def label(self) -> str:
-        # Only what differs from the defaults: labels are for legends and lists.
+        # Only fields that differ from the defaults: labels are for legends and lists.
         default = type(self)()
         changed = [
             one.name
@@ -251,13 +254,13 @@ class Federated(Strategy):
             )
         if user is None or self.epsilon is None or user.noise:
             return self
-        # Before the noise is looked for, which takes seconds.
+        # Check first: the search for the noise takes seconds.
         self._check_privacy()
         noise = chosen_noise(user, self, stop.rounds, self.count(task) or 1)
         return replace(self, privacy=replace(self.privacy, user=replace(user, noise=noise)))
 
     def _check_privacy(self) -> None:
-        """Raises ValueError where clients would not have what they are promised."""
+        """Raise ValueError if clients would not get the privacy that the settings promise."""
         if self.privacy != NOTHING:
             check_installed()
         check_delta(self.delta)
@@ -283,7 +286,7 @@ class Federated(Strategy):
             )
 
     def check_settings(self) -> None:
-        """Raises ValueError for a field that makes no sense, whatever the task is."""
+        """Raise ValueError for a field that is invalid for any task."""
         check_batch_size(self.batch_size)
         if not 0 < self.fraction <= 1:
             raise ValueError(
@@ -320,7 +323,7 @@ class Federated(Strategy):
                 "0.2"
             )
         examples = len(task.train)
-        # A server that has none cannot know.
+        # A server without data cannot check this.
         if self.clients is not None and 0 < examples < self.clients:
             raise ValueError(
                 f"{self.clients} clients are more than the {examples} training examples"
@@ -335,9 +338,9 @@ class Federated(Strategy):
         if self.privacy.user is not None:
             check_budget(self.privacy.user, self, self.count(task) or 1)
         self.check_task(task)
-        # A rule that needs more updates than a round has is refused before anything is computed.
+        # A rule that needs more updates than a round has is refused before any computation.
         clients = self.count(task)
-        if clients is not None:  # without keys it is the partition that refuses
+        if clients is not None:  # without keys the partition raises the error
             pacing = self.pacing(clients)
             self.rule().check(pacing.updates(clients))
             pacing.check(clients)
@@ -345,7 +348,7 @@ class Federated(Strategy):
             self._check_secure(self.privacy.secure, clients)
 
     def _check_secure(self, secure: SecureAggregation, clients: int | None) -> None:
-        """Raises ValueError where something needs single updates, or clients would say too much."""
+        """Raise ValueError if a setting needs single updates, or reveals them."""
         check_rule(secure, self.rule())
         check_user(secure, self.privacy.user)
         check_measuring(secure, self.held_out, self.fine_tune)
@@ -364,7 +367,7 @@ class Federated(Strategy):
             check_groups(secure, self.rule(), self.pacing(clients), clients)
 
     def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
-        """Raises ValueError for a batch that is too small for the model, or shared memory."""
+        """Raise ValueError for a batch that is too small for the model, or shared memory."""
         check_apart(model)
         if task.ema is not None and self._divides(task, model):
             raise ValueError(f"ema: {OWNED}; leave it out")
@@ -372,7 +375,7 @@ class Federated(Strategy):
             check_layers(model)
         if self.privacy != NOTHING:
             self._check_hooks(task, model)
-        # A server that has no data leaves it to its clients, which check it too.
+        # A server without data leaves the check to its clients.
         singly = self.batch_size == 1 and len(task.train) > 0
         if singly and needs_two(model, examples_for(task)[0]):
             raise ValueError(
@@ -381,7 +384,7 @@ class Federated(Strategy):
             )
 
     def _check_hooks(self, task: Task, model: nn.Module) -> None:
-        """Raises ValueError for hooks that see what the privacy keeps from them."""
+        """Raise ValueError for hooks that need updates which the privacy hides."""
         algorithm = self.algorithm(start_of(task, model, self.count(task) or 1))
         own = f"{type(algorithm).__name__} of {self.name}"
         if algorithm.has_own_step and self.privacy.secure is not None:
@@ -401,15 +404,15 @@ class Federated(Strategy):
             )
 
     def prove(self, task: Task, model: nn.Module, workers: int | None) -> Proof | None:
-        """Tries how the gradients of single examples are clipped, where that is wanted."""
+        """Check per-example gradient clipping on the model, with dp-sgd."""
         self.check_model(task, model, workers)
-        # A server that has no data leaves it to its clients.
+        # A server without data leaves the proof to its clients.
         if self.privacy.example is None or not len(task.train):
             return None
         return proven(task, model)
 
     def check_under(self, task: Task, model: nn.Module, conditions: Conditions) -> None:
-        """Raises ValueError for liars that cannot be, and engines that cannot compute the task."""
+        """Raise ValueError for impossible attackers, or an engine that cannot compute the task."""
         clients = self.count(task)
         attack = conditions.attack
         attackers = conditions.attackers
@@ -468,12 +471,15 @@ class Federated(Strategy):
             )
 
     def _divides(self, task: Task, model: nn.Module) -> bool:
-        """Whether a part of the model belongs to each client."""
+        """Return whether a part of the model belongs to each client."""
         algorithm = self._tried(task, model, self.count(task) or 1)
         return algorithm is not None and algorithm.divides
 
     def _tried(self, task: Task, model: nn.Module, clients: int) -> Algorithm | None:
-        """The algorithm; None where the task's optimizer fails, of which whoever uses it tells."""
+        """Return the algorithm; None if the task's optimizer fails.
+
+        The code that uses the optimizer reports the failure.
+        """
         try:
             start = start_of(task, model, clients)
         except Exception:
@@ -481,7 +487,7 @@ class Federated(Strategy):
         return self.algorithm(start)
 
     def measures(self, task: Task, model: nn.Module, conditions: Conditions | None) -> list[str]:
-        """What evaluations measure, by name: on the test data, and what clients measure."""
+        """Return the names of all metrics: on the test data, and measured by clients."""
         names = super().measures(task, model, conditions)
         whose = []
         if self._measured_on(task) is not None:
@@ -498,28 +504,31 @@ class Federated(Strategy):
         return names + names_over(whose, ["loss", *task.measures])
 
     def _measured_on(self, task: Task) -> Literal["held out", "test"] | None:
-        """On which data clients measure models; None where there are none."""
+        """Return the data on which clients measure models; None without such data."""
         if self.held_out:
             return "held out"
         return "test" if self.test_parts(task) is not None else None
 
     def test_parts(self, task: Task) -> list[Tensor] | None:
-        """The test examples of each client; None where none is anybody's."""
-        # What each says of its own examples would travel bare.
+        """Return the test examples of each client; None if no client has any."""
+        # Each client's measurements would travel without protection.
         if task.test is None or self.privacy.secure is not None:
             return None
         parts = self.partition.divide_test(self.clients, task.train.keys, task.test.keys)
         return parts if parts is not None and any(map(len, parts)) else None
 
     def count(self, task: Task) -> int | None:
-        """How many clients there are, where that is known before the data are divided."""
+        """Return the number of clients, if known before the data are divided; else None."""
         if self.clients is not None:
             return self.clients
         names = self.names(task)
         return None if names is None else len(names)
 
     def divide(self, task: Task, seed: int) -> Parts:
-        """The examples of each client. Raises ValueError if the partition does not fit the data."""
+        """Return the examples of each client.
+
+        Raises ValueError if the partition does not fit the data.
+        """
         return self.partition.divide(self.clients, task.train, seed)
 
     def division(self, task: Task, seed: int) -> Description | None:
@@ -532,20 +541,20 @@ class Federated(Strategy):
         )
 
     def parts(self, task: Task, seed: int, workers: int | None) -> Sequence[Tensor]:
-        """What clients train on."""
+        """Return the training examples of each client, as indices."""
         return split(self.divide(task, seed), self.held_out, seed, self.held_out_order)[0]
 
     def names(self, task: Task) -> list[str] | None:
-        """What the clients are called, where the data have names."""
+        """Return the names of the clients; None if the data have no names."""
         return self.partition.names(self.clients, task.train.keys)
 
     def learner(self, task: Task, place: Place, seed: int) -> Learner:
-        """The server, with all clients in this process or alone (`dure.federated.halves`)."""
+        """Return the server, with simulated clients or alone (`dure.federated.halves`)."""
         return halves.learner(self, task, place, seed)
 
 
 def _check_names(names: Sequence[str]) -> None:
-    """Raises ValueError where two numbers would have one name."""
+    """Raise ValueError if two metrics have the same name."""
     for name, times in Counter(names).items():
         if times > 1:
             raise ValueError(
@@ -554,7 +563,7 @@ def _check_names(names: Sequence[str]) -> None:
 
 
 def _check_sampled(task: Task, conditions: Conditions) -> None:
-    """Raises ValueError for conditions under which examples are others than the sampler's."""
+    """Raise ValueError for conditions that change the examples that a sampler relies on."""
     ideal = Conditions()
     for way in sorted(task.train.sampling.asks):
         spoils = {

@@ -1,4 +1,1 @@
-"""What simulated clients are like: fast or slow, there or away, honest or not.
-
-Their data may come and go.
-"""
+"""Simulated clients: devices, availability, data over time, and malicious behaviour."""

@@ -1,16 +1,16 @@
-"""Data that come and go: which of its examples a client has at a virtual time.
+"""Data over time: the examples that a client has at a virtual time.
 
-A client's examples are taken to be in the order in which they came into being; k of its n are there
-at time t:
+A client's examples are assumed to be in the order of their creation; k of its n examples are
+available at time t:
 
     still                    all of them, always                             k = n
     arriving:SHARE:SECONDS   the first k; more and more, all after SECONDS   k from SHARE·n to n
     leaving:SHARE:SECONDS    the last k: the oldest are forgotten            k from n to SHARE·n
     window:SHARE:SECONDS     k in a row from n·t/SECONDS on, in a circle     k = SHARE·n
 
-k is rounded to the nearest whole number, and never 0: a client without an example is one that is
-not there, which is what `dure.fleet.availability` is for. Cost O(k) when asked, for the client
-asked about.
+k is rounded to the nearest whole number, and never 0: a client without any example is an
+unavailable client, which `dure.fleet.availability` simulates. Cost O(k) per query, for the queried
+client only.
 
 Sources: arriving data as in Y. Chen et al., "Asynchronous Online Federated Learning for Edge
 Devices with Non-IID Data", IEEE Big Data 2020; a window as in O. Marfoq et al., "Federated Learning
@@ -33,16 +33,16 @@ from dure.settings import listed, read, write
 
 @dataclass(frozen=True)
 class Arrival(Told):
-    """What all settings have in common: a name, a text form, and `present`.
+    """Base class of arrival settings, with a name, a text form, and `present`.
 
-    still: whether all is there always, so that nobody need ask.
+    still: whether all data are always available, so that no query is needed.
     """
 
     name: ClassVar[str]
     still: ClassVar[bool] = False
 
     def present(self, n: int, now: float) -> Tensor:
-        """Which of its n examples a client has at time `now` (seconds, >= 0).
+        """Return the positions of the examples that a client has at time `now` (seconds, >= 0).
 
         Positions in 0..n-1, ascending, int64 of shape (k,) with 1 <= k <= n:
         `indices[arrival.present(n, now)]`.
@@ -50,13 +50,13 @@ class Arrival(Told):
         raise NotImplementedError
 
     def __str__(self) -> str:
-        """The text that `parse_arrival` reads."""
+        """Return the text that `parse_arrival` reads."""
         return write(self)
 
 
 @dataclass(frozen=True)
 class Still(Arrival):
-    """Every client has all its data all the time."""
+    """All data of every client, all the time."""
 
     name: ClassVar[str] = "still"
     still: ClassVar[bool] = True
@@ -67,7 +67,7 @@ class Still(Arrival):
 
 @dataclass(frozen=True)
 class Arriving(Arrival):
-    """Data arrive evenly. share: what is there at the start. seconds: when all is there."""
+    """Data that arrive evenly. share: available at the start. seconds: until all are available."""
 
     name: ClassVar[str] = "arriving"
     share: float = 0.1
@@ -82,9 +82,9 @@ class Arriving(Arrival):
 
 @dataclass(frozen=True)
 class Leaving(Arrival):
-    """Data are forgotten evenly, the oldest first.
+    """Data that are forgotten evenly, the oldest first.
 
-    share: what stays. seconds: when only that is left.
+    share: remaining in the end. seconds: until only the share is left.
     """
 
     name: ClassVar[str] = "leaving"
@@ -100,9 +100,9 @@ class Leaving(Arrival):
 
 @dataclass(frozen=True)
 class Window(Arrival):
-    """A window moves over the data and begins again.
+    """A window that moves over the data in a circle.
 
-    share: of the data in it. seconds: for one way around.
+    share: of the data in the window. seconds: for a full circle.
     """
 
     name: ClassVar[str] = "window"
@@ -115,19 +115,20 @@ class Window(Arrival):
     def present(self, n: int, now: float) -> Tensor:
         start = int(n * (math.fmod(now, self.seconds) / self.seconds))
         count = _count(n, self.share)
-        # What reaches over the end is at the beginning, which comes first: positions are ascending.
+        # The part beyond the end wraps around to the beginning, and comes first: positions are
+        # ascending.
         wrapped = max(start + count - n, 0)
         return torch.cat([torch.arange(wrapped), torch.arange(start, start + count - wrapped)])
 
 
 ARRIVALS: dict[str, type[Arrival]] = listed(globals(), Arrival)
-"""Every setting by the name its text form begins with."""
+"""Built-in settings by the name with which their text form begins."""
 
 
 def parse_arrival(text: str) -> Arrival:
-    """The arrival that `text` names: "still", "arriving:0.1:3600", ...
+    """Return the arrival that `text` names: "still", "arriving:0.1:3600", ...
 
-    Raises ValueError for what is none.
+    Raises ValueError for any other text.
     """
     return read(text, ARRIVALS, "arrival", Arrival)
 

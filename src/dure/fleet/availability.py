@@ -1,23 +1,23 @@
-"""When clients are there: a phone that charges at night, a hospital that is always on.
+"""Availability of clients: a phone that charges at night, a hospital that is always on.
 
-A client is there in windows [start, end) of the virtual time, which begins at 0. Two questions are
-answered for any time, in any order, and for clients who are never asked about nothing is computed:
+A client is available in windows [start, end) of the virtual time, which begins at 0. Two queries
+are answered for any time, in any order, without any computation for other clients:
 
-    next(client, now)    the first time t >= now at which it is there    next(next(now)) = next(now)
-    until(client, now)   when it, there from next(now) on, leaves again  until(now) > next(now)
+    next(client, now)    first time t >= now at which it is available;  next(next(now)) = next(now)
+    until(client, now)   end of the availability from next(now) on;     until(now) > next(now)
 
     always
-    probability:P:PERIOD   there with probability P in each period of so many seconds, independently
-    daily:SHARE:DAY        one window a day, of this share of it; each client at its own phase
-    file:PATH:EVERY        CSV with client,start,end in seconds; EVERY > 0: again after so many
+    probability:P:PERIOD   available with probability P in each period of PERIOD s, independently
+    daily:SHARE:DAY        a window per day, of this share of the day; each client at its own phase
+    file:PATH:EVERY        CSV with client,start,end in seconds; repeats after EVERY > 0 seconds
 
 Cost: `probability` takes about three hashes for `next` and six for `until`, whatever P is; `daily`
-takes one.
+takes one hash.
 
-The answer is a time and not a boolean, so that a simulation does not ask again and again.
+The answers are times and not booleans, so that a simulation does not have to poll.
 
 Source: K. Bonawitz et al., "Towards Federated Learning at Scale: System Design", MLSys 2019: four
-times as many phones are there by night as by day.
+times as many phones are available by night as by day.
 """
 
 from __future__ import annotations
@@ -37,44 +37,44 @@ from dure.settings import listed, read, write
 _DAY = 86_400.0
 
 LEAST = 1e-12
-"""How far a probability is from 0, and from 1 if it is not 1.
+"""Least distance of a probability from 0, and from 1 unless it is 1.
 
-Nearer than that, floats do not tell the periods apart.
+Closer than that, floats do not distinguish the periods.
 """
 
 
 @dataclass(frozen=True)
 class Availability(Told):
-    """What all settings have in common: a name, a text form, `next` and `until`.
+    """Base class of availability settings, with a name, a text form, `next` and `until`.
 
-    always: whether every client is always there, so that nobody need ask.
+    always: whether every client is always available, so that no query is needed.
     """
 
     name: ClassVar[str]
     always: ClassVar[bool] = False
 
     def next(self, client: int, now: float, seed: int) -> float:
-        """The first time at or after `now` (seconds, >= 0) at which `client` is there.
+        """Return the first time at or after `now` (seconds, >= 0) at which `client` is available.
 
         inf if never.
         """
         raise NotImplementedError
 
     def until(self, client: int, now: float, seed: int) -> float:
-        """When `client`, which is there at `next(client, now, seed)`, leaves after that.
+        """Return the end of the availability of `client` that starts at `next(client, now, seed)`.
 
         inf if never.
         """
         raise NotImplementedError
 
     def __str__(self) -> str:
-        """The text that `parse_availability` reads."""
+        """Return the text that `parse_availability` reads."""
         return write(self)
 
 
 @dataclass(frozen=True)
 class Always(Availability):
-    """Every client is always there."""
+    """Availability of every client at all times."""
 
     name: ClassVar[str] = "always"
     always: ClassVar[bool] = True
@@ -88,10 +88,10 @@ class Always(Availability):
 
 @dataclass(frozen=True)
 class Probability(Availability):
-    """In each period the client is there or not, by a throw for that period.
+    """Independent availability in each period, by a draw per period.
 
-    p: the probability, above 0. period: in seconds. A client that is there in periods that follow
-    one another does not leave between them.
+    p: the probability, above 0. period: in seconds. A client that is available in consecutive
+    periods does not leave between them.
     """
 
     name: ClassVar[str] = "probability"
@@ -113,10 +113,10 @@ class Probability(Availability):
         )
 
     def until(self, client: int, now: float, seed: int) -> float:
-        # Never away, so that no first period of being away is looked for.
+        # Always available: there is no first period of absence to search for.
         if self.p == 1:
             return math.inf
-        # First the period in which it is there, then the first one after that in which it is not.
+        # First the period in which it is available, then the first later period in which it is not.
         there = self._first(True, client, _cycle(now, self._begin, self.period), seed)
         return self._begin(self._first(False, client, there + 1, seed))
 
@@ -124,9 +124,10 @@ class Probability(Availability):
         return period * self.period
 
     def _first(self, there: bool, client: int, period: int, seed: int) -> int:
-        """The first period from `period` on in which the client is there, or is not."""
-        # Only the rarer of the two is drawn. If that is what is asked for, it is the next one
-        # found; if not, it is the first period that is none of those found in a row.
+        """Return the first period from `period` on in which the client is available, or is not."""
+        # Only the rarer of the two events is drawn. A query for the rarer event returns the next
+        # drawn period; a query for the other returns the first period outside of the consecutive
+        # drawn periods.
         rare = min(self.p, 1 - self.p)
         if rare == 0:
             return period
@@ -138,22 +139,22 @@ class Probability(Availability):
         return period
 
     def _rare(self, client: int, period: int, rare: float, seed: int) -> Iterator[int]:
-        """The periods, in order, in which the rarer of being there and being away happens.
+        """Yield in order the periods of the rarer event, presence or absence.
 
-        Some may be before `period`.
+        Some periods may be before `period`.
 
-        Their gaps are geometric. They are drawn block by block, each block with about one, so that
-        the throws of a distant time, or of a small P, need not be made one by one.
+        The gaps between them are geometric. They are drawn block by block, about one per block, so
+        that a query for a distant time, or with a small P, need not draw all earlier periods.
         """
         length = math.ceil(1 / rare)
-        # Whole blocks: what is drawn in a block is a function of its number, from wherever it is
-        # asked.
+        # Whole blocks: a block's draws are a function of its number alone.
         block = period // length
         while True:
             at = -1
             drawn = 0
             while True:
-                # A geometric number by inversion: how many periods come before the next rare one.
+                # A geometric number by inversion: the number of periods before the next rare
+                # period.
                 gap = math.log(uniform(seed, "availability", client, block, drawn)) / math.log1p(
                     -rare
                 )
@@ -167,7 +168,7 @@ class Probability(Availability):
 
 @dataclass(frozen=True)
 class Daily(Availability):
-    """One window a day, at an hour that is the client's own.
+    """A daily window, at each client's own hour.
 
     share: of the day, above 0. day: in seconds.
     """
@@ -190,11 +191,11 @@ class Daily(Availability):
         if self.share == 1:
             return math.inf
         start, end = self._window(client, now, seed)
-        # A gap may be shorter than numbers can tell.
+        # A gap may be shorter than the floating-point resolution.
         return max(end, math.nextafter(max(start, now), math.inf))
 
     def _window(self, client: int, now: float, seed: int) -> tuple[float, float]:
-        """(start, end) of the first window that ends after `now`."""
+        """Return (start, end) of the first window that ends after `now`."""
         # Drawn once for each client: the same hour every day.
         phase = uniform(seed, "availability", client) * self.day
 
@@ -209,14 +210,14 @@ class Daily(Availability):
 
 @dataclass(frozen=True)
 class AvailabilityFile(Availability):
-    """Windows that were measured: a CSV file with the columns client,start,end, in seconds.
+    """Measured windows: a CSV file with the columns client,start,end, in seconds.
 
-    A client may have many.
+    A client may have many windows.
 
-    every: after so many seconds all begins again, such as 604800 for the trace of a week; 0: it
-    does not, and who has left for the last time stays away. end may be inf where nothing begins
-    again. Client k has the windows of the file's client k, modulo their number: in order of first
-    appearance, or, where all names are whole numbers, of these.
+    every: period of repetition in seconds, such as 604800 for the trace of a week; 0: no
+    repetition, and a client stays away after its last window. end may be inf without repetition.
+    Client k has the windows of the file's client k, modulo their number: in order of first
+    appearance, or, if all names are whole numbers, in numerical order.
 
     Raises DataError if the file cannot be read, or a line is not a client's name and 0 <= start <
     end (<= every).
@@ -244,7 +245,8 @@ class AvailabilityFile(Availability):
                     f"({self.every:g})"
                 )
             found.setdefault(client, []).append((start, end))
-        # The class is frozen, and this is no field: it is read from the file that `path` names.
+        # The class is frozen, and the windows are no field: they are read from the file that `path`
+        # names.
         object.__setattr__(
             self, "_windows", [_joined(found[client]) for client in in_order(list(found))]
         )
@@ -261,7 +263,7 @@ class AvailabilityFile(Availability):
         windows = self._of(client)
         if window == len(windows):
             return math.inf
-        # The next cycle's first window goes on with it.
+        # The next cycle's first window continues it.
         if windows[window][1] == self.every and windows[0][0] == 0:
             if len(windows) == 1:
                 return math.inf
@@ -277,35 +279,35 @@ class AvailabilityFile(Availability):
         return windows[client % len(windows)]
 
     def _place(self, client: int, now: float) -> tuple[int, int]:
-        """(cycle, window) of the first window that ends after `now`.
+        """Return (cycle, window) of the first window that ends after `now`.
 
-        It is past the last window if there is none.
+        The index is past the last window if there is none.
         """
         windows = self._of(client)
         cycle = _cycle(now, self._begin, self.every) if self.every else 0
         begin = self._begin(cycle)
         window = bisect_right(windows, now, key=lambda window: begin + window[1])
-        # Past the last window of a cycle: the first one of the next.
+        # Past the last window of a cycle: the first window of the next.
         return (cycle + 1, 0) if self.every and window == len(windows) else (cycle, window)
 
 
 AVAILABILITIES: dict[str, type[Availability]] = listed(globals(), Availability)
-"""Every setting by the name its text form begins with."""
+"""Built-in settings by the name with which their text form begins."""
 
 
 def parse_availability(text: str) -> Availability:
-    """The availability that `text` names: "always", "daily:0.25", ...
+    """Return the availability that `text` names: "always", "daily:0.25", ...
 
-    Raises ValueError for what is none.
+    Raises ValueError for any other text.
     """
     return read(text, AVAILABILITIES, "availability", Availability)
 
 
 def _cycle(now: float, start: Callable[[int], float], length: float) -> int:
-    """The k with start(k) <= now < start(k+1), for starts `length` apart.
+    """Return the k with start(k) <= now < start(k+1), for starts `length` apart.
 
-    Division alone may round to the neighbour of the right one, and a client would then leave before
-    it has come.
+    Division alone may round to the neighbour of the right k, and a client would then leave before
+    its arrival.
     """
     k = math.floor((now - start(0)) / length)
     if now < start(k):
@@ -314,9 +316,9 @@ def _cycle(now: float, start: Callable[[int], float], length: float) -> int:
 
 
 def _joined(windows: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The windows in order, those that overlap or touch made one."""
+    """Return the windows in order, with overlapping or adjacent windows merged."""
     joined: list[tuple[float, float]] = []
-    # Joined, so that a client does not seem to leave where one window follows another.
+    # Merged, so that a client does not seem to leave between adjacent windows.
     for start, end in sorted(windows):
         if joined and start <= joined[-1][1]:
             joined[-1] = (joined[-1][0], max(joined[-1][1], end))

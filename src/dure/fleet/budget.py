@@ -1,8 +1,7 @@
-"""A budget of transfers: how many bytes a client may receive and send in a run.
+"""Transfer budget: the bytes that a client may receive and send in a run.
 
-A client is asked only if the model that it would receive and the update that it would send still
-fit. What it does not send in the end, since it has failed, is given back. Cost O(1) when a client
-is asked.
+A client is asked only if the model and its update still fit the budget. The bytes of an update that
+a failed client does not send are returned to its budget. Cost O(1) per request.
 """
 
 from __future__ import annotations
@@ -12,9 +11,9 @@ from typing import Any
 
 
 class Budget:
-    """What clients have transferred.
+    """Transfers of clients.
 
-    limit: bytes of each, received and sent together; None is no limit, and nothing is counted.
+    limit: bytes of each client, received and sent together; None is no limit, without counting.
     """
 
     def __init__(self, limit: int | None) -> None:
@@ -22,10 +21,10 @@ class Budget:
         self.spent: dict[int, int] = {}
         """Bytes of each client that has been asked."""
         self.most = 0
-        """The most bytes that an assignment and its update have taken."""
+        """Largest number of bytes of an assignment with its update."""
 
     def take(self, client: int, down: int, up: int) -> bool:
-        """Whether the client can be asked; then these bytes are taken from its budget."""
+        """Take the bytes of a request from the client's budget; return False if they do not fit."""
         if self.limit is None:
             return True
         self.most = max(self.most, down + up)
@@ -36,18 +35,18 @@ class Budget:
         return True
 
     def give_back(self, client: int, up: int) -> None:
-        """The client has sent nothing."""
+        """Return the bytes of an unsent update to the client's budget."""
         if self.limit is not None:
             self.spent[client] -= up
 
     def left(self, client: int) -> int:
-        """How often the client can still be asked, at what that has taken so far."""
+        """Return how often the client can still be asked, at the largest request so far."""
         assert self.limit is not None
         return (self.limit - self.spent.get(client, 0)) // max(self.most, 1)
 
     @property
     def out(self) -> dict[int, int]:
-        """The clients that cannot be asked any more, and the bytes of each."""
+        """Clients that cannot be asked any more, with their bytes."""
         if self.limit is None:
             return {}
         return {
@@ -55,10 +54,10 @@ class Budget:
         }
 
     def state(self) -> dict[str, Any]:
-        """As a tree for checkpoints."""
+        """Return the state, as a tree for checkpoints."""
         return {"spent": dict(sorted(self.spent.items())), "most": self.most}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """The inverse of `state`."""
+        """Restore the result of `state`."""
         self.spent = dict(state["spent"])
         self.most = state["most"]

@@ -1,4 +1,4 @@
-"""Under what conditions clients work: what a simulation is told, and a deployment finds out."""
+"""Conditions of clients, which a simulation sets and a deployment encounters."""
 
 from __future__ import annotations
 
@@ -26,36 +26,37 @@ EngineName = Literal[
 
 @dataclass(frozen=True)
 class Conditions:
-    """The clients' devices, habits and honesty, and how their work is computed here.
+    """Devices, availability and attacks of clients, and the computation of their work.
 
-    Settings may be given as text, as the command line takes them.
+    Settings may be given as text, as on the command line.
 
     Args:
-        devices: how fast they compute and send: equal, stragglers:0.1:10, jitter:0.2:5,
+        devices: speed of computation and links: equal, stragglers:0.1:10, jitter:0.2:5,
             lognormal:0.5, file:PATH.
-        availability: when they are there: always, probability:0.8, daily:0.3, file:PATH.
-        arrival: which of their examples they have when: still, arriving:0.1:3600, leaving:0.5:3600,
+        availability: times at which clients are available: always, probability:0.8, daily:0.3,
+            file:PATH.
+        arrival: examples that clients have over time: still, arriving:0.1:3600, leaving:0.5:3600,
             window:0.2:3600.
-        drop_out: the probability that a client is gone before it has finished what it was asked.
-        attack: what liars send or learn from: none, sign-flip, gaussian, label-flip, alie,
-            inner-product, backdoor, ...
-        attackers: how many clients lie: a number, or a share below 1.
-        attackers_change: others lie in every round, and not the same all along.
-        engine: how local training is computed; auto chooses by the model and the size of a round.
-        processes: that compute, of this machine or of a Ray cluster; one a core by default.
-        server_mbit: the link of each server, which all clients share, megabits a second each way;
-            inf is no time at all.
-        server_examples_per_second: of the whole model, that the server of split learning would
-            train; inf is no time at all.
-        energy: joules of a client's operations and bytes, joules:1e-10:2e-6:9e-6 for an operation,
-            a byte down and a byte up; none is not counted.
-        transfer_budget: bytes that each client may receive and send in the run, such as 100MB; one
-            that has used them up is not asked any more.
-        keep_updates: rounds of which every update is kept in the run folder, with the examples
-            that it was made from, for dure audit; 0 keeps none.
-        deadline: seconds without a step of training after which a process that computes for
-            clients is given up, of this machine or of a Ray cluster, and the run ends with an
-            error that names the client.
+        drop_out: probability that a client drops out before it has finished its assignment.
+        attack: attack of malicious clients on updates or data: none, sign-flip, gaussian,
+            label-flip, alie, inner-product, backdoor, ...
+        attackers: number of malicious clients, or their share if below 1.
+        attackers_change: draw other malicious clients in every round.
+        engine: engine of local training; auto chooses by the model and the size of a round.
+        processes: number of training processes, of this machine or of a Ray cluster; one per core
+            by default.
+        server_mbit: speed of each server's link, which all clients share, in megabits per second
+            each way; with inf transfers take no time.
+        server_examples_per_second: training speed of split learning's server, in examples per
+            second of the whole model; with inf computation takes no time.
+        energy: joules of a client's operations and bytes: joules:1e-10:2e-6:9e-6 for an operation,
+            a byte down and a byte up; none does not count.
+        transfer_budget: bytes that each client may receive and send in the run, such as 100MB; a
+            client without budget is not asked any more.
+        keep_updates: rounds of which every update is stored in the run folder, with the examples of
+            its training, for dure audit; 0 stores none.
+        deadline: seconds without a training step after which a training process, of this machine or
+            of a Ray cluster, counts as hung, and the run ends with an error that names the client.
     """
 
     devices: Devices = field(default_factory=Equal)
@@ -93,7 +94,7 @@ class Conditions:
                 f"attackers is {self.attackers}, but it is a whole number of clients, or a share "
                 f"below 1"
             )
-        # "attackers" without an attack is more likely an option forgotten than a wish.
+        # "attackers" without an attack is more likely a forgotten option than an intention.
         if isinstance(self.attack, NoAttack) != (self.attackers == 0):
             raise ValueError(
                 "an attack needs attackers, and attackers an attack: give both, as sign-flip and 4"
@@ -125,13 +126,13 @@ class Conditions:
 
     @property
     def bytes_each(self) -> int | None:
-        """The transfer budget as a number."""
+        """Transfer budget in bytes; None without a budget."""
         budget = self.transfer_budget
-        assert not isinstance(budget, str)  # it was read when the conditions were made
+        assert not isinstance(budget, str)  # parsed in `__post_init__`
         return budget
 
     def told(self) -> list[str]:
-        """In words, what is not ideal: "devices stragglers:0.1:10", "drop out 0.3"."""
+        """Return the conditions that are not ideal: "devices stragglers:0.1:10", "drop out 0.3"."""
         ideal = Conditions()
         names = (
             "devices",

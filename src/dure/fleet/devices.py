@@ -1,30 +1,29 @@
-"""How fast clients compute, and how fast their links are.
+"""Devices of clients: speed of computation, and speed of links.
 
 A client that receives D bytes, processes n examples and sends U bytes takes D / down + n / speed +
-U / up seconds. A device is a pure function of (setting, client, seed): nothing is kept for clients
-who do not take part. Where a device is slower at some times than at others, the middle term is
-longer by a factor that is a pure function of (setting, client, piece of work, seed).
+U / up seconds. A device is a pure function of (setting, client, seed): no state is stored for
+clients that do not take part. If a device's speed varies over time, the middle term is longer by a
+factor that is a pure function of (setting, client, piece of work, seed).
 
-    equal:EXAMPLES_PER_SECOND:DOWN_MBIT:UP_MBIT   all alike
+    equal:EXAMPLES_PER_SECOND:DOWN_MBIT:UP_MBIT   all devices equal
     stragglers:SHARE:FACTOR   each client, with this probability, computes FACTOR times slower
     jitter:SHARE:FACTOR       each piece of work, with this probability, takes FACTOR times longer
     lognormal:SIGMA           speed · exp(SIGMA·z), both links · exp(SIGMA·z'); z, z' ~ N(0, 1)
     file:PATH                 CSV with client,examples_per_second,down_mbit,up_mbit
 
-A piece of work is a step of a parameter server's worker, and what a federation's client is asked
-at once.
+A piece of work is a step of a parameter server's worker, or an assignment of a federation's client.
 
-Stragglers, jitter and lognormal take the values of equal as well, after their own, such as
-`stragglers:0.1:10:50:6:2`: for stragglers those of all others, for jitter those of work that is not
-slow, for lognormal the medians.
+Stragglers, jitter and lognormal also take the values of equal, after their own, such as
+`stragglers:0.1:10:50:6:2`: for stragglers the values of all other clients, for jitter the values of
+work at normal speed, for lognormal the medians.
 
-Defaults: links of 6 Mbit/s down and 2 Mbit/s up, the 0.75 and 0.25 megabytes a second that J. Wang
-et al., "A Field Guide to Federated Optimization", 2021, estimate for phones of a deployed system.
-100 examples a second are of the order of a small convolutional network on a phone; that depends on
-the model more than on the phone, so measure yours. Stragglers: a tenth of the clients, ten times
-slower. Jitter: a fifth of the work, five times longer. Lognormal: F. Lai et al., "FedScale", ICML
-2022, show speeds of phones that differ by more than an order of magnitude; with sigma 1 the middle
-90 % differ by a factor of 27.
+Defaults: links of 6 Mbit/s down and 2 Mbit/s up, the 0.75 and 0.25 megabytes per second that J.
+Wang et al., "A Field Guide to Federated Optimization", 2021, estimate for phones of a deployed
+system. 100 examples per second are of the order of a small convolutional network on a phone; the
+number depends on the model more than on the phone, so measure yours. Stragglers: a tenth of the
+clients, ten times slower. Jitter: a fifth of the work, five times longer. Lognormal: F. Lai et al.,
+"FedScale", ICML 2022, show speeds of phones that differ by more than an order of magnitude; with
+sigma 1 the middle 90 % differ by a factor of 27.
 """
 
 from __future__ import annotations
@@ -43,14 +42,14 @@ _SPEED = 100.0
 _DOWN = 6.0
 _UP = 2.0
 BYTES_PER_MBIT = 125_000.0
-"""Of a megabit, 10^6 bits."""
+"""Bytes in a megabit of 10^6 bits."""
 
 
 class Device(NamedTuple):
-    """What a client computes with, and its link.
+    """Speed of a client's computation and of its link.
 
-    examples_per_second: of training. down, up: what its link receives and sends, in bytes per
-    second.
+    examples_per_second: of training. down, up: receiving and sending speed of the link, in bytes
+    per second.
     """
 
     examples_per_second: float
@@ -58,32 +57,32 @@ class Device(NamedTuple):
     up: float
 
     def seconds(self, examples: int, bytes_down: int, bytes_up: int) -> tuple[float, float, float]:
-        """(download, compute, upload): how long each takes, in seconds. They follow one another."""
+        """Return the durations (download, compute, upload) in seconds; they follow one another."""
         return bytes_down / self.down, examples / self.examples_per_second, bytes_up / self.up
 
 
 @dataclass(frozen=True)
 class Devices(Told):
-    """What all settings have in common: a name, a text form, and `of`."""
+    """Base class of device settings, with a name, a text form, and `of`."""
 
     name: ClassVar[str]
 
     def of(self, client: int, seed: int) -> Device:
-        """The device of `client`: the same whenever it is asked for."""
+        """Return the device of `client`; every call returns the same device."""
         raise NotImplementedError
 
     def slowness(self, client: int, work: int, seed: int) -> float:
-        """How many times longer than by its speed a client's `work`-th piece of work takes."""
+        """Return the slowdown factor of a client's `work`-th piece of work, at least 1."""
         return 1.0
 
     def __str__(self) -> str:
-        """The text that `parse_devices` reads."""
+        """Return the text that `parse_devices` reads."""
         return write(self)
 
 
 @dataclass(frozen=True)
 class Equal(Devices):
-    """All clients alike. "inf" is no time at all."""
+    """Equal devices for all clients. "inf" is no time at all."""
 
     name: ClassVar[str] = "equal"
     examples_per_second: float = _SPEED
@@ -99,9 +98,9 @@ class Equal(Devices):
 
 @dataclass(frozen=True)
 class Stragglers(Devices):
-    """Some clients compute `factor` times slower; their links are as those of the others.
+    """Devices of which some compute `factor` times slower, with normal links.
 
-    share: the probability with which a client is one of them, so about this share of many.
+    share: probability with which a client is a straggler, so about this share of many clients.
     """
 
     name: ClassVar[str] = "stragglers"
@@ -124,9 +123,9 @@ class Stragglers(Devices):
 
 @dataclass(frozen=True)
 class Jitter(Devices):
-    """All alike, but that computing is now and then `factor` times slower, for everybody.
+    """Equal devices whose computation is at times `factor` times slower.
 
-    share: the probability of that for each piece of work, drawn for each client and each time anew.
+    share: probability of slow work, drawn for each client and each piece of work.
     """
 
     name: ClassVar[str] = "jitter"
@@ -150,11 +149,11 @@ class Jitter(Devices):
 
 @dataclass(frozen=True)
 class Lognormal(Devices):
-    """Speeds spread around their medians.
+    """Devices with lognormal speeds around their medians.
 
-    A client's two links are fast or slow together, computing apart from them.
+    A client's two links have the same factor, independent of the factor of its computation.
 
-    sigma: the deviation of the logarithm; 0 is all alike.
+    sigma: the standard deviation of the logarithm; with 0 all devices are equal.
     """
 
     name: ClassVar[str] = "lognormal"
@@ -169,7 +168,7 @@ class Lognormal(Devices):
         _check_speeds(self.name, self.examples_per_second, self.down_mbit, self.up_mbit)
 
     def of(self, client: int, seed: int) -> Device:
-        # Two draws: computing and link are independent. The medians are the values of `equal`.
+        # Two draws: computation and link are independent. The medians are the values of `equal`.
         speed = math.exp(self.sigma * normal(seed, "device speed", client))
         link = math.exp(self.sigma * normal(seed, "device link", client))
         return _device(self.examples_per_second * speed, self.down_mbit * link, self.up_mbit * link)
@@ -177,12 +176,12 @@ class Lognormal(Devices):
 
 @dataclass(frozen=True)
 class DevicesFile(Devices):
-    """Devices that were measured.
+    """Measured devices.
 
     path: a CSV file with the columns client,examples_per_second,down_mbit,up_mbit.
 
-    Client k has the device in row k, modulo the rows; where all names are whole numbers, in the
-    order of these.
+    Client k has the device in row k, modulo the number of rows; if all names are whole numbers, in
+    numerical order.
 
     Raises DataError if the file cannot be read, or a line is not a client's name and three positive
     numbers.
@@ -201,7 +200,8 @@ class DevicesFile(Devices):
                     f"{self.path}, line {line}: speeds are positive numbers, not {values}"
                 )
             found[client] = _device(*values)
-        # The class is frozen, and this is no field: it is read from the file that `path` names.
+        # The class is frozen, and the devices are no field: they are read from the file that `path`
+        # names.
         object.__setattr__(self, "_devices", [found[client] for client in in_order(list(found))])
 
     def of(self, client: int, seed: int) -> Device:
@@ -212,13 +212,13 @@ class DevicesFile(Devices):
 _COLUMNS = ("client", "examples_per_second", "down_mbit", "up_mbit")
 
 DEVICES: dict[str, type[Devices]] = listed(globals(), Devices)
-"""Every setting by the name its text form begins with."""
+"""Built-in settings by the name with which their text form begins."""
 
 
 def parse_devices(text: str) -> Devices:
-    """The devices that `text` names: "equal", "stragglers:0.1:10", ...
+    """Return the devices that `text` names: "equal", "stragglers:0.1:10", ...
 
-    Raises ValueError for what is none.
+    Raises ValueError for any other text.
     """
     return read(text, DEVICES, "device setting", Devices)
 

@@ -1,10 +1,10 @@
-"""What a client's device spends: so many joules for an operation, and for a byte of its link.
+"""Energy of a client's device: joules per operation, and per byte of its link.
 
     joules = operations · PER_OPERATION + down · PER_BYTE_DOWN + up · PER_BYTE_UP
 
-Written as text: `none`, which counts nothing, and `joules:PER_OPERATION:PER_BYTE_DOWN:PER_BYTE_UP`,
-such as `joules:1e-10:2e-6:9e-6`. There is no default: the numbers differ by orders of magnitude
-between devices and links, so measure yours.
+Text forms: `none`, which counts nothing, and `joules:PER_OPERATION:PER_BYTE_DOWN:PER_BYTE_UP`, such
+as `joules:1e-10:2e-6:9e-6`. There is no default: the numbers differ by orders of magnitude between
+devices and links, so measure yours.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from dure.settings import listed, read, write
 
 @dataclass(frozen=True)
 class Energy(Told):
-    """What all settings have in common: a name, a text form, and `joules`."""
+    """Base class of energy settings, with a name, a text form, and `joules`."""
 
     name: ClassVar[str]
 
     def joules(self, operations: float, down: float, up: float) -> float | None:
-        """Of so many floating-point operations, and bytes received and sent; None: not counted."""
+        """Return the joules of operations and of bytes down and up; None if not counted."""
         raise NotImplementedError
 
     def __str__(self) -> str:
-        """The text that `parse_energy` reads."""
+        """Return the text that `parse_energy` reads."""
         return write(self)
 
 
 @dataclass(frozen=True)
 class NoEnergy(Energy):
-    """Nothing is counted."""
+    """No energy count."""
 
     name: ClassVar[str] = "none"
 
@@ -44,7 +44,7 @@ class NoEnergy(Energy):
 
 @dataclass(frozen=True)
 class Joules(Energy):
-    """The same for all devices: joules of an operation, of a byte received, and of one sent."""
+    """Equal energy for all devices: joules per operation, per byte received, and per byte sent."""
 
     name: ClassVar[str] = "joules"
     per_operation: float = 0.0
@@ -61,9 +61,9 @@ class Joules(Energy):
 
 
 ENERGIES: dict[str, type[Energy]] = listed(globals(), Energy)
-"""Every setting by the name its text form begins with."""
+"""Built-in settings by the name with which their text form begins."""
 
 
 def parse_energy(text: str) -> Energy:
-    """The energy that `text` names. Raises ValueError for what is none."""
+    """Return the energy setting that `text` names; raise ValueError for any other text."""
     return read(text, ENERGIES, "energy setting", Energy)

@@ -1,12 +1,11 @@
-"""A prediction on the device against one on a server.
+"""Latency of a prediction on the device, compared with a prediction on a server.
 
     local    device
     remote   delay + example / up + server + delay + answer / down
 
-device and server are seconds of a forward pass of one example there, delay is that of the link, one
-way, and up and down are its bytes a second. The example is what the model is called with, the
-answer what it returns. A remote call pays off where the device is slower than the way and the
-server together.
+device and server are seconds of a forward pass of an example there, delay is the link's one-way
+delay in seconds, and up and down are its bytes per second. The example is the model's input, the
+answer its output. A remote call pays off if the device is slower than link and server together.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ from dure.fleet.devices import BYTES_PER_MBIT
 
 
 class Call(NamedTuple):
-    """Bytes of one example's inputs, and of the model's answer."""
+    """Bytes of an example's inputs, and of the model's answer."""
 
     example_bytes: float
     answer_bytes: float
 
 
 class Latency(NamedTuple):
-    """Seconds until an answer is there."""
+    """Seconds until the answer is available, on the device and on the server."""
 
     local: float
     remote: float
@@ -40,9 +39,18 @@ def latency(
     down_mbit: float,
     delay: float = 0.0,
 ) -> Latency:
-    """How long one prediction takes on the device, and on the server.
+    """Return the latency of a prediction on the device, and on the server.
 
-    delay: seconds one way. Raises ValueError for times below 0 and links without speed.
+    Args:
+        call: bytes of a prediction.
+        device_seconds: forward pass on the device.
+        server_seconds: forward pass on the server.
+        up_mbit: speed of the link to the server, in megabits per second.
+        down_mbit: speed of the link from the server, in megabits per second.
+        delay: one-way delay of the link, in seconds.
+
+    Raises:
+        ValueError: a time or size is below 0 or infinite, or a link has no speed.
     """
     if not all(0 <= one < math.inf for one in (device_seconds, server_seconds, delay, *call)):
         raise ValueError("seconds and bytes of a prediction are numbers of at least 0")

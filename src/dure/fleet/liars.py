@@ -1,12 +1,12 @@
-"""Who lies: exactly so many clients, drawn once for the run, or anew in every turn.
+"""Malicious clients: a fixed number of clients, drawn once for the run, or in every turn.
 
-The liars are the first f numbers of a random permutation of the clients
-(`dure.randomness.permutation`), so that whether one client lies is answered in O(1), and no list of
-a million clients is made.
+The malicious clients are the first f numbers of a random permutation of the clients
+(`dure.randomness.permutation`), so that a membership test takes O(1), without a list of a million
+clients.
 
-Drawn anew in every turn is what Y. Chen, L. Su and J. Xu allow ("Distributed Statistical Machine
-Learning in Adversarial Settings", 2017): at most q liars in each turn, never the same ones for
-sure.
+Y. Chen, L. Su and J. Xu allow a draw in every turn ("Distributed Statistical Machine Learning in
+Adversarial Settings", 2017): at most q malicious clients per turn, which may change from turn to
+turn.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from dure.randomness.seeds import derive
 
 
 class Liars(Collection[int]):
-    """The clients that lie, in ascending order.
+    """The malicious clients, in ascending order.
 
-    `client in liars`, `len(liars)` and `for client in liars` are what it knows.
+    The collection supports `client in liars`, `len(liars)` and `for client in liars`.
     """
 
     def __init__(self, permutation: Permutation, count: int) -> None:
@@ -28,7 +28,7 @@ class Liars(Collection[int]):
         self._count = count
 
     def __contains__(self, client: object) -> bool:
-        # O(1): where the client stands in the permutation, of which nothing is stored.
+        # O(1): the client's place in the permutation, which is not stored.
         return isinstance(client, int) and self._permutation.inverse(client) < self._count
 
     def __len__(self) -> int:
@@ -39,11 +39,11 @@ class Liars(Collection[int]):
 
 
 def liars(clients: int, attackers: float, seed: int, turn: int | None = None) -> Liars:
-    """Which of the clients 0..clients-1 lie.
+    """Return the malicious clients among 0..clients-1.
 
-    attackers: how many (1 or more), or which share of the clients (less than 1, rounded to the
-        nearest whole number).
-    turn: None for the same liars in the whole run; a turn's number for those of that turn only.
+    attackers: number of malicious clients (1 or more), or their share (less than 1, rounded to the
+    nearest whole number).
+    turn: None for the same malicious clients in the whole run; a turn's number for that turn's.
 
     Raises ValueError for attackers that are not a number of clients.
     """
@@ -53,14 +53,14 @@ def liars(clients: int, attackers: float, seed: int, turn: int | None = None) ->
 def is_liar(
     client: int, clients: int, attackers: float, seed: int, turn: int | None = None
 ) -> bool:
-    """Whether `client` is one of `liars(clients, attackers, seed, turn)`."""
+    """Return whether `client` is in `liars(clients, attackers, seed, turn)`."""
     return client in liars(clients, attackers, seed, turn)
 
 
 def count(clients: int, attackers: float) -> int:
-    """How many of `clients` lie.
+    """Return the number of malicious clients among `clients`.
 
-    Raises ValueError for attackers that are no number of clients, or share below 1.
+    Raises ValueError for attackers that are neither a number of clients nor a share below 1.
     """
     if 0 <= attackers < 1:
         return round(attackers * clients)

@@ -1,6 +1,6 @@
-"""Files that say what clients are like.
+"""CSV files that describe clients.
 
-They are CSV with a header; the first column is a client's name, the others are numbers.
+The files have a header; the first column is a client's name, the others are numbers.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ class Row(NamedTuple):
 
 
 def read_table(path: str, columns: Sequence[str]) -> list[Row]:
-    """The rows of a file whose header is `columns`, at least one; empty lines are skipped.
+    """Return the rows of a file whose header is `columns`, at least one; empty lines are skipped.
 
-    Raises ValueError for a path that no text form can hold, DataError if the file cannot be read,
-    is empty, or has a line that is not a name and numbers; the message says which.
+    Raises ValueError for a path that does not fit a text form, and DataError if the file cannot be
+    read, is empty, or has a line that is not a name and numbers.
     """
-    # Text forms are divided at ":".
+    # Text forms are split at ":".
     if not path or ":" in path:
         raise ValueError(
             f"the path {path!r} cannot be written in file:PATH: it needs a name, without ':'"
         )
     try:
-        # newline="": the csv module reads line ends itself. utf-8-sig: spreadsheets write a mark
-        # first.
+        # newline="": the csv module reads line ends itself. utf-8-sig: spreadsheets write a byte
+        # order mark first.
         with open(path, newline="", encoding="utf-8-sig") as file:
             reader = csv.reader(file)
             rows = [(reader.line_num, row) for row in reader if row]
@@ -50,9 +50,9 @@ def read_table(path: str, columns: Sequence[str]) -> list[Row]:
 
 
 def in_order(names: Sequence[str]) -> list[str]:
-    """Each name once.
+    """Return each name once.
 
-    By number where all are whole numbers, otherwise in order of first appearance.
+    The order is numerical if all names are whole numbers, otherwise by first appearance.
 
     Client k of a federation is number k of these, modulo their count.
     """

@@ -1,8 +1,8 @@
-"""What it would cost to send the clients' data to the server instead of training where they are.
+"""Cost of uploading the clients' data to the server, instead of federated training.
 
-Each client sends all of its examples once, from the same moment on: over its own link, and then
-over the server's (`dure.fleet.server_link`). That is the moving alone: whoever has the data then
-still has to train.
+Each client sends all of its examples once, all starting at the same time: over its own link, and
+then over the server's (`dure.fleet.server_link`). The cost is of the transfer alone, without the
+training on the server.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dure.fleet.server_link import ServerLink
 
 
 class Upload(NamedTuple):
-    """bytes: of all clients. seconds: until all are there. joules: None where not counted."""
+    """Cost of an upload. bytes: of all clients. seconds: duration. joules: None if not counted."""
 
     bytes: int
     seconds: float
@@ -26,9 +26,17 @@ class Upload(NamedTuple):
 def upload(
     sizes: Sequence[int], devices: Devices, seed: int, server_mbit: float, energy: Energy
 ) -> Upload:
-    """What it costs to upload so many bytes of each client."""
+    """Return the cost of uploading the clients' data.
+
+    Args:
+        sizes: bytes of each client.
+        devices: devices of the clients.
+        seed: of the run.
+        server_mbit: speed of the server's link, in megabits per second.
+        energy: energy of the clients' devices.
+    """
     link = ServerLink(server_mbit)
-    # In the order in which they have left their clients, the server's link takes them.
+    # The server's link takes the messages in the order in which they have left their clients.
     left = sorted((size / devices.of(one, seed).up, size) for one, size in enumerate(sizes))
     ends = [link.enters(when, size) for when, size in left]
     total = sum(sizes)

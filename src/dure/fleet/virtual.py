@@ -1,15 +1,14 @@
-"""Nodes in one process that send each other messages, under a virtual clock.
+"""Virtual network: nodes in a process that send each other messages, under a virtual clock.
 
-    a message leaves                  when the sender's link is free: bytes / its speed later
-    it arrives                        bytes / the receiver's speed after that, its link being free;
-                                      what has left first comes in first
-    it is dealt with                  when the receiver has dealt with what came before
-    a node's `wake`                   it is told that time has passed
+    departure        when the sender's link is free: bytes / its speed later
+    arrival          bytes / the receiver's speed after that, when the receiver's link is free; in
+                     order of departure
+    processing       at arrival, if the receiver is not stopped
+    a node's `wake`  the network calls the node's `tick`
 
-So many workers at one server's link wait for each other, as they would. A calendar has when each
-node wakes, so that an event costs no look at all nodes. Links between distinct
-nodes carry messages in order; a `Fate` may lose, repeat or delay each of them. Everything is a
-function of what is put in: the same nodes and fates have the same history.
+So many workers wait for each other at a server's link. A calendar has the wake times of nodes, so
+that an event does not scan all nodes. Links between distinct nodes preserve the order of messages;
+a `Fate` may lose, repeat or delay each message. The history is a function of the nodes and fates.
 """
 
 from __future__ import annotations
@@ -29,57 +28,59 @@ from dure.record.meter import Meter
 Message: TypeAlias = Any
 """A struct of msgspec, whose tensors are its payload."""
 Envelope = tuple[str, Message]
-"""(to whom, what)."""
+"""(receiver, message)."""
 
 HEADER = 64
-"""Bytes that a message takes besides its tensors."""
+"""Bytes of a message in addition to its tensors."""
 
 
 class Node(Protocol):
-    """What lives at a name."""
+    """A participant of the network, under a name."""
 
     @property
     def wake(self) -> float:
-        """When it is to be told that time has passed."""
+        """Time of the next call of `tick`."""
 
     def receive(self, sender: str, message: Message, now: float) -> list[Envelope]:
-        """What it says to a message."""
+        """Return the messages that the node sends in response to a message."""
 
     def tick(self, now: float) -> list[Envelope]:
-        """What it says when time has passed."""
+        """Return the messages that the node sends after time has passed."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """Bytes a second out of a node and into it; infinity is no time at all."""
+    """Bytes per second out of a node and into it; with infinity transfers take no time."""
 
     out: float = math.inf
     into: float = math.inf
 
 
 Fate = Callable[[str, str, Message, float], Sequence[float]]
-"""fate(sender, receiver, message, now): after how many more seconds it arrives, for each time."""
+"""fate(sender, receiver, message, now) -> extra delays in seconds, one per delivery."""
 
 
 def arrives(sender: str, receiver: str, message: Message, now: float) -> Sequence[float]:
-    """Every message arrives, once, at once."""
+    """Deliver every message once, without extra delay."""
     return (0.0,)
 
 
 @dataclass
 class Traffic:
-    """The payload bytes of messages, one by one, and how long a node's links were busy, in seconds
-    of one direction and of the other together."""
+    """Payload bytes of single messages, and the seconds of a node's links.
+
+    seconds: both directions together.
+    """
 
     sent: list[int]
     received: list[int]
     seconds: float = 0.0
 
     def tell(self, meter: Meter, computed: float, elapsed: float) -> None:
-        """Tells a node's meter what it did in so many seconds, of which it has computed some.
+        """Report the traffic and the seconds of a node to its meter.
 
-        What is left besides its links it has waited (0 seconds: it took no part); that of a server
-        counts for nothing.
+        The rest of `elapsed` besides computation and transfers counts as idle time (0 elapsed
+        seconds: no participation); a server has no idle time.
         """
         meter.exchanged(sent=self.sent, received=self.received)
         meter.counters.compute_seconds += computed
@@ -89,9 +90,10 @@ class Traffic:
 
 
 class Passage(NamedTuple):
-    """A message with a payload of so many bytes, and when links were busy with it.
+    """A message with a payload, and the times at which links were busy with it.
 
-    left, gone: the sender's. arriving, there: the receiver's, at the earliest.
+    nbytes: of the payload. left, gone: start and end at the sender. arriving, there: earliest start
+    and end at the receiver.
     """
 
     sender: str
@@ -105,29 +107,29 @@ class Passage(NamedTuple):
 
 
 Watch = Callable[[Passage], None]
-"""Is told of every message that has a payload."""
+"""Callback for every message with a payload."""
 
 
 def unwatched(passage: Passage) -> None:
-    """Nobody looks."""
+    """Ignore the passage of a message."""
 
 
 @dataclass
 class _Inhabitant:
-    """A node, and when its links are free. gone: it hears and says nothing any more."""
+    """A node with the times at which its links are free. gone: whether the node is disconnected."""
 
     node: Node
     link: Link
     place: int
-    """Of those that wake at one time, the one of the lowest place is the first."""
+    """Order of nodes that wake at the same time, the lowest place first."""
     wakes: float = math.inf
-    """When it wakes, as the calendar has it."""
+    """Wake time in the calendar."""
     out_free: float = 0.0
     in_free: float = 0.0
     traffic: Traffic = field(default_factory=lambda: Traffic([], []))
     gone: bool = False
     until: float = -math.inf
-    """Until when it is stopped, and hears nothing but later."""
+    """End of the node's stop; messages wait until then."""
     held: list[tuple[str, Message]] = field(default_factory=list)
 
 
@@ -140,36 +142,36 @@ class VirtualNetwork:
         self.watch = watch
         self._nodes: dict[str, _Inhabitant] = {}
         self._queue: list[tuple[float, int, str, str, Callable[[], None]]] = []
-        """(when, which in the order of making, from, to, what is to be done)."""
+        """(time, number of the event, sender, receiver, action)."""
         self._made = 0
         self._calendar: list[tuple[float, int, str]] = []
-        """(when, place, who): of every node when it wakes, and much that is not so any more."""
+        """(time, place, name): wake times of all nodes, including outdated entries."""
 
     def add(self, name: str, node: Node, link: Link = Link()) -> None:
-        """A node begins to live here; one of that name before is gone."""
+        """Add a node to the network; it replaces an earlier node with this name."""
         before = self._nodes.get(name)
         place = len(self._nodes) if before is None else before.place
         self._nodes[name] = _Inhabitant(node, link, place, out_free=self.now, in_free=self.now)
         self._note(name)
 
     def kill(self, name: str) -> None:
-        """A node is gone, without a word."""
+        """Disconnect a node, without notice to other nodes."""
         self._nodes[name].gone = True
 
     def lose(self, name: str) -> None:
-        """Of what a node has said and is told, nothing is on its way any more."""
+        """Drop all messages on their way from or to a node."""
         self._queue = [event for event in self._queue if name not in event[2:4]]
         heapq.heapify(self._queue)
         one = self._nodes[name]
         one.out_free = one.in_free = self.now
 
     def stop(self, name: str, seconds: float) -> None:
-        """A node hears and does nothing for a time; what comes meanwhile waits for it."""
+        """Stop a node for a time; messages wait until then."""
         self._nodes[name].until = self.now + seconds
         self._note(name)
 
     def send(self, sender: str, said: Sequence[Envelope]) -> None:
-        """What a node says, on its way."""
+        """Send the messages of a node."""
         for receiver, message in said:
             here = self._nodes.get(sender)
             if receiver not in self._nodes or here is None or here.gone:
@@ -197,7 +199,7 @@ class VirtualNetwork:
         began: float,
         delays: Sequence[float],
     ) -> None:
-        """A message has left, and begins to come in as soon as the receiver's link is free."""
+        """Start the arrival of a departed message, as soon as the receiver's link is free."""
         there = self._nodes[receiver]
         if size > HEADER:
             arriving = max(there.in_free, self.now)
@@ -215,8 +217,8 @@ class VirtualNetwork:
         self._made += 1
 
     def run(self, until: Callable[[], bool], limit: float) -> bool:
-        """Lets time pass until `until` holds; whether it did before `limit`."""
-        # Nodes may have been told something since, past the network.
+        """Advance time until `until` holds; return False if it does not hold by `limit`."""
+        # Nodes may have changed since the last call, outside of the network.
         for name in self._nodes:
             self._note(name)
         while not until():
@@ -225,11 +227,12 @@ class VirtualNetwork:
         return True
 
     def _step(self, limit: float) -> bool:
-        """The next thing that happens; False where nothing does before `limit`."""
+        """Process the next event; return False if there is none until `limit`."""
         wakes, name = self._first()
         arrives = self._queue[0][0] if self._queue else math.inf
         if min(wakes, arrives) > limit or min(wakes, arrives) == math.inf:
             return False
+        # At equal times arrivals come before wake-ups.
         if arrives <= wakes:
             when, _, _, _, done = heapq.heappop(self._queue)
             self.now = max(self.now, when)
@@ -246,14 +249,14 @@ class VirtualNetwork:
         return True
 
     def traffic(self, name: str) -> Traffic:
-        """What a node has sent and received since this was asked last."""
+        """Return the traffic of a node since the last call."""
         one = self._nodes[name]
         found = one.traffic
         one.traffic = Traffic([], [])
         return found
 
     def _first(self) -> tuple[float, str]:
-        """Who wakes first, and when; nobody where that is never."""
+        """Return the wake time and name of the first node to wake; inf if no node wakes."""
         while self._calendar:
             when, _, name = self._calendar[0]
             one = self._nodes[name]
@@ -263,7 +266,7 @@ class VirtualNetwork:
         return math.inf, ""
 
     def _note(self, name: str) -> None:
-        """Writes into the calendar when a node wakes, if that has changed."""
+        """Add a node's wake time to the calendar, if it has changed."""
         one = self._nodes[name]
         wakes = max(one.node.wake, one.until)
         if wakes != one.wakes:
@@ -284,7 +287,7 @@ class VirtualNetwork:
 
 
 def nbytes(node: Any) -> int:
-    """Bytes of the tensors in a message: its payload."""
+    """Return the payload of a message: bytes of its tensors."""
     if isinstance(node, Tensor):
         return node.nbytes
     if isinstance(node, msgspec.Struct):

@@ -1,1 +1,1 @@
-"""What bounds what an output tells of those whose data made it: noise, and the account of it."""
+"""Differential privacy: noise, and the accounting of its guarantee."""

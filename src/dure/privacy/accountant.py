@@ -1,20 +1,20 @@
-"""What noise bounds: epsilon of many noised releases together.
+"""Privacy accounting: epsilon of many noisy releases together.
 
 A mechanism is (epsilon, delta)-differentially private if for any two data sets that differ in one
 unit (an example, a client) and any set O of outputs
 
     P[M(D) in O]  <=  exp(epsilon) · P[M(D') in O]  +  delta
 
-Here a release is the sum of what units of at most norm S say, with noise N(0, (z·S)²) on each
-coordinate, and each unit is in it with probability q, by a coin of its own that nobody sees (the
-Poisson-sampled Gaussian mechanism). What T releases tell together is not T·epsilon but less:
+Here a release is the sum of the units' contributions of norm at most S, with noise N(0, (z·S)²) on
+each coordinate, and each unit takes part with probability q, independently and secretly (the
+Poisson-sampled Gaussian mechanism). T releases together cost less than T·epsilon:
 
     epsilon         from the distribution of the privacy loss (PLD) with "connect the dots"
-    renyi_epsilon   from Rényi divergences (RDP): cheaper, looser, as most papers print it
+    renyi_epsilon   from Rényi divergences (RDP): cheaper, looser, as in most papers
 
-Both are upper bounds: every rounding is upwards, and nothing is approximated by its limit, as
-Gaussian DP does (which tells less than is lost). Where all take part in everything (q = 1) the
-releases are one release with less noise, of which the exact value is known.
+Both are upper bounds: every rounding is upwards, and no quantity is replaced by its limit, as in
+Gaussian DP (which underestimates the loss). If all units take part in every release (q = 1), the
+releases are equivalent to a single release with less noise, whose exact value is known.
 
 Cost: a sampled release some 40 ms, its T-fold composition some 20 ms, each once for its numbers.
 
@@ -33,31 +33,31 @@ from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 Relation = Literal["add-or-remove", "replace"]
-"""In what neighbouring data sets differ: a unit more or less, or another unit in one's place."""
+"""Difference of neighbouring data sets: a unit added or removed, or a unit replaced by another."""
 
 FINEST = 1e-6
 COARSEST = 5e-4
-"""Widths within which losses of one release are told apart."""
+"""Limits of the discretization interval of a release's privacy loss."""
 
 MOST_POINTS = 100_000
-"""About how many of them a release may have, so that it is computed in less than a second."""
+"""Approximate maximum number of intervals of a release, to compute it in less than a second."""
 
 MOST_NOISE = 2.0**20
 LEAST_NOISE = 2.0**-10
-"""Where the least noise for an epsilon is looked for."""
+"""Range of the search for the least noise for an epsilon."""
 
 MEANINGLESS = 100.0
-"""An epsilon that promises nothing: looser bounds do, which cost less."""
+"""Epsilon above which looser, cheaper bounds suffice, because it guarantees nothing."""
 
 SMALLEST_DELTA = 1e-12
-"""Below this the sums are no longer exact enough."""
+"""Minimum delta, below which the sums are not exact enough."""
 
 
 class Releases(NamedTuple):
-    """So many releases of one kind.
+    """Number of releases of one kind.
 
-    rate: q, the probability of a unit to be in one; 1 where all always are. noise: z, the deviation
-    of the noise over the largest norm S. times: T.
+    rate: q, the probability that a unit takes part; 1 if all always do. noise: z, the standard
+    deviation of the noise over the largest norm S. times: T.
     """
 
     rate: float
@@ -66,14 +66,14 @@ class Releases(NamedTuple):
 
 
 def epsilon(spent: Sequence[Releases], delta: float, relation: Relation = "add-or-remove") -> float:
-    """What releases tell of any unit, together: an upper bound, inf for one without noise.
+    """Return an upper bound on the epsilon of all releases together; inf without noise.
 
-    Raises ValueError for numbers that make no sense.
+    Raises ValueError for invalid numbers.
     """
     return _epsilon(tuple(spent), delta, relation)
 
 
-# A round is looked at before it is paid for, and after.
+# Cached, since epsilon is needed before a round is charged and again afterwards.
 @lru_cache(maxsize=256)
 def _epsilon(spent: tuple[Releases, ...], delta: float, relation: Relation) -> float:
     check_delta(delta)
@@ -86,15 +86,15 @@ def _epsilon(spent: tuple[Releases, ...], delta: float, relation: Relation) -> f
     loose = renyi_epsilon(spent, delta)
     if loose > MEANINGLESS:
         return loose if relation == "add-or-remove" else _without_sampling(spent, delta, relation)
-    # One width for all: losses are added, so they have to lie on one grid.
+    # A single interval for all: losses are added, so they need a common grid.
     width = min(_width(one, relation) for one in sampled)
     parts = sampled if math.isinf(whole) else (*sampled, Releases(1.0, whole))
-    # Both data sets may be the larger one: the library takes the worse.
+    # Either data set may be the larger: the library takes the worse case.
     return float(_composed(parts, width, relation).get_epsilon_for_delta(delta))
 
 
 def renyi_epsilon(spent: Sequence[Releases], delta: float) -> float:
-    """As `epsilon`, by Rényi divergences, for a unit more or less."""
+    """Return epsilon by Rényi divergences, for a unit added or removed; as `epsilon`."""
     check_delta(delta)
     counted = _gathered(spent, "add-or-remove")
     if counted is None:
@@ -119,10 +119,17 @@ def noise_for(
     times: int,
     relation: Relation = "add-or-remove",
 ) -> float:
-    """The least noise z with which so many releases tell at most epsilon = `wanted`.
+    """Return the least noise z for which `times` releases have at most epsilon = `wanted`.
 
-    Of four digits, the last one rounded up. Raises ValueError for an epsilon that is not above 0,
-    and for one that takes more noise than anybody adds.
+    The result has four digits, the last rounded up. Raises ValueError for an epsilon that is not
+    above 0, or that requires more noise than `MOST_NOISE`.
+
+    Args:
+        wanted: epsilon.
+        delta: probability that the bound fails.
+        rate: q.
+        times: T.
+        relation: difference of neighbouring data sets.
     """
     if times < 1:
         return 0.0
@@ -132,7 +139,10 @@ def noise_for(
 
 
 def least_noise(wanted: float, told: Callable[[float], float]) -> float:
-    """As `noise_for`. told: the epsilon with a noise; it falls as the noise rises."""
+    """Return the least noise for `wanted`; as `noise_for`.
+
+    told: returns the epsilon of a noise; decreasing.
+    """
     if not 0 < wanted < math.inf:
         raise ValueError(f"epsilon is {wanted}, but what may be told is above 0 and finite")
     high, low = 1.0, 0.5
@@ -145,10 +155,10 @@ def least_noise(wanted: float, told: Callable[[float], float]) -> float:
             )
     while (most := told(low)) <= wanted and low > LEAST_NOISE:
         low, high, least = low / 2, low, most
-    # Epsilon falls about as a power of the noise: the place between is guessed so, and looked at
-    # from both sides.
+    # Epsilon falls about as a power of the noise: interpolate in logarithms, and test both sides of
+    # the guess.
     while high / low > 1.0004:
-        # 0 is less than anybody asks for, and has no logarithm.
+        # An epsilon of 0 has no logarithm.
         spread = math.log(most / max(least, 1e-9))
         guess = low * (high / low) ** min(max(math.log(most / wanted) / spread, 0.05), 0.95)
         for noise in (guess * 1.00015, guess / 1.00015):
@@ -158,8 +168,9 @@ def least_noise(wanted: float, told: Callable[[float], float]) -> float:
                     high, least = noise, found
                 else:
                     low, most = noise, found
+    # Rounded upwards, so that the printed noise still satisfies the epsilon.
     noise = upwards(high)
-    # The grid of losses is another for another noise, so the bound may jump in its last digits.
+    # The grid of losses depends on the noise, so the bound may jump in its last digits.
     while told(noise) > wanted:
         noise = upwards(noise * 1.0002)
     return noise
@@ -174,7 +185,17 @@ def times_within(
     most: int = 2**31,
     relation: Relation = "add-or-remove",
 ) -> int:
-    """How many more such releases are possible before epsilon is above `wanted`; at most `most`."""
+    """Return the number of further releases with total epsilon at most `wanted`; at most `most`.
+
+    Args:
+        wanted: epsilon.
+        spent: releases so far.
+        rate: q of the further releases.
+        noise: z of the further releases.
+        delta: probability that the bound fails.
+        most: upper limit of the result.
+        relation: difference of neighbouring data sets.
+    """
 
     def fits(times: int) -> bool:
         return epsilon([*spent, Releases(rate, noise, times)], delta, relation) <= wanted
@@ -192,13 +213,13 @@ def times_within(
 
 
 def check_epsilon(epsilon: float) -> None:
-    """Raise ValueError for a budget that nothing keeps to."""
+    """Raise ValueError for an epsilon that is not positive and finite."""
     if not 0 < epsilon < math.inf:
         raise ValueError(f"epsilon is {epsilon}, but a budget is above 0 and finite")
 
 
 def check_delta(delta: float) -> None:
-    """Raises ValueError for a delta that promises nothing, or cannot be computed with."""
+    """Raise ValueError for a delta of 1 or more, or too small to compute with."""
     if not SMALLEST_DELTA <= delta < 1:
         raise ValueError(
             f"delta is {delta}, but the probability that the bound fails is from "
@@ -209,11 +230,12 @@ def check_delta(delta: float) -> None:
 def _gathered(
     spent: Sequence[Releases], relation: Relation
 ) -> tuple[float, tuple[Releases, ...]] | None:
-    """Releases of a kind counted together; None where one has no noise.
+    """Return the releases grouped by kind; None if a release has no noise.
 
-    The noise of all that everybody is in, as of one release (inf of none), and the sampled ones.
+    Returns the noise of all unsampled releases, combined to a single release (inf for none), and
+    the sampled releases.
     """
-    # Between neighbours a sum moves by S, or by 2·S where somebody takes another's place.
+    # Between neighbours a sum moves by S, or by 2·S if a unit is replaced.
     apart = 2.0 if relation == "replace" else 1.0
     precision = 0.0
     sampled: dict[tuple[float, float], int] = {}
@@ -224,7 +246,7 @@ def _gathered(
         if noise == 0:
             return None
         if rate == 1:
-            # Many looks at one number through noise are one look through less.
+            # Many noisy releases of the same number equal a single release with less noise.
             precision += times * (apart / noise) ** 2
         else:
             sampled[rate, noise] = sampled.get((rate, noise), 0) + times
@@ -242,27 +264,28 @@ def _check(rate: float, noise: float, times: int) -> None:
 
 
 def _of_gaussian(noise: float, delta: float) -> float:
-    """Of one release that everybody is in: the exact value."""
+    """Return the exact epsilon of a single unsampled release."""
     if math.isinf(noise):
         return 0.0
     return float(_library().get_epsilon_gaussian(noise, delta))
 
 
 def _without_sampling(spent: Sequence[Releases], delta: float, relation: Relation) -> float:
-    """As if all were in all of them, which tells more."""
+    """Return epsilon as if all units took part in every release, an upper bound."""
     counted = _gathered([one._replace(rate=1.0) for one in spent if one.rate], relation)
     return math.inf if counted is None else _of_gaussian(counted[0], delta)
 
 
 def _width(one: Releases, relation: Relation) -> float:
-    """The grid on which the losses of a release are rounded up.
+    """Return the interval of the grid to which a release's losses are rounded up.
 
-    A twentieth of their deviation, about, so that rounding costs a tenth of a percent.
+    The interval is about a twentieth of their standard deviation, so that rounding costs about a
+    tenth of a percent.
     """
     apart = 2.0 if relation == "replace" else 1.0
     square = (apart / one.noise) ** 2
     deviation = one.rate * math.sqrt(math.expm1(min(square, 50.0)))
-    # The largest loss that counts, ten deviations away.
+    # The largest loss of significant probability, ten deviations away.
     largest = square / 2 + 10 * apart / one.noise
     largest = max(largest + math.log(one.rate), math.log1p(one.rate * math.expm1(min(largest, 9))))
     wanted = min(max(deviation / 20, FINEST), COARSEST)
@@ -270,15 +293,15 @@ def _width(one: Releases, relation: Relation) -> float:
 
 
 def _round_number(number: float) -> float:
-    """The largest of 1, 2 and 5 times a power of ten that is not above it.
+    """Return the largest of 1, 2 and 5 times a power of ten that is not above the number.
 
-    So that releases that are almost alike share a grid.
+    Thus releases with similar parameters share a grid.
     """
     power: float = 10.0 ** math.floor(math.log10(number))
     return max(k * power for k in (1.0, 2.0, 5.0) if k * power <= number * (1 + 1e-9))
 
 
-# The first rounds of a run are the beginning of all later ones: what they come to is kept.
+# Cached by prefix: the composition of a run's first rounds begins that of all later rounds.
 @lru_cache(maxsize=64)
 def _composed(parts: tuple[Releases, ...], width: float, relation: Relation) -> Any:
     *before, last = parts
@@ -289,10 +312,10 @@ def _composed(parts: tuple[Releases, ...], width: float, relation: Relation) -> 
 
 @lru_cache(maxsize=64)
 def _loss(rate: float, noise: float, width: float, relation: Relation) -> Any:
-    """The distribution of the privacy loss of one release."""
+    """Return the distribution of the privacy loss of a single release."""
     library = _library()
     relations = library.privacy_accountant.NeighboringRelation
-    # What everybody is in has its noise over the distance between neighbours already.
+    # The noise of unsampled releases is already divided by the distance between neighbours.
     replaces = relation == "replace" and rate < 1
     return library.privacy_loss_distribution.from_gaussian_mechanism(
         noise,
@@ -304,7 +327,7 @@ def _loss(rate: float, noise: float, width: float, relation: Relation) -> Any:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Orders of which a divergence cannot be computed are left out, and nobody need be told."""
+    """Context manager: hides warnings about Rényi orders without a computable divergence."""
     logger = logging.getLogger("absl")
     before = logger.level
     logger.setLevel(logging.ERROR)
@@ -315,15 +338,15 @@ def _quiet() -> Iterator[None]:
 
 
 def upwards(number: float) -> float:
-    """A number, rounded up to four digits."""
+    """Return a number rounded up to four digits."""
     digit = 10.0 ** (math.floor(math.log10(number)) - 3)
     return float(f"{math.ceil(number / digit - 1e-9) * digit:.4g}")
 
 
 def _library() -> Any:
-    """dp-accounting, imported where it is needed: it takes a second.
+    """Return dp-accounting, imported on demand because the import takes a second.
 
-    Raises ImportError that says how to install it.
+    Raises ImportError with the command to install the library.
     """
     try:
         import dp_accounting

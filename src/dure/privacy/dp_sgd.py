@@ -1,4 +1,4 @@
-"""DP-SGD's settings: how much any single example may say in a step, and how much noise hides it."""
+"""Settings of DP-SGD: the clipping norm of an example's gradient, and the noise of a step."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ Draws = Literal["system", "seed"]
 class DPSGD(Protection):
     """Differential privacy of examples (Abadi et al. 2016).
 
-    clip: C, the largest norm of an example's gradient. noise: z, the deviation of the noise on
-    their sum is z·C; 0: none, or what the epsilon asks for that is wanted. draws: where noise and
-    batches come from: the system, or the run's seed, so that the run repeats itself; then epsilon
-    holds only against those who do not know the seed. Simulated clients always draw from the seed.
+    clip: C, the maximum norm of an example's gradient. noise: z, so that the noise on the sum of
+    gradients has the standard deviation z·C; 0: none, or the noise that the requested epsilon
+    needs. draws: source of noise and batches: the system, or the run's seed, so that the run is
+    reproducible; then epsilon holds only against parties that do not know the seed. Simulated
+    clients always draw from the seed.
     """
 
     clip: float = 1.0
@@ -42,5 +43,5 @@ class DPSGD(Protection):
 
 
 def parse_dp_sgd(text: str) -> DPSGD:
-    """The inverse of `str`. Raises ValueError for text that is something else."""
+    """Return the settings that `str` wrote. Raises ValueError for any other text."""
     return read(text, {DPSGD.name: DPSGD}, "privacy")

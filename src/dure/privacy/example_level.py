@@ -1,23 +1,23 @@
-"""DP-SGD: what a step of training tells of any single example is bounded.
+"""DP-SGD: training with a bound on the influence of any single example.
 
-    batch      every example by its own coin, with probability q = B / n     (`poisson`)
+    batch      Poisson sampling of examples, with probability q = B / n       (`poisson`)
     clip       g_i <- g_i · min(1, C / ‖g_i‖)                                 (`per_example`)
-    noise      sum of the g_i + N(0, z² C²) on every coordinate, but for rows of padding
-    gradient   that sum / B; the optimizer and all that follows may do with it what they like
+    noise      sum of the g_i + N(0, z² C²) on every coordinate, except rows of padding
+    gradient   that sum / B; the optimizer and all later steps are post-processing
 
-B is the expected batch, and not the one that the coins gave: how many examples were in a batch is
-nobody's to know. For the same reason steps count B examples each. Every trained parameter gets
-noise, also one that the batch has not used. Only rows to which no example has a gradient are left
-as they are (`padding`).
+B is the expected batch size, not the sampled size: the number of examples in a batch must stay
+secret. For the same reason steps count B examples each. Every trained parameter gets noise, also a
+parameter that the batch has not used. Only rows to which no example has a gradient are left
+unchanged (`padding`).
 
-epsilon after T steps is that of T releases of rate q and noise z (`dure.privacy.accountant`). It is
-about the trained weights and all gradients on the way. Outside of it are losses and metrics, which
-are shown without noise, and choices that were made by them, such as where to stop or which learning
-rate to take.
+epsilon after T steps is that of T releases of rate q and noise z (`dure.privacy.accountant`). The
+guarantee covers the trained weights and all gradients on the way. It excludes losses and metrics,
+which are shown without noise, and choices based on them, such as the stopping time or the learning
+rate.
 
-Noise and coins come from the system (`dure.randomness.secret`): a root key is drawn when the run
-begins, or goes on, and is written nowhere. With draws = seed they follow from the run's seed: the
-run repeats itself, and epsilon holds only against those who do not know the seed.
+Noise and samples come from the system (`dure.randomness.secret`): a root key is drawn when the run
+begins or resumes, and is never saved. With draws = seed they follow from the run's seed: the run is
+reproducible, and epsilon holds only against parties that do not know the seed.
 
 Source: M. Abadi et al., "Deep Learning with Differential Privacy", CCS 2016.
 """
@@ -60,32 +60,32 @@ from dure.tensors.flat import trained_in
 
 
 class Budget(NamedTuple):
-    """What is wanted: epsilon with its delta. epsilon: None is whatever the noise gives."""
+    """Requested epsilon with its delta. epsilon: None for no limit."""
 
     epsilon: float | None
     delta: float
 
 
 class Wanted(NamedTuple):
-    """DP-SGD as a strategy asks for it."""
+    """Request of a strategy for DP-SGD."""
 
     settings: DPSGD
     budget: Budget
 
 
 def wanted(settings: DPSGD | None, epsilon: float | None, delta: float) -> Wanted | None:
-    """What the fields of a strategy ask for."""
+    """Return the request in the fields of a strategy; None without settings."""
     return None if settings is None else Wanted(settings, Budget(epsilon, delta))
 
 
 def steps_within(stop: Stop, examples: int, batch_size: int | None) -> int:
-    """The steps that a run has at the most. Raises ValueError where nothing says how many."""
+    """Return the maximum number of steps of a run. Raises ValueError if there is no limit."""
     each = examples if batch_size is None else min(batch_size, examples)
     limits = []
     if stop.steps is not None:
         limits.append(math.ceil(stop.steps))
     if stop.epochs is not None:
-        # As `Stop.reached` counts, without what floats add to whole numbers.
+        # As `Stop.reached` counts; the factor removes float errors above whole numbers.
         limits.append(math.ceil(stop.epochs * examples * (1 - 1e-12) / each))
     if not limits:
         raise ValueError(
@@ -97,9 +97,17 @@ def steps_within(stop: Stop, examples: int, batch_size: int | None) -> int:
 def planned(
     settings: DPSGD | None, budget: Budget, stop: Stop, examples: int, batch_size: int | None
 ) -> DPSGD | None:
-    """The settings with the noise that an epsilon asks for, where they have none.
+    """Return the settings, with the noise for the requested epsilon if they have none.
 
-    Raises ValueError for an epsilon without settings, or for a run of any length.
+    Args:
+        settings: settings of DP-SGD; None without DP-SGD.
+        budget: requested epsilon and delta.
+        stop: limits of the run.
+        examples: number of training examples.
+        batch_size: B; None for all examples.
+
+    Raises:
+        ValueError: there is an epsilon without settings, or no limit on the number of steps.
     """
     if settings is None:
         if budget.epsilon is not None:
@@ -119,7 +127,7 @@ def planned(
 
 
 def _check_one_step(settings: DPSGD, most: float, delta: float, rate: float) -> None:
-    """Raise ValueError where not even one step keeps to the budget."""
+    """Raise ValueError if a single step exceeds the budget."""
     told = epsilon([Releases(rate, settings.noise)], delta)
     if told > most:
         raise ValueError(
@@ -129,9 +137,9 @@ def _check_one_step(settings: DPSGD, most: float, delta: float, rate: float) -> 
 
 
 def promise(settings: DPSGD, rate: float, delta: float, repeats: bool | None = None) -> Promise:
-    """What DP-SGD promises, in words.
+    """Return the guarantee of DP-SGD.
 
-    repeats: whether the noise follows from the run's seed; by default as the settings say.
+    repeats: whether the noise follows from the run's seed; by default from the settings.
     """
     against = "whoever sees the weights and gradients of the run, but not its losses and metrics"
     if settings.draws == "seed" if repeats is None else repeats:
@@ -145,9 +153,9 @@ def promise(settings: DPSGD, rate: float, delta: float, repeats: bool | None = N
 
 
 def root_of(settings: DPSGD, seed: int, share: Callable[[bytes], bytes]) -> Secret:
-    """Where the draws of a run come from.
+    """Return the source of a run's random numbers.
 
-    share: given a key, gives the first rank's.
+    share: given a key, returns the key of rank 0.
     """
     if settings.draws == "seed":
         return Secret.simulated(seed)
@@ -157,14 +165,14 @@ def root_of(settings: DPSGD, seed: int, share: Callable[[bytes], bytes]) -> Secr
 def noised_mean(
     sums: Sequence[Tensor], settings: DPSGD, expected: float, secret: Secret, *position: int
 ) -> list[Tensor]:
-    """The gradient of a step, of the sums of clipped gradients: (sum + noise) / expected batch.
+    """Return the gradient of a step from sums of clipped gradients: (sum + noise) / expected batch.
 
     position: of the step, for which noise is drawn once.
     """
     if not settings.noise:
         return [total / expected for total in sums]
     deviation = settings.clip * settings.noise
-    # As one: a key, and what is done with it, takes as long as thousands of numbers.
+    # Concatenated, because setting up a key takes as long as drawing thousands of numbers.
     whole = torch.cat([total.detach().reshape(-1) for total in sums])
     noised = _noised(whole, secret.key("dp-sgd noise", *position), deviation, expected)
     pieces = torch.split(noised, [total.numel() for total in sums])
@@ -174,7 +182,7 @@ def noised_mean(
 
 
 def _noised(sums: Tensor, key: bytes, deviation: float, expected: float) -> Tensor:
-    """(sums + noise) / expected, a piece after the other: all that is done stays in the cache."""
+    """Return (sums + noise) / expected, piece by piece, so that each piece stays in the cache."""
     exact = sums.cpu()
     out = torch.empty_like(exact)
     at = 0
@@ -187,11 +195,20 @@ def _noised(sums: Tensor, key: bytes, deviation: float, expected: float) -> Tens
 
 
 class ExampleLevel:
-    """DP-SGD at work on one rank.
+    """DP-SGD at a rank.
 
-    examples: the training data. group: the ranks, which all draw the same. folder: of the run; rank
-    0 counts steps there. Raises ValueError for a model or a loss that cannot be trained so
-    (`dure.privacy.per_example.proof`).
+    Args:
+        wanted: settings and budget.
+        task: the task.
+        model: the model.
+        examples: the training data.
+        batch_size: B; None for all examples.
+        seed: the run's seed.
+        group: the ranks, which all draw the same numbers.
+        folder: of the run; rank 0 counts steps there.
+
+    Raises:
+        ValueError: DP-SGD cannot train the model or the loss (`dure.privacy.per_example.proof`).
     """
 
     def __init__(
@@ -215,24 +232,24 @@ class ExampleLevel:
         self.way = choose(task, model, examples).made(model)
         self.batches = PoissonBatches(len(examples), batch_size, secret)
         self._within = 0
-        # What a seed repeats is the same step again: it tells nothing more.
+        # With a seed, a repeated step has the same noise and costs no further privacy.
         counts = settings.draws == "system" and group.rank == 0
         self.count = StepCount(folder if counts else None, self.batches.steps_per_epoch)
         self._agree()
 
     def _agree(self) -> None:
-        """All ranks go on from the count of rank 0."""
+        """Set the count of steps to that of rank 0, at all ranks."""
         self.count.spent = int(self.group.all_gather_values([float(self.count.spent)])[0][0])
 
     @property
     def expected(self) -> int:
-        """B, the examples of a batch in the mean."""
+        """B, the expected number of examples of a batch."""
         return self.batches.batch_size
 
     def clipped(self, inputs: Any, targets: Any) -> tuple[list[Tensor], float]:
-        """(sums of clipped gradients, sum of losses) of some examples of a batch.
+        """Return (sums of clipped gradients, sum of losses) of some examples of a batch.
 
-        The second is not finite where the gradient of an example is not: no clip bounds that.
+        The loss is NaN if the gradient of an example is not finite, because no clipping bounds it.
         """
         found = self.way.clipped(inputs, targets, self.settings.clip)
         if not bool(found.norms.isfinite().all()):
@@ -240,26 +257,26 @@ class ExampleLevel:
         return found.sums, float(found.losses.double().sum())
 
     def nothing(self) -> list[Tensor]:
-        """The sums of no examples."""
+        """Return the sums for a batch without examples."""
         return [torch.zeros_like(parameter) for parameter in self.parameters]
 
     def gradients(self, sums: Sequence[Tensor], step: int) -> None:
-        """Leaves a step's gradient in the parameters, of the sums over its whole batch."""
+        """Set the parameters' gradients to a step's noisy gradient, from its sums."""
         found = noised_mean(sums, self.settings, self.expected, self.secret, step)
         clear(self.padding, dict(zip(self.named, found, strict=True)))
         for parameter, gradient in zip(self.parameters, found, strict=True):
             parameter.grad = gradient
 
     def begin(self) -> None:
-        """A step is about to be done."""
+        """Charge the next step."""
         self.count.begin()
 
     def exhausted(self) -> str | None:
-        """ "epsilon" where one more step would tell more than may be told."""
+        """Return "epsilon" if a further step would exceed the budget, else None."""
         most = self.budget.epsilon
         if most is None or self.count.spent < self._within:
             return None
-        # A block is looked at at once: that takes longer than many a step.
+        # Check a block of steps at once, because a check takes longer than a step may.
         block = self.batches.steps_per_epoch
         if self._told(self.count.spent + block) <= most:
             self._within = self.count.spent + block
@@ -271,25 +288,25 @@ class ExampleLevel:
         return None if self.count.spent < self._within else "epsilon"
 
     def _told(self, steps: int) -> float:
-        """The epsilon of so many steps."""
+        """Return the epsilon of this number of steps."""
         return epsilon([Releases(self.batches.rate, self.settings.noise, steps)], self.budget.delta)
 
     @property
     def epsilon(self) -> float:
-        """What all steps so far have told, the lost ones too."""
+        """Epsilon of all steps so far, including steps lost in a crash."""
         return self._told(self.count.spent)
 
     def state(self) -> dict[str, Any]:
-        """For checkpoints: no noise, and no key."""
+        """Return the state for a checkpoint, without noise and keys."""
         return {"spent": self.count.spent}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Goes on from `state`, and from what was charged after it."""
+        """Continue from `state`, and from steps charged after it."""
         self.count.restore(state["spent"])
         self._agree()
 
     def facts(self) -> dict[str, Any]:
-        """For the summary and the report."""
+        """Return the facts for the summary and the report."""
         bound = self.epsilon if self.settings.noise else None
         return {
             **promise(self.settings, self.batches.rate, self.budget.delta).facts(bound),
@@ -303,10 +320,10 @@ class ExampleLevel:
 
 
 def proven(task: Task, model: nn.Module) -> Proof:
-    """What was tried of the model. Raises ValueError if DP-SGD cannot train it."""
+    """Return the proof that DP-SGD can train the model. Raises ValueError if it cannot."""
     return choose(task, model, examples_for(task)[0]).proof
 
 
 def told(wanted: Wanted | None, label: str) -> str:
-    """The label of a strategy with what it protects."""
+    """Return the label of a strategy with its privacy settings."""
     return label if wanted is None else f"{label} {wanted.settings}"

@@ -1,16 +1,17 @@
-"""What of a privacy budget is spent: a line before each noised release, and none is taken back.
+"""Ledger of the spent privacy budget: a line before each noisy release, never removed.
 
     charge(7, rate 0.1, noise 1.2)      first this line is on the disk,
-                                        then the noise of round 7 is drawn, then it is seen
+                                        then the noise of round 7 is drawn, then it is released
 
-So a process that dies in between has paid for something that nobody saw, and never the other way
-round. Lines are only added. A run that goes on from an older checkpoint finds its ledger ahead and
-goes on from there. Where noise is drawn from the run's seed (a simulation) the same round has the
-same noise again, which tells nothing new and costs nothing; where it comes from the system, a round
-that is done again is paid for again.
+So a process that dies in between has paid for a release that no observer saw, and never the other
+way round. Lines are only appended. A run that resumes from an older checkpoint finds its ledger
+ahead and continues from the ledger. If noise follows from the run's seed (a simulation), the same
+round has the same noise again, which reveals nothing new and costs nothing; if noise comes from the
+system, a repeated round is charged again.
 
-The file has one JSON object a line: {"number": 7, "rate": 0.1, "noise": 1.2, "times": 1,
-"checksum": "1a2b3c4d"}, with the CRC-32 of the others. Lines of dure up to 0.1 have none.
+The file has a JSON object per line: {"number": 7, "rate": 0.1, "noise": 1.2, "times": 1,
+"checksum": "1a2b3c4d"}, with the CRC-32 of the other fields. Lines of dure up to 0.1 have no
+checksum.
 """
 
 from __future__ import annotations
@@ -30,23 +31,29 @@ from dure.record.inside import contents
 from dure.record.seal import checksum
 
 FILE = "privacy.jsonl"
-"""Its name in a run folder."""
+"""Name of the file in a run folder."""
 
 
 class Entry(NamedTuple):
-    """What was charged for a round or step."""
+    """Charge for a round or step."""
 
     number: int
     releases: Releases
 
 
 class Ledger:
-    """What was charged so far.
+    """Charges so far.
 
-    delta: with which epsilon is said. folder: of the run, where it is written down; None keeps it
-    in memory. repeats: whether the noise of a round is the same when it is drawn again. told: the
-    epsilon of releases; by default of Gaussian ones, of a unit more or less. unit: what is charged.
-    Raises RunFolderError for a file that is no ledger.
+    Args:
+        delta: delta of the stated epsilon.
+        folder: folder of the run; None keeps the charges in memory.
+        repeats: whether a repeated round has the same noise.
+        told: returns the epsilon of releases; by default of Gaussian releases, for a unit added or
+            removed.
+        unit: name of the charged unit.
+
+    Raises:
+        RunFolderError: the file is not a valid ledger.
     """
 
     def __init__(
@@ -71,7 +78,7 @@ class Ledger:
             self._take(_read(path))
 
     def charge(self, number: int, *releases: Releases) -> None:
-        """Pays for a round, before its noise is drawn: on the disk when this returns."""
+        """Charge a round before its noise is drawn; the charge is on disk when this returns."""
         if number in self._charged:
             if self.repeats:
                 return
@@ -83,36 +90,36 @@ class Ledger:
 
     @property
     def spent(self) -> list[Releases]:
-        """All that was charged, counted by kind."""
+        """All charges, grouped by kind."""
         counted: dict[tuple[float, float], int] = {}
         for _, (rate, noise, times) in self.entries:
             counted[rate, noise] = counted.get((rate, noise), 0) + times
         return [Releases(rate, noise, times) for (rate, noise), times in counted.items()]
 
     def epsilon(self, *more: Releases) -> float:
-        """What all that was charged tells of anybody; `more`: as if these were charged too."""
+        """Return the epsilon of all charges, and of `more` if these were charged too."""
         return self._told([*self.spent, *more])
 
     def has(self, number: int) -> bool:
-        """Whether this round was ever charged."""
+        """Return whether this round was ever charged."""
         return number in self._charged
 
     def paid(self, number: int) -> bool:
-        """Whether this round costs nothing any more."""
+        """Return whether a repetition of this round costs nothing."""
         return self.repeats and number in self._charged
 
     def state(self) -> list[list[Any]]:
-        """What was charged, as a tree for checkpoints."""
+        """Return the charges as a tree for checkpoints."""
         return [[one.number, *one.releases] for one in self.entries]
 
     def restore(self, state: Sequence[Sequence[Any]]) -> None:
-        """Goes on from the larger of what is here and what the checkpoint says."""
+        """Continue from the longer of this ledger and the checkpoint's."""
         written = [Entry(number, Releases(*rest)) for number, *rest in state]
-        # The file is ahead of each checkpoint, unless somebody has removed it.
+        # The file is ahead of each checkpoint, unless the file was removed.
         self._add(written[len(self.entries) :])
 
     def close(self) -> None:
-        """Nothing more is charged."""
+        """Close the file; no charges may follow."""
         if self._lines is not None:
             self._lines.close()
             self._lines = None
@@ -130,7 +137,7 @@ class Ledger:
 
 
 class _Line(msgspec.Struct):
-    """What the file says of a round: nothing else could have been charged."""
+    """Line of the file for a round; the bounds exclude impossible charges."""
 
     number: Annotated[int, msgspec.Meta(ge=0, le=2**53)]
     rate: Annotated[float, msgspec.Meta(ge=0, le=1)]
@@ -139,7 +146,7 @@ class _Line(msgspec.Struct):
     checksum: str | None = None
 
     def entry(self) -> Entry:
-        """Raises ValueError for a line that is not as it was written."""
+        """Return the charge. Raises ValueError for a line with a wrong checksum."""
         entry = Entry(self.number, Releases(self.rate, self.noise, self.times))
         if self.checksum not in (None, _sum(_said(entry))):
             raise ValueError("its checksum is not that of its content")
@@ -152,7 +159,7 @@ def _written(entry: Entry) -> str:
 
 
 def _said(entry: Entry) -> dict[str, float]:
-    # A whole number may come back as one of floating point, or the other way round.
+    # JSON may return an integer as a float, or vice versa: normalise before the checksum.
     rate, noise, times = entry.releases
     return {
         "number": entry.number,

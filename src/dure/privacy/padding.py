@@ -1,13 +1,13 @@
-"""Rows of embeddings that no gradient reaches: they get no noise.
+"""Rows of embeddings without gradients, which get no noise.
 
-`nn.Embedding(padding_idx=p)` gives row p no gradient, whatever the data are. Noise there would be
-all that ever changes the row, and how long the padding of a text is would then decide what the
-model says of it. Such a row is released as if nothing had been trained there, which is the same for
-all data, and so tells nothing.
+`nn.Embedding(padding_idx=p)` gives row p no gradient, for any data. With noise, the row would
+change by noise alone, and the model's output for a text would depend on the length of its padding.
+Such a row is released as if the row had not been trained, which is the same for all data, and so
+reveals nothing.
 
-A table that the model uses in another way too, such as the weights of its last layer, has gradients
-in this row. It is found by its owners, and by a trial on the first examples; it gets noise like all
-others.
+A table that the model also uses in another way, such as the weights of its last layer, has
+gradients in this row. Such a table is detected by its owners, and by a trial on the first examples;
+all of its rows get noise.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from dure.tasks.loss_shares import tensor_of
 from dure.tasks.perturbed import perturbed
 
 TRIED = 3
-"""Examples of the trial."""
+"""Number of examples of the trial."""
 
 
 class PaddingRow(NamedTuple):
-    """A row of a trained table. name: of the table, as the model calls it."""
+    """Row of a trained table. name: name of the table in the model."""
 
     name: str
     row: int
@@ -40,7 +40,7 @@ class PaddingRow(NamedTuple):
 def padding_rows(task: Task, model: nn.Module) -> list[PaddingRow]:
     """Return the rows of trained tables that get no gradient from any example.
 
-    model: stays as it is. Without examples, as on a server whose clients have them, the owners of a
+    model: unchanged. Without examples, as on a server whose clients have them, the owners of a
     table decide alone.
     """
     rows = list(_declared(model))
@@ -50,7 +50,7 @@ def padding_rows(task: Task, model: nn.Module) -> list[PaddingRow]:
     try:
         return _without_gradient(task, perturbed(another(model, task, 0).eval(), "padding"), rows)
     except Exception:
-        # The error is raised again where the model is trained.
+        # Training raises the same error again.
         return []
     finally:
         restore_generators(before)

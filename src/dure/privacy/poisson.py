@@ -1,11 +1,11 @@
-"""Batches of differential privacy: every example has its own coin in every step.
+"""Poisson sampling: every example is in every step's batch independently with the same probability.
 
-    an example is in a step's batch with probability q = B / n, whatever the others are in
+    an example is in a step's batch with probability q = B / n, independently of the others
 
-So a batch has B examples in the mean, and sometimes none: then its step is noise alone. That nobody
-knows whether an example was in a batch is what makes little noise do (amplification by sampling);
-for shuffled batches nothing of the kind is proven, so they are not offered. Who is in a batch comes
-from `dure.randomness.secret`, never from the run's generators.
+So a batch has B examples in expectation, and sometimes none: then its step is noise alone. Little
+noise suffices because the participation of an example is secret (amplification by sampling);
+shuffled batches have no such proof, so they are not supported. Samples come from
+`dure.randomness.secret`, never from the run's generators.
 
 Sources: M. Abadi et al., "Deep Learning with Differential Privacy", CCS 2016; L. Chua et al., "How
 Private are DP-SGD Implementations?", ICML 2024, on shuffled batches.
@@ -21,11 +21,11 @@ from dure.randomness.secret import Secret
 
 
 class PoissonBatches:
-    """The batches of n examples; it stands in for `dure.data.batches.Batches`.
+    """Poisson-sampled batches of n examples; replaces `dure.data.batches.Batches`.
 
-    batch_size: B, the mean; None, or n and more, is all the data in every step. secret: answers the
-    same question alike where a batch may be asked for twice, by loaders say. where: what tells
-    these batches from others of the secret, such as (client, turn).
+    batch_size: B, the expected size; None, or n and more, is all the data in every step. secret:
+    source of the samples; the same request has the same answer, as loaders may request a batch
+    twice. where: identifies these batches among others of the secret, such as (client, turn).
     """
 
     def __init__(self, n: int, batch_size: int | None, secret: Secret, *where: int) -> None:
@@ -37,7 +37,7 @@ class PoissonBatches:
         self._where = where
 
     def at(self, step: int) -> Tensor:
-        """The indices of `step`'s batch, int64, in order; perhaps none."""
+        """Return the indices of `step`'s batch, int64, in order; possibly empty."""
         if self.rate == 1:
             return torch.arange(self.n)
         key = self._secret.key("dp-sgd batch", *self._where, step)

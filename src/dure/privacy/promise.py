@@ -1,4 +1,4 @@
-"""What differential privacy promises, in words: an epsilon says nothing without them."""
+"""Statement of a differential privacy guarantee: the terms without which epsilon means nothing."""
 
 from __future__ import annotations
 
@@ -8,17 +8,20 @@ from typing import Any, Literal
 from dure.privacy.accountant import Relation
 
 Sampling = Literal["coins", "all"]
-"""How units come into a release: each by its own coin, or all into all (no amplification)."""
+"""Participation of units in a release: sampled independently, or all (no amplification)."""
 
 
 @dataclass(frozen=True)
 class Promise:
-    """To whom something is promised, and against whom.
+    """Terms of a guarantee.
 
-    unit: of whom any one may be in the data or not: "client", "example". delta: the probability
-    that epsilon does not hold. relation: in what neighbouring data sets differ. sampling: how units
-    come into a release. against: who may look at all that was released. differ: in words, in what
-    neighbouring data sets differ, where that is said more exactly.
+    Args:
+        unit: the protected unit, which may be in the data or not: "client", "example".
+        delta: the probability that epsilon does not hold.
+        relation: difference of neighbouring data sets.
+        sampling: participation of units in a release.
+        against: the observers against whom the guarantee holds.
+        differ: difference of neighbouring data sets in words, if more exact than `relation`.
     """
 
     unit: str
@@ -30,7 +33,7 @@ class Promise:
 
     @property
     def neighbours(self) -> str:
-        """The neighbouring relation in words."""
+        """Neighbouring relation in words."""
         if self.differ is not None:
             return self.differ
         if self.relation == "replace":
@@ -39,7 +42,7 @@ class Promise:
 
     @property
     def assumption(self) -> str:
-        """The sampling assumption in words."""
+        """Sampling assumption in words."""
         if self.sampling == "all":
             return f"any {self.unit} may be in every release (no amplification by sampling)"
         return (
@@ -48,7 +51,7 @@ class Promise:
         )
 
     def said(self, epsilon: float | None) -> str:
-        """All of it, in one sentence. epsilon: None is no bound."""
+        """Return the guarantee as a sentence. epsilon: None for no bound."""
         if epsilon is None:
             return f"no differential privacy of any {self.unit}: without noise there is no bound"
         return (
@@ -57,7 +60,7 @@ class Promise:
         )
 
     def facts(self, epsilon: float | None) -> dict[str, Any]:
-        """For summary.json and the report."""
+        """Return the facts for summary.json and the report."""
         return {
             "epsilon": epsilon,
             "delta": self.delta,

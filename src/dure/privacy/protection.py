@@ -1,4 +1,4 @@
-"""What all protections have in common: a text, as the command line takes it."""
+"""Base class of protections: a text form, as for the command line."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from dure.machine.extras import check_extra
 from dure.settings import write
 
 NEEDS = ("cryptography", "dp_accounting")
-"""The libraries of the extra "privacy"."""
+"""Libraries of the extra "privacy"."""
 
 
 def check_installed() -> None:
-    """Raises ValueError, before any work, where what protections need is not installed."""
+    """Raise ValueError, before any work, if a library for protections is not installed."""
     check_extra("privacy", "privacy", NEEDS)
 
 
 @dataclass(frozen=True)
 class Protection:
-    """Something that keeps from others what clients or examples would give away.
+    """Protection of clients' or examples' data against other parties.
 
-    A frozen dataclass with a text form (`dure.settings`), such as `user-level:1:1.1`.
+    A subclass is a frozen dataclass with a text form (`dure.settings`), such as `user-level:1:1.1`.
     """
 
     name: ClassVar[str]

@@ -1,17 +1,16 @@
-"""How many noised steps a run has done, on the disk before they are done.
+"""Persistent count of a run's noisy steps, charged on disk before the steps.
 
-A run that is killed goes on from its newest checkpoint, and does the steps after it again: with
-other batches and other noise, which come from the system. What was shown of the lost steps, losses
-or metrics, has told something all the same. So steps are charged before they are done, a block at a
-time, in a file of the run folder:
+A run that is killed resumes from its newest checkpoint, and repeats the steps after it: with other
+batches and other noise, which come from the system. Losses or metrics that were shown of the lost
+steps have revealed information nevertheless. So steps are charged in advance, a block at a time, in
+a file of the run folder:
 
     charge      {"charged": steps that may have been done}, synced, then the steps
-    checkpoint  what was charged and not done is given back
-    resume      goes on from what was charged, which may be more than the checkpoint has done
+    checkpoint  steps that were charged but not done are refunded
+    resume      continues from the charged steps, which may exceed the checkpoint's steps
 
-Steps take milliseconds, so that a line on the disk for each, as `dure.privacy.ledger` has it for
-rounds, would take longer than they do. Without a folder nothing can be resumed, and the count is
-kept in memory.
+Steps take milliseconds, so a synced line for each, as in `dure.privacy.ledger` for rounds, would
+take longer than the step. Without a folder no run can be resumed, and the count is in memory.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ FILE = "privacy-steps.json"
 class _Written(msgspec.Struct, forbid_unknown_fields=True):
     charged: Annotated[int, msgspec.Meta(ge=0, le=2**53)]
     checksum: str | None = None
-    """Of the number; files of dure up to 0.1 have none."""
+    """CRC-32 of the number; None in files of dure up to 0.1."""
 
     @classmethod
     def of(cls, charged: int) -> _Written:
@@ -40,10 +39,11 @@ class _Written(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class StepCount:
-    """The count of steps. folder: of the run; None keeps nothing. block: steps charged at once.
+    """Count of steps.
 
-    spent: steps done, by lost parts of the run too. Raises RunFolderError for a file that is no
-    count: a budget that cannot be read is no new one.
+    folder: of the run; None for no file. block: number of steps charged at once. `spent` is the
+    number of steps done, including steps lost in a crash. Raises RunFolderError for an invalid
+    file, since an unreadable budget must not be reset.
     """
 
     def __init__(self, folder: Path | None, block: int) -> None:
@@ -67,18 +67,19 @@ class StepCount:
             ) from error
 
     def begin(self) -> None:
-        """A step is about to be done: it is charged, on the disk."""
+        """Charge the next step, on disk."""
+        # On disk before the step: a crash may waste a block, but never hides a step.
         self.spent += 1
         if self.spent > self._charged:
             self._write(self.spent + self._block - 1)
 
     def settle(self) -> None:
-        """What was charged and not done is given back: a checkpoint has the rest."""
+        """Refund charged steps that were not done; called once a checkpoint has all done steps."""
         if self._charged != self.spent:
             self._write(self.spent)
 
     def restore(self, spent: int) -> None:
-        """Goes on from a checkpoint that has done so many steps, or from more that were charged."""
+        """Continue from a checkpoint with `spent` steps, or from a larger charged number."""
         self.spent = max(spent, self._charged)
 
     def _write(self, charged: int) -> None:

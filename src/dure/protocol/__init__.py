@@ -1,1 +1,1 @@
-"""What a server and its clients say to each other."""
+"""Messages between a federated server and its clients."""

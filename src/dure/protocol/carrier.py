@@ -1,8 +1,9 @@
-"""What lies between a coordinator and its clients: actions, and who carries them out.
+"""Interface between a coordinator and its clients: events, actions and the carrier of messages.
 
-A coordinator answers with actions; a carrier (a simulation under a virtual clock, a server on a
-network) does them and tells it what came of them. Neither knows the other's kind. All that passes
-between the two halves is a message of `dure.protocol.messages`.
+The coordinator (`dure.federated.server.coordinator`) takes events with their times and returns
+actions. A carrier (a simulation under a virtual clock, or a server on a network) carries out the
+actions and reports their results as events. Neither side depends on the implementation of the
+other. Server and clients exchange only messages of `dure.protocol.messages`.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from dure.protocol.messages import (
 
 
 class Assign(NamedTuple):
-    """Send this to its client."""
+    """Send the assignment to its client."""
 
     assignment: Assignment
 
 
 class Combine(NamedTuple):
-    """A new model can be made of the updates of these tickets, to be taken in this order."""
+    """Make a new model of the updates with these assignment ids, added in this order."""
 
     tickets: list[int]
 
@@ -41,13 +42,14 @@ class Combine(NamedTuple):
 Action = Assign | Refuse | Combine
 
 
-# Protocols, and not base classes: this package imports neither of the halves that it joins.
+# Protocols instead of base classes: this package imports neither the server nor the clients.
 class Coordinator(Protocol):
-    """What a carrier has to know of a coordinator.
+    """Interface of a coordinator that a carrier uses.
 
-    wake: when it wants to be told that time has passed. synchronous: whether there are rounds,
-    which end all their tickets. Those who simulate clients know where they are, and need none of
-    the events that tell of their coming and going.
+    `wake` is the time in seconds, on the federation's clock, at which the coordinator needs the
+    next `tick`. `synchronous` is True if the run has rounds; the end of a round ends all its
+    assignments. A carrier that simulates its clients knows which clients are available, and does
+    not send the events of arrivals and departures.
     """
 
     wake: float
@@ -55,62 +57,63 @@ class Coordinator(Protocol):
 
     @property
     def combining(self) -> list[int]:
-        """The tickets of the last `Combine`, until a model was made of them."""
+        """Assignment ids of the last `Combine`, until the model of these updates exists."""
 
     def arrive(self, client: int, examples: int | None = None) -> None:
-        """A client is there, of so many examples; nobody is asked yet."""
+        """Register an available client with its number of examples; assign no work yet."""
 
     def check_in(self, client: int, now: float, examples: int | None = None) -> list[Action]:
-        """A client is there, of so many examples."""
+        """Register an available client with its number of examples, and return actions."""
 
     def keep_to(self, fewest: int) -> None:
-        """No model is made of updates of fewer clients from now on."""
+        """Require updates of at least `fewest` clients for every model from now on."""
 
     def leave(self, client: int) -> None:
-        """A client without a ticket has gone again."""
+        """Remove a client that has no open assignment."""
 
     def update(self, ticket: int, now: float) -> list[Action]:
-        """An update has arrived, and lies with the carrier."""
+        """Report that the carrier has received an update."""
 
     def failed(self, ticket: int, reason: str, now: float) -> list[Action]:
-        """There will be none."""
+        """Report that an assignment ends without an update."""
 
     def missing(self, ticket: int, now: float) -> list[Action]:
-        """Its client has fallen silent, and may come back."""
+        """Report that the client of an assignment has stopped responding, and may return."""
 
     def back(self, ticket: int, now: float) -> list[Action]:
-        """Its client has come back, and goes on with the same ticket."""
+        """Report that the client of an assignment is back and continues the same assignment."""
 
     def expired(self, ticket: int, now: float) -> list[Action]:
-        """Its time is up, where no deadline of a round ends it."""
+        """Report the timeout of an assignment that no deadline of a round ends."""
 
     def tick(self, now: float) -> list[Action]:
-        """Time has passed."""
+        """Report that the time is `now`, in seconds on the federation's clock."""
 
     def assignment(self, ticket: int) -> Assignment:
-        """What a client with an open ticket was sent."""
+        """Return the assignment of a client whose assignment is still open."""
 
     def expects(self, asked: Assignment) -> Sequence[Tensor]:
-        """What the extras of an answer look like."""
+        """Return tensors with the shapes and dtypes that the extras of an answer must have."""
 
     def waits_for(self, ticket: int) -> bool:
-        """Whether an update with this ticket would count."""
+        """Return whether an update with this assignment id would count."""
 
 
 class Work(NamedTuple):
-    """What an assignment takes: optimizer steps, gradients of single examples, bytes sent up."""
+    """Cost of an assignment: optimizer steps, gradients of single examples, bytes uploaded."""
 
     steps: int
     examples: int
     up: int
 
 
-# More than the message: in a simulation it is the carrier's clock that says when work began, and
-# how much of it is done in time.
+# A class besides the message, because in a simulation the clock of the carrier decides when the
+# work began and how much of the work is done before the deadline.
 class Order(NamedTuple):
     """An assignment that a client works on.
 
-    began: when it was handed out; work: as much of it as it does.
+    `began` is the time at which the client received the assignment. `work` is the part of the
+    assignment that the client computes.
     """
 
     assignment: Assignment
@@ -119,36 +122,40 @@ class Order(NamedTuple):
 
 
 class Clients(Protocol):
-    """The clients' side, where all clients live in one process.
+    """Clients' side of a federation whose clients live in the same process.
 
-    partial: whether they send what they have when time runs out, rather than nothing. checked:
-    whether the numbers of what they send are finite, but for buffers; an update with a failure has
-    none.
+    `partial` is True if a client whose time runs out sends its unfinished update; otherwise it
+    sends nothing. `checked` is True if the clients have checked that the numbers of their updates
+    are finite, buffers excepted. An update with a failure has no numbers.
     """
 
     partial: bool
     checked: bool
 
     def join(self) -> Join:
-        """Their introduction."""
+        """Return the message that introduces the clients."""
 
     def work(self, assignment: Assignment, now: float, most: float | None = None) -> Work:
-        """What the assignment takes, of at most so many examples."""
+        """Return the cost of the assignment at time `now`, for at most `most` examples."""
 
     def train(self, orders: Sequence[Order], ahead: Sequence[Order]) -> Iterator[Update]:
-        """The updates of `orders`, in their order. ahead: others that will be asked for soon."""
+        """Yield the updates of `orders`, in order.
+
+        `ahead` are orders whose updates the carrier will request soon; an implementation may
+        compute them together with `orders`.
+        """
 
     def hold(self, update: Update, asked: Assignment) -> None:
-        """An update stays with its client, which answers steps of a protocol about it."""
+        """Store an update at its client, which answers the steps of a protocol about the update."""
 
     def answer(self, say: Say) -> Answer | None:
-        """What a client answers to a step of a protocol; None where it is not in it any more."""
+        """Return the client's answer to a protocol step; None if the client has left."""
 
     def settle(self, settled: Settled) -> None:
-        """What became of updates."""
+        """Report to the clients which updates counted."""
 
     def measure(self, measure: Measure) -> Measured:
-        """The model, and their own, on what they have held out."""
+        """Evaluate the model, and the clients' own models, on the clients' held-out examples."""
 
     def losses(
         self,
@@ -157,41 +164,45 @@ class Clients(Protocol):
         buffers: Sequence[Tensor],
         now: float,
     ) -> list[tuple[float, int]]:
-        """(mean loss, examples) of a model on the training examples of each of these."""
+        """Return (mean loss, number of examples) of a model on each client's training examples."""
 
     def kept(self) -> Kept:
-        """What they have in place of a part of the model."""
+        """Return the clients' mean values for the personalised part of the model."""
 
     def facts(self) -> Mapping[str, Any]:
-        """How they compute, for the report."""
+        """Return facts about how the clients compute, for the report."""
 
     def state(self) -> Any:
-        """What clients keep, as a tree for checkpoints."""
+        """Return the clients' state as a tree for checkpoints."""
 
     def restore(self, state: Any) -> None:
-        """The inverse of `state`."""
+        """Restore a tree that `state` has returned."""
 
 
 class Draft(Protocol):
-    """What `Carrier.once` has come to, for a server that is started again before it is made."""
+    """Unfinished result of `Carrier.once`, for a server that restarts before completion."""
 
     def kept(self) -> dict[str, Any] | None:
-        """The tree that was kept last for what is being made; None where there is none."""
+        """Return the tree stored last for the unfinished result; None without a stored tree."""
 
     def keep(self, tree: dict[str, Any]) -> None:
-        """The tree is on the disk when this returns, until what is being made is there."""
+        """Store the tree durably, until the result is complete."""
 
 
 class Carrier(Protocol):
-    """What takes messages between a server and its clients, as the server sees it.
+    """Transport of messages between a server and its clients, from the server's point of view.
 
-    now: seconds on the federation's clock. flown: what became of assignments since it was last
-    emptied. checked: whether whoever computed an update has seen to it that its numbers are finite,
-    but for buffers; never true of what comes over a network. lasts: seconds that a round or a
-    ticket takes at the most, where the pacing names no deadline; None for no end, where no client
-    is ever away without a word. patient: whether the server tells of attempts in vain and goes on,
-    rather than to give up: clients may come tomorrow. clock_is: what the history calls `now`:
-    virtual_seconds of a simulation, wall_seconds of a network.
+    Args:
+        now: Seconds on the federation's clock.
+        flown: Records of assignments that have ended since the list was last emptied.
+        checked: Whether the sender of an update has checked that its numbers are finite, buffers
+            excepted. Always False for a network, whose senders are not trusted.
+        lasts: Timeout in seconds of a round or of an assignment for which the pacing sets no
+            deadline; None for no timeout, if clients never disappear silently.
+        patient: Whether the server logs unsuccessful attempts and continues, because clients may
+            arrive later, rather than raise an error.
+        clock_is: Name of `now` in the history: virtual_seconds of a simulation, wall_seconds of a
+            network.
     """
 
     lasts: float | None
@@ -202,93 +213,103 @@ class Carrier(Protocol):
 
     @property
     def now(self) -> float:
-        """As above."""
+        """Seconds on the federation's clock."""
 
     def join(self) -> Join:
-        """Who the clients are."""
+        """Return the message that introduces the clients."""
 
     def carry(self, coordinator: Coordinator) -> Combine:
-        """Carries messages until the coordinator can make a new model."""
+        """Carry messages until the coordinator can make a new model."""
 
     def updates(self, coordinator: Coordinator, tickets: Sequence[int]) -> Iterator[Update]:
-        """The updates of these tickets, one after another."""
+        """Yield the updates with these assignment ids, in order."""
 
     def hold(self, coordinator: Coordinator, tickets: Sequence[int]) -> None:
-        """The updates of these tickets are combined, and stay with their clients (`exchange`)."""
+        """Leave the updates with these assignment ids at their clients, for `exchange`."""
 
     def exchange(self, says: Sequence[Say]) -> Iterator[Answer]:
-        """Says these to their clients, and gives what they answer, as it comes.
+        """Send protocol steps to their clients and yield the answers in arrival order.
 
-        It ends once all have answered, are gone, or have taken too long. An answer is one of the
-        same ticket and stage, with the tensors that were wanted. What is answered is written
-        nowhere. Only within `once`.
+        The iterator ends when every client has answered, has left or has timed out. An answer has
+        the ticket and the stage of its `Say`, and the tensors that the `Say` wants. The carrier
+        does not store answers. May be called only within `once`.
         """
 
     def once(self, what: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """What `make` gives, a tree of plain values and tensors: once, whatever happens.
+        """Return the result of `make`, a tree of plain values and tensors, computed exactly once.
 
-        For what cannot be made again to the bit, or must not be: coins, noise, what clients have
-        answered. It is on the disk before it is returned, and a server that goes on from an earlier
-        state gets the same, and `make` is not called. what: names it.
+        For results that cannot, or must not, be computed a second time with other values: random
+        samples, noise, answers of clients. The carrier stores the result durably before it returns
+        it. A server that resumes from an earlier checkpoint gets the stored result, and does not
+        call `make`. The parameter `what` is the name of the result.
         """
 
     @property
     def draft(self) -> Draft | None:
-        """Of what is being made; None where it is made again to the bit."""
+        """Draft of the result of `once`; None if `make` reproduces the result bit for bit."""
 
     def settle(self, settled: Settled) -> None:
-        """Tells clients what became of their updates."""
+        """Report to the clients which updates counted."""
 
     def made(self, number: int, weights: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
-        """The newest model is this one."""
+        """Publish the newest global model."""
 
     def ended(self, reason: str) -> None:
-        """The run has ended by this limit; "interrupt" where it may go on."""
+        """Report that the run has ended by this limit; "interrupt" for a run that may resume."""
 
     def measure(self, measure: Measure) -> Measured:
-        """Has clients measure a model."""
+        """Have the clients evaluate a model."""
 
     def kept(self) -> Kept:
-        """Asks clients what they have in place of a part of the model."""
+        """Request the clients' mean values for the personalised part of the model."""
 
     def losses(
         self, clients: Sequence[int], weights: Sequence[Tensor], buffers: Sequence[Tensor]
     ) -> list[float]:
-        """Asks each of these for the mean loss of a model on its training examples.
+        """Request the mean loss of a model on each client's training examples.
 
-        NaN of one that does not answer. Raises ValueError where clients cannot be asked.
+        Returns a float per client; NaN for a client that does not answer. Raises ValueError if
+        the carrier cannot request losses.
         """
 
     def answers_left(self, different: bool) -> float:
-        """How many more updates may come before clients have used up what they may transfer.
+        """Return how many more updates may arrive before clients exceed their transfer quotas.
 
-        different: of as many clients. inf where nothing is used up.
+        `different` is True to count updates of distinct clients. Returns inf without quotas.
         """
 
     def facts(self) -> Mapping[str, Any]:
-        """What is known here of how clients compute, for the report."""
+        """Return facts about how the clients compute, for the report."""
 
     def saved(self) -> None:
-        """The newest `state` is on the disk."""
+        """Report that the newest `state` is stored durably."""
 
     def state(self) -> Any:
-        """Everything that it needs to go on, as a tree for checkpoints."""
+        """Return the complete state of the carrier as a tree for checkpoints."""
 
     def restore(self, state: Any) -> None:
-        """The inverse of `state`."""
+        """Restore a tree that `state` has returned."""
 
 
 STEP = "step"
-"""The outcome of a flight that is a step of a protocol."""
+"""Outcome of a flight that is a step of a protocol."""
 
 
 class Flight(NamedTuple):
-    """What became of an assignment.
+    """Record of an assignment that has ended.
 
-    outcome: "accepted" (its update arrived in time), "late", or why it failed; STEP is no
-    assignment, but a step of a protocol on one that was accepted. down, up: bytes that
-    travelled. Seconds of transfers and of computing are the device's. examples: gradients of single
-    examples that it has computed, where that is known.
+    Args:
+        client: Number of the client.
+        round: Number of the global model that the client received.
+        began: Time at which the assignment was sent, in seconds.
+        ended: Time at which the assignment ended, in seconds.
+        outcome: "accepted" (the update arrived in time), "late", or the reason of a failure. `STEP`
+            marks a step of a protocol on an accepted assignment.
+        down: Bytes downloaded.
+        up: Bytes uploaded.
+        transfer_seconds: Seconds of transfers, on the device's clock.
+        compute_seconds: Seconds of computing, on the device's clock.
+        examples: Gradients of single examples that the client has computed, if known.
     """
 
     client: int

@@ -1,4 +1,4 @@
-"""A message as bytes, and back.
+"""Encoding of a message as bytes.
 
     bytes 0 to 3      "dure"
     4 to 7            the version of this format, little-endian as all numbers here
@@ -8,10 +8,11 @@
     then the data     the elements of the tensors, in the header's order; the data and each tensor
                       begin at the next multiple of 16
 
-Bytes come from anybody. The first 24 say how long the message is, so that a receiver refuses one
-that is too long before it has any memory for it (`length`). Every field is checked for its type,
-every dtype is one of a list, and the elements of a tensor have to lie within the data. The tensor
-is then a view of the bytes that are there already: nothing is copied, and nothing is executed.
+The bytes may come from an untrusted sender. The first 24 bytes give the length of the message, so
+that a receiver refuses a message that is too long before it allocates memory (`length`). The
+decoder checks the type of every field, takes only dtypes of a fixed list, and requires the elements
+of every tensor to be inside the data. A decoded tensor is a view of the received bytes: decoding
+copies no elements and executes no code.
 """
 
 from __future__ import annotations
@@ -31,27 +32,27 @@ from dure.protocol.messages import Message
 VERSION = 1
 
 HEAD = 24
-"""Bytes that say how long the message is."""
+"""Bytes of the fixed part at the start, which gives the length of the message."""
 
 _HEAD = struct.Struct("<4sIQQ")
 _MAGIC = b"dure"
 
 ALIGNED = 16
-"""The bytes of the largest element, a complex number in double precision.
+"""Alignment in bytes: the size of the largest element, a complex number in double precision.
 
-Memory that Python allocates begins at such a multiple too, so no element lies across one.
+Memory that Python allocates starts at a multiple of this number, so every element is aligned.
 """
 
 _MOST_DIMENSIONS = 64
-"""As many as torch has. The product of many more large numbers would take hours."""
+"""Maximum dimensions of a torch tensor. A product of many more large numbers would take hours."""
 
 _MOST_ELEMENTS = 1 << 48
-"""More than any memory has. Shapes beyond it torch refuses in ways of its own, even empty ones."""
+"""More elements than any memory has. For larger shapes torch raises other errors, even if empty."""
 
 _MOST_TENSORS = 10_000
-"""Far more than the buffers of any model. Each costs some memory and time, even an empty one."""
+"""Far more tensors than a model has buffers. Each tensor costs memory and time, even if empty."""
 
-# A list of its own: a name in a message stands for one of these, or for nothing.
+# A fixed list: a dtype's name in a message is looked up here and never evaluated.
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -69,31 +70,31 @@ DTYPES = {
         torch.bool,
     )
 }
-"""What may travel, by name."""
+"""Dtypes that a message may have, by name."""
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-"""The inverse."""
+"""Names of the dtypes in `DTYPES`."""
 
-if sys.byteorder != "little":  # elements travel as they lie in memory
+if sys.byteorder != "little":  # elements are sent in the byte order of memory
     raise ImportError("dure's messages are little-endian, and this machine is not")
 
 
 class MessageError(ValueError):
-    """The bytes are no message, or none of this version."""
+    """The bytes are not a message of this version."""
 
 
 def to_bytes(message: Message) -> bytearray:
-    """The message in memory of its own.
+    """Return the message as bytes in newly allocated memory.
 
-    Raises TypeError for a tensor of a dtype that no message can have, and ValueError for more
-    tensors than a message can have.
+    Raises TypeError for a tensor of a dtype outside `DTYPES`, and ValueError for more than 10,000
+    tensors.
     """
-    # The encoder meets the tensors in the order of the fields, which is then that of the data.
+    # The encoder visits the tensors in the order of the fields, which is the order of the data.
     tensors: list[Tensor] = []
 
     def described(node: Any) -> Any:
         if not isinstance(node, Tensor):
-            return list(node)  # a sequence of tensors that are formed when somebody looks at them
+            return list(node)  # a sequence that creates its tensors lazily
         if node.dtype not in NAMES:
             raise TypeError(f"a message cannot have tensors of {node.dtype}")
         tensors.append(node)
@@ -113,24 +114,25 @@ def to_bytes(message: Message) -> bytearray:
     at = begin
     for tensor in tensors:
         at = aligned(at)
-        # Straight to its place, from whichever device; no tensor is copied twice.
+        # Copied from any device directly to its position; no tensor is copied twice.
         view_at(content, at, tensor.dtype, tensor.shape).copy_(tensor.detach())
         at += tensor.nbytes
     return content
 
 
 def length(head: bytes | bytearray, most: int | None = None) -> int:
-    """Bytes of the whole message that begins with `head`, its first `HEAD` bytes.
+    """Return the bytes of the whole message that begins with `head`, its first `HEAD` bytes.
 
-    Raises MessageError if they begin no message of this version, or one of more than `most` bytes.
+    Raises MessageError if `head` does not begin a message of this version, or the message has more
+    than `most` bytes.
     """
     return sum(_lengths(head, most))
 
 
 def from_bytes(content: bytearray) -> Message:
-    """The inverse of `to_bytes`. The message's tensors are views of `content`.
+    """Decode a message that `to_bytes` has encoded. Its tensors are views of `content`.
 
-    Raises MessageError for bytes that are something else.
+    Raises MessageError for any other bytes.
     """
     begin, size = _lengths(content)
     if len(content) != begin + size:
@@ -140,7 +142,7 @@ def from_bytes(content: bytearray) -> Message:
     count = 0
 
     def tensor(kind: type, node: Any) -> Tensor:
-        """The next one. Raises MessageError if its elements do not lie within the data."""
+        """Return the next tensor. Raises MessageError if its elements are not inside the data."""
         nonlocal at, count
         count += 1
         if count > _MOST_TENSORS:
@@ -152,12 +154,12 @@ def from_bytes(content: bytearray) -> Message:
         # The decoder calls this in the order of the header, so a running position finds each
         # tensor.
         at = aligned(at)
-        # Counted as Python counts, without an end: shapes may be chosen so that 64 bits overflow.
+        # Python integers do not overflow; a malicious shape could overflow 64-bit arithmetic.
         end = at + math.prod(shape) * dtype.itemsize
         if end > len(content):
             raise MessageError(f"the tensor of {name} {list(shape)} is not there as a whole")
         view = view_at(content, at, dtype, shape)
-        # To torch every other byte is neither true nor false.
+        # torch treats a bool byte other than 0 and 1 as neither true nor false.
         if dtype == torch.bool and view.numel() and int(view.view(torch.uint8).max()) > 1:
             raise MessageError("a truth value of the message is neither 0 nor 1")
         at = end
@@ -167,16 +169,16 @@ def from_bytes(content: bytearray) -> Message:
         decoder = msgspec.msgpack.Decoder(Message, dec_hook=tensor)
         message: Message = decoder.decode(memoryview(content)[HEAD : HEAD + header])
     except (msgspec.DecodeError, ValueError, RuntimeError) as error:
-        # Names that are no text, nests without an end, shapes that torch cannot have.
+        # Invalid text, endless nesting, shapes that torch cannot have.
         raise MessageError(f"it is no message: {error}") from error
-    # Data that no tensor stands for are an error too: a message has one form.
+    # Trailing data are an error: a message has exactly one encoding.
     if at != len(content):
         raise MessageError(f"the message has {len(content) - at} bytes that belong to nothing")
     return message
 
 
 def _lengths(head: bytes | bytearray, most: int | None = None) -> tuple[int, int]:
-    """(where the data begin, bytes of the data)."""
+    """Return (offset of the data, bytes of the data)."""
     if len(head) < HEAD:
         raise MessageError(f"a message begins with {HEAD} bytes, and these are {len(head)}")
     magic, version, header, size = _HEAD.unpack_from(head)
@@ -184,7 +186,7 @@ def _lengths(head: bytes | bytearray, most: int | None = None) -> tuple[int, int
         raise MessageError("these bytes are no message of dure's")
     if version != VERSION:
         raise MessageError(f"the message is of version {version}, and this is version {VERSION}")
-    # Python's integers do not overflow, whatever lengths a stranger writes into the head.
+    # Python integers do not overflow, whatever lengths an untrusted sender writes into the head.
     begin = aligned(HEAD + header)
     if most is not None and begin + size > most:
         raise MessageError(f"the message has {begin + size} bytes, and may have {most}")
@@ -197,20 +199,20 @@ def view_at(
     dtype: torch.dtype,
     shape: torch.Size | tuple[int, ...],
 ) -> Tensor:
-    """The tensor whose elements lie there, which shares that memory and keeps it alive."""
+    """Return the tensor whose elements begin at `at`; it shares the memory and keeps it alive."""
     count = math.prod(shape)
-    if not count:  # which has no place in memory
+    if not count:  # a tensor without elements has no position in memory
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(content, dtype=dtype, count=count, offset=at).view(shape)
 
 
 def may_be_shape(shape: Sequence[int]) -> bool:
-    """Whether torch has tensors of this shape."""
+    """Return whether torch supports tensors of this shape."""
     if len(shape) > _MOST_DIMENSIONS or any(extent < 0 for extent in shape):
         return False
     return math.prod(extent for extent in shape if extent) <= _MOST_ELEMENTS
 
 
 def aligned(at: int) -> int:
-    """The next place at which a tensor may begin."""
+    """Return the next multiple of `ALIGNED`, at which a tensor may begin."""
     return -(-at // ALIGNED) * ALIGNED

@@ -1,4 +1,4 @@
-"""What clients have measured one by one, as one message: of clients that answer for themselves."""
+"""Merging of the measurements of single clients into one message."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from dure.protocol.messages import Measured
 
 
 def together(said: Sequence[Measured]) -> Measured:
-    """What all have said, in the order of the clients, as if one had measured for all of them.
+    """Merge measurements into one message, sorted by client.
 
-    said: in any order, each about other clients; a client that is in two counts where it is first.
-
-    Sums stay where all that have a metric have sums of one form.
+    The messages `said` may arrive in any order. A client that occurs in two messages counts as in
+    the first. The result has sums for a metric only if every message with this metric has sums of
+    the same form.
     """
     rows: dict[int, tuple[Measured, int]] = {}
     failures: dict[int, str] = {}

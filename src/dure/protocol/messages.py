@@ -1,21 +1,22 @@
-"""What server and clients say to each other. Nothing else passes between them.
+"""Messages between a federated server and its clients, and their direction.
 
-    clients -> server    Join        how many examples each of us has
+    clients -> server    Join        numbers of examples of the clients
     server -> client     Assignment  train from these weights
-    client -> server     Update      how my weights moved
-    server -> client     Say         a step of a protocol on updates that stay where they are
-    client -> server     Answer      what I say to that
-    server -> clients    Settled     these updates made the new model, and those did not count
-    server -> client     Refuse      your update does not count, and why
-    server -> clients    Measure     how good is this model on what you do not train on?
-    clients -> server    Measured    so good, on so many examples
-    server -> clients    Ask         what do you have in place of a part of the model?
-    clients -> server    Kept        this, in the mean
+    client -> server     Update      difference of the weights after training
+    server -> client     Say         a step of a protocol on updates that stay at the clients
+    client -> server     Answer      answer to a Say
+    server -> clients    Settled     updates that made the new model, and updates that did not count
+    server -> client     Refuse      an update does not count, with the reason
+    server -> clients    Measure     evaluate this model on held-out examples
+    clients -> server    Measured    metrics, and numbers of examples
+    server -> clients    Ask         request for the personalised part of the model
+    clients -> server    Kept        mean of the clients' personalised parts
 
-Weights and updates are lists of flat tensors, one a dtype of the model (`dure.tensors.flat`);
-buffers are in the model's own order. Each assignment has a ticket, which its update gives back: an
-update that nobody asked for does not exist. In one process a message is handed over as it is, and
-its tensors with it; `dure.protocol.encoding` makes bytes of it.
+No other data pass between server and clients. Weights and updates are lists of flat tensors, one
+per dtype of the model (`dure.tensors.flat`); buffers are in the order of the model. Every
+assignment has an id (`ticket`), which its update repeats; a server ignores an update without a
+known id. Inside one process, messages and their tensors are passed by reference;
+`dure.protocol.encoding` encodes messages as bytes.
 """
 
 from __future__ import annotations
@@ -33,39 +34,47 @@ Failure = Literal[
     "what it keeps became not finite",
     "it has one example, of which batch norm has no statistics",
 ]
-"""Why a client has no update: bad values in its data, local training that diverged, too few data.
+"""Reason of a client without an update: bad data, divergence, or too few examples.
 
-Only these texts, since they are counted and shown, and a message may come from anybody.
+A fixed list of texts, since the server counts and shows them, and a message may come from an
+untrusted sender.
 """
 
 NOT_FINITE = frozenset(get_args(Failure)[:4])
-"""Those that bad values in the data cause, or a learning rate that is too large."""
+"""Failures caused by bad values in the data, or by a learning rate that is too large."""
 
 
 def nbytes(tensors: Sequence[Tensor]) -> int:
-    """Payload bytes of tensors."""
+    """Return the payload bytes of tensors."""
     return sum(tensor.nbytes for tensor in tensors)
 
 
-# tag=True: the encoded message begins with its kind, by which the decoder chooses.
+# tag=True: the encoded message begins with its type name, by which the decoder selects the class.
 class Join(msgspec.Struct, frozen=True, tag=True):
-    """Clients introduce themselves.
+    """Introduction of the clients.
 
-    sizes: how many examples each has; its place here is its number.
+    `sizes` has the number of examples of each client; the index is the client's number.
     """
 
     sizes: Sequence[int]
 
 
-# gc=False: Python's collector passes over these. They are many, and never part of a cycle.
+# gc=False: Python's garbage collector skips these objects. They are many, and never form a cycle.
 class Assignment(msgspec.Struct, frozen=True, gc=False, tag=True):
-    """The server asks a client to train from these weights.
+    """Request to a client to train from these weights.
 
-    round: the number of the global model that these are. turn: where the client's batches and draws
-    go on: the round, and without rounds, where a client may be handed the same weights again, how
-    often it has answered. extra: what an algorithm sends besides, such as SCAFFOLD's control.
-    deadline: when the update has to be there, in the server's time; None where nobody waits for it.
-    nbytes: of all its tensors.
+    Args:
+        ticket: Id of the assignment, which the update repeats.
+        client: Number of the client.
+        round: Number of the global model whose weights are sent.
+        turn: Position in the client's streams of batches and random draws: the round; in a run
+            without rounds, the number of updates that the client has sent, because the client may
+            receive the same weights twice.
+        weights: Flat tensors of the global model, split by dtype.
+        buffers: Buffers of the global model.
+        nbytes: Payload bytes of all tensors.
+        extra: Additional tensors of the algorithm, such as SCAFFOLD's control variate.
+        deadline: Time on the server's clock by which the update must arrive; None for no deadline.
     """
 
     ticket: int
@@ -74,20 +83,30 @@ class Assignment(msgspec.Struct, frozen=True, gc=False, tag=True):
     turn: int
     weights: Sequence[Tensor]
     buffers: Sequence[Tensor]
-    # A field, counted once for all assignments of a model, and not anew for each client.
+    # A field, computed once per model and shared by the assignments of all clients.
     nbytes: int
     extra: Sequence[Tensor] = ()
     deadline: float | None = None
 
 
 class Update(msgspec.Struct, frozen=True, gc=False, tag=True):
-    """A client's answer: how its weights moved. The model itself never leaves the client.
+    """Update of a client: the change of its weights. The trained model never leaves the client.
 
-    delta: weights after training less the weights received. buffers: after training. examples: how
-    many the client has. samples: examples processed, local epochs counted. loss: mean over what the
-    loss has counted in them, `counted`; None: each of them counts one. failure: why there is no
-    update, which then has no tensors and counts nowhere. steps: of its optimizer, those that it has
-    made in the round: 1 to `samples`.
+    Args:
+        ticket: Id of the assignment.
+        client: Number of the client.
+        round: Number of the global model that the client has trained from.
+        examples: Number of the client's examples.
+        samples: Examples processed, counted once per local epoch.
+        loss: Mean loss over `counted` items.
+        delta: Weights after training minus the received weights.
+        buffers: Buffers after training.
+        extra: Additional tensors of the algorithm.
+        counted: Number of items in the samples over which the loss averages, such as tokens; None
+            if the loss counts every sample once.
+        failure: Reason for an update without tensors, which counts nowhere; None for a usable
+            update.
+        steps: Optimizer steps of the client in this round, 1 to `samples`.
     """
 
     ticket: int
@@ -109,29 +128,35 @@ class Update(msgspec.Struct, frozen=True, gc=False, tag=True):
 
     @property
     def count(self) -> float:
-        """What the loss has counted in the samples."""
+        """Number of items in the samples over which the loss averages."""
         return float(self.samples) if self.counted is None else self.counted
 
     @property
     def weight(self) -> float:
-        """n_k, what the loss counts in the client's examples: as many, where each counts one."""
+        """n_k: the loss's count of the client's examples; their number if each counts 1."""
         return self.examples * (self.count / self.samples)
 
 
 class Form(msgspec.Struct, frozen=True):
-    """What a tensor that is asked for looks like."""
+    """Dtype and shape of a requested tensor."""
 
     dtype: str
     shape: tuple[int, ...]
 
 
 class Say(msgspec.Struct, frozen=True, tag=True):
-    """A step of a protocol that server and clients follow before updates are combined.
+    """Step of a protocol between server and clients before updates are combined.
 
-    For clients whose updates lie with them, and not with the server (secure aggregation). ticket:
-    of the update. stage: counts the steps of an attempt. body: the protocol's own message. wants:
-    the tensors that the answer is to have. waits: also for a client that is away, as long as a step
-    may take: nobody else can answer.
+    Used if the updates stay at the clients instead of the server (secure aggregation).
+
+    Args:
+        ticket: Assignment id of the update.
+        client: Number of the client.
+        stage: Number of the step within an attempt.
+        body: Message of the protocol.
+        wants: Dtypes and shapes of the tensors that the answer must have.
+        waits: Whether the server also waits for an absent client, up to the timeout of a step,
+            because no other client can answer.
     """
 
     ticket: int
@@ -143,7 +168,7 @@ class Say(msgspec.Struct, frozen=True, tag=True):
 
 
 class Answer(msgspec.Struct, frozen=True, tag=True):
-    """A client's answer to a `Say` of the same ticket and stage."""
+    """Answer of a client to a `Say` with the same ticket and stage."""
 
     ticket: int
     client: int
@@ -153,10 +178,10 @@ class Answer(msgspec.Struct, frozen=True, tag=True):
 
 
 class Settled(msgspec.Struct, frozen=True, tag=True):
-    """What became of the updates of a new model, by their tickets.
+    """Assignment ids of the updates that counted in a new model, and of the updates that did not.
 
-    kept: they count, so that their clients keep what they have learned for the next time. dropped:
-    they did not, for these reasons.
+    A client whose id is in `kept` keeps the state it has learned for its next assignment. `reasons`
+    has the reason of each id in `dropped`.
     """
 
     kept: Sequence[int]
@@ -165,9 +190,9 @@ class Settled(msgspec.Struct, frozen=True, tag=True):
 
 
 class Refuse(msgspec.Struct, frozen=True, tag=True):
-    """The update with this ticket does not count, for this reason.
+    """Notice that the update with this ticket does not count, with the reason.
 
-    client: -1 where nobody knows whose it is.
+    `client` is -1 if the server does not know the client.
     """
 
     ticket: int
@@ -176,11 +201,16 @@ class Refuse(msgspec.Struct, frozen=True, tag=True):
 
 
 class Measure(msgspec.Struct, frozen=True, tag=True):
-    """Clients are to measure this model, and their own, on what they do not train on.
+    """Request to evaluate this model, and the clients' own models, on held-out examples.
 
-    round: the number of the global model. weights, buffers: what the server has of it. now: on the
-    federation's clock, for clients whose data come and go. frozen, frozen_buffers: an earlier
-    model, to be measured beside this one on the newest data; none where nobody wants that.
+    Args:
+        round: Number of the global model.
+        weights: Flat tensors of the global model.
+        buffers: Buffers of the global model.
+        now: Time on the federation's clock, for clients whose data change over time.
+        frozen: Weights of an earlier model to evaluate on the newest data, for comparison; empty
+            for no comparison.
+        frozen_buffers: Buffers of the earlier model.
     """
 
     round: int
@@ -192,13 +222,18 @@ class Measure(msgspec.Struct, frozen=True, tag=True):
 
 
 class Measured(msgspec.Struct, frozen=True, tag=True):
-    """How good a model is on what clients do not train on.
+    """Metrics of a model on the clients' held-out examples.
 
-    clients: who have measured. values: of each metric, one number a client, in their order; NaN
-    where a client has none. examples: with how many each has measured it, 0 where it has not. sums:
-    what each has added up, by which a metric over the examples of all clients is known
-    (`dure.tasks.sums`); metrics that are not added have none. forms: of those sums, "" for pairs.
-    failures: who could not measure something, and why.
+    Args:
+        clients: Numbers of the clients that have evaluated the model.
+        values: For each metric, a value per client in the order of `clients`; NaN for a client
+            without a value.
+        examples: For each metric, the number of examples per client; 0 for a client without a
+            value.
+        sums: For each additive metric, the sums of each client, from which the metric over the
+            examples of all clients follows (`dure.tasks.sums`).
+        forms: Forms of the sums; "" for pairs.
+        failures: Errors of clients that could not compute a metric.
     """
 
     clients: Sequence[int]
@@ -210,13 +245,13 @@ class Measured(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ask(msgspec.Struct, frozen=True, tag=True):
-    """Where a part of the model belongs to each client: what have they there?"""
+    """Request for the clients' values of the personalised part of the model."""
 
 
 class Kept(msgspec.Struct, frozen=True, tag=True):
-    """What clients have in place of a part of the model.
+    """Mean of the clients' values for the personalised part of the model.
 
-    tensors: the mean of what those have there who took part; none where nobody has anything.
+    `tensors` is the mean over the clients that have taken part; empty if no client has values.
     """
 
     tensors: Sequence[Tensor]

@@ -1,1 +1,1 @@
-"""Split learning: the head of a model is with the data, its tail on a server."""
+"""Split learning: the head of a model is at the data, its tail on a server."""

@@ -1,9 +1,9 @@
-"""What a run of split learning tells of itself: who did what when, and which messages went.
+"""Record of a split learning run: activities over time, and messages by type.
 
-first, newest    of two rounds, a bounded number of [who, what, began, seconds], in seconds of the
-                 run's clock: it computed with a part of the model (head, tail, end), or its
-                 link was busy
-kinds            [kind, messages, bytes, largest] of messages with a payload, in all rounds
+first, newest    of two rounds, a bounded number of [name, activity, start, seconds], in seconds of
+                 the run's clock: computation of a part of the model (head, tail, end), or
+                 occupation of the link
+kinds            [type, messages, bytes, largest] of messages with a payload, over all rounds
 """
 
 from __future__ import annotations
@@ -14,39 +14,39 @@ from typing import Any
 from dure.fleet.virtual import Passage
 
 LINK = "link"
-"""What somebody does whose link is busy."""
+"""Activity of a participant whose link is busy."""
 
 FIRST = 200
-"""Spans of the first round that are kept."""
+"""Maximum number of activities of the first round."""
 
 NEWEST = 1_500
-"""Spans of the newest round that are kept."""
+"""Maximum number of activities of the newest round."""
 
 
 class Account:
-    """Of a run."""
+    """Record of a run."""
 
     def __init__(self) -> None:
         self.first: list[list[Any]] = []
         self.newest: list[list[Any]] = []
         self.round = -1
-        """The newest round, from 0."""
+        """Newest round, from 0; -1 before the first round."""
         self.kinds: dict[str, list[int]] = {}
 
     def begin(self, round: int) -> None:
-        """A round begins."""
+        """Begin a round."""
         if self.round >= 0 and not self.first:
             self.first = self.newest[:FIRST]
         self.round = round
         self.newest = []
 
     def did(self, who: str, what: str, began: float, seconds: float) -> None:
-        """Somebody did something for so long; computing may take no time, a link may not."""
+        """Record an activity; an occupation of the link for 0 seconds is omitted."""
         if len(self.newest) < NEWEST and (seconds > 0 or what != LINK):
             self.newest.append([who, what, _digits(began), _digits(seconds)])
 
     def passed(self, passage: Passage) -> None:
-        """A message with a payload went."""
+        """Record a message with a payload."""
         counted = self.kinds.setdefault(type(passage.message).__name__, [0, 0, 0])
         counted[0] += 1
         counted[1] += passage.nbytes
@@ -55,7 +55,7 @@ class Account:
         self.did(passage.receiver, LINK, passage.arriving, passage.there - passage.arriving)
 
     def facts(self) -> dict[str, Any]:
-        """For the summary."""
+        """Return the record for the run's summary."""
         return {
             "round": self.round,
             "first": self.first or self.newest[:FIRST],
@@ -64,7 +64,7 @@ class Account:
         }
 
     def state(self) -> dict[str, Any]:
-        """What it needs to go on."""
+        """Return the state for a checkpoint."""
         return {
             "first": [list(span) for span in self.first],
             "newest": [list(span) for span in self.newest],
@@ -80,5 +80,5 @@ class Account:
 
 
 def _digits(seconds: float) -> float:
-    """As many as pictures need."""
+    """Return the seconds, rounded to 9 significant digits, as plots need no more."""
     return float(f"{seconds:.9g}")

@@ -1,8 +1,8 @@
-"""A cut model in evaluation: its values cross the cut as those of training do.
+"""Evaluation of a cut model with the values at the cut compressed as in training.
 
 A model that was trained with compressed values is used with compressed values, and so it is
-measured. With top-k that matters: the tail has never seen what the head gives as it is (Rudakov et
-al. 2023, "Activations and Gradients Compression for Model-Parallel Training").
+measured. With top-k this matters: the tail has never seen the uncompressed output of the head
+(Rudakov et al. 2023, "Activations and Gradients Compression for Model-Parallel Training").
 """
 
 from __future__ import annotations
@@ -21,13 +21,16 @@ from dure.split.compressed import coder, cuts_of
 
 
 class AcrossTheCut(nn.Module):
-    """Called as the model is, in evaluation. Raises ValueError for one that cannot be cut there."""
+    """Module with the interface of the model, for evaluation.
+
+    Raises ValueError for a model that cannot be cut there.
+    """
 
     def __init__(self, cut: CutModel, compression: Compression) -> None:
         super().__init__()
         self.model = cut.model
         self.cut = cut
-        # In evaluation nothing draws.
+        # The stream is unused: in evaluation no operation draws random numbers.
         self._stream = Stream(0, carried=False)
         self._coders = [
             [coder(compression, value) for value in values]
@@ -46,7 +49,7 @@ class AcrossTheCut(nn.Module):
         return tree_unflatten(values, self.cut.structure(examples, False))
 
     def crossing(self, boundary: int, values: Sequence[Tensor], examples: int) -> list[Tensor]:
-        """What arrives of the values that cross."""
+        """Return the values that arrive after a cut, compressed and decompressed."""
         return [
             value if one is None else one.read(one.write(value), examples)
             for one, value in zip(self._coders[boundary], values, strict=True)

@@ -1,43 +1,45 @@
-"""Entity alignment: which people all parties know, by Diffie-Hellman private set intersection.
+"""Entity alignment: the people whom all parties know, by Diffie-Hellman private set intersection.
 
     H(id)                      a point of Curve25519, by hashing
+
     party p -> holder          H(y)^a for its ids y, sorted                       32 |Y| bytes
     holder  -> party p         H(x)^b for its ids x, sorted                       32 |X|
     party p -> holder          (H(x)^b)^a, in the order in which they came        32 |X|
-    holder                     (H(y)^a)^b = (H(x)^b)^a  where x = y: the ids that both know; and
-                               of these the ones that are with all parties, I
-    holder  -> party p         the places of I in the list of p                   8 |I|
+    holder                     (H(y)^a)^b = (H(x)^b)^a  if x = y: the ids that both know; and
+                               of these the ids that all parties have, I
+    holder  -> party p         the positions of I in the list of p                8 |I|
 
-a and b are secret scalars, and x^a is X25519(a, x). It has u-coordinates in and u-coordinates out
+a and b are secret scalars, and x^a is X25519(a, x). X25519 maps u-coordinates to u-coordinates
 (RFC 7748), and commutes: X25519(a, X25519(b, u)) = X25519(b, X25519(a, u)). H hashes with a counter
-until the result is the u-coordinate of a point of the curve: about half of all numbers are those of
-its twist, and X25519 keeps to either, so without this everybody would see a bit of each id's hash.
-Points are sorted by their bytes, so that they do not tell in which order ids were kept. The order
-of I follows from a hash of the ids with a key of the holder's, and tells nothing of it either. Who
-sends first, and in how many messages, does not matter.
+until the result is the u-coordinate of a point of the curve: about half of all numbers belong to
+its twist, and X25519 stays on either, so without this step an observer would learn a bit of each
+id's hash.
 
-Refused by the name of the sender: numbers that are no points of the curve, such as those of the
-twist; points of small order, of which every power is zero; a point twice, in whichever list, since
-an id names one person and powers of different points differ; points of the receiver that come back
-as they were; parts of a list that overlap, or do not make up as many as were told.
+Points are sorted by their bytes, so that they do not reveal the order of the ids in storage. The
+order of I follows from a hash of the ids with a key of the holder's, and reveals nothing of that
+order either. The first sender and the number of messages do not matter.
 
-A list of points is a query: who sends points of ids that it guesses learns which of them the other
-has. So each side asks `asks` before anything follows from a whole list, and answers no other list
-than one that it has answered before; a party answers when it has all points of the holder.
+Refused, with the name of the sender: numbers that are not points of the curve, such as points of
+the twist; points of small order, whose powers are all zero; a repeated point in a list, since an id
+names one person and powers of different points differ; points of the receiver that come back
+unchanged; parts of a list that overlap, or do not add up to the stated total.
 
-What it gives, where all keep to the protocol (semi-honest) and the Diffie-Hellman problem is hard
-on Curve25519: nobody's ids can be read or guessed from what travels, without a secret. The holder
-learns which of its ids each party has. A party learns which of its own are with everybody.
+A list of points is a query: a sender of points of guessed ids learns the ids among them that the
+other side has. So each side calls `asks` before it uses a whole list, and answers no list other
+than the list that it answered before; a party answers when it has all points of the holder.
 
-What it does not give:
+Guarantees, if all follow the protocol (semi-honest) and the Diffie-Hellman problem is hard on
+Curve25519: ids cannot be read or guessed from the messages without a secret. The holder learns the
+ids of its own that each party has. A party learns the ids of its own that all have.
 
-- Sizes and the intersection leak: how many ids each has, and who is common.
-- An active party, which sends points of ids that it guesses, learns which of these the other has.
-  Where ids are few, such as telephone numbers, it can guess many of them at once: agree upon the
-  number of ids, and on how many runs there are.
-- Nothing proves that a party hashed ids that it really has, or that it sent the right powers.
-- Parties that pool what they know learn what all of them together know.
-- Ids have to be written alike everywhere: "Ann" is not "ann ".
+Limits:
+- Sizes and the intersection leak: the number of each side's ids, and the common people.
+- An active party, which sends points of guessed ids, learns the ids among them that the other side
+  has. If ids are few, such as telephone numbers, it can guess many of them at once: agree on the
+  number of ids, and on the number of runs.
+- There is no proof that a party hashed its true ids, or that it sent the right powers.
+- Parties that pool their knowledge learn everything that follows from all of it together.
+- Ids have to be written in the same way everywhere: "Ann" is not "ann ".
 
 Source: Meadows 1986; Huberman, Franklin, Hogg 1999, "Enhancing Privacy and Trust in Electronic
 Communities", for Diffie-Hellman intersection. RFC 7748 for X25519.
@@ -62,7 +64,7 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 BYTES = 32
-"""Of a point, and of a secret."""
+"""Bytes of a point, and of a secret."""
 
 _PRIME = 2**255 - 19
 _A = 486662
@@ -82,32 +84,33 @@ SMALL_ORDER = frozenset(
 """The u-coordinates of points of small order, on the curve and on its twist."""
 
 MOST_IDS = 1 << 24
-"""Ids that somebody may have, where nobody has said how many there are."""
+"""Maximum number of ids of a sender that has not stated the number."""
 
 _TESTS = 24
-"""Of many points: whether those of a random subset multiply to a square. One of the twist among
-them passes each test with a probability of one half."""
+"""Number of random subsets whose product must be a square, for many points. A list with a point of
+the twist passes each test with a probability of one half.
+"""
 
 _FEW = 24
-"""Points that are sooner looked at one by one."""
+"""Maximum number of points that are tested one by one, which is faster for few."""
 
 
 class NobodyError(DureError, ValueError):
-    """No id is with all parties: nobody has said anything wrong."""
+    """No id is known to all parties; no message was invalid."""
 
     exit_code = 2
 
 
 Asks = Callable[[str, bytes], None]
-"""asks(sender, digest) of a list of points. Raises ValueError where it may not be answered."""
+"""asks(sender, digest) of a list of points: raises ValueError if the list may not be answered."""
 
 
 def anything(sender: str, digest: bytes) -> None:
-    """Every list may be answered."""
+    """Allow every list to be answered."""
 
 
 class Blinded(msgspec.Struct, frozen=True, tag=True):
-    """Points of ids, raised to the sender's secret: those from `first` on, of so many in all.
+    """Points of ids, raised to the sender's secret: the part from `first` on, of `total` points.
 
     points: uint8 of shape (n, 32).
     """
@@ -118,25 +121,25 @@ class Blinded(msgspec.Struct, frozen=True, tag=True):
 
 
 class Twice(msgspec.Struct, frozen=True, tag=True):
-    """The points of a `Blinded`, raised to the sender's secret as well, in their order."""
+    """Points of a `Blinded`, raised to the sender's secret as well, in the same order."""
 
     first: int
     points: Tensor
 
 
 class Common(msgspec.Struct, frozen=True, tag=True):
-    """Who is with all parties: their places in the receiver's list, int64, in the order for all."""
+    """Common people of all parties: positions in the receiver's list, int64, in common order."""
 
     places: Tensor
 
 
 Message = Blinded | Twice | Common
 Envelope = tuple[str, Message]
-"""(to whom, what)."""
+"""(receiver, message)."""
 
 
 def id_texts(ids: Iterable[Any]) -> list[str]:
-    """Ids as they are hashed. Raises ValueError where two are the same."""
+    """Return the ids as texts for hashing. Raises ValueError for a repeated id."""
     texts = [name_of(one) for one in ids]
     if len(set(texts)) < len(texts):
         seen: set[str] = set()
@@ -146,7 +149,7 @@ def id_texts(ids: Iterable[Any]) -> list[str]:
 
 
 def point_of(text: str) -> bytes:
-    """H(id): the u-coordinate of a point of Curve25519, 32 bytes."""
+    """Return H(id): the u-coordinate of a point of Curve25519, 32 bytes."""
     start = hashlib.sha256(_DOMAIN + text.encode())
     counter = 0
     while True:
@@ -159,16 +162,16 @@ def point_of(text: str) -> bytes:
 
 
 def _is_square(a: int) -> bool:
-    """Whether a number is a square modulo the prime, and not 0, by the Jacobi symbol.
+    """Return whether a number is a square modulo the prime, and not 0, by the Jacobi symbol.
 
-    Euler's criterion says the same, and takes Python three times as long.
+    Euler's criterion gives the same result, and takes Python three times as long.
     """
     n = _PRIME
     flips = 0
     while a:
         twos = (a & -a).bit_length() - 1
         a >>= twos
-        # (2/n) = -1 where n is 3 or 5 modulo 8; the law of reciprocity, where both are 3 modulo 4.
+        # (2/n) = -1 if n is 3 or 5 modulo 8; reciprocity flips the sign if both are 3 modulo 4.
         if twos & 1:
             flips ^= (n >> 1) ^ (n >> 2)
         flips ^= (a & n) >> 1
@@ -179,7 +182,7 @@ def _is_square(a: int) -> bool:
 class Exponent:
     """A secret scalar. secret: 32 bytes, such as `secrets.token_bytes(32)`.
 
-    Raises ValueError without the library that computes on the curve.
+    Raises ValueError if the library for the curve is not installed.
     """
 
     def __init__(self, secret: bytes) -> None:
@@ -193,12 +196,12 @@ class Exponent:
         self._point = X25519PublicKey.from_public_bytes
 
     def power(self, point: bytes) -> bytes:
-        """The point, raised to the secret. Raises ValueError for one of small order."""
+        """Return the point, raised to the secret. Raises ValueError for a point of small order."""
         return self._secret.exchange(self._point(point))
 
 
 def check_library() -> None:
-    """Raises ValueError without the library that computes on the curve."""
+    """Raise ValueError if the library for the curve is not installed."""
     try:
         import cryptography  # noqa: F401
     except ImportError as error:
@@ -206,34 +209,35 @@ def check_library() -> None:
 
 
 class PeerPoints:
-    """A list of points of somebody else, which come in parts: each place once, and no point twice.
+    """List of another side's points, received in parts: each position once, and no point twice.
 
-    most: how many there may be.
+    most: maximum number of points. refused: points that were sent to that side, which it must not
+    return.
     """
 
     def __init__(self, sender: str, most: int, refused: frozenset[bytes]) -> None:
         self.sender = sender
         self.most = most
         self.refused = refused
-        """Points that were sent to it, which do not come back."""
+        """Points that were sent to that side, which it must not return."""
         self.total: int | None = None
         self._at: dict[int, bytes] = {}
         self._places: dict[bytes, int] = {}
 
     @property
     def whole(self) -> bool:
-        """Whether all have come."""
+        """Whether all points have arrived."""
         return len(self._at) == self.total
 
     @property
     def points(self) -> list[bytes]:
-        """All, in their order."""
+        """All points, in order."""
         return [self._at[place] for place in range(len(self._at))]
 
     def take(self, first: int, total: int, points: Tensor) -> None:
-        """Take a part. Raises ValueError for one that makes no sense, and takes nothing of it.
+        """Add a part; a part that has arrived already changes nothing.
 
-        A part that has come already changes nothing.
+        Raises ValueError for an invalid part, of which no point is added.
         """
         given = points_of(self.sender, points)
         if self.total is not None and total != self.total:
@@ -262,14 +266,19 @@ class PeerPoints:
         return place not in self._at
 
     def digest(self) -> bytes:
-        """SHA-256 of all points in their order."""
+        """Return SHA-256 of all points in order."""
         return hashlib.sha256(b"".join(self.points)).digest()
 
 
 class _Side:
-    """What the holder and a party have in common: ids, and a secret.
+    """Common part of the holder and a party: ids, and a secret.
 
-    most: points in a message. asks: asked before anything follows from a whole list of points.
+    Args:
+        name: name of the side.
+        ids: id of each of its people.
+        secret: 32 bytes.
+        most: maximum points in a message.
+        asks: called before the use of a whole list of points.
     """
 
     def __init__(self, name: str, ids: Sequence[Any], secret: bytes, most: int, asks: Asks) -> None:
@@ -281,10 +290,11 @@ class _Side:
         self.most = most
         self.asks = asks
         self.rows: list[int] | None = None
-        """Which of its ids, by their places, are with all parties, in the order for all."""
+        """Positions of the own ids that all parties have, in the common order; None before the end.
+        """
         own = [self.exponent.power(point_of(text)) for text in texts]
         self._sent = sorted(range(len(own)), key=own.__getitem__)
-        """Which id each point is of, in the order in which they are sent."""
+        """Position of the id of each point, in the order in which the points are sent."""
         self._points = [own[place] for place in self._sent]
 
     @property
@@ -305,7 +315,7 @@ class _Side:
         ]
 
     def _raised(self, peer: PeerPoints) -> list[bytes]:
-        """All points of somebody else, raised to the secret."""
+        """Return all points of another side, raised to the secret."""
         self.asks(peer.sender, peer.digest())
         return [self._power(peer.sender, point) for point in peer.points]
 
@@ -317,9 +327,16 @@ class _Side:
 
 
 class AlignedParty(_Side):
-    """A party without the labels. ids: one for each of its people.
+    """State machine of a party without the labels.
 
-    limit: how many ids the holder may have.
+    Args:
+        name: name of the party.
+        holder: name of the holder of the labels.
+        ids: id of each of its people.
+        secret: 32 bytes.
+        most: maximum points in a message.
+        limit: maximum number of ids of the holder.
+        asks: called before the holder's list is answered.
     """
 
     def __init__(
@@ -339,7 +356,7 @@ class AlignedParty(_Side):
         self._answered = False
 
     def receive(self, sender: str, message: Message, now: float) -> list[Envelope]:
-        """What it says to a message. Raises ValueError for one that makes no sense."""
+        """Process a message and return the replies. Raises ValueError for an invalid message."""
         if sender == self.holder and isinstance(message, Blinded):
             return self._take(message)
         if sender == self.holder and isinstance(message, Common):
@@ -375,10 +392,17 @@ class AlignedParty(_Side):
 
 
 class AlignedHolder(_Side):
-    """The holder of the labels. parties: the names of the others.
+    """State machine of the holder of the labels.
 
-    order: bytes from which, and from ids, the order of all follows; by default those of the secret.
-    limits: how many ids each party has, or may have.
+    Args:
+        name: name of the holder.
+        parties: names of the parties.
+        ids: id of each of its people.
+        secret: 32 bytes.
+        most: maximum points in a message.
+        order: key of the common order of the people; by default the secret.
+        limits: maximum number of ids of each party.
+        asks: called before a party's list is answered.
     """
 
     def __init__(
@@ -398,37 +422,36 @@ class AlignedHolder(_Side):
         self._texts = id_texts(ids)
         most_of = {} if limits is None else limits
         self._theirs = {one: self._peer(one, most_of.get(one, MOST_IDS)) for one in parties}
-        """The points of each party."""
+        """Points of each party."""
         self._mine = {one: self._peer(one, len(self._points)) for one in parties}
-        """The own points that each party has raised."""
+        """The holder's own points, raised by each party."""
         self._powers: dict[str, list[bytes]] = {}
-        """The points of each party, raised to both secrets, once all of its list has come."""
+        """Points of each party, raised to both secrets, once all of its list has arrived."""
 
     @property
     def awaited(self) -> list[str]:
-        """Who has not sent all of its points yet, or not raised all of the holder's."""
+        """Parties that have not sent all of their points, or not raised all of the holder's."""
         return [one for one in self.parties if not self._has_all(one)]
 
     def _has_all(self, name: str) -> bool:
         return self._theirs[name].whole and self._mine[name].whole
 
     def begin(self, now: float) -> list[Envelope]:
-        """What it says first."""
+        """Return the first messages."""
         if not self.parties:
             self._align()
         return [envelope for name in self.parties for envelope in self._blinded(name)]
 
     def receive(self, sender: str, message: Message, now: float) -> list[Envelope]:
-        """What it says to a message.
+        """Process a message and return the replies.
 
-        Raises ValueError for one that makes no sense, and NobodyError where nobody is with all
-        parties.
+        Raises ValueError for an invalid message, and NobodyError if no id is known to all parties.
         """
         if sender not in self.parties or not isinstance(message, Blinded | Twice):
             raise ValueError(f"{self.name} is told {type(message).__name__} by {sender}")
         if isinstance(message, Blinded):
             self._theirs[sender].take(message.first, message.total, message.points)
-            # At once: what is wrong with it is this party's, and nobody else's.
+            # Raise the points at once, so that an error is attributed to this party.
             if self._theirs[sender].whole and sender not in self._powers:
                 self._powers[sender] = self._raised(self._theirs[sender])
         else:
@@ -436,8 +459,8 @@ class AlignedHolder(_Side):
         return [] if self.awaited or self.rows is not None else self._align()
 
     def _align(self) -> list[Envelope]:
-        """Who is with all parties, and in which order."""
-        # The places of each party's points, by the points raised to both secrets.
+        """Compute the common people and their order; return the messages to the parties."""
+        # Position of each party's points, by the points raised to both secrets.
         theirs = {
             name: {point: place for place, point in enumerate(self._powers[name])}
             for name in self.parties
@@ -450,7 +473,7 @@ class AlignedHolder(_Side):
             raise NobodyError(
                 "nobody is with all parties: look whether they write ids in the same way"
             )
-        # Neither as ids are kept here, which may be by label, nor as points were sent.
+        # Neither the order of ids in storage, which may be by label, nor the order of the points.
         order = sorted(common, key=lambda place: self._drawn(self._sent[place]))
         self.rows = [self._sent[place] for place in order]
         return [
@@ -459,7 +482,7 @@ class AlignedHolder(_Side):
         ]
 
     def _drawn(self, row: int) -> bytes:
-        """A number of the id, which tells nothing of how ids are kept."""
+        """Return a keyed hash of the id, which does not depend on the order of ids in storage."""
         return hashlib.blake2b(self._texts[row].encode(), key=self._order).digest()
 
 
@@ -478,10 +501,10 @@ _SMALL = "a point of small order, which no id has: it would tell nothing of an i
 
 
 def _are_squares(numbers: Sequence[int]) -> bool:
-    """Whether all are squares modulo the prime, and not 0."""
+    """Return whether all numbers are squares modulo the prime, and not 0."""
     if len(numbers) <= _FEW:
         return all(map(_is_square, numbers))
-    # A product is a square where an even number of its factors are none.
+    # A product is a square if an even number of its factors are non-squares: test random subsets.
     for _ in range(_TESTS):
         chosen = (byte & 1 for byte in secrets.token_bytes(len(numbers)))
         product = 1
@@ -493,12 +516,12 @@ def _are_squares(numbers: Sequence[int]) -> bool:
 
 
 def tensor_of(points: Sequence[bytes]) -> Tensor:
-    """Points as they travel: uint8 of shape (n, 32)."""
+    """Return points as a tensor to send: uint8 of shape (n, 32)."""
     return torch.frombuffer(bytearray(b"".join(points)), dtype=torch.uint8).view(-1, BYTES)
 
 
 def points_of(sender: str, points: Tensor) -> list[bytes]:
-    """The inverse. Raises ValueError for tensors that do not hold points."""
+    """Return the points of a tensor. Raises ValueError for a tensor without points."""
     if points.dtype != torch.uint8 or points.ndim != 2 or points.shape[1] != BYTES:
         raise ValueError(
             f"{sender} sends a tensor of {points.dtype} and shape {list(points.shape)}, but points "
@@ -509,5 +532,5 @@ def points_of(sender: str, points: Tensor) -> list[bytes]:
 
 
 def message_bytes(own: int, holders: int, common: int) -> tuple[int, int]:
-    """(up, down): what a party with `own` ids sends and receives, in bytes."""
+    """Return (up, down): bytes that a party with `own` ids sends and receives."""
     return BYTES * (own + holders), BYTES * holders + 8 * common

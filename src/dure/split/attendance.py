@@ -1,18 +1,18 @@
-"""Clients of a simulation who are not always there, and what becomes of the turns of those who go.
+"""Availability of clients in a simulation, and rollback of the turns of clients that leave.
 
     a turn is to begin    and its client is away: it takes no part in the round
-    a client leaves       or drops out in a turn: all of the turn is taken back, at the server and
-                          at the client, which takes no part in the round any more
-    then                  what can begin without it begins (`dure.split.orders`): in turn, the next
-                          client from the head of the one before; in rounds of all at once, the
+    a client leaves       or drops out in a turn: the whole turn is rolled back, at the server and
+                          at the client, which takes no further part in the round
+    then                  whatever can begin without it begins (`dure.split.orders`): in turn, the
+                          next client from the head of the client before; in parallel rounds, the
                           round
 
-Where clients hand heads on among themselves, and whoever has the newest one is away, all wait for
-it. Where nobody is there at the beginning of a round, all wait for the first who is.
+If clients pass heads to each other, and the client with the newest head is away, all wait for it.
+If no client is available at the beginning of a round, all wait for the first client to return.
 
-A client leaves by its `Availability`, and drops out with a probability for each round, behind the
-values of a step of its turn that is drawn too. Both are functions of the seed: a client that would
-have gone goes in the same round and step, however often the round begins.
+A client leaves by its `Availability`, and drops out with a probability for each round, after the
+values of a step of its turn that is drawn too. Both are functions of the seed: a client leaves in
+the same round and step, however often the round begins.
 """
 
 from __future__ import annotations
@@ -29,10 +29,14 @@ from dure.split.server import Server
 
 
 class Attendance:
-    """The server, which knows who is there.
+    """Wrapper around the server that tracks which clients are available.
 
-    seen: the server as messages reach it. lost: called with the name of a client that is gone: of
-    what it says and is told, nothing is on its way any more.
+    Args:
+        server: the server's state machine.
+        seen: the server with its wrappers, which gets the messages.
+        conditions: availability and probability of a dropout.
+        seed: the run's seed.
+        lost: called with the name of a lost client; drops its messages in transit.
     """
 
     def __init__(
@@ -49,27 +53,27 @@ class Attendance:
         self.seed = seed
         self.lost = lost
         self.gone: set[str] = set()
-        """Those who went in the midst of a turn of this round."""
+        """Clients that left during a turn of this round."""
         self.failed = 0
-        """Turns that ended so, since somebody took them."""
+        """Number of turns that were rolled back since a caller last reset the number."""
         self._away: set[str] = set()
-        """Those who were not there for their turn."""
+        """Clients that were not available for their turn."""
         self._leaves: dict[str, float] = {}
-        """When those leave who are needed."""
+        """Time at which each needed client leaves."""
         self._drops: dict[str, int] = {}
-        """Behind which step of its turn a client drops out."""
+        """Step of its turn after which a client drops out."""
         self._passing: str | None = None
-        """Who hands the head on."""
+        """Client that passes the head on; None if there is none."""
         self._resumes = math.inf
-        """When whoever is waited for is there again."""
+        """Time at which an awaited client returns."""
         server.keeps = True
 
-    # Who is there
+    # Availability
 
     def opens(self, now: float) -> float:
-        """When a round can begin: once there is somebody to begin it.
+        """Return the time at which a round can begin: once a client is available.
 
-        Raises TooFewClientsError if there never is.
+        Raises TooFewClientsError if no client ever returns.
         """
         steps = self.server.order.amounts.steps
         first = min(
@@ -85,7 +89,7 @@ class Attendance:
         return first
 
     def begin(self, round: int, now: float) -> list[Envelope]:
-        """A round begins."""
+        """Begin a round; return the first messages."""
         self.gone.clear()
         self._away.clear()
         self._released()
@@ -101,12 +105,12 @@ class Attendance:
         return self._next(name, now) <= now
 
     def _stays(self, name: str, now: float) -> None:
-        """Somebody is needed, and there."""
+        """Record the time at which a needed client leaves."""
         number = self._number(name)
         self._leaves[name] = self.conditions.availability.until(number, now, self.seed)
 
     def _released(self) -> None:
-        """Nobody is needed."""
+        """Clear the record of needed clients."""
         self._leaves.clear()
         self._drops.clear()
         self._passing = None
@@ -127,26 +131,26 @@ class Attendance:
         return self._open(self.seen.tick(now), now)
 
     def receive(self, sender: str, message: Message, now: float) -> list[Envelope]:
-        """What the server says to a message. Raises TooFewClientsError."""
+        """Return the server's replies to a message. Raises TooFewClientsError."""
         order = self.server.order
         if getattr(message, "turn", None) != order.turns.get(sender):
             return []
         if isinstance(message, Smashed):
             if self._drops.get(sender) == message.step:
                 return self._fail(sender, now)
-            # The head is with it: whoever had it before is not needed any more.
+            # The head has arrived there: the client that had it before is not needed any more.
             if self._passing is not None:
                 self._leaves.pop(self._passing)
                 self._passing = None
         if isinstance(message, Ended):
-            # All of its turn is here: it may leave.
+            # The whole turn has arrived: the client may leave.
             self._leaves.pop(sender, None)
         return self._open(self.seen.receive(sender, message, now), now)
 
     # Turns
 
     def _open(self, said: list[Envelope], now: float) -> list[Envelope]:
-        """What is said once everybody whose turn begins is there."""
+        """Return the messages once all clients whose turn begins are available."""
         while turns := _named(said, Turn):
             away = [name for name in turns if not self._is_there(name, now)]
             if not away:
@@ -166,7 +170,7 @@ class Attendance:
         return said
 
     def _draw(self, name: str) -> None:
-        """Whether a client drops out in its turn, and behind which step."""
+        """Draw whether a client drops out in its turn, and after which step."""
         order = self.server.order
         place = order.round, self._number(name)
         if uniform(self.seed, "drop out", *place) < self.conditions.drop_out:
@@ -174,22 +178,22 @@ class Attendance:
             self._drops[name] = int(uniform(self.seed, "dropped out when", *place) * steps)
 
     def _fail(self, name: str, now: float) -> list[Envelope]:
-        """A client is gone that was needed."""
+        """Roll back after the loss of a needed client."""
         self.lost(name)
-        # Whoever has the head, and no turn, has nothing that would be taken back.
+        # A client that only passes the head on has no turn to roll back.
         if name != self._passing:
             self.gone.add(name)
             self.failed += 1
         return self._open(self._again(), now)
 
     def _again(self) -> list[Envelope]:
-        """What can begin without those who are not there."""
+        """Roll back, and return the messages of a start without the lost clients."""
         self._released()
         self.server.back()
         return self.server.again(frozenset(self.gone | self._away))
 
     def _wait_for(self, name: str, now: float) -> list[Envelope]:
-        """Nothing goes on without the newest head."""
+        """Roll back, and wait for the client with the newest head."""
         self._released()
         self.server.back()
         self._resumes = self._next(name, now)
@@ -201,11 +205,11 @@ class Attendance:
         return []
 
     def _resume(self, now: float) -> list[Envelope]:
-        # Who was away when this began may be there by now.
+        # Clients that were away before may have returned.
         self._away.clear()
         return self._open(self._again(), now)
 
 
 def _named(said: Sequence[Envelope], kind: type[Message]) -> list[str]:
-    """To whom messages of a kind go."""
+    """Return the receivers of messages of a type."""
     return [name for name, message in said if isinstance(message, kind)]

@@ -1,4 +1,4 @@
-"""The weighted mean of what several sides have learned.
+"""Weighted mean of the states of several sides.
 
 w = sum of n_k/n · w_k, summed in float64 in the order of clients
 """
@@ -14,9 +14,9 @@ from dure.split.messages import Own
 
 
 def mean(owns: Sequence[Own], weights: Sequence[float]) -> Own:
-    """The weighted mean of weights and buffers, with an optimizer that begins anew.
+    """Return the weighted mean of weights and buffers, with an empty optimizer state.
 
-    Buffers that count, such as batches seen, are those of the first.
+    Integer buffers, such as the number of batches seen, are those of the first side.
     """
     return Own(
         weights=_means([one.weights for one in owns], weights),

@@ -1,7 +1,7 @@
-"""Values of several clients as those of one batch, and gradients of one batch for each of them.
+"""Concatenation of several clients' values to a batch, and division of its gradients by client.
 
-Which dimension of a value counts examples follows from batches of two sizes: the one that has
-grown. A value that has none, such as a mask for all, has to be the same of all clients.
+The dimension of a value that counts examples is the dimension that grows between batches of two
+sizes. A value without such a dimension, such as a common mask, must be equal at all clients.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from dure.split.leakage.guard import Crossing
 
 
 class Batching:
-    """Of clients' batches of these sizes, at all cuts.
+    """Concatenation of clients' batches of these sizes, at all cuts.
 
-    crossings: what is known of the values at each cut; asked where there are several batches.
+    crossings: returns the `Crossing` of each value at each cut; called for several batches only.
     """
 
     def __init__(
@@ -33,12 +33,12 @@ class Batching:
         into, *out = crossings()
         self._into = [one.dim for one in into]
         self._differentiable = [one.differentiable for one in into]
-        # In the U-shape the server gives values too.
+        # In the U-shape the server's part has outputs at the second cut.
         self._out = [one.dim for values in out for one in values]
         self._out_differentiable = [one.differentiable for values in out for one in values]
 
     def together(self, values: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-        """What leaves the heads, as what leaves that of the joint batch."""
+        """Return the outputs of the heads, concatenated to the joint batch."""
         if self.single:
             return list(values[0])
         return [
@@ -46,18 +46,18 @@ class Batching:
         ]
 
     def gradients_apart(self, gradients: Sequence[Tensor]) -> list[list[Tensor]]:
-        """The gradients of what has left the heads, by client."""
+        """Return the gradients of the heads' outputs, by client."""
         if self.single:
             return [list(gradients)]
         dims = [dim for dim, there in zip(self._into, self._differentiable, strict=True) if there]
         return self._split(gradients, dims)
 
     def apart_again(self, values: Sequence[Tensor]) -> list[list[Tensor]]:
-        """What leaves the server's part, by client."""
+        """Return the output of the server's part, by client."""
         return [list(values)] if self.single else self._split(values, self._out)
 
     def gradients_together(self, gradients: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-        """The gradients of that."""
+        """Return the gradients of the server's part's output for the joint batch."""
         if self.single:
             return list(gradients[0])
         dims = [
@@ -82,9 +82,10 @@ def crossings(
     training: bool = True,
     sizes: tuple[int, int] | None = None,
 ) -> list[Crossing]:
-    """What is known of the values that cross a cut. Raises ValueError for one of a whole batch.
+    """Return the `Crossing` of each value at a cut.
 
-    sizes: of two batches of which it is told; by default a batch's, and twice that.
+    sizes: two batch sizes for the comparison; by default `cut.examples`, and twice that. Raises
+    ValueError for a differentiable value of a whole batch.
     """
     few, many = sizes or (cut.examples, 2 * cut.examples)
     dims = _dims(cut, boundary, few, many, training)
@@ -95,7 +96,7 @@ def crossings(
 
 
 def values_at(cut: CutModel, boundary: int, examples: int, training: bool = True) -> list[Value]:
-    """The values of so many examples that cross a cut, in their order."""
+    """Return the values at a cut for `examples` examples, in order."""
     trace = cut.trace(examples, training)
     nodes = crossing(trace, cut.homes(examples, training), cut.stages)[boundary]
     return [trace.value(node) for node in nodes]
@@ -104,7 +105,7 @@ def values_at(cut: CutModel, boundary: int, examples: int, training: bool = True
 def _dims(
     cut: CutModel, boundary: int, few: int, many: int, training: bool = True
 ) -> list[int | None]:
-    """The dimension of each value that counts examples; None where none does."""
+    """Return the dimension of each value that counts examples; None if there is none."""
     found: list[int | None] = []
     for one, other in zip(
         values_at(cut, boundary, few, training),

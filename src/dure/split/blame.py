@@ -1,17 +1,16 @@
-"""Whose message it is that the server cannot compute with.
+"""Attribution of a failed computation at the server to the client that caused it.
 
-A message may have the right form, and still make the tail or the loss fail, or give what is no
-number: a label that is no class, values that overflow. Such an error is the sender's:
+A message may have the right form, and still make the tail or the loss fail, or produce NaN or
+infinity: a label that is no class, values that overflow. The error is attributed to
 
-    one client's batch     that client's
-    a joint batch          of those whose batch fails alone as well; where all do, the model has
-                           diverged, and nobody is named alone
-    it is too large, and   of the client whose numbers are the largest by far, compared with those
-    nobody fails alone     of the others
+    one client's batch     that client
+    a joint batch          the clients whose batch fails alone as well, if others' batches do not
+    if all or none fail    the client whose values are a thousand times those of all others; without
+                           such a client no client is named, as the model has diverged
 
-What is absurd is bounded too, since it damages the tail that all share while it still is a number:
-gradients of the tail beyond `GRADIENT`, and weights that grow by more than `GROWTH` in one turn.
-Within these bounds the numbers of a client are believed.
+Huge values are limited too, since they damage the shared tail while they are still finite:
+gradients of the tail beyond `GRADIENT`, and weights that grow by more than `GROWTH` in a turn.
+Values within these bounds are not checked further.
 """
 
 from __future__ import annotations
@@ -26,29 +25,29 @@ from dure.errors import DureError, LossNotFiniteError, described
 from dure.split.messages import Own
 
 GRADIENT = 1e15
-"""Size of an element of a gradient: its square is still a number in single precision."""
+"""Maximum absolute value of a gradient's element, so that its square is finite in float32."""
 
 GROWTH = 1e6
-"""Times that the largest weight, or 1, may grow in one turn."""
+"""Maximum factor by which the largest weight, or 1, may grow in a turn."""
 
 FARTHEST = 1e30
-"""Size of a buffer's element, such as a variance of batch norm."""
+"""Maximum absolute value of a buffer's element, such as a variance of batch norm."""
 
 ADVICE = "lower the learning rate, or look for bad values in the data"
 
 
 class WrongError(ValueError):
-    """A client has sent what cannot be."""
+    """A client has sent an invalid message."""
 
 
 class NotANumberError(WrongError):
-    """A client has sent NaN, or what is infinite."""
+    """A client has sent NaN or infinite values."""
 
 
 class CannotComputeError(DureError):
-    """The server cannot compute with what clients have sent.
+    """The server cannot compute with the values of some clients.
 
-    reasons: by client. diverged: whether what came of it is no finite number.
+    reasons: by client. diverged: whether the result is not finite.
     """
 
     def __init__(self, reasons: Mapping[str, str], diverged: bool) -> None:
@@ -61,13 +60,13 @@ class CannotComputeError(DureError):
 
 
 class AbsurdError(DureError):
-    """Numbers that no training gives."""
+    """Values that training cannot produce."""
 
 
 def largest(tensors: Iterable[Tensor | None]) -> float:
-    """Return the size of the largest element of all that are no whole numbers; NaN if there is one.
+    """Return the largest absolute value over all floating-point elements; NaN if there is a NaN.
 
-    0 of nothing.
+    Returns 0 without elements.
     """
     found = 0.0
     for one in tensors:
@@ -81,7 +80,7 @@ def largest(tensors: Iterable[Tensor | None]) -> float:
 
 
 def check_size(what: str, tensors: Iterable[Tensor | None], most: float) -> None:
-    """Raise AbsurdError for tensors with NaN, or with larger elements than that."""
+    """Raise AbsurdError for tensors with NaN, or with elements larger than `most`."""
     size = largest(tensors)
     if not size <= most:
         raise AbsurdError(f"{what} become as large as {size:g}, and training keeps below {most:g}")
@@ -96,16 +95,16 @@ def check_bounded(what: str, gradients: Iterable[Tensor | None]) -> None:
 
 
 def check_grown(what: str, own: Own, before: float) -> None:
-    """Raise AbsurdError for a side that has grown too much, or has numbers that are not finite.
+    """Raise AbsurdError for a side whose weights have grown too much, or are not finite.
 
-    before: the size of its largest weight.
+    before: the absolute value of its largest weight before the turn.
     """
     check_size(f"weights of {what}", own.weights, GROWTH * max(1.0, before))
     check_size(f"buffers of {what}", own.buffers, FARTHEST)
 
 
 def failure(error: Exception) -> tuple[str, bool]:
-    """(what clients are told of an error, whether it says that something is no finite number)."""
+    """Return (message for clients, whether the error reports a value that is not finite)."""
     if isinstance(error, LossNotFiniteError):
         return f"with its batch the loss is {error.loss}: {ADVICE}", True
     if isinstance(error, AbsurdError):
@@ -119,10 +118,10 @@ def blamed(
     alone: Callable[[str], Exception | None],
     sizes: Mapping[str, float],
 ) -> DureError | None:
-    """Return the error that names who has made a batch fail; None where nobody can be named.
+    """Return the error that names the clients at fault; None if no client can be named.
 
-    alone: what happens with one client's batch alone. sizes: of the largest number that each client
-    has sent.
+    clients: of the batch. error: of the joint computation. alone: returns the error of a client's
+    batch alone. sizes: largest absolute value that each client has sent.
     """
     if len(clients) == 1:
         reason, diverged = failure(error)
@@ -139,7 +138,7 @@ def blamed(
 
 
 def _sticks_out(sizes: Mapping[str, float]) -> str | None:
-    """The client whose numbers are a thousand times as large as all others', if there is one."""
+    """Return the client whose values are a thousand times those of all others; None otherwise."""
     ordered = sorted(sizes, key=lambda name: sizes[name])
     first, second = ordered[-1], ordered[-2]
     return first if sizes[first] > 1e3 * max(sizes[second], 1.0) else None

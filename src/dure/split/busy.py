@@ -1,6 +1,6 @@
-"""A node that computes one thing after another, under a virtual clock.
+"""Sequential computation of a node under a virtual clock.
 
-What it computes is computed at once; what it says then leaves when it would have been computed.
+Results are computed at once; the messages leave at the time at which a real node would be done.
 """
 
 from __future__ import annotations
@@ -11,29 +11,29 @@ from collections.abc import Callable
 from dure.fleet.virtual import Envelope
 
 Watch = Callable[[str, float, float], None]
-"""watch(what, began, seconds): it computed with a part of the model."""
+"""watch(part, began, seconds): called for each computation with a part of the model."""
 
 
 def unwatched(what: str, began: float, seconds: float) -> None:
-    """Nobody looks."""
+    """Ignore the computation."""
 
 
 class Busy:
-    """What a node will say, and when."""
+    """Queue of a node's pending messages, with their times."""
 
     def __init__(self) -> None:
         self._until = 0.0
         self._later: list[tuple[float, list[Envelope]]] = []
         self.computed = 0.0
-        """Seconds of computing."""
+        """Total seconds of computing."""
         self.watch: Watch = unwatched
 
     def work(
         self, seconds: float, said: list[Envelope], now: float, what: str = ""
     ) -> list[Envelope]:
-        """It computes for so long, and then says this. Returns what is said now.
+        """Compute for `seconds`, then send the messages; return the messages that leave now.
 
-        what: with which part of the model; nothing where there is nothing to tell.
+        what: the part of the model, for `watch`; "" to omit the call.
         """
         self.computed += seconds
         began = max(self._until, now)
@@ -46,17 +46,17 @@ class Busy:
         return []
 
     def drop(self) -> None:
-        """What it would have said it will not say, and it computes nothing."""
+        """Discard pending messages and the current computation."""
         self._later.clear()
         self._until = 0.0
 
     @property
     def wake(self) -> float:
-        """When it is done with what comes first."""
+        """Time at which the first pending computation is done; infinite if there is none."""
         return self._later[0][0] if self._later else math.inf
 
     def tick(self, now: float) -> list[Envelope]:
-        """What is due."""
+        """Return the messages that are due."""
         said: list[Envelope] = []
         while self._later and self._later[0][0] <= now:
             said += self._later.pop(0)[1]

@@ -1,12 +1,12 @@
-"""A client: the head of the model, its data, and in the U-shape the end of the model as well.
+"""Client of split learning: the head of the model, its data, and in the U-shape the end as well.
 
-    Turn, and the head if it comes apart   ->  the values of the first batch
+    Turn, and the head if sent separately  ->  the values of the first batch
     Gradients                              ->  backward, one step of the head's optimizer, and the
                                                values of the next batch
-    after the last                         ->  Ended, and the head on to whoever has the next turn
+    after the last                         ->  Ended, and the head to the client of the next turn
 
-No I/O: messages in, messages out, `now` is an argument. It shares nothing with the server but
-messages.
+The client does no I/O: messages in, messages out, and `now` is an argument. Client and server share
+nothing but messages.
 """
 
 from __future__ import annotations
@@ -50,12 +50,15 @@ from dure.tasks.loss_shares import CountedLoss, Share
 
 @dataclass(frozen=True)
 class Rules:
-    """What clients and the server agree upon before they begin.
+    """Agreement between clients and the server before the run.
 
-    labels_stay: whether the model's end is with the client. hands: whether a client hands its head
-    to the next one itself. sums: whether heads make one step by the sum of their gradients.
-    returns: whether the head goes to the server at the end of a turn. forgets: whether what its
-    optimizer remembers ends with the turn. by_round: whether schedules count rounds.
+    Args:
+        labels_stay: whether the model's end is at the client.
+        hands: whether a client sends its head to the next client directly.
+        sums: whether all heads make the same step by the sum of their gradients.
+        returns: whether the head goes to the server at the end of a turn.
+        forgets: whether the optimizer's state is reset at the end of a turn.
+        by_round: whether learning-rate schedules count rounds.
     """
 
     labels_stay: bool
@@ -67,7 +70,7 @@ class Rules:
 
 
 class HeadError(DureError):
-    """The head that a client was handed by another one cannot be. turn: for which it was."""
+    """The head from another client is invalid. turn: the turn for which it was sent."""
 
     def __init__(self, turn: int, reason: str) -> None:
         super().__init__(turn, reason)
@@ -79,17 +82,25 @@ class HeadError(DureError):
 
 
 class Kept(NamedTuple):
-    """What a client knew after a turn. memory: of its defence."""
+    """State of a client after a turn. memory: of its defence."""
 
     own: Own
     memory: Memory
 
 
 class Client:
-    """Client `number`. at: gives the indices of its examples in a step of its own, counted from 0.
+    """State machine of client `number`.
 
-    seconds: how long so many examples take in these stages, forward or backward. guard: the defence
-    of what leaves the client; None where there is none.
+    Args:
+        number: number of the client, counted from 0.
+        party: its stages and weights.
+        rules: the agreement with the server.
+        examples: its data.
+        at: returns the indices of the examples of a step; steps count from 0 over all turns.
+        losses: the loss of the task.
+        seed: the run's seed.
+        seconds: `seconds(examples, stages, backward)` returns the duration of a pass.
+        guard: defence of the outgoing values; None without a defence.
     """
 
     def __init__(
@@ -115,20 +126,22 @@ class Client:
         self.seconds = seconds
         self.guard = guard
         self.taken = 0
-        """Steps that it has made in its life."""
+        """Number of its steps over all turns."""
         self.kept = {-1: Kept(party.own, None)}
-        """What it knew after the newest of its turns that counts, and after the one that may not
-        count yet; before the first, with the number -1."""
+        """States by turn: of the newest turn that counts, and of a turn that may not count yet.
+
+        The initial state has the number -1.
+        """
         self.busy = Busy()
         self.heads: Heads | None = None
-        """What the heads that others hand on have to be like; None where nobody else makes them."""
+        """Checks of heads from other clients; None if no head comes from elsewhere."""
         self.end = 2 if rules.labels_stay else None
-        """The stage of the model's end, where that is here."""
+        """Number of the stage of the model's end; None if the server has it."""
         self._turn: Turn | None = None
         self._step = 0
         self._early: tuple[str, Handed] | None = None
         self._ahead: dict[int, tuple[Tensor, Microbatch]] = {}
-        """The batch that was read before its step, by the step of the client's life."""
+        """Batch that was read ahead, by the step over all turns."""
 
     # A node
 
@@ -140,8 +153,10 @@ class Client:
         return self.busy.tick(now)
 
     def receive(self, sender: str, message: Message, now: float) -> list[Envelope]:
-        """What it says to a message. Raises HeadError for the head of another client that cannot
-        be."""
+        """Process a message and return the replies.
+
+        Raises HeadError for an invalid head of another client.
+        """
         if isinstance(message, Turn):
             return self._begin(message, now)
         if isinstance(message, Handed):
@@ -160,14 +175,14 @@ class Client:
     # A turn
 
     def _begin(self, turn: Turn, now: float) -> list[Envelope]:
-        # What it is in the middle of, if anything, has been taken back.
+        # An unfinished turn has been rolled back.
         self.party.drop()
         self.busy.drop()
         self._turn = turn
         self._step = 0
         self._ahead.clear()
         self.taken = turn.taken
-        # Nothing but this turn can be gone on from: what was known after others is not needed.
+        # Only the state after `since` is needed: a rollback cannot go further back.
         self.kept = {number: one for number, one in self.kept.items() if number == turn.since}
         if turn.head is None or self.guard is not None:
             kept = self.after(turn.since)
@@ -185,7 +200,7 @@ class Client:
         return [] if early is None else self._handed(*early, now)
 
     def after(self, turn: int) -> Kept:
-        """What it knew after a turn. Raises StateError where that is not here any more."""
+        """Return the state after a turn. Raises StateError for a turn whose state is not saved."""
         if turn not in self.kept:
             raise StateError(
                 f"{self.name} does not have what it knew after turn {turn}, which the server "
@@ -207,12 +222,12 @@ class Client:
 
     @property
     def _place(self) -> int:
-        """The step on the way of all."""
+        """Step of the run, over all clients."""
         assert self._turn is not None
         return self._turn.first + self._step
 
     def _ascend(self, now: float) -> list[Envelope]:
-        """The next batch, up to the cut."""
+        """Run the next batch up to the cut."""
         assert self._turn is not None
         ahead = self.taken in self._ahead
         indices, batch = self._ahead.pop(self.taken) if ahead else self.read(self.taken)
@@ -232,12 +247,12 @@ class Client:
         return self.busy.work(seconds, [(SERVER, smashed)], now, "head")
 
     def meanwhile(self) -> None:
-        """To be called when what it has said is on its way: reads the next batch of the turn."""
+        """Read the next batch of the turn; call this after the replies have been sent."""
         if self._turn is not None and self._step + 1 < self._turn.steps and not self._ahead:
             self._ahead[self.taken + 1] = self.read(self.taken + 1)
 
     def read(self, taken: int) -> tuple[Tensor, Microbatch]:
-        """The batch of a step of its life, and the indices of its examples."""
+        """Return the batch of a step of its life, and the indices of its examples."""
         indices = self.at(taken)
         if self.examples.draws:
             seed_generators(self.seed, "read", taken, self.number, everything=True)
@@ -245,10 +260,10 @@ class Client:
         return indices, Microbatch(len(indices), Share(1.0, 1.0), lambda: (inputs, targets))
 
     def _end_of_model(self, outputs: Outputs, now: float) -> list[Envelope]:
-        """The end of the model, with the loss, and back to the second cut."""
+        """Run the end of the model and the loss, and go backward to the second cut."""
         assert self.end is not None
         assert self._turn is not None
-        # The batch of the head, with its share in the loss of the joint batch.
+        # The batch of the head, with its share of the joint batch's loss.
         head = self.party.batch(0)
         share = Share(outputs.share, 1.0)
         batch = Microbatch(head.examples, share, lambda: (head.inputs, head.targets))
@@ -270,7 +285,7 @@ class Client:
         return self.busy.work(seconds, [(SERVER, said)], now, "end")
 
     def _descend(self, message: Gradients, now: float) -> list[Envelope]:
-        """Back to the examples."""
+        """Run the head's backward pass, and update the head or send its gradients."""
         assert self._turn is not None
         examples = self.party.examples(0)
         values: Sequence[Tensor] = message.values
@@ -294,7 +309,7 @@ class Client:
 
     @property
     def _rate(self) -> int:
-        """The step of the schedule."""
+        """Step of the learning-rate schedule."""
         assert self._turn is not None
         return self._turn.round if self.rules.by_round else self._place
 
@@ -306,7 +321,7 @@ class Client:
         return self._go_on(seconds, now)
 
     def _go_on(self, seconds: float, now: float) -> list[Envelope]:
-        """The next batch, or the end of the turn; a client without a batch waits for the others."""
+        """Begin the next batch, end the turn, or wait for other clients without a batch left."""
         assert self._turn is not None
         self.busy.work(seconds, [], now)
         if self._step < self._turn.steps:
@@ -318,7 +333,7 @@ class Client:
         if self.rules.forgets:
             self.party.own = fresh(self.party.own)
         memory = None if self.guard is None else self.guard.memory
-        # Not a copy: the next turn makes one of its own.
+        # Not a copy: the next turn copies it.
         self.kept[self._turn.number] = Kept(self.party.own, memory)
         head = self.party.own if self.rules.returns or self._turn.brings else None
         ended = Ended(self._turn.number, head)

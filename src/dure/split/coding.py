@@ -1,33 +1,34 @@
-"""One value that crosses a cut, in fewer bytes: there, and the gradient for it back.
+"""Coding of a value that crosses a cut, and of its gradient on the way back, in fewer bytes.
 
     cast       a^ = C(a)                                    g^ = C(g)
     int8       a^ = C(a)                                    g^ = C(g + e),  e <- g + e - g^
     top-k:R    a^ = a at the k = ⌈R d⌉ places of an         g^ = g at these places, else 0
                example where |a| is largest, else 0
 
-The tail goes forward from a^, and g is the gradient by it. For B examples of d numbers of b bytes:
+The tail goes forward from a^, and g is the gradient with respect to a^. For B examples of d numbers
+of b bytes:
 
                bytes there         bytes back
     cast       2 B d               2 B d
     int8       B d + 4 B           B d + 4 B        8 B in float64
     top-k:R    k B (b + i)         k B b            i = 1 for up to 256 numbers, 2 for up to 32768,
-                                                    else 4; as it is, B d b, where k = d
+                                                    else 4; uncompressed, B d b, if k = d
 
-All is done example by example, of what the dimension that grows with the batch counts: what is made
-of one does not depend on who else is in the batch. What travels of a value is one tensor: uint8, of
-a length that both know, or of gradients at places the numbers themselves.
+All coding is done example by example, along the dimension that counts examples: the code of an
+example does not depend on the other examples of the batch. The code of a value is a single tensor:
+uint8, of a length that both sides know; for gradients at places, the numbers themselves.
 
-Error feedback is that of gradients, where the codec remembers (int8): place i of a batch adds what
-the batch before has lost at place i. So what arrives at a place adds up, over the steps, to what
-was to be sent there, less the last error: of the head's gradient, what all examples have in common
-is only late, and what is one example's own gets noise of half a unit at most. e is forgotten when a
-turn begins, for others have trained the head since then, and when a batch has another shape.
-Nothing of it outlives a round.
+Codecs with memory (int8) have error feedback for gradients: place i of a batch adds the error of
+the batch before at place i. So the received values at a place add up, over the steps, to the sum of
+the true values, less the last error: the common part of all examples' gradients is only delayed,
+and an example's own part gets noise of half a unit at most. e is reset when a turn begins, since
+other clients have trained the head since then, and when a batch has another shape. No error
+survives a round.
 
-Values have none: what one example has lost says nothing of the next. AQ-SGD sends what has changed
-of an example since the pass before; both ends have to keep the values of all examples, and the
-server has to be told which example is which. Top-k needs none: only numbers that the tail has seen
-have a gradient, and all of it is sent.
+Values have no error feedback: the error of an example says nothing of the next example. AQ-SGD
+sends the change of an example since the epoch before; both ends have to store the values of all
+examples, and the server has to know the identity of each example. Top-k needs no error feedback:
+only numbers that the tail has received have a gradient, and all of it is sent.
 
 Sources: Zheng et al. 2023, "Reducing Communication for Split Learning by Randomized Top-k
 Sparsification", IJCAI: top-k of each example, and gradients at its places (here without random
@@ -50,9 +51,9 @@ from dure.tensors.elements import element_bytes
 
 
 class Crossed(NamedTuple):
-    """A value that crosses a cut.
+    """Shape of a value that crosses a cut.
 
-    shape: for so many examples, which dimension `dim` counts.
+    shape: for `examples` examples, which dimension `dim` counts.
     """
 
     shape: tuple[int, ...]
@@ -61,40 +62,40 @@ class Crossed(NamedTuple):
     examples: int
 
     def like(self, examples: int) -> Tensor:
-        """One of so many examples, without data."""
+        """Return a value for this number of examples, on the meta device."""
         shape = list(self.shape)
         shape[self.dim] = shape[self.dim] * examples // self.examples
         return torch.empty(shape, dtype=self.dtype, device="meta")
 
     def rows(self, examples: int) -> Tensor:
-        """The same as a matrix of real numbers, a row an example."""
+        """Return that value as a matrix of real numbers, a row per example, on the meta device."""
         return as_rows([self.like(examples)], [self.dim])
 
 
 class Coder(Protocol):
-    """At one end of a cut, where it remembers what both know of the batch, and what was lost."""
+    """Coder at an end of a cut, with the state of the batch and of error feedback."""
 
     def write(self, value: Tensor) -> Tensor:
-        """What is sent of a value."""
+        """Return the code of a value."""
 
     def read(self, sent: Tensor, examples: int) -> Tensor:
-        """The value of so many examples. Raises ValueError for what is none."""
+        """Return the decoded value of `examples` examples. Raises ValueError if invalid."""
 
     def write_back(self, gradient: Tensor) -> Tensor:
-        """What is sent of the gradient for the value that was read last."""
+        """Return the code of the gradient for the value that was read last."""
 
     def read_back(self, sent: Tensor, examples: int) -> Tensor:
-        """The gradient for the value that was written last. Raises ValueError for what is none."""
+        """Return the gradient for the value that was written last. Raises ValueError if invalid."""
 
     def forget(self) -> None:
-        """A turn begins."""
+        """Reset the state, when a turn begins."""
 
     def nbytes(self, examples: int) -> tuple[int, int]:
-        """Bytes of a value, and of its gradient."""
+        """Return the bytes of a value's code, and of its gradient's code."""
 
 
 class Rounded:
-    """By a codec, whose error feedback is that of gradients."""
+    """Coder by a codec, with error feedback for gradients if the codec has memory."""
 
     def __init__(self, compression: Compression, crossed: Crossed) -> None:
         self.compression = compression
@@ -113,7 +114,7 @@ class Rounded:
         return from_rows(rows, [self.crossed.like(examples)], [dim])[0]
 
     def _decoded(self, sent: Tensor, like: Tensor) -> Tensor:
-        # Room is made for as much as has come, not for as much as a message says.
+        # Allocate by the received bytes, not by the number of examples that a message claims.
         if sent.numel() < like.numel():
             raise ValueError(f"{sent.numel()} bytes are too few for {like.numel()} numbers")
         return self.compression.decode(sent, [torch.empty_like(like, device=sent.device)])[0]
@@ -124,6 +125,7 @@ class Rounded:
             return self.compression.encode([rows])
         if self._lost is not None and self._lost.shape == rows.shape:
             rows = rows + self._lost
+        # The error against the decoded code, which is what the other side computes with.
         sent = self.compression.encode([rows])
         self._lost = rows - self._decoded(sent, rows)
         return sent
@@ -138,7 +140,7 @@ class Rounded:
 
 
 class Kept:
-    """The numbers of each example that are largest in size, and their places."""
+    """Coder of the largest absolute values of each example, and their places (top-k)."""
 
     def __init__(self, ratio: float, crossed: Crossed) -> None:
         self.crossed = crossed
@@ -152,7 +154,7 @@ class Kept:
 
     def write(self, value: Tensor) -> Tensor:
         rows = as_rows([value.detach()], [self.crossed.dim])
-        # In their order, so that both ends can tell that they are different ones.
+        # Sorted, so that the reader can check that the places are distinct.
         places = rows.abs().topk(self.count, dim=1, sorted=False).indices.sort(dim=1).values
         self._places = places
         return torch.cat(
@@ -169,7 +171,7 @@ class Kept:
                 f"{examples} examples are {length} bytes of top-k, and not {sent.dtype} of shape "
                 f"{list(sent.shape)}"
             )
-        # In memory of their own, which suits their dtype.
+        # Cloned, since a view of another dtype needs aligned memory.
         values = sent[:split].clone().view(rows.dtype).view(shape)
         places = sent[split:].clone().view(self.place).view(shape).long()
         last = self.width - 1
@@ -179,7 +181,7 @@ class Kept:
         return self._spread(values, places, examples)
 
     def _spread(self, values: Tensor, places: Tensor, examples: int) -> Tensor:
-        """The value, or the gradient, that has these numbers there, and zeros elsewhere."""
+        """Return a value or gradient with these numbers at these places, and zeros elsewhere."""
         rows = values.new_zeros(len(values), self.width).scatter_(1, places, values)
         return from_rows(rows, [self.crossed.like(examples)], [self.crossed.dim])[0]
 
@@ -205,7 +207,7 @@ class Kept:
 
 
 def _place(width: int) -> torch.dtype:
-    """What a place among so many numbers is written as."""
+    """Return the dtype for a place among `width` numbers."""
     if width <= 1 << 8:
         return torch.uint8
     return torch.int16 if width <= 1 << 15 else torch.int32

@@ -1,16 +1,16 @@
-"""Messages at the cut in fewer bytes: before a node of whatever kind, an interpreter.
+"""Compression of the messages at the cut: a wrapper around a node of any kind.
 
-    what the node says     ->  values and gradients as a coder writes them
-    what is said to it     ->  read, and refused by name where it makes no sense
+    messages of the node   ->  values and gradients are encoded
+    messages to the node   ->  decoded, and refused with the sender's name if invalid
 
-So neither client nor server knows of it, and what they compute with is what has arrived: the tail
-goes forward from the values as they are read, the head backward from the gradients as they are
-read. A message keeps its type; of its values, those that may have a gradient are coded
-(`dure.split.coding`), and masks, whole numbers and targets stay as they are. Heads that are handed
-over, and gradients of heads, are not at the cut, and travel as they are.
+So client and server do not depend on the compression, and compute with the received values: the
+tail goes forward from the decoded values, the head backward from the decoded gradients. A message
+keeps its type; values that may have a gradient are encoded (`dure.split.coding`), and masks,
+integers and targets are sent unchanged. Heads, and gradients of heads, do not cross the cut, and
+are sent unchanged.
 
-A defence comes first: it has changed what leaves a node before that is coded, and what a code makes
-of it tells nothing more.
+A defence comes first: the values are protected before they are encoded, and a code of protected
+values reveals nothing more.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ from dure.split.messages import (
 )
 
 AtCut = Smashed | Outputs | OutputGradients | Gradients
-"""The messages whose values are coded."""
+"""Messages whose values are encoded."""
 Cut = Sequence[Crossed | None]
-"""The values that cross a cut, in their order; None for one that travels as it is."""
+"""Values that cross a cut, in order; None for a value that is sent unchanged."""
 Coders = Sequence[Coder | None]
-"""Of these values."""
+"""Coders of these values."""
 
 _MOST_EXAMPLES = 1 << 31
-"""Of a batch, as a message may say; what it then has to hold is another matter."""
+"""Maximum number of examples of a batch; the length of the code is checked separately."""
 
 
 def check_compression(compression: Compression) -> None:
-    """Raises ValueError for a compression that is none of values at a cut."""
+    """Raise ValueError for a compression that does not apply to values at a cut."""
     if not isinstance(compression, NoCompression | Cast | Int8 | TopK):
         raise ValueError(
             f"compression is {compression}, but at a cut there are none, bfloat16, float16, int8 "
@@ -59,9 +59,9 @@ def check_compression(compression: Compression) -> None:
 
 
 def cuts_of(cut: CutModel, training: bool = True) -> list[Cut]:
-    """What crosses the cuts of a model, in training or in evaluation.
+    """Return the values that cross the cuts of a model, in training or in evaluation.
 
-    Raises ValueError where a value belongs to a whole batch, and where nothing has a gradient.
+    Raises ValueError for a differentiable value of a whole batch, or if no value has a gradient.
     """
     cuts = [_cut(cut, boundary, training) for boundary in range(cut.stages - 1)]
     if not any(value is not None for values in cuts for value in values):
@@ -82,14 +82,14 @@ def _cut(cut: CutModel, boundary: int, training: bool) -> Cut:
         if not value.differentiable:
             found.append(None)
             continue
-        # Those without a dimension of examples were refused.
+        # `crossings` has refused differentiable values without a dimension of examples.
         assert crossing.dim is not None
         found.append(Crossed(value.shape, value.dtype, crossing.dim, cut.examples))
     return found
 
 
 def coder(compression: Compression, crossed: Crossed | None) -> Coder | None:
-    """A new coder of a value; None where it travels as it is."""
+    """Return a new coder of a value; None if the value is sent unchanged."""
     if crossed is None or not compression.compresses:
         return None
     if isinstance(compression, TopK):
@@ -99,9 +99,9 @@ def coder(compression: Compression, crossed: Crossed | None) -> Coder | None:
 
 
 def exchange_of(compression: Compression, cut: CutModel) -> Callable[[], Exchange] | None:
-    """Makes what a node exchanges with another; None where everything travels as it is.
+    """Return a factory of exchanges; None if everything is sent unchanged.
 
-    Raises as `cuts_of`.
+    Raises the errors of `cuts_of`.
     """
     if not compression.compresses:
         return None
@@ -114,7 +114,7 @@ def exchange_of(compression: Compression, cut: CutModel) -> Callable[[], Exchang
 def message_bytes(
     compression: Compression, cut: CutModel, boundary: int, examples: int
 ) -> tuple[int, int]:
-    """Bytes of so many examples that cross the cut after a stage: of values, of gradients."""
+    """Return the bytes at the cut after a stage for a batch: of values, and of gradients."""
     if not compression.compresses:
         return cut.message_bytes(boundary, examples)
     sizes: list[tuple[int, int]] = []
@@ -128,7 +128,7 @@ def message_bytes(
 
 
 class Exchange:
-    """What a node exchanges with one other, batch after batch."""
+    """Compression between a node and another node, batch after batch."""
 
     def __init__(self, compression: Compression, cuts: Sequence[Cut]) -> None:
         self.cuts = [[coder(compression, value) for value in cut] for cut in cuts]
@@ -140,7 +140,7 @@ class Exchange:
         self._when = ""
 
     def written(self, message: Message) -> Message:
-        """As it is sent."""
+        """Return the encoded message."""
         if not isinstance(message, AtCut):
             return message
         coders = self._coders(message)
@@ -152,10 +152,9 @@ class Exchange:
         return msgspec.structs.replace(message, values=values)
 
     def read(self, sender: str, message: Message) -> Message:
-        """As it was before it was sent, but for what is lost.
+        """Return the decoded message.
 
-        Raises ValueError for what nobody can have written, and LossNotFiniteError for what is no
-        number.
+        Raises ValueError for an invalid code, and LossNotFiniteError for values with NaN.
         """
         if not isinstance(message, AtCut):
             return message
@@ -173,17 +172,17 @@ class Exchange:
         return msgspec.structs.replace(message, values=values)
 
     def _coders(self, message: AtCut) -> Coders:
-        """Of the values of a message."""
+        """Return the coders of the values of a message."""
         if isinstance(message, Smashed):
             self._begin(message)
             return self.cuts[0]
         if isinstance(message, Outputs):
             return self.cuts[-1]
-        # No gradient comes back for the others.
+        # Only differentiable values have gradients.
         return self._back[0 if isinstance(message, Gradients) else -1]
 
     def _begin(self, message: Smashed) -> None:
-        """A batch begins."""
+        """Begin a batch; the first batch of a turn resets the coders."""
         self._examples = message.examples
         self._when = f"step {message.step + 1} of turn {message.turn + 1}"
         if message.step == 0:
@@ -205,9 +204,9 @@ class Exchange:
 
 
 class Compressed:
-    """A node, and what interprets between it and the others.
+    """Wrapper around a node that compresses its messages.
 
-    exchange: makes a new exchange, one for each other node.
+    exchange: makes a new exchange, for each other node.
     """
 
     def __init__(self, node: Node, exchange: Callable[[], Exchange]) -> None:
@@ -223,7 +222,7 @@ class Compressed:
         return self._written(self.node.tick(now))
 
     def receive(self, sender: str, message: Message, now: float) -> list[Envelope]:
-        """What it says to a message. Raises what the exchange raises, and what the node does."""
+        """Return the node's replies, encoded. Raises the errors of the exchange and of the node."""
         message = self._of(sender).read(sender, message)
         return self._written(self.node.receive(sender, message, now))
 

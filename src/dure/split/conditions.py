@@ -1,4 +1,4 @@
-"""Under which conditions split learning is simulated."""
+"""Conditions under which split learning is simulated."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ WITHOUT = frozenset(
         "deadline",
     }
 )
-"""Conditions that a simulation of split learning does not have (`Strategy.without`).
+"""Conditions that a simulation of split learning does not support (`Strategy.without`).
 
-Nor does it choose an engine: each client computes by itself, step by step, as in `loop`.
+The engine is not supported either: each client computes on its own, step by step, as in `loop`.
 """
 
 LABELS_APART = (
@@ -30,13 +30,13 @@ LABELS_APART = (
 
 
 def check_conditions(conditions: Conditions, without: Collection[str]) -> None:
-    """Raises ValueError for conditions that a simulation of split learning does not have.
+    """Raise ValueError for conditions that a simulation of split learning does not support.
 
-    without: their names, as the strategy says them.
+    without: names of these conditions, from the strategy.
     """
     ideal = Conditions()
     unknown = sorted(without)
-    # Which is what a network has for its clients.
+    # Clients of split learning always compute as with the engine "loop".
     if conditions.engine != "loop":
         unknown.append("engine")
     for name in unknown:

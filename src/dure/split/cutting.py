@@ -1,11 +1,11 @@
-"""Where a model is cut, and whether it can be.
+"""Cut of a model by tracing, and checks that the model can be cut there.
 
     at = ("layer3",)             the head ends before this module computes
     at = ("2",)                  the head has the first two layers that have weights
-    at = ("1", "3")              the server has the layers between; the end is with the client
+    at = ("1", "3")              the server has the layers between; the end is at the client
 
-Any model can be cut that a pipeline can cut (`dure.parallel.pipeline`): skip connections over the
-cut travel, and are counted. What would need the other side's tensors is refused by name: weights
+A model can be cut if a pipeline can cut it (`dure.parallel.pipeline`): skip connections over the
+cut are sent and counted. Tensors that one side needs from the other are refused by name: weights
 that both sides use, and examples that the server's part reads.
 """
 
@@ -42,7 +42,7 @@ from dure.tasks.loss_shares import CountedLoss
 class CutStages(Stages):
     """Stages of a traced model.
 
-    stream: from where they draw. loss: called by the stage that is the model's last, if it is here.
+    stream: source of random numbers. loss: called by the model's last stage, if this side has it.
     """
 
     def __init__(self, cut: CutModel, numbers: Sequence[int], stream: Stream, loss: Loss) -> None:
@@ -67,8 +67,8 @@ class CutStages(Stages):
         return sorted(written)
 
     def _program(self, number: int, examples: int) -> Program:
-        """The program of a stage for so many examples."""
-        # A step is one micro-batch: there is no gradient yet to which a product could add its own.
+        """Return the program of a stage for `examples` examples."""
+        # A step is a single micro-batch, so no product accumulates into an earlier gradient.
         return self.cut.program(number, examples, training=True, stream=self.stream, later=None)
 
     def stage(self, number: int) -> Stage:
@@ -86,7 +86,7 @@ class CutStages(Stages):
         return sum(value.differentiable for value in self._program(number, examples).received)
 
     def without_gradient(self, stages: Mapping[int, StageAtWork], missed: int) -> Sequence[str]:
-        # A trace is of the whole model: the bits are those of what its last stage has received.
+        # The trace covers the whole model: the bits refer to the values its last stage received.
         return self.cut.without_gradient(missed) if missed else ()
 
     def passed_on(self, stage: StageAtWork, missed: int) -> int:
@@ -94,9 +94,18 @@ class CutStages(Stages):
 
 
 class Cut(Divided):
-    """A model that is cut there, in batches of so many examples.
+    """A model that is cut by tracing.
 
-    Raises ValueError as `cut_at` does.
+    Args:
+        task: the task.
+        model: the model.
+        at: the places of the cuts.
+        examples: number of examples of a batch.
+        seed: the run's seed.
+        losses: the loss, which counts the clients' batches.
+
+    Raises:
+        ValueError: as `cut_at`.
     """
 
     head_is_known = True
@@ -115,7 +124,7 @@ class Cut(Divided):
         self.examples = examples
         self.at = tuple(at)
         self.losses = losses
-        # Every operation draws from a seed of its own: neither side tells the other what it drew.
+        # Every operation has its own seed, so the sides need not exchange generator states.
         self._stream = Stream(derive(seed, "split"), carried=False)
         self._loss = self._stream.drawing(weighed(losses), -1)
 
@@ -159,7 +168,7 @@ class Cut(Divided):
 
 
 def check_at(at: Sequence[str]) -> None:
-    """Raises ValueError for anything but one or two places."""
+    """Raise ValueError unless there are one or two cuts."""
     if len(at) not in (1, 2):
         raise ValueError(
             f"cut names {len(at)} places, but a model is cut once, or twice where its end stays "
@@ -168,9 +177,9 @@ def check_at(at: Sequence[str]) -> None:
 
 
 def cut_at(task: Task, model: nn.Module, at: Sequence[str], examples: int) -> CutModel:
-    """The model cut there, for batches of so many examples.
+    """Return the model cut at these places, for batches of `examples` examples.
 
-    Raises ValueError for places that the model does not have, and for one that cannot be cut there.
+    Raises ValueError for places that the model does not have, or at which it cannot be cut.
     """
     check_at(at)
     train, test = examples_for(task)
@@ -187,7 +196,7 @@ def cut_at(task: Task, model: nn.Module, at: Sequence[str], examples: int) -> Cu
 
 
 def starts_of(trace: Trace, at: Sequence[str]) -> list[int]:
-    """The operations before which the model is cut."""
+    """Return the indices of the operations before which the model is cut."""
     starts = [
         _after_layers(trace, int(place)) if place.isdigit() else named_starts(trace, [place])[0]
         for place in at
@@ -201,7 +210,7 @@ def starts_of(trace: Trace, at: Sequence[str]) -> list[int]:
 
 
 def _after_layers(trace: Trace, count: int) -> int:
-    """Where the layer begins that comes after so many layers that have weights."""
+    """Return the index at which the layer after the first `count` layers with weights begins."""
     if count < 1:
         raise ValueError(f"the model cannot be cut after {count} layers: the head has one at least")
     layers: list[str] = []
@@ -218,7 +227,7 @@ def _after_layers(trace: Trace, count: int) -> int:
 
 
 def _check_apart(cut: CutModel) -> None:
-    """Raises ValueError where a side would need what the other has."""
+    """Raise ValueError if a side would need tensors of the other."""
     for name, stages in cut.holders.items():
         server = [stage for stage in stages if stage == 1]
         if server and len(stages) > 1:
@@ -241,8 +250,10 @@ def _check_apart(cut: CutModel) -> None:
 
 
 def check_optimizer(task: Task, model: nn.Module) -> None:
-    """Raises ValueError for an optimizer that looks at the weights of both sides at once, or whose
-    steps change settings that can neither be saved nor sent.
+    """Raise ValueError for an optimizer that cannot be divided between the sides.
+
+    Such an optimizer uses the weights of both sides at once, or its steps change settings that can
+    neither be saved nor sent.
     """
     optimizer = task.optimizer(list(model.parameters()))
     check_parameter_wise(optimizer)
@@ -250,7 +261,7 @@ def check_optimizer(task: Task, model: nn.Module) -> None:
 
 
 def shares_of(cut: CutModel) -> list[float]:
-    """The share of each stage in the operations of the model, as estimated."""
+    """Return the estimated share of each stage in the operations of the model."""
     inputs = leaves_of(cut.inputs(cut.examples, True))
     costs = costs_of(cut.reference, "estimated", inputs).own
     bounds = [0, *cut.starts, len(costs)]
@@ -259,13 +270,14 @@ def shares_of(cut: CutModel) -> list[float]:
 
 
 def prove(task: Task, model: nn.Module, cut: CutModel) -> Proof | None:
-    """Runs the parts of a cut copy one after another beside the undivided model.
+    """Compare the parts of a cut copy with the undivided model; the model is unchanged.
 
-    Raises ValueError where the two differ. The model stays as it is.
+    Returns None if the task returns the same model object each time. Raises ValueError if the two
+    differ.
     """
     started = time.perf_counter()
     twin = another(model, task, 0)
-    # A task may give one and the same model, of which there is no copy.
+    # A task may return the same model object each time, so there is no copy.
     if twin is cut.model or twin is model:
         return None
     train, _ = examples_for(task)

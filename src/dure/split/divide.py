@@ -1,4 +1,4 @@
-"""Which of the two ways to divide a model is a task's."""
+"""Choice between the two ways to divide a model, by its task."""
 
 from __future__ import annotations
 
@@ -18,9 +18,18 @@ from dure.tasks.parts import JoinedTask, ModelParts
 def divided(
     task: Task, model: nn.Module, train: Examples, at: Sequence[str], examples: int, seed: int
 ) -> Divided:
-    """The model divided: by its files where it has two, else cut there.
+    """Return the divided model: by its files if the task has two, else cut at `at`.
 
-    examples: of a client's batch. Raises ValueError for a model that cannot be divided so.
+    Args:
+        task: the task.
+        model: the model.
+        train: the clients' examples.
+        at: the places of the cuts.
+        examples: number of examples of a client's batch.
+        seed: the run's seed.
+
+    Raises:
+        ValueError: the model cannot be divided in this way.
     """
     if isinstance(task, JoinedTask) and isinstance(model, ModelParts):
         return Apart(task, model, train, examples, seed)

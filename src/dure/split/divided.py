@@ -1,7 +1,7 @@
-"""A model that is divided between clients and a server, as learners see it.
+"""Interface of a model that is divided between clients and a server, for learners.
 
-Two kinds: a model that is traced and cut (`dure.split.cutting`), and a head and a tail that were
-written apart (`dure.split.apart`).
+There are two implementations: a model that is traced and cut (`dure.split.cutting`), and a separate
+head and tail (`dure.split.apart`).
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from dure.tasks.loss_shares import CountedLoss
 
 
 class Divided(ABC):
-    """For batches of so many `examples` of a client.
+    """A divided model, for client batches of `examples` examples.
 
-    at: where, in words of the model. losses: what the clients' batches count. head_is_known:
-    whether the server can make a head, and so give the first one.
+    at: the places of the cuts, as names of the model. losses: the loss, which counts the clients'
+    batches. head_is_known: whether the server can make a head, and so send the first head.
     """
 
     at: Sequence[str]
@@ -31,39 +31,39 @@ class Divided(ABC):
     @property
     @abstractmethod
     def heads(self) -> Side:
-        """What clients have: the head, and in the U-shape the end."""
+        """Side of the clients: the head, and in the U-shape the end."""
 
     @property
     @abstractmethod
     def tails(self) -> Side:
-        """What the server has."""
+        """Side of the server."""
 
     @property
     @abstractmethod
     def shares(self) -> Sequence[float]:
-        """The share of each stage in the operations of the model, as estimated."""
+        """Estimated share of each stage in the operations of the model."""
 
     @property
     @abstractmethod
     def weights(self) -> Sequence[int]:
-        """How many weights each stage trains."""
+        """Number of trained weights of each stage."""
 
     @abstractmethod
     def message_bytes(self, compression: Compression) -> list[tuple[int, int]]:
-        """Bytes at each cut, compressed so: of the values of a batch, and of their gradients."""
+        """Return the bytes at each cut with this compression: of values, and of gradients."""
 
     @abstractmethod
     def crossings(self, few: int, many: int) -> list[list[Crossing]]:
-        """What is known of the values at each cut, by batches of two sizes.
+        """Return the `Crossing` of each value at each cut, from batches of two sizes.
 
-        Raises ValueError for one of which several cannot be put together.
+        Raises ValueError for a value that cannot be concatenated over clients.
         """
 
     def crossings_of_two(self) -> list[list[Crossing]]:
-        """The same, by batches of a client's size and of twice that."""
+        """Return `crossings` for a client's batch size and twice that."""
         return self.crossings(self.examples, 2 * self.examples)
 
     @property
     @abstractmethod
     def batching(self) -> Callable[[Sequence[int]], Batching]:
-        """Puts clients' batches of these sizes together, at the server."""
+        """Function that returns the server's concatenation of clients' batches of given sizes."""

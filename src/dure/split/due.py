@@ -1,15 +1,15 @@
-"""The order of messages of a turn: which message of each client is due.
+"""Order of messages of a turn: the message of each client that is due.
 
-    the server says     the client says next
+    the server sends    the client sends next
     Turn                Smashed of step 0
     Outputs             OutputGradients of the same step
-    Gradients           HeadGradients of the same step, where all heads make one step; else Smashed
-                        of the next step, or Ended after the last one
+    Gradients           HeadGradients of the same step, if all heads make the same step; else
+                        Smashed of the next step, or Ended after the last step
     HeadSum             Smashed of the next step; Ended after the last step of all; nothing from a
                         client that has no batch left, until then
 
-At most one message of a client is due. Every other message is an error of the client, except the
-one that was on its way when the server took a turn back: that one is late, and dropped.
+At most one message of a client is due. Every other message is an error of the client, except a
+message that was in transit when the server rolled back a turn: that message is late, and discarded.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FromClient = Smashed | OutputGradients | HeadGradients | Ended
 
 
 class Due(NamedTuple):
-    """The kind of a message, and its step. The step of Ended is the number of steps."""
+    """Type and step of a message. The step of Ended is the number of steps."""
 
     kind: type[FromClient]
     step: int
@@ -52,25 +52,25 @@ def _said(message: FromClient) -> str:
 
 
 class DueMessages:
-    """The messages that are due from all clients.
+    """Messages that are due from all clients.
 
-    sums: whether all heads make one step by the sum of their gradients.
+    sums: whether all heads make the same step by the sum of their gradients.
     """
 
     def __init__(self, sums: bool) -> None:
         self.sums = sums
         self.turns: dict[str, Turn] = {}
-        """The newest turn of each client."""
+        """Newest turn of each client."""
         self._due: dict[str, Due] = {}
         self._late: dict[str, set[int]] = {}
-        """Turns that were taken back while a message of theirs was due, by client."""
+        """Turns that were rolled back while a message was due, by client."""
 
     def __contains__(self, name: str) -> bool:
-        """Whether a message of this client is due."""
+        """Return whether a message of this client is due."""
         return name in self._due
 
     def note(self, said: Iterable[Envelope]) -> None:
-        """Note what the server says: answers to it are due."""
+        """Note messages of the server, and the answers that become due."""
         for name, message in said:
             due = self._answer(name, message)
             if due is not None:
@@ -103,21 +103,21 @@ class DueMessages:
             raise ValueError(f"{_said(message)} came, and {due or 'nothing'} is due")
 
     def take(self, sender: str, message: Message) -> None:
-        """Take a message that is due: the client waits now. Raises as `check` does."""
+        """Accept a message that is due; the client now waits. Raises the errors of `check`."""
         self.check(sender, message)
         del self._due[sender]
 
     def drop(self) -> None:
-        """Drop all that is due: the turns are taken back."""
+        """Clear all due messages, since the turns are rolled back."""
         for name in self._due:
             self._late.setdefault(name, set()).add(self.turns[name].number)
         self._due.clear()
 
     def is_late(self, sender: str, turn: int) -> bool:
-        """Whether this is the one message that was due of a turn when it was taken back."""
+        """Return whether this is the message that was due when its turn was rolled back."""
         late = self._late.get(sender, set())
         if turn not in late:
             return False
-        # Clients say one thing after another: what was due of turns before has come, or never will.
+        # A client's messages are in order: late messages of earlier turns cannot arrive any more.
         self._late[sender] = {one for one in late if one > turn}
         return True

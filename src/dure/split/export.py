@@ -1,12 +1,12 @@
 """Parts of a model that split learning has trained, as modules of their own.
 
-    head_of(run, task)(x)      what leaves the head: a tensor, or several as a tuple
-    tail_of(run, task)(that)   what the model gives; in the U-shape, what leaves the tail
-    end_of(run, task)(that)    what the model gives, in the U-shape
+    head_of(run, task)(x)      the output of the head: a tensor, or several as a tuple
+    tail_of(run, task)(z)      the model's output; in the U-shape, the output of the tail
+    end_of(run, task)(z)       the model's output, in the U-shape
 
-One after another they compute what the model computes in evaluation, to the bit where torch
-computes the model's layers as it traces them. A `state_dict` has the part's own weights and
-buffers, under the model's names, and nothing of the other parts.
+In sequence they compute the model's evaluation output, to the bit if torch computes the model's
+layers as traced. A `state_dict` has the part's own weights and buffers, under the model's names,
+and nothing of the other parts.
 """
 
 from __future__ import annotations
@@ -31,23 +31,22 @@ from dure.split.cutting import cut_at
 
 
 def head_of(run: Run | str | Path, task: Task) -> Part:
-    """The head of a run, or of the run in a folder: maps examples to smashed data.
+    """Return the head of a run, or of the run in a folder: maps examples to smashed data.
 
-    run: what `dure.train` returned, or the folder of a run. task: the one it was trained with.
-
-    With personal heads it is their mean, as in the run's model. Raises ValueError for a run of
+    run: the result of `dure.train`, or the folder of a run. task: the task of the training. With
+    personal heads the head is their mean, as in the run's model. Raises ValueError for a run of
     another system, RunFolderError for a folder without an ended run.
     """
     return Part(_cut(run, task), 0)
 
 
 def tail_of(run: Run | str | Path, task: Task) -> Part:
-    """The server's part. run, task, and what is raised: as in `head_of`."""
+    """Return the server's part. run, task, and errors: as in `head_of`."""
     return Part(_cut(run, task), 1)
 
 
 def end_of(run: Run | str | Path, task: Task) -> Part:
-    """The end of the model, which stays with clients in the U-shape.
+    """Return the end of the model, which stays with clients in the U-shape.
 
     run, task: as in `head_of`. Raises ValueError for a model that was cut once.
     """
@@ -58,30 +57,30 @@ def end_of(run: Run | str | Path, task: Task) -> Part:
 
 
 def _cut(run: Run | str | Path, task: Task) -> CutModel:
-    """The run's model, cut where it was trained."""
+    """Return the run's model, cut as in the training."""
     if not isinstance(run, Run):
         run = load_run(run, partial(seeded_model, task, 0))
     facts = run.summary.get("facts") or [{}]
     told = facts[0].get("split")
     if told is None:
         raise ValueError("no system of split learning has trained this run: its model is not cut")
-    # A copy, since traces hold a model's own tensors.
+    # A copy, since traces refer to a model's own tensors.
     model = seeded_model(task, 0)
     model.load_state_dict(run.model.state_dict())
     return cut_at(task, model, told["at"], told["examples"])
 
 
 class Part(nn.Module):
-    """A part of a cut model, in evaluation mode. number: 0 is the head.
+    """Part of a cut model, in evaluation mode. number: of the stage; 0 is the head.
 
-    Called with batches of any size.
+    The part accepts batches of any size.
     """
 
     def __init__(self, cut: CutModel, number: int) -> None:
         super().__init__()
         self._number = number
         self._last = number == cut.stages - 1
-        # In lists, so that torch does not count the whole model as a part of this one.
+        # In a list, so that nn.Module does not register the whole model as a submodule.
         self._cuts = [cut]
         self._counts = _counted_by(cut, number) if number else (0, 1, 1)
         of = {**dict(cut.model.named_parameters()), **dict(cut.model.named_buffers())}
@@ -90,7 +89,10 @@ class Part(nn.Module):
         self.eval()
 
     def forward(self, values: Any) -> Any:
-        """values: examples, for the head; else what the part before gives."""
+        """Return the output of the part.
+
+        values: examples, for the head; else the output of the part before.
+        """
         cut = self._cuts[0]
         given = _leaves(values) if self._number else leaves_of(values)
         place, dim, per = self._counts
@@ -108,7 +110,7 @@ class Part(nn.Module):
 
 
 def _check_shapes(given: Sequence[Any], shapes: Sequence[torch.Size | None]) -> None:
-    """Raises ValueError for examples of another shape than those of training."""
+    """Raise ValueError for examples of another shape than in training."""
     for one, shape in zip(given, shapes, strict=False):
         if shape is not None and one.shape != shape:
             raise ValueError(
@@ -122,7 +124,7 @@ def _leaves(values: Any) -> list[Tensor]:
 
 
 def _counted_by(cut: CutModel, number: int) -> tuple[int, int, int]:
-    """Which value, which dimension of it, and how much of that an example is."""
+    """Return the value that counts examples, its dimension, and the size of an example there."""
     program = cut.program(
         number, cut.examples, training=False, stream=Stream(0, carried=False), later=None
     )
@@ -133,7 +135,7 @@ def _counted_by(cut: CutModel, number: int) -> tuple[int, int, int]:
 
 
 def _put(into: nn.Module, name: str, tensor: Tensor) -> None:
-    """Registers a parameter or buffer under a name with dots."""
+    """Register a parameter or buffer under a dotted name."""
     *path, last = name.split(".")
     for each in path:
         if not hasattr(into, each):

@@ -1,4 +1,4 @@
-"""What a run of split learning says of itself: where it was cut, and who could learn what."""
+"""Facts of a split learning run: the cuts, and who could learn labels or inputs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dure.split.plan import Plan
 from dure.split.sides import Side
 
 _WITH_HEADS = ("Turn", "Handed", "Ended")
-"""Kinds of messages whose payload is a head."""
+"""Types of messages whose payload is a head."""
 
 
 def facts_of(
@@ -25,10 +25,15 @@ def facts_of(
     target_bytes: int,
     measured: Mapping[str, float],
 ) -> dict[str, Any]:
-    """As JSON.
+    """Return the facts as JSON values.
 
-    clients: their meters. flops: of a step of the whole model. target_bytes: of the targets of a
-    batch. measured: what the leak meter last said.
+    Args:
+        plan: the plan of the run.
+        divided: the divided model.
+        clients: the clients' meters.
+        flops: FLOPs of a step of the whole model.
+        target_bytes: bytes of the targets of a batch.
+        measured: newest values of the leakage meter.
     """
     values, gradients = divided.message_bytes(NoCompression())[0]
     compressed = divided.message_bytes(plan.compression)
@@ -53,7 +58,7 @@ def facts_of(
 
 
 def leakage_of(plan: Plan, measured: Mapping[str, float]) -> dict[str, Any]:
-    """Who could learn what."""
+    """Return the defence, the exposure of labels, inputs and heads, and the meter's values."""
     return {
         "defence": str(plan.defence),
         "exposure": exposure(
@@ -70,10 +75,10 @@ def leakage_of(plan: Plan, measured: Mapping[str, float]) -> dict[str, Any]:
 def _formulas(
     plan: Plan, heads: Side, cuts: Sequence[tuple[int, int]], target_bytes: int
 ) -> dict[str, int]:
-    """Bytes of each kind of message, by the formula: of a full batch, and of a head's weights,
-    without what its optimizer remembers.
+    """Return the bytes of each type of message by the formula.
 
-    cuts: bytes of values and of gradients that cross each cut.
+    The formula is for a full batch, and for a head's weights without optimizer state. cuts: bytes
+    of values and of gradients at each cut.
     """
     weights = sum(one.nbytes for one in heads.parameters.values())
     head = weights + sum(one.nbytes for one in heads.buffers())

@@ -1,8 +1,7 @@
-"""The two halves of a run of split learning: what is made of a divided model for the server and for
-a client.
+"""Construction of the server's and the clients' state machines from a divided model.
 
-Both halves live in one process in a simulation, and apart over a network; they share what `Draws`
-has, which is a function of the seed, and messages.
+In a simulation both sides are in the same process, and over a network in separate processes; they
+share messages, and random numbers that are functions of the seed.
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ from dure.split.sides import Party
 
 @dataclass(frozen=True)
 class Halves:
-    """Makes them, of one divided model.
+    """Factory of the server and the clients of a divided model.
 
-    examples: those that are trained on; a server elsewhere has some like them. secret: from which a
-    client's defence draws where the server, which knows the seed, could draw the same.
+    examples: the training examples; a remote server has some similar examples. secret: seed of a
+    client's defence if the server, which knows `seed`, must not be able to draw the same noise.
     """
 
     divided: Divided
@@ -48,7 +47,7 @@ class Halves:
         head: Own | None,
         seconds: Callable[[int, bool], float] = lambda examples, back: 0.0,
     ) -> Server:
-        """The server. head: of all clients, as far as it is known here."""
+        """Return the server. head: the initial head of all clients, or None if unknown here."""
         side = self.divided.tails
         tail = side.own()
         order: Order = self.plan.order(
@@ -67,7 +66,7 @@ class Halves:
         part: OwnPart,
         seconds: Callable[[int, Sequence[int], bool], float] = lambda count, stages, back: 0.0,
     ) -> Client:
-        """A client, of the examples that are its part. head: with which it begins."""
+        """Return a client. head: its initial head. part: the indices of its examples."""
         return Client(
             number,
             Party(self.divided.heads, head, number),
@@ -88,7 +87,10 @@ class Halves:
 def guard_of(
     defence: Defence, crossings: Callable[[], list[list[Crossing]]], seed: int, number: int
 ) -> Guard | None:
-    """The defence of a client. crossings: what crosses at each cut."""
+    """Return the defence of a client; None if it guards no outgoing values.
+
+    crossings: returns the `Crossing` of each value at each cut.
+    """
     if defence.guards in ("nothing", "labels"):
         return None
     found = crossings()

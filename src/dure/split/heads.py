@@ -1,16 +1,16 @@
-"""Heads that come from others: whether they are heads of this model, and were trained.
+"""Checks of received heads: whether a head belongs to this model and can result from training.
 
-    weights, buffers    number, dtypes and shapes; finite; no more than a million times as large as
-                        those before
-    optimizer           for each weight nothing, or what the task's optimizer remembers: names,
-                        dtypes, shapes, and signs, where all that it remembers is 0 or more
-    groups, shared      the settings that steps of the task's optimizer change, and what it
-                        remembers of no single weight: names, kinds, dtypes, shapes; finite. Of an
-                        optimizer of torch's own, which changes no settings: none
+    weights, buffers    number, dtypes and shapes; finite; at most a million times as large as
+                        before
+    optimizer           for each weight nothing, or the state of the task's optimizer: names,
+                        dtypes, shapes, and signs if the optimizer's state is never negative
+    groups, shared      the settings that steps of the task's optimizer change, and state that
+                        belongs to no single weight: names, types, dtypes, shapes; finite. For
+                        torch's own optimizers, which change no settings: none
 
-The server checks the heads that it hands over or averages, a client the heads that the server or
-another client sends: a wrong head is found where it comes from, and whoever trains it next is not
-blamed for it.
+The server checks the heads that it passes on or averages; a client checks the heads that the server
+or another client sends. An invalid head is thus found at its sender, and the client that trains it
+next is not blamed.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ from dure.split.sides import Side
 from dure.split.tensor_forms import TensorForm, check_forms, check_gradient_forms, form_of
 
 MOST_TEXT = 100
-"""Characters of a setting that is a text."""
+"""Maximum number of characters of a text setting."""
 
 MOST_NAMES = 64
-"""Settings of a parameter group that may come where the task's optimizer cannot be tried."""
+"""Maximum number of settings of a parameter group, if the task's optimizer cannot be tried."""
 
 
 class Number(NamedTuple):
-    """What an optimizer remembers under one name.
+    """Form of an optimizer's state entry.
 
-    form: of a tensor; None of a number or None. positive: whether it is 0 or more.
+    form: of a tensor; None for a number or None. positive: whether the value is never negative.
     """
 
     form: TensorForm | None
     positive: bool
 
     def check(self, name: str, value: Any) -> None:
-        """Raise WrongError for anything else."""
+        """Raise WrongError for a value of another form."""
         tensor = isinstance(value, Tensor)
         if tensor != (self.form is not None) or isinstance(value, str):
             raise WrongError(f"the optimizer remembers a {type(value).__name__} as {name}")
@@ -73,9 +73,9 @@ def _least(value: Tensor | float) -> float:
 
 
 class Remembered(NamedTuple):
-    """Memory of an optimizer by name: of each weight, in each parameter group, and shared.
+    """Form of an optimizer's state, by name: of each weight, in each parameter group, and shared.
 
-    groups: the settings with what they are like. changes: whether steps change any.
+    groups: the settings, with example values. changes: whether steps change any setting.
     """
 
     weights: list[Mapping[str, Number]]
@@ -85,16 +85,16 @@ class Remembered(NamedTuple):
 
 
 def remembered_of(side: Side) -> Remembered | None:
-    """Return what the optimizer of a side remembers; None where it cannot be tried.
+    """Return the form of the state of a side's optimizer; None if the optimizer cannot be tried.
 
-    A copy of it makes some steps, with gradients of either sign.
+    A copy of the optimizer makes some steps, with gradients of either sign.
     """
     moved = list(side.moved.values())
     try:
         (up, ups), (down, downs) = (tried(side.optimizer, moved, sign) for sign in (1.0, -1.0))
         changed = side.settings.changed(up)
         shared = shared_of(up)
-    # An optimizer of the user's may want more than gradients.
+    # A user's optimizer may need more than gradients.
     except Exception:
         return None
     weights: list[Mapping[str, Number]] = [
@@ -123,9 +123,9 @@ def _number(up: Any, down: Any) -> Number:
 
 
 class Heads:
-    """What heads are like: as `side` has one, or, without, as the first that comes.
+    """Checks of heads by the form of `side`'s head, or else of the first head received.
 
-    forgets: whether what optimizers remember ends with a turn.
+    forgets: whether the optimizer's state is reset at the end of a turn.
     """
 
     def __init__(self, side: Side | None, forgets: bool = False) -> None:
@@ -139,7 +139,7 @@ class Heads:
         self._largest = 0.0 if side is None else largest(side.parameters.values())
 
     def check(self, own: Own) -> None:
-        """Raise WrongError for a head that is another model's, or that no training gives."""
+        """Raise WrongError for a head of another model, or values that training cannot produce."""
         if self._weights is None or self._buffers is None:
             self._weights = [form_of(one) for one in own.weights]
             self._buffers = [form_of(one) for one in own.buffers]
@@ -153,7 +153,7 @@ class Heads:
         self._largest = max(self._largest, largest(own.weights))
 
     def check_gradients(self, values: Sequence[Tensor | None]) -> None:
-        """Likewise, of gradients of the head; None of a weight that got none."""
+        """Raise WrongError for invalid gradients of the head; None is a missing gradient."""
         check_bounded("gradients of the head", values)
         if self._weights is not None:
             check_gradient_forms("gradients of the head", values, self._weights)
@@ -176,7 +176,7 @@ class Heads:
                 self._check_state(state, place)
 
     def _check_settings(self, own: Own) -> None:
-        """Check the settings that steps have changed, and what belongs to no weight."""
+        """Check the settings that steps have changed, and the state that belongs to no weight."""
         known = self._remembered
         if own.groups is None:
             changes = self._side is not None and (known is None or known.changes)
@@ -217,9 +217,9 @@ class Heads:
 
 
 def _check_named(values: Mapping[str, Any], known: Mapping[str, Any] | None) -> None:
-    """Raise WrongError for settings that this optimizer does not change, or not so.
+    """Raise WrongError for settings that this optimizer does not change in this way.
 
-    known: what they are like; None where nobody knows.
+    known: example values; None if unknown.
     """
     unknown = sorted(values.keys() - known.keys()) if known is not None else []
     if unknown or len(values) > MOST_NAMES:
@@ -229,7 +229,7 @@ def _check_named(values: Mapping[str, Any], known: Mapping[str, Any] | None) -> 
     if known is None and any(isinstance(one, str) for one in leaves):
         raise WrongError("the optimizer has changed a setting to a text")
     for name, value in values.items():
-        # Without knowledge each value is like itself: only its numbers are looked at.
+        # Without known values, compare each value with itself: only its numbers are checked.
         _check_like(name[:40], value, value if known is None else known[name])
     tensors = [one for one in leaves if isinstance(one, Tensor)]
     try:
@@ -239,7 +239,7 @@ def _check_named(values: Mapping[str, Any], known: Mapping[str, Any] | None) -> 
 
 
 def _check_like(name: str, value: Any, like: Any) -> None:
-    """Raise WrongError for a setting of another kind, form or size, or with what is not finite."""
+    """Raise WrongError for a setting of another type, form or size, or with non-finite values."""
     if isinstance(value, Tensor) and isinstance(like, Tensor):
         check_forms(f"the optimizer's setting {name}", [value], [form_of(like)])
     elif isinstance(value, list | tuple) and isinstance(like, list | tuple):

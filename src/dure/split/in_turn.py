@@ -1,18 +1,18 @@
-"""Split learning in turn: clients train one after another, each with the head of the one before.
+"""Split learning in turn: clients train one after another, each with the head of the client before.
 
     turn of client k     head and its optimizer come from client k-1, or from the server
-                         E passes over its own data, each step with the server
+                         E epochs over its own data, each step with the server
                          on to client k+1
 
-What comes of it is SGD on the data of the clients, in that order. Handed over peer to peer or
-through the server, the bits are the same.
+The result is SGD on the data of the clients, in that order. The bits are the same if heads are
+handed over peer to peer or through the server.
 
-    bytes of a turn, beside those at the cut     what the head trains, and its optimizer's state:
+    bytes of a turn, beside those at the cut     the head's trained weights and optimizer state:
                                                  b |head| for SGD, 3 b |head| and 4 bytes a tensor
                                                  for Adam; twice through the server
 
-With personal heads nobody hands anything on: each client has a head of its own, and the tail alone
-goes from one to the next.
+With personal heads no head is handed over: each client has its own head, and the tail alone goes
+from client to client.
 
 Source: Gupta and Raskar 2018, "Distributed Learning of Deep Neural Network over Multiple Agents".
 """
@@ -32,7 +32,15 @@ from dure.split.strategy import Split
 
 
 class InTurn(Order):
-    """One client after another. hands: whether they hand the head on among themselves."""
+    """Order of a client after another.
+
+    Args:
+        amounts: steps and examples of each client.
+        head: initial head, or None if the server does not know it.
+        tail: the server's part.
+        hands: whether clients send the head to each other.
+        personal: whether every client has its own head.
+    """
 
     def __init__(
         self,
@@ -45,7 +53,7 @@ class InTurn(Order):
         super().__init__(amounts, head, tail, personal)
         self.hands = hands
         self.holder: int | None = None
-        """Who has the newest head."""
+        """Number of the client with the newest head; None before the first turn."""
         self._at = 0
         self._first = 0
         self._waiting: Smashed | None = None
@@ -58,7 +66,7 @@ class InTurn(Order):
         return self._next()
 
     def _next(self) -> list[Envelope]:
-        """The next client's turn, who gets the head from whoever has it."""
+        """Begin the next client's turn; the client gets the newest head."""
         present = self.present
         while self._at < self.amounts.clients and client(self._at) not in present:
             self._at += 1
@@ -68,7 +76,7 @@ class InTurn(Order):
         self._first = self.done
         self._waiting = None
         name = client(self._at)
-        # The first one begins with the head that the seed has made, as the others do elsewhere.
+        # The first client makes the initial head from the seed itself.
         stays = self.holder == self._at or (self.hands and self.holder is None)
         comes = self.hands and not stays
         head = None if stays or comes else self.given()
@@ -80,7 +88,7 @@ class InTurn(Order):
         return said
 
     def leave_out(self, name: str) -> None:
-        # The turn of one who was before counts.
+        # The turn of an earlier client in this round counts.
         if self.everyone.index(name) >= self._at:
             super().leave_out(name)
 
@@ -121,10 +129,11 @@ class InTurn(Order):
 
 @dataclass(frozen=True)
 class SplitLearning(Split):
-    """Clients train one after another, each with the head of the one before.
+    """Clients train one after another, each with the head of the client before.
 
     Args:
-        handover: who hands the head on: the clients themselves (peer), or the server (server).
+        handover: who sends the head to the next client: the client before (peer), or the server
+            (server).
     """
 
     handover: str = "peer"

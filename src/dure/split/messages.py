@@ -1,17 +1,17 @@
-"""What a client, the server and other clients say to each other.
+"""Messages of split learning between clients and the server, and among clients.
 
 A step of a client, with one cut and with two:
 
     client -> server    Smashed: the values at the cut, and with one cut the targets
     server -> client    Outputs: the values at the second cut                       (two cuts)
-    client -> server    OutputGradients: the gradients there                        (two cuts)
-    server -> client    Gradients: those at the first cut
+    client -> server    OutputGradients: their gradients                            (two cuts)
+    server -> client    Gradients: of the values at the first cut
 
 and around it
 
-    server -> client    Turn: it may train, with this head or one that comes from a client
-    client -> server    Ended: it has trained; its head, where the server hands heads over
-    server -> client    Pass: to whom it hands its head
+    server -> client    Turn: the client may train, with this head or a head from a client
+    client -> server    Ended: the turn is done; its head, if the server passes heads on
+    server -> client    Pass: name of the client that gets the head
     client -> client    Handed: the head
 
 Tensors are the payload; the rest of a message is a header.
@@ -26,21 +26,20 @@ import msgspec
 from torch import Tensor
 
 SERVER = "server"
-"""The name of the server."""
+"""Name of the server."""
 
 
 def client(number: int) -> str:
-    """The name of a client."""
+    """Return the name of a client."""
     return f"client {number}"
 
 
 class Own(msgspec.Struct, frozen=True):
-    """What a side of the cut has learned: the weights that it trains, its buffers that forward
-    passes change, and what its optimizer remembers, by parameter.
+    """State of a side of the cut: trained weights, buffers that passes change, and optimizer.
 
-    groups: the settings that the optimizer's steps have changed, for each of its parameter groups;
-    empty for an optimizer that begins anew; None where an earlier version of dure has not kept
-    them. shared: what the optimizer remembers of no single parameter, by name.
+    optimizer: state by parameter. groups: the settings that the optimizer's steps have changed, for
+    each of its parameter groups; empty for a new optimizer; None from an earlier version of dure,
+    which did not save them. shared: optimizer state that belongs to no single parameter, by name.
     """
 
     weights: tuple[Tensor, ...]
@@ -51,15 +50,19 @@ class Own(msgspec.Struct, frozen=True):
 
 
 class Turn(msgspec.Struct, frozen=True, tag=True):
-    """A client may train.
+    """Permission for a client to train.
 
-    number: of the turn, which no other has, nor the same one tried again. round: of all clients.
-    first: the step on the way of all, from which schedules count, of the turn's first. steps: how
-    many it makes. until: how many all make, where heads make one step. taken: steps that the client
-    has made before. since: the newest of its turns that counts, after which it goes on; -1: it has
-    had none.
-    head: None where the client has it, or, where it `comes`, another client sends it.
-    brings: whether the head goes to the server at the end.
+    Args:
+        number: of the turn; unique, also among retries.
+        round: of all clients.
+        first: step of the run, over all clients, of the turn's first step; schedules count from it.
+        steps: number of steps of the turn.
+        until: number of steps that all clients make, if heads make the same step.
+        taken: number of steps that the client has made before.
+        since: the client's newest turn that counts, whose state it starts from; -1: none.
+        head: None if the client has the head, or if it `comes` from another client.
+        comes: whether another client sends the head.
+        brings: whether the head goes to the server at the end.
     """
 
     number: int
@@ -75,10 +78,10 @@ class Turn(msgspec.Struct, frozen=True, tag=True):
 
 
 class Smashed(msgspec.Struct, frozen=True, tag=True):
-    """What leaves the head for a batch of so many examples.
+    """Output of the head for a batch of `examples` examples.
 
-    step: of the turn, counted from 0. counted: what the loss counts in the batch, or what stands in
-    for it. targets: their leaves; None where they stay with the client.
+    step: of the turn, counted from 0. counted: expected count of the batch in the loss. targets:
+    leaves of the targets; None if they stay at the client.
     """
 
     turn: int
@@ -90,9 +93,9 @@ class Smashed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Outputs(msgspec.Struct, frozen=True, tag=True):
-    """What leaves the server's part, where the end of the model is with the client.
+    """Output of the server's part, if the end of the model is at the client.
 
-    share: of the joint batch, that the client's has.
+    share: the client's share of the joint batch.
     """
 
     step: int
@@ -101,7 +104,10 @@ class Outputs(msgspec.Struct, frozen=True, tag=True):
 
 
 class OutputGradients(msgspec.Struct, frozen=True, tag=True):
-    """Their gradients. missed: which of them got none, as bits; loss: of the client's batch."""
+    """Gradients of `Outputs`.
+
+    missed: bit mask of the values without a gradient. loss, counted: of the client's batch.
+    """
 
     turn: int
     step: int
@@ -112,9 +118,9 @@ class OutputGradients(msgspec.Struct, frozen=True, tag=True):
 
 
 class Gradients(msgspec.Struct, frozen=True, tag=True):
-    """The gradients of what has left the head. missed, loss, counted: as in `OutputGradients`.
+    """Gradients of the head's output.
 
-    share: of the joint batch, that the client's has.
+    missed, loss, counted: as in `OutputGradients`. share: the client's share of the joint batch.
     """
 
     step: int
@@ -126,7 +132,7 @@ class Gradients(msgspec.Struct, frozen=True, tag=True):
 
 
 class HeadGradients(msgspec.Struct, frozen=True, tag=True):
-    """Those of a client's head; None of a weight that got none."""
+    """Gradients of a client's head; None for a weight without a gradient."""
 
     turn: int
     step: int
@@ -134,21 +140,21 @@ class HeadGradients(msgspec.Struct, frozen=True, tag=True):
 
 
 class HeadSum(msgspec.Struct, frozen=True, tag=True):
-    """The sum of the gradients of all heads."""
+    """Sum of the gradients of all heads."""
 
     step: int
     values: tuple[Tensor | None, ...]
 
 
 class Ended(msgspec.Struct, frozen=True, tag=True):
-    """A client has done its turn. head: None where it keeps it, or hands it on itself."""
+    """A client has finished its turn. head: None if the client keeps it or passes it on."""
 
     turn: int
     head: Own | None
 
 
 class Pass(msgspec.Struct, frozen=True, tag=True):
-    """To whom a client hands the head that it had after the turn `since`, for a turn."""
+    """Request to send the head after the turn `since` to the client `to`, for the turn `turn`."""
 
     turn: int
     since: int
@@ -156,7 +162,7 @@ class Pass(msgspec.Struct, frozen=True, tag=True):
 
 
 class Handed(msgspec.Struct, frozen=True, tag=True):
-    """The head of the turn before."""
+    """Head of the turn before, from a client to another."""
 
     turn: int
     head: Own
@@ -175,4 +181,4 @@ Message = (
     | Handed
 )
 Envelope = tuple[str, Message]
-"""(to whom, what)."""
+"""(receiver, message)."""

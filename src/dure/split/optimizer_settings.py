@@ -1,11 +1,11 @@
 """Settings of an optimizer that its steps change, such as a count of steps or an estimated rate.
 
-    settings    what a parameter group has beside its parameters
-    changed     the settings that differ from those that the optimizer was made with
+    settings    entries of a parameter group other than its parameters
+    changed     the settings that differ from the initial settings
 
-Optimizers such as Prodigy count and estimate in their parameter groups. What has changed there is
-part of what a side of the cut has learned, as momenta are (`Own.groups`). A setting that no step
-has changed is not: each client keeps its own learning rate.
+Optimizers such as Prodigy count and estimate in their parameter groups. Changed settings are part
+of the state of a side of the cut, as momenta are (`Own.groups`). A setting that no step has changed
+is not: each client keeps its own learning rate.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from torch.optim import Optimizer
 from dure.tensors.optimizer_state import is_torch_s, listened
 
 TRIED = 3
-"""Steps that a copy of an optimizer makes until it remembers all that it ever does."""
+"""Number of steps of a copied optimizer, after which its state has all entries."""
 
 _MISSING = object()
 
 Groups = tuple[Mapping[str, Any], ...]
-"""The changed settings of each parameter group, by name."""
+"""Changed settings of each parameter group, by name."""
 
 
 class Settings:
-    """The settings of an optimizer that was just made.
+    """Settings of a new optimizer.
 
     scheduled: whether a schedule sets the learning rates before every step.
     """
@@ -42,16 +42,17 @@ class Settings:
         self.first = [_copied_settings(group) for group in self._groups(optimizer)]
 
     def _groups(self, optimizer: Optimizer) -> list[dict[str, Any]]:
-        """The settings as they are now."""
+        """Return the current settings."""
         return [
             {name: value for name, value in group.items() if name not in self._others}
             for group in optimizer.param_groups
         ]
 
     def changed(self, twin: Optimizer | None = None) -> Groups:
-        """Return what steps have changed, without copies. twin: a copy that has made them.
+        """Return the settings that steps have changed, without copies.
 
-        Raises ValueError for a change that can neither be saved nor sent.
+        twin: a copy of the optimizer that has made the steps; None for the optimizer itself. Raises
+        ValueError for a change that can neither be saved nor sent.
         """
         groups = self._groups(self.optimizer if twin is None else twin)
         return tuple(
@@ -64,7 +65,7 @@ class Settings:
         )
 
     def put(self, groups: Groups) -> None:
-        """Make these the changed settings. They are changed in place from now on."""
+        """Set the changed settings. The optimizer's steps change them in place from now on."""
         for group, first, own in zip(self.optimizer.param_groups, self.first, groups, strict=True):
             others = {name: group[name] for name in self._others if name in group}
             group.clear()
@@ -85,25 +86,25 @@ class Settings:
 
 
 def keeps_settings(optimizer: Optimizer) -> bool:
-    """Whether it is known that no step changes a setting: of torch's own without hooks."""
+    """Return whether steps certainly change no setting: torch's own optimizers without hooks."""
     return is_torch_s(optimizer) and not listened(optimizer)
 
 
 def tried(
     optimizer: Optimizer, parameters: Sequence[nn.Parameter], sign: float
 ) -> tuple[Optimizer, list[nn.Parameter | None]]:
-    """Return a copy of an optimizer that has made some steps, and its copies of the parameters.
+    """Return a copy of an optimizer after some steps, and its copies of the parameters.
 
-    sign: of all gradients. The copy of a parameter that the optimizer does not have is None. Raises
-    ValueError for an optimizer whose steps somebody listens to, for a copy has no hooks.
+    sign: value of all gradients. A parameter that the optimizer does not have gives None. Raises
+    ValueError for an optimizer with step hooks, because a copy has no hooks.
     """
     if listened(optimizer):
         raise ValueError(f"somebody listens to the steps of {type(optimizer).__name__}")
     settings = [one for group in optimizer.param_groups for one in group.values()]
-    # Functions and objects stay the ones that they are.
+    # Functions and other objects are shared, not copied.
     copies: dict[int, Any] = {id(one): one for one in settings if not is_portable(one)}
     twin = copy.deepcopy(optimizer, copies)
-    # torch copies state and settings alone; an optimizer of the user's may have other attributes.
+    # torch copies state and settings alone; a user's optimizer may have other attributes.
     for name, value in vars(optimizer).items():
         if name not in vars(twin):
             setattr(twin, name, copy.deepcopy(value, copies))
@@ -117,14 +118,14 @@ def tried(
 
 
 def check_settings(optimizer: Optimizer) -> None:
-    """Raise ValueError for an optimizer whose steps change what can neither be saved nor sent."""
+    """Raise ValueError for an optimizer whose steps change values that cannot be saved or sent."""
     if keeps_settings(optimizer):
         return
     try:
         settings = Settings(optimizer, scheduled=True)
         parameters = [one for group in optimizer.param_groups for one in group["params"]]
         twin, _ = tried(optimizer, parameters, 1.0)
-    # What needs more than gradients shows in the first step.
+    # An optimizer that needs more than gradients fails in the first real step.
     except Exception:
         return
     settings.changed(twin)
@@ -146,7 +147,7 @@ def shared_of(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def is_portable(value: Any) -> bool:
-    """Whether a value is made of tensors, numbers, text and None, in lists and dicts."""
+    """Return whether a value consists of tensors, numbers, text and None, in lists and dicts."""
     if isinstance(value, Mapping):
         return all(isinstance(key, str) and is_portable(one) for key, one in value.items())
     if isinstance(value, list | tuple):
@@ -155,7 +156,7 @@ def is_portable(value: Any) -> bool:
 
 
 def copied_value(value: Any) -> Any:
-    """Return the same value with tensors and containers of its own."""
+    """Return a copy of the value, with new tensors and containers."""
     if isinstance(value, Tensor):
         return value.clone()
     if isinstance(value, dict):
@@ -168,7 +169,7 @@ def copied_value(value: Any) -> Any:
 
 
 def _copied_settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    # Functions and objects stay the ones that they are: nothing of them is saved or sent.
+    # Functions and other objects are shared: they are neither saved nor sent.
     return {
         name: copied_value(value) if is_portable(value) else value for name, value in group.items()
     }
@@ -189,5 +190,5 @@ def _is_same(first: Any, value: Any) -> bool:
 
 
 def _as(first: Any, value: Any) -> Any:
-    """A value that came as a message or from a file: a tuple comes as a list."""
+    """Return a value from a message or file with the original type: tuples arrive as lists."""
     return tuple(value) if isinstance(first, tuple) and isinstance(value, list) else value

@@ -1,7 +1,7 @@
-"""Who trains when, and with which tail: what systems of split learning differ in.
+"""Order in which clients train, and with which tail: the difference between split learning systems.
 
-in_turn      one client after another, each with the head of the one before
-parallel     the batches of all clients are one batch of the server's
+in_turn      one client after another, each with the head of the client before
+parallel     the batches of all clients form a single batch of the server
 split_fed    all clients at the same time, averaged at the end of a round
 """
 
@@ -19,7 +19,7 @@ from dure.split.sides import Party, copied
 
 @dataclass(frozen=True)
 class Amounts:
-    """How many steps each client makes in a round, and how many examples it has."""
+    """Number of steps of each client in a round, and number of its examples."""
 
     steps: Sequence[int]
     examples: Sequence[int]
@@ -30,9 +30,9 @@ class Amounts:
 
 
 class Order(ABC):
-    """Of the clients of a round. tails: the server's part, or its copies.
+    """Base class of the order of turns in a round. tails: the server's part, or its copies.
 
-    personal: whether every client keeps a head of its own, which nobody sends.
+    personal: whether every client has its own head, which is never sent.
     """
 
     def __init__(
@@ -40,39 +40,39 @@ class Order(ABC):
     ) -> None:
         self.amounts = amounts
         self.head = head
-        """The newest head that the server knows; None where it knows none."""
+        """Newest head that the server knows; None if it knows none."""
         self.personal = personal
         self.tails = [tail]
         self.done = 0
-        """Steps that are done, on the way of all."""
+        """Number of finished steps, over all clients."""
         self.round = 0
         self.over = True
         """Whether the round is over."""
         self.absent: frozenset[str] = frozenset()
-        """Who takes no part in this round."""
+        """Clients that take no part in this round."""
         self.turns: dict[str, int] = {}
-        """The clients that have a turn, and its number."""
+        """Number of the current turn, by client."""
         self.begun = 0
-        """Turns that have begun."""
+        """Number of turns that have begun."""
         self.since: dict[str, int] = {}
-        """The newest turn of each client that counts."""
+        """Newest turn of each client that counts."""
         self.counted: dict[str, float] = {}
-        """What the loss has counted in batches with each client, in this round."""
+        """Count in the loss of the batches with each client, in this round."""
         self.taken: dict[str, int] = {}
-        """Steps that each client has made in turns that count."""
+        """Number of steps of each client in turns that count."""
 
     def begin(self, round: int, absent: frozenset[str] = frozenset()) -> list[Envelope]:
-        """A round begins. absent: who takes no part in it."""
+        """Begin a round; return the first messages. absent: clients that take no part in it."""
         self.open(round)
         return self.again(absent)
 
     def open(self, round: int) -> None:
-        """The round is this one, and nothing of it has begun."""
+        """Set the current round, before any of its turns begins."""
         self.round = round
         self.over = False
 
     def again(self, absent: frozenset[str]) -> list[Envelope]:
-        """What there is to do begins, or does so once more after `restore`, without these."""
+        """Begin the next turns, also after `restore`, without the absent clients."""
         self.absent = absent
         self.turns = {}
         self.counted = {}
@@ -81,55 +81,55 @@ class Order(ABC):
 
     @abstractmethod
     def _begin(self) -> list[Envelope]:
-        """The first turns of a round."""
+        """Return the messages of the first turns of a round."""
 
     @abstractmethod
     def came(self, sender: str, message: Smashed) -> None:
-        """Values of a client are there. Raises ValueError for one whose turn it is not."""
+        """Record a client's values. Raises ValueError if it is not the client's turn."""
 
     @abstractmethod
     def ready(self) -> tuple[Sequence[str], Sequence[Smashed], int] | None:
-        """The clients whose batches are the server's next one, these, and the step it is."""
+        """Return the clients of the server's next batch, their messages, and the step; or None."""
 
     @abstractmethod
     def ended(self, sender: str, message: Ended) -> list[Envelope]:
-        """A client has done its turn."""
+        """Process the end of a client's turn."""
 
     def tail(self, clients: Sequence[str]) -> Party:
-        """The part of the server with which these are trained."""
+        """Return the server's part for these clients."""
         return self.tails[0]
 
     def draws(self, at: int, clients: Sequence[str]) -> int:
-        """From which number the draws of the server's part follow, at a step on the way of all."""
+        """Return the number that seeds the random numbers of the server's part at a step."""
         return at
 
     def rate(self, at: int) -> int:
-        """The step of schedules at a step on the way of all."""
+        """Return the step of learning-rate schedules at a step of the run."""
         return at
 
     def learned(self, clients: Sequence[str], counted: float) -> None:
-        """Note a step with these clients' batches. counted: what the loss counts in them."""
+        """Note a step with these clients' batches. counted: their count in the loss."""
         for name in clients:
             self.counted[name] = self.counted.get(name, 0.0) + counted
 
     @property
     def sums(self) -> bool:
-        """Whether all heads make one step by the sum of their gradients."""
+        """Whether all heads make the same step by the sum of their gradients."""
         return False
 
     @property
     def together(self) -> Sequence[str]:
-        """The clients whose gradients of heads are one step of all heads."""
+        """Clients whose head gradients are summed to a step of all heads."""
         return ()
 
     @property
     def everyone(self) -> list[str]:
-        """All clients."""
+        """Names of all clients."""
         return [client(number) for number in range(self.amounts.clients)]
 
     @property
     def present(self) -> list[str]:
-        """Those that take part in the round and have a batch to train on."""
+        """Clients that take part in the round and have a batch to train on."""
         return [
             name
             for name, steps in zip(self.everyone, self.amounts.steps, strict=True)
@@ -146,7 +146,16 @@ class Order(ABC):
         comes: bool = False,
         brings: bool = False,
     ) -> Envelope:
-        """The next turn of a client."""
+        """Return the message that begins a client's next turn.
+
+        Args:
+            name: name of the client.
+            first: as in `Turn`.
+            until: as in `Turn`; None for the number of the client's steps.
+            head: as in `Turn`.
+            comes: as in `Turn`.
+            brings: as in `Turn`.
+        """
         number = self.begun
         self.begun += 1
         self.turns[name] = number
@@ -165,37 +174,38 @@ class Order(ABC):
         )
 
     def leave_out(self, name: str) -> None:
-        """Let a client without a turn take no part in the rest of the round."""
+        """Exclude a client without a turn from the rest of the round."""
         if not self.over:
             self.absent |= {name}
 
     def count(self, name: str) -> None:
-        """The turn of a client counts."""
+        """Count a client's finished turn."""
         self.since[name] = self.turns.pop(name)
         steps = self.amounts.steps[self.everyone.index(name)]
         self.taken[name] = self.taken.get(name, 0) + steps
 
     @property
     def keeper(self) -> int:
-        """The client that has the newest head, where clients keep heads."""
+        """Number of the client with the newest head, if clients keep heads."""
         return 0
 
     def given(self) -> Own | None:
-        """The head that a client is given; None where it has one."""
+        """Return the head to send to a client; None if the client has it."""
         return None if self.personal or self.head is None else copied(self.head)
 
     def newest(self, held: Sequence[Own]) -> Own:
-        """The head that stands for all, where clients hold these: of heads of their own the mean,
-        which nobody but a simulation could know.
+        """Return the head for the whole model, from the heads of all clients.
+
+        With personal heads it is their mean, which only a simulation can compute.
         """
         return mean(held, self.amounts.examples) if self.personal else self.shared(held)
 
     def shared(self, held: Sequence[Own]) -> Own:
-        """The one head of all, where clients hold these."""
+        """Return the common head, from the heads of all clients."""
         return held[self.keeper]
 
     def state(self) -> dict[str, Any]:
-        """What it needs to go on where it is `whole`, without heads and tails."""
+        """Return the state for a checkpoint between turns, without heads and tails."""
         return {
             "done": self.done,
             "round": self.round,
@@ -206,10 +216,11 @@ class Order(ABC):
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """As `state` was. The numbers of turns that have begun since are not given again."""
+        """Restore a `state`. Numbers of turns that have begun since are not reused."""
         self.done = state["done"]
         self.round = state["round"]
         self.over = state["over"]
+        # Numbers are never reused, so that late messages of a lost turn cannot be mistaken.
         self.begun = max(self.begun, state["begun"])
         self.since = dict(state["since"])
         self.taken = dict(state["taken"])

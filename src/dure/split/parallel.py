@@ -1,17 +1,17 @@
-"""Parallel split learning: the batches of all clients are one batch of the server's.
+"""Parallel split learning: the batches of all clients form a single batch of the server.
 
     step    every client that has a batch left sends its values
-            the server puts them one after another, makes one step, and sends back gradients
-            the heads' gradients are added up at the server, and every head makes the same step
+            the server concatenates them, makes a step, and sends back gradients
+            the heads' gradients are summed at the server, and every head makes the same step
 
-so heads stay alike, and K clients train one model on the joint batch, as data parallel does. Batch
-norm in the head has the statistics of a client's own batch, and its running statistics are those of
-the first client.
+so heads stay equal, and K clients train a single model on the joint batch, as data parallelism
+does. Batch norm in the head has the statistics of a client's own batch, and its running statistics
+are those of the first client.
 
     bytes of a step, beside those at the cut     2 b |head| K
 
-With personal heads each client has a head of its own, which makes a step by its own gradients: it
-is one model with K heads on the joint batch, and nothing but what crosses the cut travels.
+With personal heads each client's own head makes a step by its own gradients: the system is a model
+with K heads on the joint batch, and only the values and gradients at the cut are sent.
 
 Source: Jeon and Kim 2020, "Privacy-Sensitive Parallel Split Learning", ICOIN.
 """
@@ -30,7 +30,7 @@ from dure.split.strategy import Split
 
 
 class Joint(Order):
-    """All clients at once."""
+    """Order of all clients at once."""
 
     def __init__(
         self, amounts: Amounts, head: Own | None, tail: Party, personal: bool = False
@@ -43,7 +43,7 @@ class Joint(Order):
         self._ended: list[str] = []
         self._brought: Own | None = None
         self.holders: list[str] = []
-        """Who has the newest head."""
+        """Clients with the newest head."""
 
     def _begin(self) -> list[Envelope]:
         self._first = self.done
@@ -53,7 +53,7 @@ class Joint(Order):
         self._brought = None
         steps = {name: self.amounts.steps[self.everyone.index(name)] for name in self.present}
         longest = max(steps.values())
-        # Whoever is away now will need the head, which so comes to the server.
+        # Absent clients will need the head later, so a client brings it to the server.
         away = len(self.present) < len(self.everyone) and not self.personal
         brings = self.present[0] if away else None
         return [
@@ -68,7 +68,7 @@ class Joint(Order):
         ]
 
     def _active(self) -> list[str]:
-        """Who has a batch in this step."""
+        """Return the clients that have a batch in this step."""
         steps = self.amounts.steps
         return [one for one in self.present if steps[self.everyone.index(one)] > self._step]
 
@@ -122,7 +122,7 @@ class Joint(Order):
 
 @dataclass(frozen=True)
 class ParallelSplit(Split):
-    """Clients train at the same time: their values are one batch, and their heads make one step."""
+    """Clients train at the same time: their values form a batch, and heads make the same step."""
 
     name: ClassVar[str] = "parallel-split"
     title: ClassVar[str] = "parallel split"

@@ -1,10 +1,10 @@
-"""Models with heads of clients' own, each measured on what its client holds out.
+"""Evaluation of personalised models, each on examples that its client holds out.
 
-    personal_<metric>    of client k's head and the tail of all, on the examples that client k does
+    personal_<metric>    of client k's head and the common tail, on the examples that client k does
                          not train on; over the examples of all clients together
 
-A metric means here what it means on the test data. With more than a thousand clients a fixed sample
-of a thousand is measured.
+Metrics are defined as on the test data. With more than a thousand clients a fixed sample of a
+thousand is measured.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from dure.tasks.measurement import Measurement
 from dure.tasks.modes import in_mode
 
 MOST = 1_000
-"""Clients that are measured."""
+"""Maximum number of measured clients."""
 
 
 def names(task: Task) -> list[str]:
-    """What is measured, by name."""
+    """Return the names of the metrics."""
     return [f"personal_{name}" for name in ("loss", *task.measures)]
 
 
@@ -41,17 +41,22 @@ def measure(
     load: Callable[[int], None],
     seed: int,
 ) -> dict[str, float]:
-    """The numbers by name; none where nobody holds anything out.
+    """Return the metrics by name; empty if no client holds out examples.
 
-    held_out: the examples of each client, as indices. load: puts the weights of a client's own
-    model into `model`.
+    Args:
+        task: the task.
+        model: the model to load weights into.
+        examples: all examples.
+        held_out: indices of each client's held-out examples.
+        load: puts the weights of a client's own model into `model`.
+        seed: seed of the sample of clients.
     """
     chosen = sorted(Permutation(len(held_out), derive(seed, "measured clients")).first(MOST))
     clients = [client for client in chosen if len(held_out[client])]
     count = sum(len(held_out[client]) for client in clients)
     if not count:
         return {}
-    # One measurement over all: the number over all clients' examples.
+    # A single measurement over all clients, so that each example has the same weight.
     measurement = Measurement(task, examples=count, share=count)
     device = home_of(model)
     with in_mode(model, training=False):

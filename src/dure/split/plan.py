@@ -1,4 +1,4 @@
-"""What a run of split learning is to be, before anybody lives."""
+"""Plan of a split learning run, before any node exists."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ from dure.split.orders import Amounts, Order
 from dure.split.sides import Party
 
 MakeOrder = Callable[[Amounts, Own | None, Callable[[int], Party], int], Order]
-"""order(amounts, head, tail, seed): who trains when; tail(number) makes a tail."""
+"""order(amounts, head, tail, seed): makes the order of turns; tail(number) makes a tail."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """clients, at, local_epochs, batch_size, partition, defence, measure_leaks, compression,
-    personal_heads, held_out: as in `Split`.
+    """Settings of a run.
+
+    clients, at, local_epochs, batch_size, partition, defence, measure_leaks, compression,
+    personal_heads, held_out: as in `Split`. rules: the agreement with clients. order: makes the
+    order.
     """
 
     clients: int
@@ -38,5 +41,5 @@ class Plan:
 
     @property
     def client_stages(self) -> list[int]:
-        """The stages of the model that a client has."""
+        """Stages of the model at a client."""
         return [0, 2] if self.rules.labels_stay else [0]

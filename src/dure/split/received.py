@@ -1,15 +1,16 @@
-"""Gradients that come from another machine: what their receiver checks before it uses them.
+"""Checks of gradients from another machine, before the receiver uses them.
 
-    number, dtype, shape    those of the values that were sent
+    number, dtype, shape    of the values that were sent
     elements                finite
-    norm                    at most `largest`, where the site names one; else at most `FACTOR` times
-                            the largest norm of the gradients before, once `FEWEST` have come
+    norm                    at most `largest`, if the site sets it; else at most `FACTOR` times
+                            the largest norm of the gradients before, after the first `FEWEST`
 
-The norm is the Euclidean one of all elements of a message. The bound catches damage and absurd
-numbers. It does not stop whoever sends gradients from steering the head within it: such a server
-chooses what the head learns (feature-space hijacking), and grows its gradients step by step.
+The norm is the Euclidean norm of all elements of a message. The bound detects damage and huge
+values. It does not stop a malicious sender from steering the head within the bound: a malicious
+server chooses the function that the head learns (feature-space hijacking), and increases its
+gradients step by step.
 
-Cost: one pass over the gradients.
+Cost: a pass over the gradients.
 
 Source of the attack: Pasquini, Ateniese, Bernaschi 2021, "Unleashing the Tiger: Inference Attacks
 on Split Learning", CCS.
@@ -28,24 +29,24 @@ from dure.split.blame import WrongError, largest
 from dure.split.tensor_forms import TensorForm, check_gradient_forms
 
 FACTOR = 1000.0
-"""Times the largest norm before, that a norm may be."""
+"""Maximum ratio of a norm to the largest norm before."""
 
 FEWEST = 16
-"""Gradients of which nothing is compared: the first ones differ."""
+"""Number of first gradients that are not compared, since early norms vary."""
 
 
 class ReceivedError(DureError):
-    """What another machine sends cannot be, or is not due. The message names it."""
+    """A message of another machine is invalid or not due. The text names the machine."""
 
     exit_code = 1
 
 
 class GradientBound:
-    """Checks the gradients of one sender, one message after another.
+    """Checks of the gradients of a sender, message after message.
 
     Args:
-        largest: the norm that the receiver allows; None: by the gradients before.
-        fewest: gradients of which nothing is compared, such as an epoch's.
+        largest: maximum norm that the receiver allows; None: by the gradients before.
+        fewest: number of first gradients that are not compared, such as an epoch's.
     """
 
     def __init__(self, largest: float | None = None, fewest: int = FEWEST) -> None:
@@ -57,9 +58,9 @@ class GradientBound:
     def check(
         self, sender: str, what: str, values: Sequence[Tensor | None], wanted: Sequence[TensorForm]
     ) -> None:
-        """Raise ReceivedError for gradients that cannot be; others count for the bound.
+        """Raise ReceivedError for invalid gradients; valid gradients update the bound.
 
-        values: None where there is none. wanted: dtypes and shapes.
+        values: None for a missing gradient. wanted: dtypes and shapes.
         """
         try:
             check_gradient_forms(what, values, wanted)
@@ -83,7 +84,7 @@ class GradientBound:
 
 
 def norm_of(values: Sequence[Tensor | None]) -> float:
-    """Return the Euclidean norm of all elements together; NaN or infinite where one is."""
+    """Return the Euclidean norm of all elements; NaN or infinite if an element is."""
     norms = [
         float(torch.linalg.vector_norm(one.detach()))
         for one in values
@@ -91,6 +92,6 @@ def norm_of(values: Sequence[Tensor | None]) -> float:
     ]
     found = math.hypot(*norms)
     if math.isinf(found):
-        # The squares overflow, which the numbers themselves may not; NaN is hidden by that.
+        # The squares may overflow although the elements are finite, and hypot hides NaN behind inf.
         return largest(values)
     return found

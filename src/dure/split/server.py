@@ -1,14 +1,14 @@
-"""The server: the tail of the model, or its middle in the U-shape, and whose turn it is.
+"""Server of split learning: the tail of the model, or its middle in the U-shape.
 
     Smashed, from one client or from all   ->  forward, and with the labels the loss
                                            ->  backward, one step of the optimizer, Gradients
     without labels                         ->  Outputs; OutputGradients  ->  as above
 
-Who trains when, and with which tail, is the order's (`dure.split.orders`); which message of a
-client is due, `dure.split.due` says; whose fault it is where the server cannot compute,
-`dure.split.blame`.
+The order (`dure.split.orders`) decides which clients train next, and with which tail;
+`dure.split.due` decides which message of a client is due; `dure.split.blame` attributes failed
+computations to clients.
 
-No I/O: messages in, messages out, `now` is an argument.
+The server does no I/O: messages in, messages out, and `now` is an argument.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ from dure.tasks.loss_shares import Share
 
 @dataclass
 class Joint:
-    """Batches of clients that are one batch of the server's, on their way through it.
+    """Clients' batches that form a batch of the server, during its forward and backward pass.
 
-    at: the step on the way of all.
+    at: step of the run, over all clients.
     """
 
     clients: Sequence[str]
@@ -68,12 +68,12 @@ class Joint:
 
     @property
     def shares(self) -> list[float]:
-        """What each client's batch counts in the joint one."""
+        """Share of each client's batch in the joint batch, by count in the loss."""
         total = sum(one.counted for one in self.smashed)
         return [one.counted / total if total else 0.0 for one in self.smashed]
 
     def sizes(self) -> dict[str, float]:
-        """The size of the largest number that each client has sent."""
+        """Return the largest absolute value that each client has sent."""
         return {
             name: largest([*one.values, *(self.back[name].values if name in self.back else ())])
             for name, one in zip(self.clients, self.smashed, strict=True)
@@ -82,9 +82,9 @@ class Joint:
 
 @dataclass(frozen=True)
 class Whole:
-    """What a server knows while no turn is under way.
+    """State of a server between turns.
 
-    order: as `Order.state` says it. losses, samples: as `Server` has them.
+    order: from `Order.state`. losses, samples: as in `Server`.
     """
 
     order: Mapping[str, Any]
@@ -95,10 +95,10 @@ class Whole:
 
 
 class Server:
-    """Trains its part with whoever the order lets.
+    """State machine that trains the server's part with the clients that the order chooses.
 
-    targets: how the leaves of a batch's targets make up what the loss is called with. seconds: how
-    long so many examples take in the server's part, forward or backward.
+    targets: structure of a batch's targets for the loss; None if they stay at clients. seconds:
+    `seconds(examples, backward)` returns the duration of a pass through the server's part.
     """
 
     name = SERVER
@@ -116,24 +116,26 @@ class Server:
         self.seconds = seconds
         self.busy = Busy()
         self.losses: list[tuple[float, float]] = []
-        """(loss, what it counts) of each step, since somebody took them."""
+        """(loss, count) of each step, since a caller last cleared the list."""
         self.samples = 0
         self.due = DueMessages(order.sums)
         self.blames = False
-        """Whether an error of a computation names the clients whose messages it comes from
-        (CannotComputeError), since they are elsewhere; otherwise it is raised as it is."""
+        """Whether an error of a computation names the clients that caused it (CannotComputeError).
+
+        For remote clients, which may be faulty; otherwise the error is raised unchanged.
+        """
         self._newest: Joint | None = None
-        """The newest batch for which a tail makes a step."""
+        """Newest batch whose step of the tail is pending."""
         self._sized: Whole | None = None
         self._sizes: list[float] = []
-        """Of what was known there, the size of the largest weight of each tail."""
+        """Largest absolute weight of each tail in the state `_sized`."""
         self._joint: dict[str, Joint] = {}
-        """In which batch a client is."""
+        """Current batch of each client."""
         self._heads: dict[str, HeadGradients] = {}
         self.keeps = False
-        """Whether turns are transactions, which `back` takes back."""
+        """Whether turns are transactions, which `back` rolls back."""
         self.whole: Whole | None = None
-        """What was so when nothing was under way, where it `keeps`."""
+        """State between turns, if `keeps` is set; `back` restores it."""
 
     # A node
 
@@ -145,14 +147,14 @@ class Server:
         return self.busy.tick(now)
 
     def begin(self, round: int, absent: frozenset[str] = frozenset()) -> list[Envelope]:
-        """A round begins. absent: the clients that take no part in it."""
+        """Begin a round; return the first messages. absent: clients that take no part in it."""
         self.order.open(round)
         if self.keeps:
             self.keep()
         return self.again(absent)
 
     def again(self, absent: frozenset[str]) -> list[Envelope]:
-        """What there is to do begins, or does so once more after `back`, without these."""
+        """Begin the next turns, also after `back`, without the absent clients."""
         return self._noted(self.order.again(absent))
 
     def _noted(self, said: list[Envelope]) -> list[Envelope]:
@@ -160,9 +162,9 @@ class Server:
         return said
 
     def meanwhile(self) -> None:
-        """To be called when what it has said is on its way: computes what nobody waits for.
+        """Compute the pending steps of the tails; call this after the replies have been sent.
 
-        Raises CannotComputeError where it `blames`, for a step that damages the tail.
+        Raises CannotComputeError if `blames` is set and a step damages the tail.
         """
         if self.blames:
             self._check_newest()
@@ -170,7 +172,7 @@ class Server:
             tail.settle()
 
     def _check_newest(self) -> None:
-        """Makes the newest step of a tail. Raises CannotComputeError for one that damages it."""
+        """Make the newest pending step of a tail. Raises CannotComputeError if it does damage."""
         joint = self._newest
         self._newest = None
         if joint is None:
@@ -182,7 +184,7 @@ class Server:
             check_grown("the tail", tail.own, self._before(tail))
 
     def _before(self, tail: Party) -> float:
-        """The size of the largest weight of a tail, when nothing was under way."""
+        """Return the largest absolute weight of a tail in the state between turns."""
         if self.whole is None:
             return 0.0
         if self._sized is not self.whole:
@@ -190,10 +192,10 @@ class Server:
             self._sizes = [largest(one.weights) for one in self.whole.tails]
         return self._sizes[self.order.tails.index(tail)]
 
-    # Turns are transactions: all of one counts, or nothing
+    # Turns are transactions: a turn counts as a whole, or not at all
 
     def keep(self) -> None:
-        """What the server knows now is what `back` comes back to."""
+        """Save the current state for `back`."""
         self.whole = Whole(
             order=self.order.state(),
             head=self.order.head,
@@ -203,7 +205,7 @@ class Server:
         )
 
     def back(self) -> None:
-        """What has begun since `keep` was called does not count."""
+        """Roll back to the state that `keep` saved."""
         assert self.whole is not None
         self._joint.clear()
         self._heads.clear()
@@ -219,12 +221,12 @@ class Server:
         self.samples = self.whole.samples
 
     def receive(self, sender: str, message: Message, now: float) -> list[Envelope]:
-        """What it says to a message.
+        """Process a message and return the replies.
 
-        Raises ValueError for one that is not due, and LossNotFiniteError; where it `blames`,
+        Raises ValueError for a message that is not due, and LossNotFiniteError; if `blames` is set,
         CannotComputeError.
         """
-        # Of a turn that has been taken back since.
+        # A message of a turn that was rolled back is discarded.
         if getattr(message, "turn", None) != self.order.turns.get(sender):
             return []
         self.due.take(sender, message)
@@ -237,20 +239,20 @@ class Server:
             return self._sum_heads(sender, message, now)
         if isinstance(message, Ended):
             said = self._noted(self.order.ended(sender, message))
-            # Its turn counts, and with it all that nobody can take back any more.
+            # The turn counts: commit the state, so that a later rollback does not go behind it.
             if self.keeps and sender not in self.order.turns:
                 self.keep()
             return [*said, *self._go_on(now)]
         raise ValueError(f"the server is told {type(message).__name__} by {sender}")
 
     def awaited(self) -> list[str]:
-        """The clients whose messages it cannot go on without."""
+        """Return the clients whose messages are awaited."""
         return [name for name in self.order.turns if name in self.due]
 
     # A step
 
     def _go_on(self, now: float) -> list[Envelope]:
-        """Computes with whatever has come that can be computed with."""
+        """Process the batches that are ready."""
         said: list[Envelope] = []
         while (ready := self.order.ready()) is not None:
             said += self._forward(*ready, now)
@@ -290,7 +292,7 @@ class Server:
         smashed: Sequence[Smashed],
         values: Sequence[Tensor],
     ) -> list[Tensor]:
-        """What leaves the tail for the batches of these clients."""
+        """Return the output of the tail for the batches of these clients at the step `at`."""
         examples = sum(one.examples for one in smashed)
         batch = Microbatch(examples, Share(1.0, 1.0), lambda: (None, self._targets(smashed)))
         found = tail.forward(1, self.order.draws(at, clients), batch, values)
@@ -299,13 +301,13 @@ class Server:
         return found
 
     def _targets(self, smashed: Sequence[Smashed]) -> Any:
-        """Those of the joint batch."""
+        """Return the targets of the joint batch."""
         assert self.targets is not None
         leaves = zip(*[one.targets for one in smashed], strict=True)
         return tree_unflatten([_joined(each) for each in leaves], self.targets)
 
     def _returned(self, sender: str, message: OutputGradients, now: float) -> list[Envelope]:
-        """The gradients of a client's outputs; with those of all others it goes on."""
+        """Add the gradients of a client's outputs; go backward once all have arrived."""
         joint = self._joint.pop(sender)
         joint.back[sender] = message
         if len(joint.back) < len(joint.clients):
@@ -334,6 +336,7 @@ class Server:
             else:
                 mean, counted = _mean_of(back)
                 missed = -1
+                # A value of the joint batch lacks a gradient only if it lacks one at all clients.
                 for one in back:
                     missed &= one.missed
                 missed_before = tail.passed_on(1, missed)
@@ -344,7 +347,7 @@ class Server:
         self.losses.append((mean, counted))
         self.order.learned(joint.clients, counted)
         self._newest = joint
-        # Clients need not wait for the step of the tail.
+        # Deferred, so that clients need not wait for the step of the tail.
         tail.leave(tail.gradients(missed), self.order.rate(joint.at))
         said: list[Envelope] = [
             (client, Gradients(one.step, tuple(own), missed_before, mean, counted, share))
@@ -359,13 +362,13 @@ class Server:
         seconds += self.seconds(examples, True)
         return self.busy.work(seconds, self._noted(said), now, "tail")
 
-    # Whose fault it is where it cannot compute
+    # Attribution of failed computations
 
     @contextmanager
     def _computing(self, joint: Joint) -> Iterator[None]:
-        """Inside, an error names those of a batch whose messages it comes from, where it `blames`.
+        """Context manager: if `blames` is set, errors inside name the clients that caused them.
 
-        The tail is not as it was afterwards: what has begun has to be taken `back`.
+        The tail is changed after an error: the caller has to call `back`.
         """
         try:
             yield
@@ -382,7 +385,7 @@ class Server:
             raise named from error
 
     def _alone(self, joint: Joint, name: str) -> Exception | None:
-        """The error that the batch of one client gives alone; None where it gives none."""
+        """Return the error that the batch of a client causes alone; None if there is none."""
         one = joint.smashed[joint.clients.index(name)]
         tail = self.order.tail(joint.clients)
         tail.drop()
@@ -402,10 +405,10 @@ class Server:
             tail.drop()
         return None
 
-    # Heads that make one step
+    # Heads that make the same step
 
     def _sum_heads(self, sender: str, message: HeadGradients, now: float) -> list[Envelope]:
-        """Adds up the gradients of all heads of a step."""
+        """Sum the gradients of all heads of a step, once all have arrived."""
         self._heads[sender] = message
         clients = self.order.together
         if len(self._heads) < len(clients):
@@ -417,7 +420,7 @@ class Server:
 
 
 def _nobodys(error: Exception, joint: Joint) -> Exception:
-    """The error where nobody of a batch can be named alone."""
+    """Return the error for a batch if no client of it can be named alone."""
     when = f"step {joint.at + 1}"
     who = " and ".join(joint.clients)
     if isinstance(error, LossNotFiniteError):
@@ -431,14 +434,14 @@ def _nobodys(error: Exception, joint: Joint) -> Exception:
 
 
 def _mean_of(back: Sequence[OutputGradients]) -> tuple[float, float]:
-    """(mean loss, what it counts) of a batch of which each client tells its own."""
+    """Return (mean loss, count) of a batch from its clients' losses."""
     counted = sum(one.counted for one in back)
     total = sum(one.loss * one.counted for one in back)
     return (total / counted if counted else 0.0), counted
 
 
 def total(parts: Sequence[tuple[Tensor | None, ...]]) -> tuple[Tensor | None, ...]:
-    """The sum of gradients of several heads, in their order; None where none has one."""
+    """Return the sum of gradients of several heads, in order; None if no head has a gradient."""
     sums: list[Tensor | None] = []
     for each in zip(*parts, strict=True):
         there = [one for one in each if one is not None]
@@ -447,7 +450,7 @@ def total(parts: Sequence[tuple[Tensor | None, ...]]) -> tuple[Tensor | None, ..
 
 
 def _joined(leaves: Sequence[Any]) -> Any:
-    """The targets of several clients, one after another."""
+    """Return the concatenated targets of several clients."""
     if len(leaves) == 1:
         return leaves[0]
     if all(isinstance(leaf, Tensor) and leaf.ndim for leaf in leaves):

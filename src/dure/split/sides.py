@@ -1,18 +1,18 @@
-"""A side of the cut at work: the stages of the model that one party has, and their optimizer.
+"""Side of the cut: the stages of the model at a party, and their optimizer.
 
-    forward    what was received  ->  what leaves
-    backward   the gradients of what left  ->  those of what was received, and of the weights
-    update     one step of the task's optimizer on the weights of the side
+    forward    received values             ->  output values
+    backward   gradients of the output     ->  gradients of the received values, and of the weights
+    update     a step of the task's optimizer on the weights of the side
 
-What a side has learned is an `Own`. Where many clients live in one process they share the modules
-of one model: before a client computes, its own tensors take the place of those that are there
-(`take`), which moves no data. The optimizer moves them by way of parameters of its own: what a
-client's backward pass has kept of the modules counts as unchanged, whoever computes in between.
-What a client's optimizer remembers, and the settings that it has changed, are put into the
-optimizer before the client's step.
+The state of a side is an `Own`. If many clients live in one process, they share the modules of one
+model: before a client computes, its own tensors replace the tensors of the modules (`take`), which
+moves no data. The optimizer updates the tensors through parameters of its own, so that autograd
+treats the tensors that a client's graph has saved as unchanged, whichever client computes in
+between. A client's optimizer state and changed settings are put into the optimizer before the
+client's step.
 
-What the stages are made of is one of two: pieces of a traced model (`dure.split.cutting`), or
-modules that were written apart (`dure.split.apart`).
+There are two kinds of stages: pieces of a traced model (`dure.split.cutting`), and separate modules
+(`dure.split.apart`).
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from dure.tasks.loss_shares import Computed, CountedLoss, Share
 from dure.tasks.trimming import Trimming
 
 Loss = Callable[[Any, Any, int, Share], Computed]
-"""loss(outputs, targets, examples, share), as the last stage of a pipeline has it."""
+"""loss(outputs, targets, examples, share), as for the last stage of a pipeline."""
 
 
 class StageAtWork(Protocol):
-    """A stage of one party, which remembers what its backward passes need.
+    """Stage of a party, with the graphs for its backward passes.
 
-    losses, counts: what the last stage has added to the loss of a batch, and what that counts, by
-    the batch's number. reached: which of the received values that have a gradient got one.
+    losses, counts: loss of a batch at the last stage, and its count, by the batch's number.
+    reached: indices of the received differentiable values that got a gradient.
     """
 
     losses: dict[int, float]
@@ -57,19 +57,19 @@ class StageAtWork(Protocol):
     reached: set[int]
 
     def begin(self, step: int) -> None:
-        """A step begins; what an interrupted one has left is dropped."""
+        """Begin a step; discard the graphs of an interrupted step."""
 
     def forward(self, number: int, batch: Microbatch, received: Sequence[Tensor]) -> list[Tensor]:
-        """Computes batch `number`; returns what leaves, cut from the graph."""
+        """Compute batch `number`; return the output, detached from the graph."""
 
     def backward(self, number: int, batch: Microbatch, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """The gradients of what was received; those of weights are in the parameters."""
+        """Return the gradients of the received values; parameters accumulate their own."""
 
 
 class Stages(ABC):
-    """The stages that a side consists of: 0 is the head, the last one has the loss.
+    """Stages of a side: 0 is the head, the last stage has the loss.
 
-    model: has their parameters and buffers, by name; maybe others too.
+    model: contains their parameters and buffers, and possibly others.
     """
 
     model: nn.Module
@@ -77,35 +77,35 @@ class Stages(ABC):
 
     @abstractmethod
     def trained(self) -> dict[str, nn.Parameter]:
-        """The parameters that they train."""
+        """Return the parameters that the stages train, by name."""
 
     @abstractmethod
     def written(self) -> list[str]:
-        """The buffers that forward passes may change."""
+        """Return the names of the buffers that forward passes may change."""
 
     @abstractmethod
     def stage(self, number: int) -> StageAtWork:
-        """A stage. Each party has its own."""
+        """Return a new stage, as each party has its own."""
 
     @abstractmethod
     def arriving(self, number: int, examples: int) -> int:
-        """How many of the values that a stage receives have a gradient."""
+        """Return the number of values with a gradient that a stage receives."""
 
     @abstractmethod
     def without_gradient(self, stages: Mapping[int, StageAtWork], missed: int) -> Sequence[str]:
-        """The parameters to which no way leads from values that got a gradient.
+        """Return the parameters that no value with a gradient depends on.
 
-        stages: those of the party, behind their backward passes; they are not asked again. missed:
-        which values got none, as bits: of those that the other side has told of.
+        stages: of the party, after their backward passes; they are released. missed: bit mask of
+        the values without a gradient, from the other side.
         """
 
     @abstractmethod
     def passed_on(self, stage: StageAtWork, missed: int) -> int:
-        """The same bits for the side before, which go back with the gradients."""
+        """Return the bit mask for the side before, to send with the gradients."""
 
 
 class Side:
-    """The stages of one side of the cut, and an optimizer of what they train."""
+    """Stages of a side of the cut, and the optimizer of their parameters."""
 
     def __init__(self, stages: Stages, task: Task) -> None:
         self.stages = stages
@@ -114,49 +114,49 @@ class Side:
         self.moved = {
             name: nn.Parameter(parameter.data) for name, parameter in self.parameters.items()
         }
-        """The same tensors, as the optimizer has them."""
+        """Parameters of the optimizer, which share the tensors of `parameters`."""
         self._taken: Own | None = None
-        """What its modules hold."""
+        """State whose tensors the modules have."""
         self._remembered: Own | None = None
-        """Whose state and settings the optimizer has."""
+        """State whose optimizer state and settings the optimizer has."""
         self.trimming = Trimming(task, self.moved.items())
         self.written = stages.written()
         self._task = task
         self._begin_optimizer()
 
     def _begin_optimizer(self) -> None:
-        """Make the optimizer anew, of the weights as they are."""
+        """Make a new optimizer of the current weights."""
         self.optimizer = self._made(self._task)
         self.rates = Rates(self.optimizer, self._task.lr_schedule)
         self.settings = Settings(self.optimizer, self.rates.schedule is not None)
 
     def _made(self, task: Task) -> Optimizer:
-        """The task's optimizer, of the parameters of this side alone."""
-        # It is made of all parameters, for a user's function may group them by their places.
+        """Return the task's optimizer, restricted to the parameters of this side."""
+        # Made of all parameters, as a user's function may group parameters by their positions.
         every = list(self.stages.model.parameters())
         optimizer = task.optimizer(every) if every else torch.optim.SGD([{"params": []}])
         moved = {id(one): self.moved[name] for name, one in self.parameters.items()}
         for group in optimizer.param_groups:
             group["params"] = [moved[id(one)] for one in group["params"] if id(one) in moved]
-        # Some optimizers make their state when they are made.
+        # Some optimizers, such as Adagrad, create their state in the constructor.
         for parameter, kept in list(optimizer.state.items()):
             del optimizer.state[parameter]
             if id(parameter) in moved:
                 optimizer.state[moved[id(parameter)]] = kept
         return optimizer
 
-    # What it has learned
+    # State
 
     def buffers(self) -> list[Tensor]:
-        """Those that forward passes change."""
+        """Return the buffers that forward passes change."""
         return [self.stages.model.get_buffer(name) for name in self.written]
 
     def own(self) -> Own:
-        """What it has learned, as copies."""
+        """Return a copy of the state."""
         return copied(self.keep())
 
     def take(self, own: Own) -> None:
-        """These tensors are its weights and buffers from now on, and are changed in place."""
+        """Use these tensors as weights and buffers from now on; they are changed in place."""
         if own is self._taken:
             return
         for parameters in (self.parameters, self.moved):
@@ -167,7 +167,7 @@ class Side:
         self._taken = own
 
     def keep(self) -> Own:
-        """What `take` is given to come back to this: no copies."""
+        """Return the current state without copies, for a later `take`."""
         moved = list(self.moved.values())
         own = Own(
             weights=tuple(one.data for one in self.parameters.values()),
@@ -180,9 +180,9 @@ class Side:
         return own
 
     def check_kept(self, own: Own) -> None:
-        """Raise RunFolderError where settings are not kept that steps of this optimizer change.
+        """Raise RunFolderError if `own` lacks the settings that steps of this optimizer change.
 
-        Earlier versions of dure have kept none.
+        Earlier versions of dure saved no settings.
         """
         if own.groups is None and self.changes_settings:
             raise RunFolderError(
@@ -193,21 +193,21 @@ class Side:
 
     @cached_property
     def changes_settings(self) -> bool:
-        """Whether steps of the optimizer change settings, or what belongs to no parameter.
+        """Whether steps of the optimizer change settings, or state that belongs to no parameter.
 
-        True where this cannot be tried out.
+        True if a trial of the optimizer fails.
         """
         if keeps_settings(self.optimizer):
             return False
         try:
             twin, _ = tried(self.optimizer, list(self.moved.values()), 1.0)
             return any(self.settings.changed(twin)) or bool(shared_of(twin))
-        # An optimizer of the user's may want more than gradients.
+        # A user's optimizer may need more than gradients.
         except Exception:
             return True
 
     def _remember(self) -> None:
-        """Let the optimizer go on from what those remember whose tensors the side has."""
+        """Load the optimizer state of the party whose tensors the modules have."""
         own = self._taken
         if own is None or own is self._remembered:
             return
@@ -224,17 +224,17 @@ class Side:
             if kept:
                 state[parameter] = kept
 
-    # Learning
+    # Training
 
     def gradients(self) -> dict[str, Tensor | None]:
-        """Those of the weights by name, which are taken away."""
+        """Return the gradients of the weights by name, and clear them."""
         found = {name: one.grad for name, one in self.parameters.items()}
         for parameter in self.parameters.values():
             parameter.grad = None
         return found
 
     def update(self, gradients: Sequence[Tensor | None], step: int) -> None:
-        """One step of the optimizer; step: that of the schedule, which unfreezes too."""
+        """Step the optimizer; step: of the learning-rate schedule and of unfreezing."""
         self._remember()
         for parameter, gradient in zip(self.moved.values(), gradients, strict=True):
             parameter.grad = gradient
@@ -246,10 +246,10 @@ class Side:
 
 
 class Party:
-    """Someone who has a side: its own weights, and what its steps under way need.
+    """A party with a side: its own weights, and the state of its unfinished steps.
 
-    Several parties may share a side, as the clients of a simulation do. number: of the party, by
-    which it draws.
+    Several parties may share a side, as the clients of a simulation do. number: of the party, used
+    in the seeds of its random numbers.
     """
 
     def __init__(self, side: Side, own: Own, number: int) -> None:
@@ -257,14 +257,14 @@ class Party:
         self.number = number
         self._own = own
         self._left: tuple[Sequence[Tensor | None], int] | None = None
-        """A step of the optimizer that is still to be made."""
+        """Gradients and step of a pending update."""
         self._stages = {stage: side.stages.stage(stage) for stage in side.numbers}
         self._batches: dict[int, Microbatch] = {}
         self._gradients: dict[str, Tensor] = {}
 
     @property
     def own(self) -> Own:
-        """What it has learned."""
+        """State of the party, after the pending update."""
         self.settle()
         return self._own
 
@@ -276,7 +276,7 @@ class Party:
     def forward(
         self, stage: int, step: int, batch: Microbatch, received: Sequence[Tensor]
     ) -> list[Tensor]:
-        """What leaves a stage. step: from which draws follow."""
+        """Return the output of a stage. step: used in the seeds of random numbers."""
         self.side.take(self.own)
         one = self._stages[stage]
         one.begin(step)
@@ -285,48 +285,48 @@ class Party:
             return one.forward(self.number, batch, received)
 
     def loss(self, stage: int) -> tuple[float, float]:
-        """What the last stage has added to the loss of its batch, and what that counts."""
+        """Return (loss, count) of the last stage's batch."""
         one = self._stages[stage]
         return one.losses[self.number], one.counts[self.number]
 
     def batch(self, stage: int) -> Microbatch:
-        """With which a stage has gone forward, and not yet backward."""
+        """Return the batch of a stage between its forward and backward pass."""
         return self._batches[stage]
 
     def examples(self, stage: int) -> int:
-        """Of that batch."""
+        """Return the number of examples of that batch."""
         return self._batches[stage].examples
 
     def inputs(self, stage: int) -> Sequence[Any]:
-        """The leaves of the inputs of that batch."""
+        """Return the leaves of the inputs of that batch."""
         return self._batches[stage].inputs
 
     @property
     def under_way(self) -> bool:
-        """Whether a batch has gone forward, and not yet backward."""
+        """Whether a batch is between its forward and backward pass."""
         return bool(self._batches)
 
     def missed(self, stage: int, examples: int) -> int:
-        """Which of the values that the last stage has received got no gradient, as bits.
+        """Return the bit mask of the last stage's received values without a gradient.
 
-        To be asked behind its backward pass of so many examples.
+        Call this after its backward pass of `examples` examples.
         """
         count = self.side.stages.arriving(stage, examples)
         reached = self._stages[stage].reached
         return sum(1 << place for place in range(count) if place not in reached)
 
     def passed_on(self, stage: int, missed: int) -> int:
-        """Which of the values that a stage has received got none, where these that left got none.
+        """Return the bit mask of a stage's received values without a gradient.
 
-        To be asked behind its backward pass.
+        missed: bit mask of its output values without a gradient. Call this after its backward pass.
         """
         return self.side.stages.passed_on(self._stages[stage], missed)
 
     def backward(self, stage: int, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """The gradients of what the stage has received; those of weights are kept here."""
+        """Return the gradients of the received values; accumulate the gradients of weights."""
         self.side.take(self.own)
         found = self._stages[stage].backward(self.number, self._batches.pop(stage), gradients)
-        # Others compute with the same modules before this party's next stage does.
+        # Move the gradients out of the shared modules before another party computes with them.
         for name, gradient in self.side.gradients().items():
             if gradient is not None:
                 before = self._gradients.get(name)
@@ -334,10 +334,10 @@ class Party:
         return found
 
     def gradients(self, missed: int) -> tuple[Tensor | None, ...]:
-        """Those of the weights, since this was asked last; None of one that got none.
+        """Return the gradients accumulated since the last call; None for a weight without any.
 
-        missed: which values got no gradient, as bits, by what the other side has told: no way leads
-        from the loss to the weights before them alone.
+        missed: bit mask of the values without a gradient, from the other side: weights on which
+        only these values depend get None.
         """
         found = self._gradients
         self._gradients = {}
@@ -346,28 +346,28 @@ class Party:
         return tuple(found.get(name) for name in self.side.parameters)
 
     def drop(self) -> None:
-        """What is under way will not be gone on with."""
+        """Discard unfinished batches and their gradients."""
         self._batches.clear()
         self._gradients.clear()
 
     def update(self, gradients: Sequence[Tensor | None], step: int) -> None:
-        """One step of the optimizer, at a step of the schedule."""
+        """Step the optimizer, at a step of the schedule."""
         self.side.take(self.own)
         self.side.update(gradients, step)
         self._own = self.side.keep()
 
     @property
     def unsettled(self) -> Sequence[Tensor | None]:
-        """The gradients of the step that was left."""
+        """Gradients of the pending update."""
         return () if self._left is None else self._left[0]
 
     def leave(self, gradients: Sequence[Tensor | None], step: int) -> None:
-        """Leaves an `update` for `settle`, or for when somebody asks what it has learned."""
+        """Defer an `update` until `settle`, or until the state is read."""
         self.settle()
         self._left = gradients, step
 
     def settle(self) -> None:
-        """Makes the step that was left."""
+        """Make the pending update."""
         left = self._left
         self._left = None
         if left is not None:
@@ -375,7 +375,7 @@ class Party:
 
 
 def copied(own: Own) -> Own:
-    """The same in tensors of its own."""
+    """Return a copy with new tensors."""
     return Own(
         weights=tuple(one.clone() for one in own.weights),
         buffers=tuple(one.clone() for one in own.buffers),
@@ -386,7 +386,7 @@ def copied(own: Own) -> Own:
 
 
 def fresh(own: Own) -> Own:
-    """Return the same weights with an optimizer that begins anew."""
+    """Return the same weights with an empty optimizer state."""
     return Own(own.weights, own.buffers, tuple({} for _ in own.optimizer), ())
 
 
@@ -395,7 +395,7 @@ def _copied(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def weighed(losses: CountedLoss) -> Loss:
-    """The mean loss of a batch, times its share in that of the joint batch."""
+    """Return the mean loss of a batch, times its share of the joint batch."""
 
     def loss(outputs: Any, targets: Any, examples: int, share: Share) -> Computed:
         found = losses.mean(outputs, targets, examples)

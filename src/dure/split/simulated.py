@@ -1,13 +1,13 @@
-"""Split learning under a virtual clock: the learner.
+"""Learner that simulates split learning under a virtual clock.
 
-The server and the clients are the state machines that a network drives, and what they compute is
-computed; only the time is made up. A device that trains n examples of the whole model in a second
-takes, for so many examples of a part with the share s of the model's operations,
+The server and the clients are the state machines that a network drives. Their computation is real;
+only the time is virtual. A device that trains n examples of the whole model in a second takes, for
+a part with the share s of the model's operations,
 
     s / 3 · examples / n     forward            2 s / 3 · examples / n     backward
 
-and so does the server, whose speed is one of the conditions. All clients of this process share the
-modules of one model; each has tensors of its own (`dure.split.sides`).
+and so does the server, whose speed is a condition. All clients of this process share the modules of
+one model; each has its own tensors (`dure.split.sides`).
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class SimulatedLearner(Learner):
         self.leaks = self._leaks() if plan.measure_leaks else None
         self.exchange = None
         self.measured = self.model
-        # Parts that were written apart exchange what they give as it is.
+        # Values between separate parts are not compressed.
         if isinstance(self.divided, Cut):
             self.exchange = exchange_of(plan.compression, self.divided.cut)
             if self.exchange is not None:
@@ -109,7 +109,7 @@ class SimulatedLearner(Learner):
         self._begin()
 
     def _leaks(self) -> LeakMeter:
-        """The meter, which knows the true labels."""
+        """Return the meter, which knows the true labels."""
         labels = class_labels(self.train)
         crossing = self.divided.crossings_of_two()
         return LeakMeter(
@@ -120,7 +120,7 @@ class SimulatedLearner(Learner):
         )
 
     def _held(self, name: str) -> tuple[Tensor, Sequence[Any]]:
-        """The batch that a client has in hand: the indices of its examples, and its inputs."""
+        """Return a client's current batch: indices of the examples, and leaves of the inputs."""
         one = next(one for one in self.clients if one.name == name)
         return one.at(one.taken), one.party.inputs(0)
 
@@ -144,32 +144,32 @@ class SimulatedLearner(Learner):
             self.network.add(one.name, self._speaking(one), Link(out=device.up, into=device.down))
 
     def _speaking(self, node: Node) -> Node:
-        """A node, as the others hear it."""
+        """Return the node, wrapped for compression if it is on."""
         if self.exchange is None:
             return node
         return Compressed(node, self.exchange)
 
     def _attended(self, seen: Node) -> Attendance | None:
-        """Who is there when; None where everybody always is."""
+        """Return the wrapper for availability; None if all clients are always available."""
         if self.conditions.availability.always and not self.conditions.drop_out:
             return None
         return Attendance(self.server, seen, self.conditions, self.seed, self._lose)
 
     def _lose(self, name: str) -> None:
-        """A client is gone in the midst of something."""
+        """Drop the messages and the computation of a lost client."""
         self.network.lose(name)
         one = next(one for one in self.clients if one.name == name)
         one.party.drop()
         one.busy.drop()
 
     def _seconds(self, number: int, examples: int, stages: Sequence[int], back: bool) -> float:
-        """How long a client takes for so many examples in these stages."""
+        """Return the seconds of a client's pass through these stages."""
         device = self.conditions.devices.of(number, self.seed)
         share = sum(self.shares[stage] for stage in stages)
         return (2 if back else 1) / 3 * share * examples / device.examples_per_second
 
     def _server_seconds(self, examples: int, back: bool) -> float:
-        """How long the server takes for so many examples."""
+        """Return the seconds of a pass through the server's part."""
         speed = self.conditions.server_examples_per_second
         return (2 if back else 1) / 3 * self.shares[1] * examples / speed
 
@@ -179,7 +179,7 @@ class SimulatedLearner(Learner):
     # The run
 
     def advance(self, wish: int) -> Progress:
-        """One round: every client that is there trains its local epochs."""
+        """Run a round: every available client trains its local epochs."""
         before = generators_state()
         self.account.begin(self.round)
         counted_before = dict(self.order.since)
@@ -211,16 +211,19 @@ class SimulatedLearner(Learner):
         )
 
     def _first(self) -> Sequence[Envelope]:
-        """What the server says when a round begins."""
+        """Return the server's first messages of a round."""
         if self.attendance is None:
             return self.server.begin(self.round)
-        # What those who went have left on its way would be lost when a run is resumed.
+        # Begin with an empty network, as a resumed run does: messages of lost clients are dropped.
         self._begin()
         self.network.now = self.attendance.opens(self.now)
         return self.attendance.begin(self.round, self.network.now)
 
     def _there(self, before: Mapping[str, int]) -> dict[str, float]:
-        """How many turns of a round counted and failed. before: the newest turns that had."""
+        """Return the numbers of turns of a round that counted and failed.
+
+        before: newest turn of each client before the round.
+        """
         if self.attendance is None:
             return {}
         turns = [name for name, turn in self.order.since.items() if turn != before.get(name)]
@@ -230,21 +233,21 @@ class SimulatedLearner(Learner):
         return self.order.over
 
     def _count(self, elapsed: float, took_part: AbstractSet[str]) -> None:
-        """Takes over what was sent, received and computed in a round of so many seconds."""
+        """Add the bytes and the compute time of a round of `elapsed` seconds to the meters."""
         nodes: list[Server | Client] = [self.server, *self.clients]
         for meter, one in zip(self._meters, nodes, strict=True):
             whole = elapsed if meter.name in took_part else 0.0
             self.network.traffic(meter.name).tell(meter, one.busy.computed, whole)
             one.busy.computed = 0.0
 
-    # What is kept
+    # Evaluation and checkpoints
 
     def _known(self, one: Client) -> Kept:
-        """What a client knew after the newest of its turns that counts."""
+        """Return the state of a client after its newest turn that counts."""
         return one.after(self.order.since.get(one.name, -1))
 
     def _load(self) -> None:
-        """The newest head and tail into the model."""
+        """Copy the newest head and tail into the model."""
         self.heads.take(self.order.newest([self._known(one).own for one in self.clients]))
         self.tails.take(self.order.tails[0].own)
 
@@ -258,7 +261,7 @@ class SimulatedLearner(Learner):
         return found | own
 
     def _load_own(self, number: int) -> None:
-        """The head of one client, and the tail, into the model."""
+        """Copy the head of a client into the model, beside the tail."""
         self.heads.take(self._known(self.clients[number]).own)
 
     def weights(self) -> dict[str, Tensor]:
@@ -302,9 +305,9 @@ class SimulatedLearner(Learner):
         return self._meters
 
     def facts(self) -> dict[str, Any]:
-        """Where the model was cut, how much of it each side has, and who could learn what."""
+        """Return the facts of the run: cuts, sizes of the parts, and leakage."""
         measured: dict[str, float] = self.leaks.latest if self.leaks is not None else {}
-        # Those of the part that has the largest batch.
+        # Targets of the client with the largest batch.
         largest = max(self.parts, key=lambda part: part.batches.batch_size)
         _, targets = self.train.batch(largest.at(0))
         facts = facts_of(

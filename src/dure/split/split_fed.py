@@ -1,16 +1,16 @@
-"""SplitFed: clients train at the same time, and what they have learned is averaged.
+"""SplitFed: clients train at the same time, and their parts are averaged.
 
     a round   every client gets the head, and trains on its own data, each step with the server
-              head <- sum of n_k/n · head of client k,  n_k what the loss counts at client k
+              head <- sum of n_k/n · head of client k,  n_k the count in the loss at client k
     v1        the server has a copy of the tail for each client, and averages them likewise; a round
               is FedAvg's, of the whole model
-    v2        the server has one tail, which makes one step for each client's batch, in the round's
-              order of clients, a random one
+    v2        the server has a single tail, which makes a step for each client's batch, in the
+              round's random order of clients
 
-With personal heads each client has a head of its own, and tails alone are averaged.
+With personal heads each client has its own head, and tails alone are averaged.
 
-Optimizers begin anew in every round, as those of FedAvg's clients do; v2's tail goes on with its
-own. Schedules count rounds.
+Optimizers are new in every round, as those of FedAvg's clients are; v2's tail keeps its optimizer.
+Schedules count rounds.
 
 Source: Thapa et al. 2022, "SplitFed: When Federated Learning Meets Split Learning", AAAI.
 """
@@ -34,7 +34,16 @@ from dure.split.strategy import Split
 
 
 class Averaged(Order):
-    """copies: a tail for each client (v1), which are averaged; else one for all (v2)."""
+    """Order of SplitFed.
+
+    Args:
+        amounts: steps and examples of each client.
+        head: initial head, or None if the server does not know it.
+        tails: the server's parts.
+        seed: the run's seed.
+        copies: whether each client has a tail, averaged at the end (v1), or all share a tail (v2).
+        personal: whether every client has its own head.
+    """
 
     def __init__(
         self,
@@ -51,13 +60,13 @@ class Averaged(Order):
         self.copies = copies
         self._waiting: dict[str, Smashed] = {}
         self._heads: dict[str, Own | None] = {}
-        """Of clients that have ended the round; None of one that keeps its own."""
+        """Heads of clients that have ended the round; None for a client that keeps its own."""
         self._before: Own | None = None
-        """The tail when the round began."""
+        """Tail at the beginning of the round."""
         self._first = 0
         self._step = 0
         self._turns: list[int] = []
-        """The clients in the order of this round."""
+        """Clients in the order of this round."""
         self._position = 0
 
     def _begin(self) -> list[Envelope]:
@@ -88,7 +97,7 @@ class Averaged(Order):
         return [sender], [smashed], self._first + smashed.step
 
     def _next_of_all(self) -> str | None:
-        """Who is next in the round's order, once the values are there and the tail is free."""
+        """Return the round's next client; None until its values and the tail are free."""
         if self.tails[0].under_way:
             return None
         while True:
@@ -111,14 +120,14 @@ class Averaged(Order):
         return self._tail_of(clients[0])
 
     def draws(self, at: int, clients: Sequence[str]) -> int:
-        # A tail for all makes several steps at the same step of its clients.
+        # A shared tail makes several steps at the same step of its clients.
         return at if self.copies else at * self.amounts.clients + self.everyone.index(clients[0])
 
     def rate(self, at: int) -> int:
         return self.round
 
     def shared(self, held: Sequence[Own]) -> Own:
-        # Before the first round clients have what they made themselves.
+        # Before the first round clients have the initial heads that they made themselves.
         return held[0] if self.head is None else self.head
 
     def ended(self, sender: str, message: Ended) -> list[Envelope]:
@@ -132,8 +141,8 @@ class Averaged(Order):
         return []
 
     def _average(self) -> None:
-        """Of the clients that took part."""
-        # Where its loss has counted nothing, a client has learned nothing.
+        """Average the heads and tails of the clients that took part."""
+        # A client whose loss has counted nothing has learned nothing.
         names = [name for name in self.present if self.counted.get(name)]
         if not names:
             self._leave()
@@ -145,9 +154,9 @@ class Averaged(Order):
             self._share(mean([self._tail_of(name).own for name in names], weights))
 
     def _leave(self) -> None:
-        """Keep the model from before the round, in which no loss has counted anything."""
+        """Keep the model from before the round, because no loss has counted anything."""
         if not self.personal and self.head is None:
-            # The server does not know the head with which all have begun.
+            # The server does not know the initial head of the clients.
             heads = self._heads_of(self.present)
             self.head = mean(heads, [1.0 for _ in heads])
         if self._before is not None:
@@ -169,7 +178,7 @@ class SplitFed(Split):
     """Clients train at the same time, and their heads are averaged after every round.
 
     Args:
-        version: 1 has a tail for each client, which are averaged too; 2 has one tail for all.
+        version: 1 has a tail for each client, which are averaged too; 2 has a single tail for all.
     """
 
     version: int = 1

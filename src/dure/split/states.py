@@ -1,4 +1,4 @@
-"""What a side has learned as a tree for checkpoints, and back."""
+"""Conversion of a side's state to a tree for checkpoints, and back."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dure.split.messages import Own
 
 
 def written(own: Own | None) -> dict[str, Any] | None:
-    """As a tree; None stays None."""
+    """Return the state as a tree; None stays None."""
     if own is None:
         return None
     return {
@@ -22,7 +22,7 @@ def written(own: Own | None) -> dict[str, Any] | None:
 
 
 def read(tree: Mapping[str, Any]) -> Own:
-    """The inverse of `written`, also of a tree that an earlier version of dure has written."""
+    """Return the state of a tree, also of a tree from an earlier version of dure."""
     groups = tree.get("groups")
     return Own(
         weights=tuple(one.clone() for one in tree["weights"]),

@@ -1,4 +1,4 @@
-"""What all systems of split learning have in common: their fields, and whether they fit.
+"""Base of all split learning systems: their settings, and checks of models and tasks.
 
     one cut      a = head(x)  ->  a, y at the server: loss, backward  ->  dL/da  ->  backward
     two cuts     a = head(x)  ->  h = middle(a)  ->  the loss at the client  ->  dL/dh  ->  dL/da:
@@ -6,9 +6,9 @@
 
     bytes of a step    one cut: values and targets up, gradients down
                        two cuts: values and gradients up, values and gradients down
-                       compressed: as `dure.split.coding` says
+                       compressed: see `dure.split.coding`
 
-A subclass says who trains when (`order`), and by which rules.
+A subclass defines the order in which clients train (`order`), and the rules.
 
 Sources: Gupta and Raskar 2018, "Distributed Learning of Deep Neural Network over Multiple Agents";
 Vepakomma et al. 2018, "Split Learning for Health".
@@ -75,7 +75,7 @@ CANNOT: Mapping[Part, str] = {
     "ema": "no side has the whole model to average",
     "compile": "no side calls the whole model that a compiler would have",
 }
-"""What a divided model cannot do, and why."""
+"""Parts of a task that a divided model does not support, with the reasons."""
 
 
 @dataclass(frozen=True)
@@ -83,23 +83,23 @@ class Split(Strategy):
     """A model that is divided between clients, who have the data, and a server.
 
     Args:
-        cut: where: a module's name or a number of layers; two of them leave the end of the model,
-            and the labels, with the client. By default a task of two files is cut between them, and
-            any other model behind its first layer.
-        clients: K; None is 10, or one client a key with the partition natural-key.
-        local_epochs: E, passes of a client over its data in a round.
+        cut: place of the cut: a module's name or a number of layers; two places leave the end of
+            the model, and the labels, at the client. By default a task of two files is cut between
+            them, and any other model after its first layer.
+        clients: K; None is 10, or a client for each key with the partition natural-key.
+        local_epochs: E, epochs of a client over its data in a round.
         batch_size: B, of a client's step; None is all of its data.
-        partition: how examples are divided over clients: iid, label-shards:2, dirichlet:0.5,
+        partition: division of the examples over clients: iid, label-shards:2, dirichlet:0.5,
             quantity-skew:1, feature-skew:0.8 or blocks:2.
-        defence: against what crosses the cut telling more than it should: none, marvell:4,
-            max-norm:1, isotropic:1, no-peek:1 or randomised-response:1.
-        measure_leaks: whether a meter tells, every round, how well the server could guess labels
+        defence: protection against leakage at the cut: none, marvell:4, max-norm:1, isotropic:1,
+            no-peek:1 or randomised-response:1.
+        measure_leaks: whether a meter measures, every round, how well the server could guess labels
             and how much of the inputs it sees; in simulations.
-        compression: of what crosses the cut: none, bfloat16, float16, int8 or top-k:0.1.
-        personal_heads: whether every client keeps a head of its own, which never travels and is not
-            averaged: only the tail is shared.
-        held_out: the share of each client's data that it does not train on, for measuring models
-            with their own heads.
+        compression: of the values at the cut: none, bfloat16, float16, int8 or top-k:0.1.
+        personal_heads: whether every client has its own head, which is never sent and not averaged:
+            only the tail is shared.
+        held_out: fraction of each client's data that it does not train on, to evaluate models with
+            personal heads.
     """
 
     cut: tuple[str, ...] = ()
@@ -120,7 +120,7 @@ class Split(Strategy):
     trains_at_server: ClassVar[bool] = True
     without: ClassVar[frozenset[str]] = WITHOUT - {"availability", "drop_out"}
     joins: ClassVar[bool] = False
-    """Whether batches of several clients are one batch of the server's."""
+    """Whether the server concatenates batches of several clients."""
 
     title: ClassVar[str]
 
@@ -133,7 +133,7 @@ class Split(Strategy):
                 "compression": parse_compression,
             },
         )
-        # The data say how many natural clients there are; otherwise somebody has to.
+        # With natural clients the data determine the number; other partitions have a default.
         if self.clients is None:
             object.__setattr__(self, "clients", self.partition.clients_by_default)
 
@@ -149,7 +149,7 @@ class Split(Strategy):
 
     @property
     def count(self) -> int:
-        """How many clients there are. Raises ValueError where only the data of others say it."""
+        """Number of clients. Raises ValueError if it is unknown without the clients' data."""
         if self.clients is None:
             raise ValueError(
                 "clients is not given, and the data here have no keys that say how many there are"
@@ -158,13 +158,13 @@ class Split(Strategy):
 
     @abstractmethod
     def rules(self) -> Rules:
-        """What clients and the server agree upon."""
+        """Return the agreement between clients and the server."""
 
     @abstractmethod
     def order(
         self, amounts: Amounts, head: Own | None, tail: Callable[[int], Party], seed: int
     ) -> Order:
-        """Who trains when."""
+        """Return the order of turns."""
 
     @property
     def label(self) -> str:
@@ -175,7 +175,7 @@ class Split(Strategy):
         return f"{self.title}{where}{shape}{own}{fewer}"
 
     def of(self, task: Task) -> Split:
-        """The same, with the place of the cut where the task says it, or nobody does.
+        """Return the same settings with the place of the cut, from the task or the default.
 
         Raises ValueError for another place than that of the task's files.
         """
@@ -191,12 +191,12 @@ class Split(Strategy):
 
     @property
     def labels_stay(self) -> bool:
-        """Whether the end of the model is with the client."""
+        """Whether the end of the model is at the client."""
         return len(self.cut) == 2
 
     @property
     def plan(self) -> Plan:
-        """As learners take it."""
+        """Plan of the run for learners."""
         return Plan(
             clients=self.count,
             at=self.cut,
@@ -248,7 +248,7 @@ class Split(Strategy):
         check_compression(self.compression)
 
     def check_in(self, world: World) -> None:
-        """Raises ValueError for what only a simulation has."""
+        """Raise ValueError for settings that require a simulation."""
         for name in ("personal_heads", "held_out", "measure_leaks"):
             if world.serves and getattr(self, name):
                 raise ValueError(
@@ -257,7 +257,7 @@ class Split(Strategy):
                 )
 
     def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
-        """Divides a copy of the model. Raises ValueError for one that cannot be divided so."""
+        """Divide a copy of the model. Raises ValueError if the model cannot be divided."""
         one = self.of(task)
         if isinstance(task, PARTS):
             one._check_parts(task, model)
@@ -266,7 +266,7 @@ class Split(Strategy):
             one._cut(task, model)
 
     def _check_parts(self, task: Task, model: nn.Module) -> None:
-        """Tries copies of the parts that are here."""
+        """Run trials on copies of the parts that this process has."""
         if self.compression.compresses:
             raise ValueError(
                 f"compression is {self.compression}, which needs a model that is cut by tracing, "
@@ -297,7 +297,7 @@ class Split(Strategy):
             )
 
     def _cut(self, task: Task, model: nn.Module) -> CutModel:
-        """A copy of the model that was cut, since the model is the one that will be trained."""
+        """Return a cut copy of the model, since the model itself will be trained."""
         check_apart(model)
         check_optimizer(task, model)
         cut = cut_at(task, another(model, task, 0), self.cut, self._examples(task))
@@ -306,16 +306,16 @@ class Split(Strategy):
         return cut
 
     def prove(self, task: Task, model: nn.Module, workers: int | None) -> Proof | None:
-        """Runs the parts and the undivided model side by side, on one batch."""
+        """Compare the parts with the undivided model on one batch."""
         one = self.of(task)
         if isinstance(task, PARTS):
             one._check_parts(task, model)
-            # A part alone has nothing to be compared with.
+            # A single part has no undivided model to compare with.
             if not isinstance(task, JoinedTask):
                 return None
             return prove_parts(task, model, one._examples(task))
         one._check_model(task, model)
-        # To trace a model takes longest of all: it is the one that was cut for the checks.
+        # Tracing is the most expensive step, so the copy cut for the checks is reused.
         return prove(task, model, one._cut(task, model))
 
     def _examples(self, task: Task) -> int:
@@ -323,11 +323,11 @@ class Split(Strategy):
         return own if self.batch_size is None else min(self.batch_size, own)
 
     def check_under(self, task: Task, model: nn.Module, conditions: Conditions) -> None:
-        """Raises ValueError for conditions that the clients of split learning do not have."""
+        """Raise ValueError for conditions that clients of split learning do not support."""
         check_conditions(conditions, self.without)
 
     def measures(self, task: Task, model: nn.Module, conditions: Conditions | None) -> list[str]:
-        """What evaluations measure, by name: on the test data, and on what clients hold out."""
+        """Return the names of the metrics: on the test data, and on clients' held-out data."""
         own = personal.names(task) if self.held_out else []
         return super().measures(task, model, conditions) + own
 
@@ -339,7 +339,7 @@ class Split(Strategy):
     def learner(self, task: Task, place: Place, seed: int) -> Learner:
         one = self.of(task)
         if place.channels is not None:
-            # Here, since a network needs libraries that a simulation does without.
+            # Imported here because the network needs libraries that a simulation does not.
             from dure.split.network.served import ServedLearner
 
             return ServedLearner(task, place, seed, one.plan, place.channels)

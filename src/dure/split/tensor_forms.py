@@ -1,4 +1,4 @@
-"""Dtypes and shapes of tensors that others send, compared with those that they have to have."""
+"""Dtypes and shapes of received tensors, compared with the expected ones."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def check_forms(what: str, given: Sequence[Tensor], wanted: Sequence[TensorForm]
 def check_gradient_forms(
     what: str, given: Sequence[Tensor | None], wanted: Sequence[TensorForm]
 ) -> None:
-    """Raise WrongError likewise, for gradients of which some may be None."""
+    """Raise WrongError for gradients of other dtypes or shapes; a gradient may be None."""
     if len(given) != len(wanted):
         raise WrongError(f"{len(given)} {what}, of {len(wanted)}")
     for one, form in zip(given, wanted, strict=True):

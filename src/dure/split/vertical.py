@@ -2,22 +2,21 @@
 
     party p      a_p = head_p(x_p),  x_p its columns of the batch     ->  a_p
     holder       join(a_1, ..., a_P) -> tail -> loss, with the labels ->  dL/da_p to each
-    everybody    one step of the task's optimizer on its own part
+    all          one step of the task's optimizer on each part
 
-The holder of the labels is a server, or one of the parties. Activations are joined by putting them
-one after another (concat) or by their sum (`dure.split.parties.model`). What is computed is the
-undivided model, and the trajectory is that of one worker on all columns.
+The holder of the labels is a server, or one of the parties. Activations are joined by concatenation
+(concat) or by their sum (`dure.split.parties.model`). The computation is that of the undivided
+model, and the trajectory is that of a single worker on all columns.
 
     bytes of a step and party     b B q_p up,  b B q_p down,  for activations of q_p numbers of b
                                   bytes; none for a party that has the labels
 
-A defence is at work where something leaves: noise on gradients at the holder, for each party who
-has no labels (`dure.split.parties.guarded`); NoPeek at each of these parties, for its own columns;
-labels are randomised before anybody trains.
+A defence applies to outgoing values: noise on gradients at the holder, for each party without
+labels (`dure.split.parties.guarded`); NoPeek at each of these parties, for its own columns; labels
+are randomised before training.
 
-Which rows the batch is of follows from the step's number and a seed that all know, and costs
-nothing. Before, parties may have to find out whom all of them know, and in which order
-(`dure.split.alignment`).
+The rows of a batch follow from the step's number and a seed that all know, and cost no bytes.
+Before, parties may have to align the people whom all know (`dure.split.alignment`).
 
 Sources: Vepakomma et al. 2018, "Split Learning for Health"; Ceballos et al. 2020, "SplitNN-driven
 Vertical Partitioning".
@@ -60,22 +59,22 @@ _PROOF_EXAMPLES = 8
 
 @dataclass(frozen=True)
 class VerticalSplit(Strategy):
-    """Parties with different columns train one model, and only activations and gradients travel.
+    """Parties with different columns train one model, and only activations and gradients are sent.
 
     Args:
         features: the columns of each party, such as 0-12 13-28; by default those of the model's
             heads, or equal parts.
-        parties: how many there are, where features are not given; 2 by default.
+        parties: number of parties, if features are not given; 2 by default.
         batch_size: B; None is all people in every step.
         label_party: the party that has the labels and the tail; None is a server.
-        align: whether parties first find out whom all of them know.
+        align: whether parties first align the people whom all of them know.
         id_column: the column of the inputs with people's ids, which no party trains on; by default
             the keys of the task are the ids.
-        missing: the share of people, drawn for each party, that it does not know.
-        defence: against what travels telling more than it should: none, marvell:4, max-norm:1,
+        missing: fraction of people, drawn for each party, that it does not know.
+        defence: protection against leakage of labels and columns: none, marvell:4, max-norm:1,
             isotropic:1, no-peek:1 or randomised-response:1.
-        measure_leaks: whether a meter tells how well each party could guess labels, and how much of
-            its columns the holder sees.
+        measure_leaks: whether a meter measures how well each party could guess labels, and how much
+            of its columns the holder sees.
     """
 
     features: tuple[str, ...] = ()
@@ -95,7 +94,7 @@ class VerticalSplit(Strategy):
     without: ClassVar[frozenset[str]] = WITHOUT
 
     def __post_init__(self) -> None:
-        # The one place where a frozen dataclass is still being made.
+        # object.__setattr__ because the dataclass is frozen.
         object.__setattr__(self, "features", tuple(map(_written, self.features)))
         parse_fields(self, {"defence": parse_defence})
 
@@ -110,7 +109,7 @@ class VerticalSplit(Strategy):
 
     @property
     def plan(self) -> PartiesPlan:
-        """As learners take it."""
+        """Plan of the run for learners."""
         return PartiesPlan(
             features=tuple(map(columns_of, self.features)),
             parties=self.parties,
@@ -147,11 +146,11 @@ class VerticalSplit(Strategy):
         if self.align:
             check_library()
             id_texts(ids_of(task.train, self.id_column))
-        # The labels are with whoever computes the loss, and go nowhere.
+        # The holder of the labels computes the loss, so labels are never sent.
         self.defence.check(task.train, labels_stay=True)
 
     def check_in(self, world: World) -> None:
-        """Raises ValueError for what only a simulation has."""
+        """Raise ValueError for settings that require a simulation."""
         if world.serves and self.measure_leaks:
             raise ValueError(
                 "measure_leaks is for simulations, in which all columns and labels are at hand: "
@@ -159,7 +158,7 @@ class VerticalSplit(Strategy):
             )
 
     def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
-        """Raises ValueError for a model or an optimizer that cannot be divided so."""
+        """Raise ValueError for a model or an optimizer that cannot be divided."""
         division, activations = self._divided(task, model)
         if self.label_party is not None and not 0 <= self.label_party < len(division.heads):
             raise ValueError(
@@ -180,7 +179,7 @@ class VerticalSplit(Strategy):
         self._check_guarded(activations)
 
     def _check_guarded(self, activations: Sequence[Tensor]) -> None:
-        """Raises ValueError for a defence where nothing leaves that it could guard."""
+        """Raise ValueError for a defence without outgoing values to protect."""
         others = self.plan.others(len(activations))
         if self.defence.guards != "nothing" and not any(
             activations[number].requires_grad for number in others
@@ -191,24 +190,24 @@ class VerticalSplit(Strategy):
             )
 
     def _divided(self, task: Task, model: nn.Module) -> tuple[Division, list[Tensor]]:
-        """The model by its parts, and what leaves the heads for an example."""
+        """Return the division of the model, and the heads' outputs for an example."""
         train, _ = examples_for(task)
         inputs, _ = train.batch(torch.tensor([0]))
         division = divide(model, inputs, self.plan.features, self.parties)
         return division, activations_of(division, inputs)
 
     def prove(self, task: Task, model: nn.Module, workers: int | None) -> Proof | None:
-        """Runs the parts and the undivided model side by side, on one batch."""
+        """Compare the parts with the undivided model on one batch."""
         self.check_model(task, model, workers)
         return prove(task, model, self.plan.features, self.parties, _PROOF_EXAMPLES)
 
     def check_under(self, task: Task, model: nn.Module, conditions: Conditions) -> None:
-        """Raises ValueError for conditions that parties do not have."""
+        """Raise ValueError for conditions that parties do not support."""
         check_conditions(conditions, self.without)
 
     def learner(self, task: Task, place: Place, seed: int) -> Learner:
         if place.channels is not None:
-            # Here, since a network needs libraries that a simulation does without.
+            # Imported here because the network needs libraries that a simulation does not.
             from dure.split.network.parties_served import ServedParties
 
             return ServedParties(task, place, seed, self.plan, place.channels)
@@ -216,7 +215,10 @@ class VerticalSplit(Strategy):
 
 
 def columns_of(text: str) -> Columns:
-    """ "0-2,7" as (0, 1, 2, 7). Raises ValueError for what names no columns."""
+    """Return the columns that a text names: "0-2,7" gives (0, 1, 2, 7).
+
+    Raises ValueError for a text that names no columns.
+    """
     columns: list[int] = []
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
@@ -230,5 +232,5 @@ def columns_of(text: str) -> Columns:
 
 
 def _written(columns: str | Sequence[int]) -> str:
-    """A party's columns as text, given as text or as numbers."""
+    """Return a party's columns as text, from text or numbers."""
     return columns if isinstance(columns, str) else ",".join(map(str, columns))

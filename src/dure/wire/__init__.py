@@ -1,1 +1,1 @@
-"""How models and updates travel between machines."""
+"""Formats, keys and signatures of the messages that travel between machines."""

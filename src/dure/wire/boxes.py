@@ -1,11 +1,12 @@
-"""The key for which others seal what only one client is to read, and who vouches for it.
+"""Box keys: the public keys to which other clients encrypt, signed by their owners.
 
-A client has two keys. With its identity (Ed25519, `dure.wire.signatures.Key`) it signs; it is known
-by it from its enrolment on. With its box key (X25519) it opens what others have sealed for it. The
-identity signs the box key, with the run, the client's number and its name: so a server, which hands
-box keys around, cannot put another one in its place, nor an older one of another run.
+A client has two keys. With its identity key (Ed25519, `dure.wire.signatures.Key`) the client signs;
+the server knows the client by this key from enrolment on. With its box key (X25519) the client
+decrypts messages that others have sealed to it. The identity signs the box key together with the
+run, the client's number and its name. A server, which distributes box keys, can therefore neither
+replace a box key nor present an older key of another run.
 
-Signed are a line and a JSON array:
+The signed bytes are a line and a JSON array:
 
     dure member 1
     ["RUN", 3, "ward 3", "BOX KEY, 64 DIGITS"]
@@ -32,7 +33,7 @@ except ImportError as error:
     raise ImportError('a network needs the extra: pip install "dure[deploy]"') from error
 
 MOST_NAME = 64
-"""Characters of a name."""
+"""Maximum characters of a client's name."""
 
 Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 PublicKey = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
@@ -42,21 +43,22 @@ Run = Annotated[str, msgspec.Meta(pattern=_RUN.pattern)]
 
 
 def check_run(run: str) -> None:
-    """Raises ValueError for what is no run's id."""
+    """Check the id of a run. Raises ValueError if the text is not a valid id."""
     if _RUN.match(run) is None:
         raise ValueError(f"{run[:100]!r} is no id of a run: 1 to 100 letters, digits, _ . -")
 
 
 def check_name(name: str) -> None:
-    """Raises ValueError for what is no client's name: others print it, as it is."""
+    """Check a client's name. Raises ValueError unless the name is printable as it is."""
     if not (0 < len(name) <= MOST_NAME and printable(name) == name):
         raise ValueError(f"a name has 1 to {MOST_NAME} characters that can be printed")
 
 
 class Member(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A client as others know it: its number, its name and its two public keys.
+    """Public description of a client: its number, its name and its two public keys.
 
-    identity: Ed25519, 64 hexadecimal digits. box: X25519, likewise. signature: by the identity.
+    `identity` is an Ed25519 key and `box` an X25519 key, both in 64 hexadecimal digits. `signature`
+    is made with the identity key.
     """
 
     number: Number
@@ -66,8 +68,10 @@ class Member(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     signature: Signature
 
     def is_true(self, run: str) -> bool:
-        """Whether the identity has signed that this is its box key, number and name in the run; a
-        box key with which nothing is secret is none."""
+        """Return whether the identity has signed this box key, number and name for the run.
+
+        Returns False for a weak box key, with which a shared secret would be public.
+        """
         if not is_secret(self.box):
             return False
         signed = _signed(run, self.number, self.name, self.box)
@@ -78,7 +82,7 @@ class Member(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class BoxKey:
-    """A private key, which stays on its machine. `public` is the text by which others know it."""
+    """Private X25519 key, which stays on its machine. `public` is its public key in hexadecimal."""
 
     def __init__(self, private: X25519PrivateKey) -> None:
         self.private = private
@@ -90,17 +94,17 @@ class BoxKey:
 
     @classmethod
     def kept_in(cls, path: Path) -> BoxKey:
-        """The key of a file, which only its owner may read; a new one where there is no file.
+        """Load the key from a file that only its owner may read; create the file if it is missing.
 
-        Raises ValueError for a file that is no such key or that others may read, and
-        RunFolderWriteError where a new one cannot be kept.
+        Raises ValueError for a file that is not such a key or that others may read, and
+        RunFolderWriteError if a new key cannot be written.
         """
         return cls(kept_in(path, X25519PrivateKey))  # type: ignore[type-abstract]
 
     def member(self, identity: Key, number: int, name: str, run: str) -> Member:
-        """What the owner of both keys says of itself, to everybody in the run.
+        """Return the signed description of the owner of both keys, for all members of the run.
 
-        Raises ValueError for what is no id of a run, no number or no name.
+        Raises ValueError for an invalid id of a run, number or name.
         """
         check_run(run)
         check_name(name)
@@ -119,18 +123,19 @@ _ORDER_8 = (
     0x57119FD0DD4E22D8868E1C58C45C44045BEF839C55B1D0B1248C50A3BC959C5F,
 )
 _SMALL = frozenset({0, 1, _FIELD - 1, *_ORDER_8})
-"""The u of the points of small order, on the curve and on its twist."""
+"""u-coordinates of the points of small order, on the curve and on its twist."""
 
 
 def is_secret(box: str) -> bool:
-    """Whether a secret can be had with this public key of X25519, written in the one spelling.
+    """Return whether this X25519 public key is canonical and gives a secret shared key.
 
-    With a point of small order the secret is zero for everybody (RFC 7748, 6.1).
+    With a point of small order the shared secret is zero, and so known to everybody (RFC 7748,
+    6.1).
     """
     u = int.from_bytes(bytes.fromhex(box), "little")
     return u < _FIELD and u not in _SMALL
 
 
 def _signed(run: str, number: int, name: str, box: str) -> bytes:
-    # As JSON, so that no two different members have the same bytes.
+    # JSON, so that two different members never have the same bytes.
     return b"dure member 1\n" + json.dumps([run, number, name, box]).encode("ascii")

@@ -1,17 +1,17 @@
 """TLS: a private certificate authority, and the contexts of servers and clients.
 
-    FOLDER/authority.pem   what clients need to know the server: `dure join --ca`
-    FOLDER/authority.key   signs certificates; stays where it was made
+    FOLDER/authority.pem   certificate by which clients verify the server: `dure join --ca`
+    FOLDER/authority.key   key that signs certificates; stays on the machine that made it
     FOLDER/server.pem      the server's certificate, for the names by which clients reach it
     FOLDER/server.key
-    FOLDER/NAME.pem        a client's certificate, for servers that ask for one
+    FOLDER/NAME.pem        a client's certificate, for servers that require client certificates
     FOLDER/NAME.key
 
-Keys are of the curve P-256 and readable by their owner only. Certificates are good from 1970 on,
-so that a device whose clock has lost its battery can come; when they expire is said where they are
-made.
+Keys are of the curve P-256 and readable by their owner only. Certificates are valid from 1970 on,
+so that a device whose clock has lost its battery can connect. The command that makes a certificate
+prints its expiry.
 
-Certificates from anywhere else do as well: the contexts take any files in PEM.
+Certificates of other authorities work too: the contexts take any PEM files.
 
 Source: RFC 5280 (certificates), RFC 8446 (TLS 1.3).
 """
@@ -55,7 +55,7 @@ _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
 class Pair(NamedTuple):
-    """The files of a certificate, with what lies between it and the authority, and of its key."""
+    """Files of a certificate, with its intermediate certificates, and of its private key."""
 
     certificate: Path
     key: Path
@@ -66,8 +66,11 @@ def pair_in(folder: Path, name: str) -> Pair:
 
 
 def make_authority(folder: Path, name: str = "dure", days: float = AUTHORITY_DAYS) -> Pair:
-    """Makes an authority in a folder. Raises ValueError where there is one: nobody would trust any
-    longer what that has signed."""
+    """Create a certificate authority in a folder.
+
+    Raises ValueError if the folder has an authority already: certificates that the old authority
+    has signed would no longer be trusted.
+    """
     pair = pair_in(folder, "authority")
     for file in pair:
         if file.exists():
@@ -92,11 +95,11 @@ def make_authority(folder: Path, name: str = "dure", days: float = AUTHORITY_DAY
 def issue_server(
     folder: Path, hosts: Iterable[str] = (), days: float = CERTIFICATE_DAYS, name: str = "server"
 ) -> Pair:
-    """Makes a server's certificate, or its successor, by the authority in the folder.
+    """Issue or renew a server's certificate with the authority in the folder.
 
-    hosts: names and IP addresses by which clients reach it, besides `ALWAYS`. A server that runs
-    with these files takes the new ones by itself (`Reloading`). Raises ValueError for what is no
-    host, and where there is no authority.
+    `hosts` are names and IP addresses by which clients reach the server, besides `ALWAYS`. A
+    running server loads the new files by itself (`Reloading`). Raises ValueError for an invalid
+    host, and if there is no authority.
     """
     names = [_general_name(host) for host in dict.fromkeys([*ALWAYS, *hosts])]
     alternatives = x509.SubjectAlternativeName(names)
@@ -104,7 +107,10 @@ def issue_server(
 
 
 def issue_client(folder: Path, name: str, days: float = CERTIFICATE_DAYS) -> Pair:
-    """Makes a client's certificate by the authority in the folder."""
+    """Issue a client's certificate with the authority in the folder.
+
+    Raises ValueError for an invalid name, and if there is no authority.
+    """
     if _FILE.fullmatch(name) is None or name in ("authority", "server"):
         raise ValueError(f"{name!r} cannot be the name of a client's files: letters, digits, . _ -")
     alternatives = x509.SubjectAlternativeName([x509.DNSName(name)])
@@ -112,13 +118,18 @@ def issue_client(folder: Path, name: str, days: float = CERTIFICATE_DAYS) -> Pai
 
 
 def expires(certificate: Path) -> datetime.datetime:
-    """When the first certificate of a file expires, in UTC. ValueError for a file without one."""
+    """Return the expiry of the first certificate in a file, in UTC.
+
+    Raises ValueError for a file without a certificate.
+    """
     return _certificates(certificate)[0].not_valid_after_utc
 
 
 def check_pair(pair: Pair) -> None:
-    """Raises ValueError in one line unless the files are a certificate that has not expired, and
-    its key."""
+    """Check that the files are an unexpired certificate and its private key.
+
+    Raises ValueError with a single-line message otherwise.
+    """
     certificate = _certificates(pair.certificate)[0]
     key = _private_key(pair.key)
     form = (Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
@@ -134,10 +145,10 @@ def check_pair(pair: Pair) -> None:
 def server_context(
     certificate: Path, key: Path, client_authority: Path | None = None
 ) -> ssl.SSLContext:
-    """TLS of a server, 1.2 or newer.
+    """Return the TLS context of a server, version 1.2 or newer.
 
-    client_authority: who does not show a certificate of these authorities is sent away before it
-    can say a word. Raises ValueError for files that will not do.
+    With `client_authority`, the server closes the connection of a client without a certificate of
+    these authorities during the handshake. Raises ValueError for unusable files.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -151,11 +162,11 @@ def server_context(
 def client_context(
     authority: Path | None = None, certificate: tuple[Path, Path] | None = None
 ) -> ssl.SSLContext:
-    """TLS of a client, 1.2 or newer; the server has to prove the name by which it was reached.
+    """Return the TLS context of a client, 1.2 or newer, which verifies the server's host name.
 
-    authority: who signed the server's certificate; those that this machine trusts where it is None.
-    certificate: the client's own and its key, where the server asks for one. Raises ValueError for
-    files that will not do.
+    `authority` is the file of the authorities of the server's certificate; None for the authorities
+    that this machine trusts. `certificate` has the files of the client's own certificate and key,
+    if the server requires them. Raises ValueError for unusable files.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -169,11 +180,11 @@ def client_context(
 
 
 class Reloading:
-    """Takes a renewed certificate into the context of a server that runs.
+    """Reload a renewed certificate into the context of a running server.
 
-    Connections that begin afterwards get it; those that are there go on. `look` is called every few
-    seconds. The authorities of clients are not looked at: a context can trust one more, but none
-    less.
+    Only new connections use the new certificate. The server calls `look` every few seconds. The
+    authorities of clients are not reloaded: a context can trust an additional authority, but cannot
+    revoke one.
     """
 
     def __init__(self, context: ssl.SSLContext, certificate: Path, key: Path) -> None:
@@ -183,10 +194,10 @@ class Reloading:
         self._refused: object = None
 
     def look(self) -> bool:
-        """Whether the files have changed and were loaded.
+        """Load the files if they have changed, and return whether they were loaded.
 
-        Raises ValueError, once, for new files that will not do; the old certificate stays. That may
-        be for a moment only, when one file of two is written.
+        Raises ValueError, once per change, for unusable new files; the context keeps the old
+        certificate. The error may be transient, if the other file is not written yet.
         """
         stamp = self._stamp()
         if stamp == self._loaded or stamp == self._refused:
@@ -205,8 +216,8 @@ class Reloading:
 
 
 def _load(context: ssl.SSLContext, pair: Pair) -> None:
-    # First: OpenSSL would ask the terminal for a password, and forget the old certificate before it
-    # finds fault with the new one.
+    # Checked first: OpenSSL would prompt for a password on the terminal, and would discard the old
+    # certificate before it rejects the new one.
     check_pair(pair)
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(*pair)
@@ -243,7 +254,7 @@ def _read(file: Path) -> bytes:
 
 
 def _certificates(file: Path) -> Sequence[x509.Certificate]:
-    """Those of a file, at least one."""
+    """Return the certificates of a file, at least one."""
     content = _read(file)
     try:
         return x509.load_pem_x509_certificates(content)
@@ -307,7 +318,7 @@ def _begun(
     except OverflowError as error:
         raise ValueError(f"a certificate cannot be good for {days} days") from error
     if authority is not None:
-        # Beyond the authority's end it would be good for nothing, and say that it is.
+        # After the authority's expiry the certificate would be invalid, whatever its own expiry.
         end = min(end, authority.not_valid_after_utc)
     return (
         x509.CertificateBuilder()
@@ -360,7 +371,7 @@ def _general_name(host: str) -> x509.GeneralName:
 def _write(
     pair: Pair, key: ec.EllipticCurvePrivateKey, certificates: Iterable[x509.Certificate]
 ) -> None:
-    """Both files, each as a whole, in the order in which a server that looks can take them."""
+    """Write each file atomically: first the key, then the certificate, for `Reloading`."""
     pem = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
     chain = b"".join(one.public_bytes(Encoding.PEM) for one in certificates)
     _replace(pair.key, pem, 0o600)
@@ -371,7 +382,7 @@ def _write(
 def _replace(file: Path, content: bytes, mode: int) -> None:
     beside = file.with_name(f".{file.name}.{os.getpid()}")
     with told(file):
-        # Nobody else can read a key, from its first byte on.
+        # The mode protects the key from its first byte on.
         descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, mode)
         with open(descriptor, "wb") as opened:
             opened.write(content)

@@ -1,16 +1,16 @@
 """Encryption to a public key, HPKE in base mode: DHKEM(X25519), HKDF-SHA256, AES-256-GCM.
 
-    secret      of an X25519 key made for this message alone, with the receiver's
+    secret      X25519 of an ephemeral key, made for this message, with the receiver's key
     key, nonce  HKDF-SHA256 of the secret, of both public keys, and of `info`
     message     AES-256-GCM with this key and nonce
 
-The first of these public keys travels with the message and is all that the receiver needs besides
-its private key and `info`, of which it has its own copy: a message with another one cannot be
-opened. Base mode says nothing about who encrypted; `dure.wire.sealing` does.
+The ephemeral public key travels with the message. The receiver needs besides only its private key
+and its own copy of `info`: a message made with another `info` cannot be decrypted. Base mode does
+not authenticate the sender; `dure.wire.sealing` does.
 
-Newer versions of `cryptography` have the same, as a function of one piece of memory that makes
-another. Here a message may lie in many pieces and is encrypted from them straight into the memory
-that is given for it, with `cryptography` 42 or newer; the tests hold the two against each other.
+Newer versions of `cryptography` offer HPKE as a function from a buffer to a new buffer. This
+module encrypts a message in many pieces directly into a given buffer, and runs with `cryptography`
+42 or newer. The tests compare both implementations.
 
 A message has at most `MOST` bytes, so that one nonce is enough (NIST SP 800-38D, 5.2.1.1).
 
@@ -36,30 +36,30 @@ PUBLIC = 32
 """Bytes of a public key."""
 
 TAG = 16
-"""Bytes by which a message is longer when it is encrypted."""
+"""Bytes that encryption adds to a message: the authentication tag."""
 
 SLACK = 15
-"""Bytes that `decrypt` wants behind the message: a block of AES less one, as `update_into` does."""
+"""Bytes that `decrypt` needs after the message: an AES block less 1, as `update_into` requires."""
 
 MOST = (1 << 36) - 32
-"""Bytes of a message."""
+"""Maximum bytes of a message."""
 
 _KEM = b"KEM" + bytes([0x00, 0x20])
 _SUITE = b"HPKE" + bytes([0x00, 0x20, 0x00, 0x01, 0x00, 0x02])
-"""The numbers of DHKEM(X25519, HKDF-SHA256), of HKDF-SHA256 and of AES-256-GCM."""
+"""Suite ids of DHKEM(X25519, HKDF-SHA256), HKDF-SHA256 and AES-256-GCM."""
 
 STRIDE = 16 << 20
-"""Bytes that are encrypted at once: between two of them, other threads have their turn."""
+"""Bytes encrypted per call; other threads can run between two calls."""
 
 
 def encrypt(
     receiver: bytes, info: bytes, parts: Iterable[memoryview], encrypted: memoryview
 ) -> bytes:
-    """Encrypts a message for whoever has the private key of `receiver`.
+    """Encrypt a message to the owner of the private key of `receiver`.
 
-    parts: the message, in views of bytes. encrypted: is filled, `TAG` bytes longer than the
-    message. Returns the public key that has to travel with it. Raises ValueError for a `receiver`
-    with which no secret can be had.
+    `parts` are byte views of the message. `encrypted` is the output buffer, `TAG` bytes longer than
+    the message. Returns the ephemeral public key, which must travel with the message. Raises
+    ValueError for a weak `receiver` key.
     """
     public = X25519PublicKey.from_public_bytes(receiver)
     once = X25519PrivateKey.generate()
@@ -68,7 +68,7 @@ def encrypt(
     encryptor = Cipher(*_cipher(secret, info)).encryptor()
     at = 0
     for piece in _strides(parts):
-        # The room of the tag is what `update_into` wants to have behind the last piece.
+        # The space of the tag serves as the slack that `update_into` requires after the last piece.
         encryptor.update_into(piece, encrypted[at : at + len(piece) + SLACK])
         at += len(piece)
     encryptor.finalize()
@@ -83,11 +83,18 @@ def decrypt(
     encrypted: memoryview,
     message: memoryview,
 ) -> None:
-    """The inverse of `encrypt`.
+    """Decrypt a message that `encrypt` has encrypted.
 
-    message: is filled; as long as the message, and `SLACK` bytes. Raises ValueError or
-    cryptography's InvalidTag for what was not encrypted for this key and with this `info`; then
-    what `message` holds is nobody's, and must not be looked at.
+    Args:
+        private: Private key of the receiver.
+        travels: Ephemeral public key that came with the message.
+        info: The same bytes as in `encrypt`.
+        encrypted: Encrypted message, with its tag.
+        message: Output buffer, as long as the message plus `SLACK` bytes.
+
+    Raises:
+        ValueError, InvalidTag: The message was not encrypted to this key with this `info`. The
+            content of the output buffer is then unauthenticated, and must not be used.
     """
     secret = _shared(
         private.exchange(X25519PublicKey.from_public_bytes(travels)),
@@ -115,8 +122,8 @@ def _shared(dh: bytes, travels: bytes, receiver: bytes) -> bytes:
 
 
 def _cipher(shared: bytes, info: bytes) -> tuple[AES, GCM]:
-    # RFC 9180, 5.1: KeySchedule in mode 0, without a key that both had before; 5.2: the nonce of
-    # the first message is the base nonce.
+    # RFC 9180, 5.1: KeySchedule in mode 0, without a pre-shared key; 5.2: the nonce of the first
+    # message is the base nonce.
     context = b"\0" + _extract(_SUITE, b"", b"psk_id_hash", b"")
     context += _extract(_SUITE, b"", b"info_hash", info)
     secret = _extract(_SUITE, shared, b"secret", b"")
@@ -125,7 +132,7 @@ def _cipher(shared: bytes, info: bytes) -> tuple[AES, GCM]:
 
 
 def _extract(suite: bytes, salt: bytes, label: bytes, content: bytes) -> bytes:
-    # HMAC fills a short key up with zeros, so an empty salt is this one.
+    # HMAC pads a short key with zeros, so an empty salt equals 32 zeros.
     extract = HMAC(salt or bytes(32), SHA256())
     extract.update(b"HPKE-v1" + suite + label + content)
     return extract.finalize()

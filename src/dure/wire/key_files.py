@@ -1,7 +1,7 @@
-"""Private keys in files: PEM without a password, which only their owner may read.
+"""Private keys in files: PEM without a password, readable by their owner only.
 
-A file appears whole or not at all, and the first one stays: of two processes that make a key at the
-same time, both get the key of the one that was first.
+A file appears atomically, and the first writer wins: two processes that create a key at the same
+time both get the key of the first.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ except ImportError as error:
 Private = TypeVar("Private", Ed25519PrivateKey, X25519PrivateKey)
 
 _MOST = 1 << 16
-"""Bytes that are read of a file: a key has some hundred."""
+"""Maximum bytes read from a file; a key has some hundred bytes."""
 
 
 def kept_in(path: Path, kind: type[Private]) -> Private:
-    """The key of a file; a new one where there is no file.
+    """Load the key from a file; create the file if it is missing.
 
-    Raises ValueError for a file that is no key of this kind or that others may read, and
-    RunFolderWriteError where a new one cannot be kept.
+    Raises ValueError for a file that is not a key of this kind or that others may read, and
+    RunFolderWriteError if a new key cannot be written.
     """
     if not path.exists():
         with told(path):
             keep(kind.generate(), path)
-    # Read again: of two processes that made one at the same time, one was the first.
+    # Read the file: another process may have created it first.
     return _read(path, kind)
 
 
 def keep(private: Ed25519PrivateKey | X25519PrivateKey, path: Path) -> None:
-    """Writes a key unless there is a file already, as of another process. Raises OSError."""
+    """Write a key unless the file exists, for example from another process. Raises OSError."""
     pem = private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
     beside = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
-    # What a killed process has left: the next may have its number, as in a container.
+    # Left by a killed process: the next process may get its process id, as in a container.
     beside.unlink(missing_ok=True)
-    # For nobody else from its first byte on.
+    # The mode protects the key from its first byte on.
     descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     try:
         with open(descriptor, "wb") as file:

@@ -1,9 +1,9 @@
-"""The names under which a model's flat tensors travel.
+"""Names under which a model's flat tensors travel.
 
-Servers and clients keep weights flat, one tensor a dtype. On the wire each parameter has the name
-that it has in the model, so that whoever gets the bytes can read them with any library, and a
-training loop of another framework finds its arrays by name. Names cost no copy: a flat tensor is
-cut into views, and what arrives lies in one piece again (`dure.wire.tensors.room_for`).
+Servers and clients hold weights as flat tensors, split by dtype. On the wire each parameter has its
+name in the model, so that any receiver can read the bytes with any library, and a training loop of
+another framework finds its arrays by name. Names cost no copy: the sender splits a flat tensor into
+views, and the receiver allocates the parts contiguously (`dure.wire.tensors.room_for`).
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from dure.wire.requests import Trains
 from dure.wire.tensors import Form, forms_of
 
 EXTRA = "extra:"
-"""What the name of a tensor begins with that an algorithm sends besides the model."""
+"""Prefix of the name of a tensor that an algorithm sends besides the model."""
 
 
 def is_extra(name: str) -> bool:
-    """Whether a tensor of this name is no part of the model."""
+    """Return whether a tensor of this name is not part of the model."""
     return name.startswith(EXTRA)
 
 
 class Layout(NamedTuple):
-    """weights: for each flat tensor the names and shapes of what lies in it. buffers: names."""
+    """Names and shapes of the parameters in each flat tensor, and names of the buffers."""
 
     weights: Sequence[Sequence[tuple[str, tuple[int, ...]]]]
     buffers: Sequence[str]
@@ -36,9 +36,9 @@ class Layout(NamedTuple):
     def named(
         self, weights: Sequence[Tensor], buffers: Sequence[Tensor], extra: Sequence[Tensor] = ()
     ) -> dict[str, Tensor]:
-        """Everything by its name, as views; extras are called by their number.
+        """Return all tensors by name, as views; extras are named by their index.
 
-        Raises ValueError for other tensors than the layout has.
+        Raises ValueError for tensors that do not match the layout.
         """
         named: dict[str, Tensor] = {}
         for flat, parts in zip(weights, self.weights, strict=True):
@@ -52,7 +52,10 @@ class Layout(NamedTuple):
     def apart(
         self, tensors: Mapping[str, Tensor]
     ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """The inverse of `named`: (weights, buffers, extra). Raises KeyError if one is missing."""
+        """Split named tensors into (weights, buffers, extra), the inverse of `named`.
+
+        Raises KeyError if a tensor is missing.
+        """
         weights = [in_a_row([tensors[name] for name, _ in parts]) for parts in self.weights]
         buffers = [tensors[name] for name in self.buffers]
         extra = [one for name, one in tensors.items() if is_extra(name)]
@@ -61,7 +64,7 @@ class Layout(NamedTuple):
     def forms(
         self, weights: Sequence[Tensor], buffers: Sequence[Tensor], extra: Sequence[Tensor] = ()
     ) -> dict[str, Form]:
-        """What such tensors are like, by name."""
+        """Return the dtype and shape of each tensor, by name."""
         return forms_of(self.named(weights, buffers, extra))
 
 
@@ -78,13 +81,21 @@ def _any(cohort: int) -> str | None:
 
 
 class Federation(NamedTuple):
-    """What a network has to know of a federation to speak with its clients.
+    """Description of a federation that a network needs to serve its clients.
 
-    clients: how many numbers there are. trains: what a site has to train. frozen: the weights that
-    are not trained. threads: with how many a client is to compute. samples: how many a client with
-    so many examples processes in a round, at the most. holds: updates stay with their clients.
-    steps: how many steps such a client makes in a round. why_not: why the run cannot combine the
-    updates of so many clients at least, in words; None where it can.
+    Args:
+        clients: Number of client numbers.
+        seed: Seed of the run.
+        layout: Names and shapes of the tensors.
+        trains: The model and task that a site must train.
+        frozen: Weights that are not trained, by name.
+        threads: Number of threads of a client.
+        samples: Function of a client's number of examples; returns the most examples that the
+            client processes in a round.
+        holds: Whether updates stay at their clients.
+        steps: Function of a client's number of examples; returns its optimizer steps in a round.
+        why_not: Function of a number of clients; returns the reason why the run cannot combine the
+            updates of at least so many clients, or None.
     """
 
     clients: int
@@ -100,7 +111,7 @@ class Federation(NamedTuple):
 
 
 def in_a_row(tensors: Sequence[Tensor]) -> Tensor:
-    """The elements of all, as one flat tensor: a view where they lie one after another."""
+    """Return the elements of all tensors as a flat tensor: a view if they are contiguous."""
     if not tensors:
         return torch.empty(0)
     first = tensors[0]

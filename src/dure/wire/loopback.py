@@ -1,6 +1,6 @@
-"""Addresses that only this machine reaches: there, what travels without TLS is read by nobody else.
+"""Loopback addresses, whose traffic without TLS stays inside this machine.
 
-Servers and clients ask the same function whether they may do without TLS.
+Servers and clients call the same function to decide whether TLS is optional.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import ipaddress
 
 
 def is_loopback(host: str) -> bool:
-    """Whether the host is localhost, or an address in 127.0.0.0/8, or ::1."""
+    """Return whether the host is localhost, an address in 127.0.0.0/8, or ::1."""
     if host == "localhost":
         return True
     try:

@@ -1,7 +1,7 @@
-"""What every list of clients has in common: numbers, names, identities, and how two lists differ.
+"""Common parts of every list of clients: numbers, names, identities, and differences of two lists.
 
-A client is known by the public key of its identity (Ed25519, `dure.wire.signatures`). People read
-its *fingerprint* out to each other instead: 32 digits of the key's SHA-256, in groups of four.
+A client is identified by the public key of its identity (Ed25519, `dure.wire.signatures`). People
+compare its *fingerprint* instead: 32 digits of the key's SHA-256, in groups of four.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dure.wire.boxes import check_name
 from dure.wire.signatures import check_public
 
 MOST_LIST = 1 << 20
-"""Bytes of a list of clients that a person has written."""
+"""Maximum bytes of a list of clients written by a person."""
 
 _FORM = re.compile("[0-9a-f]{64}|[0-9a-f]{32}")
 
@@ -26,7 +26,7 @@ Body = TypeVar("Body", bound=msgspec.Struct)
 
 
 class RosterError(ValueError):
-    """A roster is not what it says, or not the one that was pinned. kind: in two words."""
+    """A roster is invalid, or differs from the pinned roster. `kind` is a short category."""
 
     def __init__(self, kind: str, reason: str) -> None:
         super().__init__(reason)
@@ -34,7 +34,7 @@ class RosterError(ValueError):
 
 
 class Known(Protocol):
-    """A client as a list has it. As text: "client 3 (ward 3)"."""
+    """A client in a list. As text: "client 3 (ward 3)"."""
 
     @property
     def number(self) -> int: ...
@@ -50,20 +50,20 @@ class Known(Protocol):
 
 
 def fingerprint(public: str) -> str:
-    """A public key in short, to be read out: 32 digits of its SHA-256, in groups of four."""
+    """Return the fingerprint of a public key: 32 digits of its SHA-256, in groups of four."""
     return grouped(bytes.fromhex(public), 32)
 
 
 def grouped(content: bytes, count: int) -> str:
-    """So many digits of the SHA-256, in groups of four."""
+    """Return the first `count` hexadecimal digits of the SHA-256, in groups of four."""
     digits = hashlib.sha256(content).hexdigest()
     return " ".join(digits[at : at + 4] for at in range(0, count, 4))
 
 
 def key_said(text: str) -> str:
-    """A public key or a fingerprint, as somebody wrote it, in one spelling: digits alone.
+    """Return a public key or a fingerprint, as typed by a person, as plain lower-case digits.
 
-    Spaces and colons do not count. Raises ValueError for anything else, and for a public key with
+    Ignores spaces and colons. Raises ValueError for any other text, and for a weak public key, with
     which anybody could sign.
     """
     plain = _plain(text)
@@ -77,7 +77,7 @@ def key_said(text: str) -> str:
 
 
 def is_said(public: str, said: str) -> bool:
-    """Whether a public key is the one that `key_said` has read."""
+    """Return whether a public key matches a key or fingerprint from `key_said`."""
     return said in (public, _plain(fingerprint(public)))
 
 
@@ -89,7 +89,7 @@ def _plain(text: str) -> str:
 
 
 class Line(NamedTuple):
-    """A client's line. place: for errors. rest: what follows the number."""
+    """Line of a client. `place` names the line in errors; `rest` is the text after the number."""
 
     place: str
     number: int
@@ -97,10 +97,10 @@ class Line(NamedTuple):
 
 
 def lines_of(path: Path, what: str, form: str) -> Iterator[Line]:
-    """The lines of a file that begin with a client's number, each number once.
+    """Yield the lines of a file that begin with a client's number; each number occurs once.
 
-    Lines that are empty or begin with # are left out. what: the file is, form: of a line, for
-    errors. Raises ValueError.
+    Skips empty lines and lines that begin with #. `what` names the file and `form` describes a
+    valid line, for errors. Raises ValueError for an unreadable file and an invalid line.
     """
     try:
         with path.open("rb") as file:
@@ -124,13 +124,13 @@ def lines_of(path: Path, what: str, form: str) -> Iterator[Line]:
         yield Line(place, number, words[1])
 
 
-# Lists that came from elsewhere
+# Lists received from elsewhere
 
 
 def read_body(body: bytes | bytearray, kind: type[Body], most: int) -> Body:
-    """What JSON from anybody says, with the types of `kind`; not checked further.
+    """Decode untrusted JSON into `kind`. Checks types only.
 
-    Raises RosterError for anything else, and for more than `most` bytes.
+    Raises RosterError for invalid JSON, and for more than `most` bytes.
     """
     if len(body) > most:
         reason = f"the roster has {len(body)} bytes, and may have {most}"
@@ -138,13 +138,13 @@ def read_body(body: bytes | bytearray, kind: type[Body], most: int) -> Body:
     try:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        # The text may quote what came, which may be anything.
+        # The text may quote the received bytes, which are untrusted.
         said = ascii(str(error))[1:-1]
         raise RosterError("no roster", f"what came is no roster: {said}") from error
 
 
 def check_key(whose: str, public: str) -> None:
-    """Raises RosterError for a key with which anybody could sign."""
+    """Check a public key. Raises RosterError for a weak key, with which anybody could sign."""
     try:
         check_public(public)
     except ValueError as error:
@@ -152,8 +152,10 @@ def check_key(whose: str, public: str) -> None:
 
 
 def check_apart(members: Sequence[Known], *fields: str) -> None:
-    """Raises RosterError unless the clients are in order, each with a key that is one, and differ
-    in each of the fields."""
+    """Check that the clients are sorted, have valid names and keys, and differ in each field.
+
+    Raises RosterError otherwise.
+    """
     numbers = [member.number for member in members]
     if numbers != sorted(set(numbers)):
         raise RosterError("no roster", "the clients of the roster are not in order, each once")
@@ -176,7 +178,10 @@ def check_apart(members: Sequence[Known], *fields: str) -> None:
 def differences(
     old: Sequence[Known], new: Sequence[Known], others: Mapping[str, str] | None = None
 ) -> list[str]:
-    """In what two lists differ, in words. others: of more fields, what to say of a change."""
+    """Describe the differences of two lists, a sentence each.
+
+    `others` has additional fields to compare, and the words for a change of each.
+    """
     before = {member.number: member for member in old}
     after = {member.number: member for member in new}
     found = []

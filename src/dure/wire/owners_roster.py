@@ -1,30 +1,31 @@
-"""Who the clients of a federation are, as its owner says and signs, and not its server.
+"""Owner's roster: the list of a federation's clients, signed by its owner and not by its server.
 
-Clients of a secure sum agree on keys through the server. One that lies could put keys of its own in
-the place of every other client's, and read what it is sent. Against that each client signs its keys
-with its identity, and this list says whose identities count. So it has to come from somebody else
-than the server: the *owner* of the federation, a person with a key of their own, who has the public
-keys from the clients themselves and signs the list on a machine that serves nothing. The server
-hands the list to clients as it is, and need not be trusted for that: a client knows its owner by
-the public key or its fingerprint, which it got on another way, such as a telephone.
+Clients of a secure sum exchange keys through the server. A malicious server could replace every
+other client's keys by its own, and read the messages. For protection each client signs its keys
+with its identity, and this list names the valid identities. The list therefore has to come from
+another party than the server: the *owner* of the federation, a person with a private key, who gets
+the public keys from the clients themselves and signs the list on a machine that is not a server.
+The server distributes the list unchanged and need not be trusted: a client knows its owner by the
+public key or its fingerprint, which it got over another channel, such as a telephone.
 
     {"federation": "heart study", "expires": "2027-11-26", "owner": KEY,
      "members": [{"number": 0, "name": "ward 3", "identity": KEY}, …], "signature": …}
 
-Signed are a line and a JSON array:
+The signed bytes are a line and a JSON array:
 
     dure owner's roster 1
     ["heart study", "2027-11-26", OWNER, [[0, "ward 3", IDENTITY], …]]
 
-A roster is made before a run exists. It names no run and is good for every run of so many clients,
-until it expires. The numbers of its members are those of the clients, 0 to n - 1, all of them: who
-is in a run and not on the roster is nobody. Which run takes which roster is pinned by clients
-(`Pinned`): within a run it does not change, but that its owner may renew it until a later day.
+A roster is made before a run exists. It names no run and is valid for every run with this number of
+clients, until it expires. Its members have all the numbers of the clients, 0 to n - 1: a client
+that is in a run and not on the roster is not accepted. Clients pin the roster of a run (`Pinned`):
+within a run only the expiry may change, when the owner renews the roster.
 
-Cost: 64 bytes of signature, about 120 bytes a client, one signature to check at a check-in.
+Cost: 64 bytes of signature, about 120 bytes per client, and the check of one signature per
+check-in.
 
 Source: Bonawitz et al., Practical Secure Aggregation for Privacy-Preserving Machine Learning (CCS
-2017), which asks for a public key infrastructure where the server does not follow the protocol.
+2017), which requires a public key infrastructure if the server does not follow the protocol.
 """
 
 from __future__ import annotations
@@ -60,21 +61,23 @@ from dure.wire.members import (
 from dure.wire.signatures import Key, is_signed
 
 MOST = 1 << 19
-"""Bytes of a roster, at most: it travels in the answer to a check-in. 4,000 clients with short
-names fit, and 1,200 with any."""
+"""Maximum bytes of a roster, which travels in the answer to a check-in.
+
+Large enough for 4,000 clients with short names, and for 1,200 clients with any names.
+"""
 
 FILE = "owners-roster.json"
-"""Its name in a run folder."""
+"""Name of the roster's file in a run folder."""
 
 DAYS = 365.0
-"""For which a roster is good, where nobody says otherwise."""
+"""Default validity of a roster in days."""
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=MOST_NAME)]
 _FORM = "NUMBER NAME PUBLICKEY"
 
 
 class Listed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A client. identity: its public key, Ed25519, 64 hexadecimal digits."""
+    """Client on a roster. `identity` is its Ed25519 public key, 64 hexadecimal digits."""
 
     number: Number
     name: Name
@@ -85,8 +88,11 @@ class Listed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class OwnersRoster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """federation: as its owner calls it. expires: the last day on which it is good, in UTC. owner:
-    the public key by which it is signed. members: by their numbers."""
+    """List of a federation's clients, signed by its owner.
+
+    `federation` is the owner's name of the federation. `expires` is the last valid day, in UTC.
+    `owner` is the public key of the signature. `members` are sorted by number.
+    """
 
     federation: Name
     expires: date
@@ -98,10 +104,10 @@ class OwnersRoster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def signed(
         cls, federation: str, members: Iterable[Listed], key: Key, days: float = DAYS
     ) -> OwnersRoster:
-        """A roster that is good for so many days. key: its owner's.
+        """Return a roster that is valid for `days` days, signed with the owner's key.
 
-        Raises RosterError for what every client would refuse: numbers with gaps, two of one name or
-        one key, or more clients than `MOST` bytes hold.
+        Raises RosterError for a roster that every client would refuse: numbers with gaps, two
+        clients with the same name or key, or more clients than `MOST` bytes hold.
         """
         if not 0 < days < 36500:
             raise RosterError("no roster", f"a roster is good for some days, not {days:g}")
@@ -109,7 +115,7 @@ class OwnersRoster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ordered = tuple(sorted(members, key=lambda member: member.number))
         signature = key.sign(_signed(federation, expires, key.public, ordered)).hex()
         roster = cls(federation, expires, key.public, ordered, signature)
-        # What cannot be read again is found by reading it.
+        # Decoding the result finds every error that a client would find.
         return cls.from_json(roster.to_json())
 
     def to_json(self) -> bytes:
@@ -117,10 +123,10 @@ class OwnersRoster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def from_json(cls, body: bytes | bytearray) -> OwnersRoster:
-        """The inverse of `to_json`, of bytes from anybody.
+        """Decode a roster from untrusted bytes, and check its signature.
 
-        The owner that it names has signed it; whether that is the right one, `check` tells. Raises
-        RosterError.
+        The signature is by the owner that the roster names; `check_owner` checks that this owner is
+        the expected owner. Raises RosterError for an invalid roster.
         """
         roster = read_body(body, cls, MOST)
         check_key("the roster's owner", roster.owner)
@@ -138,7 +144,7 @@ class OwnersRoster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def read(cls, path: Path) -> OwnersRoster:
-        """The roster of a file, as `from_json`. Raises RosterError, which names the file."""
+        """Read and check the roster in a file. Raises RosterError, which names the file."""
         try:
             return cls.from_json(bytes_of(path))
         except RosterError as error:
@@ -150,7 +156,7 @@ class OwnersRoster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return {member.number: member.identity for member in self.members}
 
     def number_of(self, identity: str) -> int | None:
-        """The number of the client with this public key; None where it is not listed."""
+        """Return the number of the client with this public key; None for an unlisted key."""
         for member in self.members:
             if member.identity == identity:
                 return member.number
@@ -165,7 +171,10 @@ class OwnersRoster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def bytes_of(path: Path) -> bytes:
-    """What a file of a roster holds, and no more than is taken. Raises RosterError."""
+    """Return at most `MOST` + 1 bytes of a roster's file.
+
+    Raises RosterError if it is unreadable.
+    """
     try:
         with path.open("rb") as file:
             return file.read(MOST + 1)
@@ -175,7 +184,10 @@ def bytes_of(path: Path) -> bytes:
 
 
 def check_owner(roster: OwnersRoster, owner: str) -> None:
-    """Raises RosterError unless this owner has signed it. owner: key or fingerprint, `key_said`."""
+    """Check that this owner has signed the roster.
+
+    `owner` is a public key or a fingerprint from `key_said`. Raises RosterError otherwise.
+    """
     if not is_said(roster.owner, owner):
         raise RosterError(
             "other owner",
@@ -185,7 +197,10 @@ def check_owner(roster: OwnersRoster, owner: str) -> None:
 
 
 def check_date(roster: OwnersRoster, today: date | None = None) -> None:
-    """Raises RosterError where it has expired. today: in UTC; by default now."""
+    """Check that the roster has not expired. `today` is in UTC; None for the current day.
+
+    Raises RosterError for an expired roster.
+    """
     today = datetime.now(timezone.utc).date() if today is None else today
     if today > roster.expires:
         reason = f"the roster has expired on {roster.expires}: its owner signs a new one"
@@ -193,7 +208,10 @@ def check_date(roster: OwnersRoster, today: date | None = None) -> None:
 
 
 def check_count(roster: OwnersRoster, clients: int) -> None:
-    """Raises RosterError unless it has all clients of a run, and no others."""
+    """Check that the roster has exactly as many clients as the run.
+
+    Raises RosterError otherwise.
+    """
     listed = len(roster.members)
     if listed != clients:
         reason = f"the roster has {listed} clients, and the run {clients}"
@@ -201,7 +219,11 @@ def check_count(roster: OwnersRoster, clients: int) -> None:
 
 
 def check_own(roster: OwnersRoster, identity: str, number: int | None = None) -> None:
-    """Raises RosterError unless a client is on it. number: that the server gave it; None: none."""
+    """Check that the roster lists a client with this identity. Raises RosterError otherwise.
+
+    `number` is the client's number by the server, which must be the listed number; None to skip
+    this check.
+    """
     listed = roster.number_of(identity)
     if listed is None:
         raise RosterError(
@@ -215,10 +237,11 @@ def check_own(roster: OwnersRoster, identity: str, number: int | None = None) ->
 
 
 def read_members(path: Path) -> list[Listed]:
-    """A list of clients that an owner has written, a client a line: number, name, public key.
+    """Read an owner's list of clients, a client per line: number, name, public key.
 
-    The name may have spaces. A fingerprint is not enough: nothing can be checked with it alone.
-    Lines that are empty or begin with # do not count. Raises ValueError for anything else.
+    The name may have spaces. A fingerprint is not sufficient, since a signature cannot be verified
+    with a fingerprint. Empty lines and lines that begin with # are ignored. Raises ValueError for
+    any other line.
     """
     found = []
     for line in lines_of(path, "list of clients", _FORM):
@@ -235,9 +258,9 @@ def read_members(path: Path) -> list[Listed]:
 
 
 class Pinned:
-    """The roster with which a run was begun, in a folder; it takes no other one there.
+    """Roster pinned to a run in a folder, which refuses every other roster for that run.
 
-    path: the file. run: how the run is called, for errors.
+    `path` is the file. `run` is the run's name in errors.
     """
 
     def __init__(self, path: Path, run: str) -> None:
@@ -246,19 +269,21 @@ class Pinned:
 
     @classmethod
     def of_client(cls, folder: Path, run: str) -> Pinned:
-        """In the folder of a client, which may have several runs."""
+        """Return the pinned roster of a run in a client's folder, which may have several runs."""
         check_run(run)
         return cls(folder / f"owners-roster-{run}.json", run)
 
     def take(self, roster: OwnersRoster) -> None:
-        """Pins the first one, and one that was renewed. Raises as `check`, and RunFolderWriteError
-        where it cannot be."""
+        """Pin the first roster of the run, or its renewal.
+
+        Raises RosterError as `check` does, and RunFolderWriteError if the file cannot be written.
+        """
         self.check(roster)
         if not self._path.exists() or OwnersRoster.read(self._path) != roster:
             write_atomically(self._path, roster.to_json())
 
     def check(self, roster: OwnersRoster) -> None:
-        """Raises RosterError for another one than the first, by what has changed."""
+        """Check a roster against the pinned roster. Raises RosterError, which names the changes."""
         if not self._path.exists():
             return
         changed = changes(OwnersRoster.read(self._path), roster)
@@ -270,7 +295,7 @@ class Pinned:
 
 
 def changes(old: OwnersRoster, new: OwnersRoster) -> list[str]:
-    """In what two rosters differ, in words, but for the day until which they are good."""
+    """Describe the differences of two rosters, a sentence each; ignores the expiry."""
     found = []
     if old.owner != new.owner:
         found.append(f"{fingerprint(new.owner)} has signed it, and {fingerprint(old.owner)} before")
@@ -288,13 +313,13 @@ def _check_text(federation: str) -> None:
 
 def _signed(federation: str, expires: date, owner: str, members: Iterable[Listed]) -> bytes:
     listed = [[one.number, one.name, one.identity] for one in members]
-    # As JSON, so that no two different rosters have the same bytes.
+    # JSON, so that two different rosters never have the same bytes.
     written = json.dumps([federation, expires.isoformat(), owner, listed])
     return b"dure owner's roster 1\n" + written.encode("ascii")
 
 
 def _shown(owner: str) -> str:
-    """A fingerprint in groups of four, of a key or a fingerprint."""
+    """Return the fingerprint of a key, or a fingerprint, in groups of four digits."""
     if len(owner) == 64:
         return fingerprint(owner)
     return " ".join(owner[at : at + 4] for at in range(0, len(owner), 4))

@@ -1,30 +1,31 @@
-"""What a server and a client of a network say to each other besides tensors: small JSON bodies.
+"""JSON bodies of the requests and answers between a network server and its clients.
 
-    POST  /v1/enrol           Enrol -> Enrolled     here is my key, and the token that lets me in
-    POST  /v1/check-in        CheckIn -> Welcome    who I am, what I would train; how we go on
-    POST  /v1/next            Ready -> Word         what am I to do? waits until there is something
-    POST  /v1/watch           Watch -> Watched      is my work still wanted? waits while it is
-    GET   /v1/tensors/DIGEST?from=BYTE              tensors by their stream's digest, from a byte on
-    POST  /v1/uploads         Reserve -> Reserved   I would send so many bytes with this digest
+    POST  /v1/enrol           Enrol -> Enrolled     register my key with an invitation's token
+    POST  /v1/check-in        CheckIn -> Welcome    describe this client; learn the run's settings
+    POST  /v1/next            Ready -> Word         request work; waits until there is work
+    POST  /v1/watch           Watch -> Watched      is my work still needed? waits while it is
+    GET   /v1/tensors/DIGEST?from=BYTE              tensors by their stream's digest, from an offset
+    POST  /v1/uploads         Reserve -> Reserved   announce an upload of this size and digest
     PATCH /v1/uploads/UPLOAD?offset=BYTE
-                              bytes -> Reserved     a part, from an offset on; complete at the end
-    POST  /v1/failures        Failed                there will be no update, since my code raised
-    POST  /v1/measured        MeasuredThis          how good a model is on what I hold out
-    POST  /v1/ready           Holds                 my update is ready, and stays with me
-    POST  /v1/answers         AnswerTo              what I say to a step of a protocol
+                              bytes -> Reserved     part of an upload, from an offset on
+    POST  /v1/failures        Failed                no update, since the client's code raised
+    POST  /v1/measured        MeasuredThis          metrics of a model on held-out examples
+    POST  /v1/ready           Holds                 my update is ready, and stays at the client
+    POST  /v1/answers         AnswerTo              answer to a step of a protocol
 
-The last two are of runs whose updates stay with their clients (secure aggregation): there an update
-is neither reserved nor sent. What `Word.say` asks is answered by `AnswerTo`; tensors that belong to
-an answer are sent before, as an update is elsewhere.
+The last two requests occur in runs whose updates stay at their clients (secure aggregation), which
+neither reserve nor send updates. `AnswerTo` answers the step in `Word.say`; the client uploads the
+tensors of an answer before the answer, by the same requests as an update.
 
-Clients ask and the server answers; whatever the server has to say waits for a `next`. Every request
-may be sent again: the answer is the same, and nothing happens twice.
+The client sends requests and the server answers; a message of the server waits for the client's
+`next`. Every request is idempotent: a client may repeat the request, gets the same answer, and the
+server acts once.
 
-Nothing here is code. Every number is an order to whoever gets it, so the type of each field says
-its range, and a body with a value beyond it is refused before anything is done (`from_json`). What
-a value has to be beside others (the number of a client below the number of clients) is checked with
-it. What only the receiver can know (whether a ticket is its own, how long an update is, what its
-site allows) the receiver checks: `worlds.network.client.agreement`, `worlds.network.server`.
+No body contains code. Since the receiver acts on every number, the type of each field defines its
+range, and `from_json` refuses a body with a value out of range before any action. Constraints
+between values (the number of a client below the number of clients) are checked too. The receiver
+checks the constraints that only it knows (the owner of an assignment id, the size of an update, the
+site's policy): `worlds.network.client.agreement`, `worlds.network.server`.
 """
 
 from __future__ import annotations
@@ -36,32 +37,33 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 VERSION = 2
-"""Of this list. A server answers clients of its own version and of the one before. Since 2 updates
-may stay with their clients."""
+"""Version of this protocol. A server answers clients of its own version and the version before.
+
+Since version 2, updates may stay at their clients.
+"""
 
 MOST_BODY = 1 << 20
-"""Bytes of a JSON body, at most; tensors travel elsewhere."""
+"""Maximum bytes of a JSON body; tensors travel separately."""
 
 MOST_SAID = 700 << 10
-"""Bytes of what is said in a step of a protocol, at most: in base64 it fits into a body."""
+"""Maximum bytes of a protocol message; its base64 text fits into a body."""
 
 
 MOST_CLIENTS = 1 << 20
-"""Clients of a run over a network, at most: a site makes a list of them."""
+"""Maximum clients of a run over a network; a site makes a list of them."""
 
 MOST_THREADS = 1024
-"""Threads with which a client may be told to compute, at most."""
+"""Maximum number of threads that a server may require of a client."""
 
 MOST_HEARTBEAT = 3600.0
-"""Seconds of a heartbeat, at most."""
+"""Maximum seconds of a heartbeat."""
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
-"""Of examples, bytes and the like: every number of them is exact as a float, and fits into SQLite.
-"""
+"""Count of examples, bytes and the like: exact as a float, and in the range of SQLite."""
 
 ClientNumber = Annotated[int, msgspec.Meta(ge=0, lt=MOST_CLIENTS)]
 AnyClient = Annotated[int, msgspec.Meta(ge=-1, lt=MOST_CLIENTS)]
-"""The number of a client; -1 for one that only looks."""
+"""Number of a client; -1 for an observer without a number."""
 
 Clients = Annotated[int, msgspec.Meta(ge=1, le=MOST_CLIENTS)]
 Cohort = Annotated[int, msgspec.Meta(ge=1, le=1 << 53)]
@@ -72,39 +74,39 @@ Digest = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 """SHA-256, in hexadecimal digits."""
 
 RunId = Annotated[str, msgspec.Meta(pattern=r"\A\w[\w.-]{0,99}\Z")]
-"""The id of a run, which becomes part of the names of files."""
+"""Id of a run, which becomes part of file names."""
 
 Name = Annotated[str, msgspec.Meta(max_length=256)]
 Line = Annotated[str, msgspec.Meta(max_length=16_384)]
 Stage = Annotated[int, msgspec.Meta(ge=0, le=255)]
-"""Of a protocol."""
+"""Number of a protocol's step."""
 
 Asking = Annotated[str, msgspec.Meta(max_length=64)]
-"""The name of a question."""
+"""Id of a question."""
 
 Spoken = Annotated[bytes, msgspec.Meta(max_length=MOST_SAID)]
-"""A protocol's own message."""
+"""Message of a protocol."""
 
 Dtype = Annotated[str, msgspec.Meta(max_length=32)]
 Shape = Annotated[list[Count], msgspec.Meta(max_length=64)]
 
 
 class RequestError(ValueError):
-    """A body is not what it has to be."""
+    """A body is invalid."""
 
 
 class RangeError(RequestError):
-    """A body is of the right kind, and a value in it is beyond its range, or of another type."""
+    """A body has all required fields, and a value out of range or of another type."""
 
 
 class Said(msgspec.Struct, frozen=True, forbid_unknown_fields=False, omit_defaults=True):
-    """Base of all bodies. Unknown fields are ignored: the next version may have more."""
+    """Base of all bodies. Unknown fields are ignored: the next version may add fields."""
 
 
 class Machine(Said, frozen=True):
-    """What decides whether two machines compute the same bits.
+    """Properties that determine whether two machines compute the same bits.
 
-    capability: of the processor, as torch names it. engine: of local training.
+    `capability` is the processor's capability in torch. `engine` is the engine of local training.
     """
 
     torch: Name
@@ -114,12 +116,18 @@ class Machine(Said, frozen=True):
 
 
 class Trains(Said, frozen=True):
-    """What a site would train, to be compared with what the server serves.
+    """Model and task that a site would train, for comparison with the server's.
 
-    forms: name to (dtype, shape) of each tensor that travels. frozen: digest of the weights that
-    are not trained, of which the site has its own; frozen_bytes: of their stream. buffers: which of
-    the tensors are no weights. loss, optimizer: how they call themselves. metrics, features: names.
-    asks: what the task asks of training besides, such as {"clip_norm": "1.0"}, by name.
+    Args:
+        forms: (dtype, shape) of each tensor that travels, by name.
+        frozen: Digest of the weights that are not trained, which the site must have.
+        frozen_bytes: Bytes of the stream of the frozen weights.
+        loss: Name of the loss.
+        optimizer: Name of the optimizer.
+        buffers: Names of the tensors that are buffers, not weights.
+        metrics: Names of the metrics.
+        features: Names of the features.
+        asks: Further requirements of the task on training, by name, such as {"clip_norm": "1.0"}.
     """
 
     forms: dict[str, tuple[Dtype, Shape]]
@@ -137,13 +145,19 @@ class Trains(Said, frozen=True):
 
 
 class CheckIn(Said, frozen=True):
-    """A client is there.
+    """Introduction of a client.
 
-    name: how it calls itself. examples: how many it trains on. held_out: how many it measures with.
-    wants: the number that it would have among the clients, where it cares. trains: None for a
-    client with a training loop of its own.
-    looks: it only wants to know what is served, and takes no place. smallest_cohort: the fewest
-    clients of which a new model may be made where an update of this one is in it.
+    Args:
+        version: Protocol version of the client.
+        name: Name of the client.
+        examples: Number of training examples.
+        held_out: Number of held-out examples.
+        wants: Requested client number; None for any number.
+        trains: Model and task of the site; None for a client with its own training loop.
+        machine: Properties of the client's machine.
+        looks: Whether the client only observes the run, and takes no client number.
+        smallest_cohort: Minimum number of clients whose updates may be combined with an update of
+            this client.
     """
 
     version: Count
@@ -158,15 +172,25 @@ class CheckIn(Said, frozen=True):
 
 
 class Welcome(Said, frozen=True):
-    """A client is known.
+    """Answer to a check-in.
 
-    client: its number, below `clients`. strategy: as run folders have it. heartbeat: seconds after
-    which a silent connection is taken for lost. patience: seconds that a `next` may wait. differs:
-    in what the client's machine computes differently, in words. roster: of the clients, as its
-    owner has signed it (`wire.owners_roster`), in JSON; empty where there is none. holds: updates
-    stay with their clients, which then say of themselves neither how many examples they have nor
-    anything else. smallest_cohort: the server combines no fewer updates than so many clients'; 0 of
-    a server that does not know of it.
+    Args:
+        version: Protocol version of the server.
+        run: Id of the run.
+        client: Number of the client, below `clients`.
+        clients: Number of clients of the run.
+        strategy: Strategy, in the form of run folders.
+        seed: Seed of the run.
+        trains: Model and task of the run.
+        machine: Properties of the server's machine.
+        heartbeat: Seconds without a byte after which a connection counts as lost.
+        patience: Maximum seconds that a `next` waits.
+        differs: Properties in which the client's machine computes differently, in words.
+        holds: Whether updates stay at their clients, which then report neither their number of
+            examples nor other facts about themselves.
+        roster: Owner's roster (`wire.owners_roster`) in JSON; empty without a roster.
+        smallest_cohort: Minimum number of clients whose updates the server combines; 0 for a server
+            of an older version.
     """
 
     version: Count
@@ -189,7 +213,7 @@ class Welcome(Said, frozen=True):
 
 
 class Outcome(Said, frozen=True):
-    """What became of an update: whether it counts, and if not, why."""
+    """Outcome of an update: whether the update counts, and the reason if it does not."""
 
     ticket: Count
     kept: bool
@@ -197,9 +221,18 @@ class Outcome(Said, frozen=True):
 
 
 class Train(Said, frozen=True):
-    """An assignment. tensors: the digest of weights, buffers and extras. left: seconds until the
-    deadline; None without. holds: the update stays with the client. smallest_cohort: the update is
-    combined with those of so many clients in all, or not at all."""
+    """Assignment of a client.
+
+    Args:
+        ticket: Id of the assignment.
+        round: Number of the global model.
+        turn: Position in the client's streams of batches and random draws.
+        tensors: Digest of the weights, buffers and extras.
+        bytes: Bytes of their stream.
+        left: Seconds until the deadline; None for no deadline.
+        holds: Whether the update stays at the client.
+        smallest_cohort: Minimum number of clients whose updates are combined with this update.
+    """
 
     ticket: Count
     round: Count
@@ -212,10 +245,11 @@ class Train(Said, frozen=True):
 
 
 class SayThis(Said, frozen=True):
-    """A step of a protocol on an update that stays with its client.
+    """Step of a protocol on an update that stays at its client.
 
-    asking: names this question, and its answer says so too: a server that was started again asks
-    anew. body: the protocol's own message. wants: (dtype, shape) of the tensors of the answer.
+    `asking` is the id of this question, which the answer repeats: a restarted server asks again
+    under another id. `body` is the protocol's message. `wants` has the (dtype, shape) of the
+    tensors of the answer.
     """
 
     ticket: Count
@@ -229,7 +263,7 @@ class SayThis(Said, frozen=True):
 
 
 class MeasureThis(Said, frozen=True):
-    """A model: to be measured on what the client holds out, or to be kept."""
+    """Model to evaluate on the client's held-out examples, or to store."""
 
     round: Count
     tensors: Digest
@@ -237,10 +271,15 @@ class MeasureThis(Said, frozen=True):
 
 
 class Word(Said, frozen=True):
-    """What a client is told: outcomes first, then something to do.
+    """Answer to `Ready`: outcomes of updates, then new work.
 
-    say: a step of a protocol, which comes before other work. over: the run has ended, for this
-    reason. final: its last model, for whoever keeps the newest.
+    Args:
+        outcomes: Outcomes of earlier updates.
+        train: An assignment.
+        measure: A model to evaluate.
+        say: Step of a protocol, which precedes other work.
+        over: Reason if the run has ended; None while it runs.
+        final: Last model of a run that has ended, for clients that store the newest model.
     """
 
     outcomes: list[Outcome] = []
@@ -252,7 +291,7 @@ class Word(Said, frozen=True):
 
 
 class Ready(Said, frozen=True):
-    """A client has nothing to do. confirmed: tickets of outcomes that it has written down."""
+    """Request for work. `confirmed` lists the ids of outcomes that the client has stored."""
 
     confirmed: list[Count] = []
 
@@ -262,7 +301,10 @@ class Watch(Said, frozen=True):
 
 
 class Watched(Said, frozen=True):
-    """wanted: whether the update would still count. over: the run has ended, for this reason."""
+    """Answer to `Watch`.
+
+    `wanted` is True if the update would still count. `over` is the reason if the run has ended.
+    """
 
     wanted: bool
     reason: Line = ""
@@ -270,11 +312,22 @@ class Watched(Said, frozen=True):
 
 
 class Reserve(Said, frozen=True):
-    """An update is to be sent: all of it but its tensors.
+    """Announcement of an upload: all fields of an update except its tensors.
 
-    bytes, digest: of the stream of tensors. seconds: that the training took. asking: these are the
-    tensors of the answer to that question, and not an update; then nothing else is said here.
-    steps: of the optimizer; 0 where the client does not say.
+    Args:
+        ticket: Id of the assignment.
+        bytes: Bytes of the stream of tensors.
+        digest: Digest of the stream of tensors.
+        examples: Number of the client's examples.
+        samples: Examples processed.
+        loss: Mean training loss.
+        counted: Number of items that the loss averages over; None if each sample counts 1.
+        failure: Reason for an update without tensors.
+        seconds: Seconds of training.
+        metrics: Metrics of training, by name.
+        asking: Id of the question that these tensors answer; empty for an update. Other fields of
+            an answer are not used.
+        steps: Optimizer steps; 0 if the client does not report them.
     """
 
     ticket: Count
@@ -292,18 +345,21 @@ class Reserve(Said, frozen=True):
 
 
 class Reserved(Said, frozen=True):
-    """upload: its number. offset: how many bytes lie there. part: the most that are taken at once.
-    complete: all are there, and the update is written down."""
+    """State of an upload.
+
+    `upload` is its id. `offset` is the number of stored bytes. `part` is the maximum size in bytes
+    of a request. `complete` is True if all bytes are stored and the update is recorded.
+    """
 
     upload: Name
-    # Whoever sends the update compares them with its size.
+    # The sender compares both with the size of its update.
     offset: int
     part: int
     complete: bool = False
 
 
 class Failed(Said, frozen=True):
-    """The client's own code raised. message: only where the site shares it."""
+    """The client's own code raised an error. `message` is set only if the site shares messages."""
 
     ticket: Count
     kind: Line
@@ -313,10 +369,15 @@ class Failed(Said, frozen=True):
 
 
 class MeasuredThis(Said, frozen=True):
-    """What a client has measured, as `Measured` of `dure.protocol.messages` has it for many.
+    """Metrics of a model by a client, the counterpart of `Measured` in `dure.protocol.messages`.
 
-    values: of each metric, None where it has none. examples: with how many. sums, forms: by which a
-    metric over the examples of all clients is known. failure: why something is missing.
+    Args:
+        round: Number of the global model.
+        values: Value of each metric; None without a value.
+        examples: Number of examples of each metric.
+        sums: Sums of each additive metric.
+        forms: Forms of the sums.
+        failure: Error of a metric that is missing.
     """
 
     round: Count
@@ -328,16 +389,16 @@ class MeasuredThis(Said, frozen=True):
 
 
 class Holds(Said, frozen=True):
-    """The update of a ticket is there, and stays with its client. Nothing else is said of it."""
+    """Notice that the update of an assignment is ready and stays at its client."""
 
     ticket: Count
 
 
 class AnswerTo(Said, frozen=True):
-    """The answer to a step of a protocol; `SayThis` has its fields.
+    """Answer to a protocol step, with the `ticket`, `stage` and `asking` of its `SayThis`.
 
-    body: None where the client is not in the protocol any more. failure: the kind of the error,
-    where its code does not go on with it.
+    `body` is None if the client has left the protocol. `failure` is the type of the error if the
+    client's code raised.
     """
 
     ticket: Count
@@ -348,17 +409,20 @@ class AnswerTo(Said, frozen=True):
 
 
 class Refusal(Said, frozen=True):
-    """The body of every answer that refuses: why, and what to do."""
+    """Body of every refusal: the reason, and the remedy."""
 
     error: str
 
 
 class Enrol(Said, frozen=True):
-    """A client brings its key; this request alone is not signed.
+    """Enrolment of a client's key. This request has no signature.
 
-    token: of an invitation. key: public, as `wire.signatures` writes it. proof: of the private one,
-    by `wire.signatures.prove`. name: how it wants to be called, and wants: the number that it would
-    have, where it cares.
+    Args:
+        token: Token of an invitation.
+        key: Public key, as `wire.signatures` encodes it.
+        proof: Proof that the sender has the private key, by `wire.signatures.prove`.
+        name: Requested name.
+        wants: Requested client number; None for any number.
     """
 
     token: Name
@@ -369,7 +433,10 @@ class Enrol(Said, frozen=True):
 
 
 class Enrolled(Said, frozen=True):
-    """client: its number, below `clients`. name: as the server has it."""
+    """Answer to an enrolment.
+
+    `client` is the client's number, below `clients`. `name` is the name in the server's register.
+    """
 
     client: ClientNumber
     clients: Clients
@@ -383,13 +450,16 @@ Body = TypeVar("Body", bound=Said)
 
 
 def to_json(said: Said) -> bytes:
-    """The body. Numbers that are not finite become null, which no field of a number takes."""
+    """Encode a body. Numbers that are not finite become null, which number fields refuse."""
     return msgspec.json.encode(said)
 
 
 def from_json(body: bytes | bytearray, kind: type[Body]) -> Body:
-    """The inverse of `to_json`. Raises RequestError for anything else: RangeError where all fields
-    that have to be there are, and one of them has a value that it cannot have."""
+    """Decode a body that `to_json` has encoded.
+
+    Raises RangeError if all required fields are present and a value is invalid, and RequestError
+    for any other invalid body.
+    """
     if len(body) > MOST_BODY:
         raise RequestError(f"the body has {len(body)} bytes, and may have {MOST_BODY}")
     try:
@@ -402,7 +472,7 @@ def from_json(body: bytes | bytearray, kind: type[Body]) -> Body:
 
 
 def _is_of(body: bytes | bytearray, kind: type[Said]) -> bool:
-    """Whether an object has all the fields that a body of this kind has to have."""
+    """Return whether the JSON object has all required fields of this kind of body."""
     try:
         found = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -412,12 +482,12 @@ def _is_of(body: bytes | bytearray, kind: type[Said]) -> bool:
 
 
 def _check_number(client: int, clients: int) -> None:
-    """Raises ValueError for a number that no client of the run has."""
+    """Check a client's number. Raises ValueError unless it is below the number of clients."""
     if client >= clients:
         raise ValueError(f"client {client} is none of {clients} clients, whose numbers begin at 0")
 
 
 def _check_elements(forms: Iterable[tuple[str, list[int]]]) -> None:
-    """Raises ValueError for tensors of more elements than can be counted."""
+    """Check the number of elements. Raises ValueError for more than 2^53."""
     if sum(math.prod(shape) for _, shape in forms) > 1 << 53:
         raise ValueError("the tensors have more than 2^53 elements")

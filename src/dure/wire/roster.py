@@ -1,28 +1,30 @@
-"""Who takes part in a run, so that clients can seal messages for each other.
+"""Roster of a run: the members and their keys, so that clients can seal messages to each other.
 
 A roster lists the clients of a run: number, name, identity and box key. The identity signs the box
-key (`dure.wire.boxes`), and the server signs the whole. A client pins the first roster of a run on
-its disk (`Pinned`), and refuses any other by saying what has changed.
+key (`dure.wire.boxes`), and the server signs the whole roster. A client pins the first roster of a
+run on its disk (`Pinned`), refuses any other roster, and reports the differences.
 
-What a server that wants to read what clients seal can do, and what not:
+Attacks of a server that wants to read sealed messages:
 
-- It cannot put a box key of its own beside the identity of a client: the identity has not signed
-  it. Nor can it take the box key that the client had in another run.
-- It can enrol a client of its own, and as that client it reads whatever is sealed for it. In split
-  learning with clients in turn, that is the head. No encryption can help: the server is then one of
-  those for whom it is meant.
-- It can tell each client another roster from the beginning, in which every other client is one of
-  its own, and so pass everything on and read it. Nobody who has only this server to ask can notice.
-- It cannot do either later in the run: a roster that was pinned does not change.
+- The server cannot replace the box key of a client: the client's identity has not signed the other
+  key. Nor can the server present the client's box key of another run.
+- The server can enrol a malicious client, and as that client reads every message sealed to it. In
+  split learning with clients in turn, such a message is the head. Encryption cannot prevent this
+  attack: the server is then a legitimate receiver.
+- The server can send each client a different roster from the start, in which every other client is
+  malicious, and so read and forward every message. A client that has no other channel cannot detect
+  this attack.
+- The server can do neither later in the run: a pinned roster does not change.
 
-Two things help, and both need a way that is not the server's, such as a telephone. Clients compare
-the fingerprint of the roster (`Roster.fingerprint`): if every client on it has confirmed it, then
-all have the same list and nobody else is on it; one that nobody can reach may be the server's. Or
-every client has a list of the fingerprints that the others read out to it (`read_identities`): then
-nobody takes part who is not on it. Without either, a client trusts its server not to have enrolled
-clients of its own. So does a client that has lost its folder: it pins anew.
+Two defences exist, and both need a channel that is not the server's, such as a telephone. Clients
+can compare the fingerprint of the roster (`Roster.fingerprint`): if every listed client has
+confirmed it, all clients have the same list without an additional client; a client that cannot be
+reached may be malicious. Or every client has a list of the fingerprints that the others have read
+out (`read_identities`): then only listed clients take part. Without either defence, a client trusts
+its server not to have enrolled malicious clients. A client that has lost its folder trusts the
+server once more, because it pins the next roster.
 
-Source: the first use of a key is trusted and then pinned, as in SSH (RFC 4251, 4.1).
+Source: trust on first use, with pinning, as in SSH (RFC 4251, 4.1).
 """
 
 from __future__ import annotations
@@ -53,8 +55,10 @@ from dure.wire.signatures import Key, is_signed
 
 
 class Roster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """run: its id. server: the public key by which it signs. members: by their numbers. signature:
-    by the server."""
+    """List of the clients of a run, signed by the server.
+
+    `server` is the server's public key. `members` are sorted by number.
+    """
 
     run: Run
     server: PublicKey
@@ -63,16 +67,16 @@ class Roster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def signed(cls, run: str, members: Iterable[Member], key: Key) -> Roster:
-        """The roster of a run, signed by its server.
+        """Return the roster of a run, signed by its server.
 
         Raises RosterError as `check` does, and for more clients than `MOST_BODY` bytes hold, which
-        are 1700 at least.
+        are at least 1700.
         """
         check_run(run)
         ordered = tuple(sorted(members, key=lambda member: member.number))
         signature = key.sign(_signed(run, key.public, ordered)).hex()
         roster = cls(run, key.public, ordered, signature)
-        # What every client would refuse.
+        # Every client would refuse a larger roster.
         if len(roster.to_json()) > MOST_BODY:
             reason = f"{len(ordered)} clients are too many for one roster of {MOST_BODY} bytes"
             raise RosterError("no roster", reason)
@@ -84,11 +88,14 @@ class Roster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def from_json(cls, body: bytes | bytearray) -> Roster:
-        """The inverse of `to_json`, of bytes from anybody; not checked yet. Raises RosterError."""
+        """Decode a roster from untrusted bytes, without checks of signatures.
+
+        Raises RosterError.
+        """
         return read_body(body, cls, MOST_BODY)
 
     def member(self, number: int) -> Member:
-        """Raises RosterError where there is none."""
+        """Return the member with this number. Raises RosterError for an unknown number."""
         for member in self.members:
             if member.number == number:
                 return member
@@ -96,18 +103,19 @@ class Roster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def fingerprint(self) -> str:
-        """The same where the roster is the same: 64 digits, in groups of four.
+        """Fingerprint of the roster: 64 digits, in groups of four.
 
-        Twice as many as of a key: whoever may choose two rosters finds two whose first digits agree
-        with the square root of the work that another key for given digits takes.
+        Twice the digits of a key's fingerprint: an attacker who may choose both rosters finds a
+        collision with the square root of the work of a second preimage.
         """
         return grouped(_signed(self.run, self.server, self.members), 64)
 
 
 def check(roster: Roster, server_key: str) -> None:
-    """Raises RosterError unless the server has signed the roster, and each client its box key.
+    """Check the signature of the server, and of each client on its box key.
 
-    server_key: the public key of the server, as the client knows it.
+    `server_key` is the server's public key, as the client knows it. Raises RosterError for an
+    invalid roster.
     """
     if roster.server != server_key:
         reason = (
@@ -127,9 +135,10 @@ def check(roster: Roster, server_key: str) -> None:
 
 
 def check_known(roster: Roster, known: Mapping[int, str]) -> None:
-    """Raises RosterError for a client that is not on a list, or is not who the list says.
+    """Check every member against a list of identities.
 
-    known: by number, public keys or their fingerprints, as `read_identities` reads them.
+    `known` has public keys or fingerprints by number, from `read_identities`. Raises RosterError
+    for an unlisted client, and for another identity than the listed identity.
     """
     for member in roster.members:
         said = known.get(member.number)
@@ -145,11 +154,11 @@ def check_known(roster: Roster, known: Mapping[int, str]) -> None:
 
 
 def read_identities(path: Path) -> dict[int, str]:
-    """A list of identities that its owner got from the clients themselves.
+    """Read a list of identities that a person got from the clients themselves.
 
-    A client a line: its number, and its fingerprint or its whole public key. Spaces and colons
-    within a fingerprint do not count, nor do lines that are empty or begin with #. Raises
-    ValueError for anything else.
+    Each line has a client's number, and its fingerprint or public key. Spaces and colons within a
+    fingerprint, empty lines and lines that begin with # are ignored. Raises ValueError for any
+    other line.
     """
     form = "NUMBER FINGERPRINT"
     found: dict[int, str] = {}
@@ -162,19 +171,19 @@ def read_identities(path: Path) -> dict[int, str]:
 
 
 class Pinned:
-    """The first roster that a client took in a run; it takes no other one."""
+    """Roster that a client has pinned for a run; the client refuses any other roster."""
 
     def __init__(self, path: Path, run: str, roster: Roster | None) -> None:
         self._path = path
         self._run = run
         self.roster = roster
-        """None before the first."""
+        """Pinned roster; None before the first roster."""
 
     @classmethod
     def kept_in(cls, folder: Path, run: str) -> Pinned:
-        """The roster of the run that is pinned in a folder, `roster-RUN.json`.
+        """Load the pinned roster of a run from the file `roster-RUN.json` in a folder.
 
-        Raises RosterError for a file that is damaged.
+        Raises RosterError for a damaged file.
         """
         check_run(run)
         path = folder / f"roster-{run}.json"
@@ -200,12 +209,21 @@ class Pinned:
         server_key: str | None = None,
         known: Mapping[int, str] | None = None,
     ) -> Roster:
-        """Checks a roster and pins it if it is the first.
+        """Check a roster and pin the first roster of the run.
 
-        own: what this client says of itself. server_key: None takes the one that is pinned, or at
-        first the one that the roster names. known: see `check_known`; the client itself need not be
-        on it. Raises RosterError for a roster that is not to be used, which pins nothing, and
-        RunFolderWriteError where it cannot be kept.
+        Args:
+            roster: Roster to check.
+            own: Description of this client, which must be on the roster.
+            server_key: The server's public key; None for the key of the pinned roster, or at first
+                the key that the roster names.
+            known: Identities for `check_known`; this client's own entry is optional.
+
+        Returns:
+            The pinned roster.
+
+        Raises:
+            RosterError: The roster is not acceptable. Nothing is pinned.
+            RunFolderWriteError: The file cannot be written.
         """
         if roster.run != self._run:
             reason = f"the roster is of the run {roster.run}, and this is the run {self._run}"
@@ -230,7 +248,7 @@ class Pinned:
 
 
 def changes(old: Roster, new: Roster) -> list[str]:
-    """In what two rosters differ, in words."""
+    """Describe the differences of two rosters, a sentence each."""
     found = []
     if old.server != new.server:
         found.append(
@@ -248,5 +266,5 @@ def _check_own(roster: Roster, own: Member) -> None:
 
 def _signed(run: str, server: str, members: Iterable[Member]) -> bytes:
     listed = [[one.number, one.name, one.identity, one.box, one.signature] for one in members]
-    # As JSON, so that no two different rosters have the same bytes.
+    # JSON, so that two different rosters never have the same bytes.
     return b"dure roster 1\n" + json.dumps([run, server, listed]).encode("ascii")

@@ -1,34 +1,35 @@
-"""A message from one client to another, through a server that cannot read it.
+"""Sealed messages: from one client to another, through a server that cannot read them.
 
     one line        JSON: ["dure sealed 1", RUN, TURN, SENDER, its identity, RECEIVER, its box key,
                     BYTES]
-    32 bytes        the public key that was made for this message (`dure.wire.hpke`)
-    64 bytes        the sender's Ed25519 signature of all before it
+    32 bytes        the ephemeral public key of this message (`dure.wire.hpke`)
+    64 bytes        the sender's Ed25519 signature of all bytes before it
     BYTES + 16      the message, encrypted
 
-The line is part of what the encryption key is made from, and the sender signs it with the public
-key of the message. What follows from that:
+The line is an input of the encryption key, and the sender signs it together with the ephemeral
+public key. Consequences:
 
-- Only who has the receiver's box key can read the message. The server sees who sends how much to
-  whom, and when.
-- A byte changed, cut off or added anywhere is noticed, and nothing of the message is handed out.
-- A message of another turn, of another run, from or to somebody else is refused, whatever a server
-  delivers: it can withhold a message or deliver it twice, no more. So a receiver takes each turn
-  once, and a sender seals no two different messages about the same turn for the same receiver: a
+- Only the owner of the receiver's box key can read the message. The server sees the sender, the
+  receiver, the size and the time.
+- A change, a truncation or an addition of any byte is detected, and no part of the message is
+  returned.
+- A message of another turn, another run, another sender or to another receiver is refused. The
+  server can only withhold a message or deliver it twice. A receiver must therefore take each turn
+  once, and a sender must not seal two different messages with the same turn and receiver: the
   server could choose which of them arrives.
-- Only the sender could make a message, or the receiver for itself: it convinces the receiver that
-  the sender sealed it, and nobody else of what it says.
+- Only the sender could make a message, or the receiver for itself: the receiver knows that the
+  sender sealed it, and cannot prove the content to others.
 
-What it does not give:
+Limits:
 
-- Whoever gets hold of a box key, at any time, can read every message that was ever sealed for it
-  and that he has kept, and can forge messages to its owner in the place of such old ones. A box key
-  for one run, deleted at its end, bounds what there is to read.
-- The receiver's box key is the one in the `Member` that the caller has: whose that is, a roster has
-  to say (`dure.wire.roster`).
+- An attacker who gets a box key at any time can read every recorded message that was sealed to it,
+  and can forge messages to its owner in place of these messages. A box key per run, deleted at the
+  end of the run, bounds the damage.
+- The receiver's box key comes from the `Member` that the caller passes; a roster
+  (`dure.wire.roster`) must confirm its owner.
 
-Memory: what is sealed is one copy of the message, and so is what is opened. Nothing else grows with
-the message.
+Memory: sealing makes a copy of the message, and so does opening. No other memory grows with the
+message.
 
 Source: RFC 9180 (HPKE) for the encryption, RFC 8032 for the signature.
 """
@@ -51,7 +52,7 @@ except ImportError as error:
     raise ImportError('a network needs the extra: pip install "dure[deploy]"') from error
 
 MOST_HEAD = 1024
-"""Bytes of the first line."""
+"""Maximum bytes of the first line."""
 
 _SIGNATURE = 64
 
@@ -59,7 +60,7 @@ Bytes = bytes | bytearray | memoryview
 
 
 class SealError(ValueError):
-    """A message cannot be opened. kind: in two words, to be counted."""
+    """A message cannot be opened. `kind` is a short category, for counters."""
 
     def __init__(self, kind: str, reason: str) -> None:
         super().__init__(reason)
@@ -68,7 +69,7 @@ class SealError(ValueError):
 
 @dataclass(frozen=True)
 class About:
-    """Which message it is: the run, the turn, and the numbers of two clients of the run."""
+    """Identification of a message: the run, the turn, and the numbers of sender and receiver."""
 
     run: str
     turn: int
@@ -84,7 +85,7 @@ class About:
 
 
 class _Head(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The first line."""
+    """First line of a sealed message."""
 
     what: Literal["dure sealed 1"]
     run: Run
@@ -100,17 +101,17 @@ class _Head(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
 
 def sealed_size(message: int, to: Member, identity: Key, about: About) -> int:
-    """Bytes of a sealed message, of which `message` are its own."""
+    """Return the bytes of a sealed message whose content has `message` bytes."""
     line = _head(message, to, identity, about).line()
     return len(line) + hpke.PUBLIC + _SIGNATURE + message + hpke.TAG
 
 
 def seal(parts: Bytes | Iterable[Bytes], *, to: Member, identity: Key, about: About) -> bytearray:
-    """Seals a message for one client.
+    """Seal a message to a client.
 
-    parts: the message, or its pieces in order. to: the receiver, from a roster that was checked.
-    identity: the sender's. Raises ValueError for a receiver that is not the one of `about`, or
-    whose box key its identity has not signed, and for a message of more than `hpke.MOST` bytes.
+    `parts` is the message, or its pieces in order. `to` is the receiver, from a checked roster.
+    `identity` is the sender's key. Raises ValueError for a receiver that does not match `about` or
+    whose box key is not signed, and for a message of more than `hpke.MOST` bytes.
     """
     if to.number != about.receiver:
         raise ValueError(f"this is about client {about.receiver}, and not for {to}")
@@ -130,10 +131,10 @@ def seal(parts: Bytes | Iterable[Bytes], *, to: Member, identity: Key, about: Ab
 
 
 def unseal(sealed: Bytes, *, box: BoxKey, sender: Member, about: About) -> bytearray:
-    """The message that `seal` sealed with the same `about`.
+    """Open a message that `seal` has sealed with the same `about`.
 
-    box: the receiver's. sender: from a roster that was checked. Raises SealError for anything but
-    this message from this sender, and ValueError for a sender that is not the one of `about`.
+    `box` is the receiver's key. `sender` is from a checked roster. Raises SealError for any other
+    message or sender, and ValueError for a sender that does not match `about`.
     """
     if sender.number != about.sender:
         raise ValueError(f"this is about client {about.sender}, and not from {sender}")
@@ -176,8 +177,10 @@ def _head(count: int, to: Member, identity: Key, about: About) -> _Head:
 
 
 def _signed_by(whole: memoryview, sender: Member) -> tuple[bytes, bytes, memoryview]:
-    """The first line, the message's public key and the encrypted message, if the sender has signed
-    them. Raises SealError."""
+    """Split a sealed message into its first line, ephemeral public key and encrypted message.
+
+    Raises SealError unless the sender has signed line and key.
+    """
     first = bytes(whole[:MOST_HEAD])
     at = first.find(b"\n") + 1
     signed = at + hpke.PUBLIC
@@ -194,13 +197,13 @@ def _said(line: bytes) -> _Head:
     try:
         return msgspec.json.decode(line, type=_Head)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        # The text may quote what came, which may be anything.
+        # The text may quote the received bytes, which are untrusted.
         reason = f"the first line of the message is wrong: {ascii(str(error))[1:-1]}"
         raise SealError("not sealed", reason) from error
 
 
 def _check(head: _Head, box: BoxKey, sender: Member, about: About, rest: int) -> None:
-    """Raises SealError for a message that the sender has signed, but that is not this one."""
+    """Check that a signed message is the expected message. Raises SealError otherwise."""
     if head.run != about.run:
         reason = f"{sender} sealed this for the run {head.run}, and this is the run {about.run}"
         raise SealError("other run", reason)

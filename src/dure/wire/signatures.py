@@ -1,7 +1,7 @@
-"""Who asks: every request of a client is signed with its Ed25519 key.
+"""Request signatures: every request of a client is signed with its Ed25519 key.
 
-Signed are six lines, each ended by the next: what this is, the method, the path with its query, the
-SHA-256 of the body, the server's nonce, and a serial that the client counts up:
+The signed text has six lines: a constant, the method, the path with its query, the SHA-256 of the
+body, the server's nonce, and a serial that the client increments:
 
     dure request 1
     PATCH
@@ -10,27 +10,27 @@ SHA-256 of the body, the server's nonce, and a serial that the client counts up:
     1b4f0e9851971998e732078544c96b36
     42
 
-Five headers carry what the request itself does not say:
+Five headers carry the fields that the request itself does not contain:
 
     dure-client     the public key, 64 hexadecimal digits
-    dure-nonce      the server's nonce, 32 digits; empty as long as the client knows none
+    dure-nonce      the server's nonce, 32 digits; empty before the client knows a nonce
     dure-serial     a decimal number
     dure-digest     SHA-256 of the body, 64 digits
     dure-signature  128 digits
 
-The nonce is the server's and random, so no clock has to be right. A client's first request has none
-and is answered by 401 with one in the header `dure-nonce`; so is every request with a nonce that
-the server has forgotten, as after a restart. Whoever gets such an answer signs again. Within a
-nonce each serial counts once. Requests of several connections overtake each other, so the server
-remembers the highest serial and, as bits, which of the `WINDOW` below it were seen. This is the
-window of IPsec (RFC 4303, 3.4.3), and its memory is the same after any number of requests.
+The server draws the nonce at random, so no clock has to be right. A client's first request has no
+nonce; the server answers 401 with a nonce in the header `dure-nonce`. A request with a nonce that
+the server has forgotten, as after a restart, gets the same answer. The client then signs the
+request again. Each serial counts once per nonce. Requests of several connections overtake each
+other, so the server stores the highest serial and, as bits, which of the `WINDOW` serials below it
+have been seen. This is the anti-replay window of IPsec (RFC 4303, 3.4.3); its memory is constant.
 
-The same request can be written in one way only: digits are lower case, numbers have no leading
-zero. So a request with any byte changed is another request, for which there is no signature.
+A request has exactly one spelling: digits are lower case, numbers have no leading zero. A request
+with any changed byte is therefore another request, without a valid signature.
 
-A public key is refused unless it is one of its kind (`check_public`): with a point of small order
-signatures can be made that hold for nearly every message without any private key, and a point that
-is written in two ways would be two clients.
+`check_public` refuses weak public keys: with a point of small order, signatures that hold for
+nearly every message can be made without a private key, and a point with two spellings would be two
+clients.
 
 Source: RFC 8032 for Ed25519; Cremers and Jackson 2019, "Prime, Order Please!", for keys of small
 order.
@@ -66,13 +66,13 @@ NONCE = "dure-nonce"
 SERIAL = "dure-serial"
 DIGEST = "dure-digest"
 SIGNATURE = "dure-signature"
-"""The headers, in lower case."""
+"""Names of the headers, in lower case."""
 
 WINDOW = 1024
-"""How far a request may be overtaken by others of the same client."""
+"""Maximum serials by which later requests of the same client may overtake a request."""
 
 SESSIONS = 4
-"""Nonces of one client that are good at the same time: a key may be used by several processes."""
+"""Maximum valid nonces of a client at the same time: several processes may use the same key."""
 
 _FORMS = {
     CLIENT: re.compile("[0-9a-f]{64}"),
@@ -82,14 +82,14 @@ _FORMS = {
     SIGNATURE: re.compile("[0-9a-f]{128}"),
 }
 _LINE = re.compile("[!-~]+")
-"""A method or a path: visible ASCII, as HTTP has it, so no end of a line."""
+"""Pattern of a method or a path: visible ASCII, as in HTTP, so without a line end."""
 
 
 class SignatureError(ValueError):
-    """A request is not signed by whom it says, or not for now.
+    """The signature of a request is invalid, or not valid now.
 
-    kind: in two words, to be counted. nonce: with which the client may sign again; None where that
-    would not help.
+    `kind` is a short category, for counters. `nonce` is a nonce with which the client may sign
+    again; None if another signature would not help.
     """
 
     def __init__(self, kind: str, reason: str, nonce: str | None = None) -> None:
@@ -99,12 +99,15 @@ class SignatureError(ValueError):
 
 
 def digest_of(body: bytes | bytearray | memoryview = b"") -> str:
-    """SHA-256 of a body, as hexadecimal digits."""
+    """Return the SHA-256 of a body, as hexadecimal digits."""
     return hashlib.sha256(body).hexdigest()
 
 
 class Key:
-    """A private key, which stays on its machine. `public` is the text by which others know it."""
+    """Private Ed25519 key, which stays on its machine.
+
+    `public` is the public key in hexadecimal.
+    """
 
     def __init__(self, private: Ed25519PrivateKey) -> None:
         self._private = private
@@ -116,19 +119,19 @@ class Key:
 
     @classmethod
     def kept_in(cls, path: Path) -> Key:
-        """The key of a file, which only its owner may read; a new one where there is no file.
+        """Load the key from a file that only its owner may read; create the file if it is missing.
 
-        Raises ValueError for a file that is no such key or that others may read, and
-        RunFolderWriteError where a new one cannot be kept.
+        Raises ValueError for a file that is not such a key or that others may read, and
+        RunFolderWriteError if a new key cannot be written.
         """
         return cls(kept_in(path, Ed25519PrivateKey))  # type: ignore[type-abstract]
 
     def sign(self, message: bytes) -> bytes:
-        """64 bytes."""
+        """Return the signature of the message, 64 bytes."""
         return self._private.sign(message)
 
     def seed(self, purpose: str) -> int:
-        """From which its owner draws what nobody else is to draw again: the same each time."""
+        """Return a secret random seed of 56 bits for this purpose, the same in every call."""
         signed = self.sign(b"dure seed 1\n" + purpose.encode())
         return int.from_bytes(hashlib.sha256(signed).digest()[:7], "little")
 
@@ -139,17 +142,18 @@ class Key:
 _FIELD = 2**255 - 19
 _ORDER_8 = 0x7A03AC9277FDC74EC6CC392CFA53202A0F67100D760B3CBA4FD84D3D706A17C7
 _SMALL = frozenset({0, 1, _FIELD - 1, _ORDER_8, _FIELD - _ORDER_8})
-"""The y of the eight points whose order divides the curve's cofactor."""
+"""y-coordinates of the eight points whose order divides the curve's cofactor."""
 
 
 def check_public(text: str) -> None:
-    """Raises ValueError for what is no public key, or one that anybody could sign for.
+    """Check a public key. Raises ValueError for an invalid key and for a weak key.
 
-    Refused are points of small order, and y that are not below the field's prime.
+    Weak keys, with which anybody could sign, are points of small order and values of y not below
+    the field's prime.
     """
     if _FORMS[CLIENT].fullmatch(text) is None:
         raise ValueError("a public key has 64 hexadecimal digits")
-    # Without the sign of x, for which the points of small order have either.
+    # Without the sign bit of x: points of small order exist with either sign.
     y = int.from_bytes(bytes.fromhex(text), "little") & (1 << 255) - 1
     if y >= _FIELD or y in _SMALL:
         raise ValueError(f"{text} is no safe public key: anybody could sign for it")
@@ -162,8 +166,10 @@ def _public(text: str) -> Ed25519PublicKey:
 
 
 def is_signed(public: str, message: bytes, signature: bytes) -> bool:
-    """Whether the owner of a public key has signed the message; ValueError for a text that is none
-    (`check_public`)."""
+    """Return whether the owner of a public key has signed the message.
+
+    Raises ValueError for an invalid key (`check_public`).
+    """
     try:
         _public(public).verify(signature, message)
     except InvalidSignature:
@@ -172,12 +178,12 @@ def is_signed(public: str, message: bytes, signature: bytes) -> bool:
 
 
 def prove(key: Key, token: str, name: str, wants: int | None) -> str:
-    """The proof of an enrolment: that whoever brings the public key has the private one."""
+    """Return the proof of an enrolment: a signature with the private key of the public key."""
     return key.sign(_enrolment(token, name, wants)).hex()
 
 
 def is_proven(public: str, proof: str, token: str, name: str, wants: int | None) -> bool:
-    """Whether `prove` made the proof with the key and these arguments."""
+    """Return whether `prove` made the proof with the key and these arguments."""
     if _FORMS[SIGNATURE].fullmatch(proof) is None:
         return False
     try:
@@ -188,12 +194,12 @@ def is_proven(public: str, proof: str, token: str, name: str, wants: int | None)
 
 
 def _enrolment(token: str, name: str, wants: int | None) -> bytes:
-    # As JSON, so that no two different enrolments have the same bytes.
+    # JSON, so that two different enrolments never have the same bytes.
     return b"dure enrol 1\n" + json.dumps([token, name, wants]).encode("ascii")
 
 
 class Claim(NamedTuple):
-    """What the headers of a request say."""
+    """Signature headers of a request."""
 
     client: str
     nonce: str
@@ -202,7 +208,7 @@ class Claim(NamedTuple):
     signature: str
 
     def is_true(self, method: str, path: str) -> bool:
-        """Whether the client signed just this request."""
+        """Return whether the client has signed exactly this request."""
         return is_signed(
             self.client,
             _lines(method, path, self.digest, self.nonce, self.serial),
@@ -211,7 +217,7 @@ class Claim(NamedTuple):
 
 
 def claim_of(headers: Mapping[str, str]) -> Claim:
-    """The claim of a request. headers: names in lower case. Raises SignatureError."""
+    """Parse the signature headers of a request; names are in lower case. Raises SignatureError."""
     texts = {name: headers.get(name) for name in _FORMS}
     if texts[SIGNATURE] is None:
         raise SignatureError("not signed", "the request is not signed")
@@ -235,7 +241,7 @@ def _lines(method: str, path: str, digest: str, nonce: str, serial: int) -> byte
 
 
 class Signer:
-    """The client's side: signs requests of several connections, each with the next serial."""
+    """Client's side: signs the requests of several connections, each with the next serial."""
 
     def __init__(self, key: Key) -> None:
         self._key = key
@@ -244,7 +250,10 @@ class Signer:
         self._lock = threading.Lock()
 
     def sign(self, method: str, path: str, digest: str) -> dict[str, str]:
-        """The headers of a request. path: with its query. digest: of the body (`digest_of`)."""
+        """Return the headers of a request.
+
+        `path` includes its query; `digest` is from `digest_of`.
+        """
         with self._lock:
             nonce = self._nonce
             serial = self._serial
@@ -259,15 +268,16 @@ class Signer:
         }
 
     def again(self, signed: Mapping[str, str], status: int, answer: Mapping[str, str]) -> bool:
-        """Whether an answer asks to sign the same request once more, which `sign` then does.
+        """Return whether an answer demands that the client sign the request again.
 
-        signed: the headers that were sent. status, answer: the server's, names in lower case.
+        The next `sign` uses the nonce of the answer. `signed` are the headers of the request.
+        `status` and `answer` are the status and the headers of the answer, names in lower case.
         """
         fresh = answer.get(NONCE, "")
         if status != 401 or not fresh or _FORMS[NONCE].fullmatch(fresh) is None:
             return False
         with self._lock:
-            # Not where another connection has learned of a new one since this request was signed.
+            # Unless another connection has received a new nonce since this request was signed.
             if self._nonce == signed[NONCE] and self._nonce != fresh:
                 self._nonce = fresh
                 self._serial = 0
@@ -275,7 +285,7 @@ class Signer:
 
 
 class _Session:
-    """A nonce, and which of its serials were seen: bit i of `seen` is the highest minus i."""
+    """Nonce and its seen serials: bit i of `seen` is serial `highest` - i."""
 
     __slots__ = ("highest", "nonce", "seen", "used")
 
@@ -286,10 +296,10 @@ class _Session:
         self.used = now
 
     def takes(self, serial: int) -> bool:
-        """Whether the serial is new, which it is no longer."""
+        """Record the serial, and return whether it was new."""
         ahead = serial - self.highest
         if ahead > 0:
-            # Shifted by no more than the window: a serial may be as high as it likes.
+            # The shift is bounded by the window: a client may send an arbitrarily high serial.
             self.seen = (self.seen << min(ahead, WINDOW) | 1) & ((1 << WINDOW) - 1)
             self.highest = serial
             return True
@@ -300,10 +310,11 @@ class _Session:
 
 
 class Nonces:
-    """The server's side: which nonces are good, and what was seen of each.
+    """Server's side: valid nonces, and the seen serials of each.
 
-    life: seconds after its last use when a nonce is forgotten. most: clients that are remembered;
-    the one that was longest silent is forgotten first. clock: seconds that only grow.
+    `life` is the number of seconds without use after which a nonce is discarded. `most` is the
+    number of clients to remember; the client silent for longest is discarded first. `clock` returns
+    monotonic seconds.
     """
 
     def __init__(
@@ -316,14 +327,14 @@ class Nonces:
         self._most = most
         self._clock = clock
         self._sessions: OrderedDict[str, list[_Session]] = OrderedDict()
-        """Of each client, by its key: at most `SESSIONS`, the one used last at the end."""
+        """Sessions of each client by key: at most `SESSIONS`, most recently used last."""
         self._lock = threading.Lock()
 
     def take(self, claim: Claim) -> None:
-        """Takes a claim, once; one that `is_true`, else anybody could use up a client's serials.
+        """Accept a claim once. The caller must check `is_true` first.
 
-        Raises SignatureError with a nonce where the client has to sign again: its nonce is not
-        known, or the serial was seen or is too old.
+        Otherwise any sender could use up a client's serials. Raises SignatureError with a nonce if
+        the client has to sign again: its nonce is unknown, or the serial was seen or is too old.
         """
         now = self._clock()
         with self._lock:
@@ -337,19 +348,19 @@ class Nonces:
                 raise SignatureError("new nonce", "sign with the server's nonce", nonce)
             if not session.takes(claim.serial):
                 reason = f"request {claim.serial} was answered before, or is too old"
-                # With the same nonce: only who has the key can make anything of it.
+                # The same nonce is safe to send: only the owner of the key can use it.
                 raise SignatureError("replayed", reason, session.nonce)
             session.used = now
             sessions.remove(session)
             sessions.append(session)
 
     def __len__(self) -> int:
-        """Clients that are remembered."""
+        """Number of remembered clients."""
         return len(self._sessions)
 
     def _unused(self, sessions: list[_Session], now: float) -> _Session:
-        # One that nobody has used yet is given again: whoever sends an old request many times
-        # over gets one nonce for it, and drives out none that is in use.
+        # An unused nonce is sent again: an attacker who replays an old request many times gets one
+        # nonce, and evicts no nonce in use.
         for session in sessions:
             if session.highest < 0:
                 session.used = now

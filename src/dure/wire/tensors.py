@@ -1,17 +1,17 @@
-"""Named tensors as a stream of bytes in the safetensors format, and back.
+"""Streams of named tensors in the safetensors format.
 
     8 bytes       N, the length of the header, little-endian
     N bytes       the header: JSON, {name: {"dtype", "shape", "data_offsets": [begin, end]}, ...}
-    then          the elements of every tensor, one after another, without gaps
+    then          the elements of every tensor, contiguous, without gaps
 
-The library of that name writes into one piece of memory, and reads from one. A model that travels
-is read and written here as it passes: `pieces` gives views of the tensors' own memory, and
-`receive` fills tensors that were made before the first element arrived. So one copy of the model
-exists on each side, however large it is.
+The safetensors library writes a model into a single buffer, and reads it from a single buffer. This
+module streams a model: `pieces` yields views of the tensors' own memory, and `receive` fills
+tensors that are allocated before the first element arrives. Each side therefore has a single copy
+of the model, whatever its size.
 
-Bytes come from anybody. The header is checked before there is memory for anything that it asks for:
-its length, names, dtypes and shapes, that the tensors follow each other without gaps, and, where it
-is known what has to come, that this is what comes.
+The bytes may come from an untrusted sender. The reader checks the header before it allocates
+memory: its length, names, dtypes and shapes, the absence of gaps, and, if the receiver knows the
+expected tensors, that the stream has exactly these tensors.
 
 Source: the format's page, https://github.com/huggingface/safetensors.
 """
@@ -33,25 +33,25 @@ from dure.record.seal import sha256
 from dure.record.weights import DTYPES, elements_of, header_of
 
 MOST_HEADER = 16 << 20
-"""Bytes that a header may have: some hundred thousand tensors."""
+"""Maximum bytes of a header: some hundred thousand tensors."""
 
 MOST_DIMENSIONS = 64
-"""As many as torch has."""
+"""Maximum dimensions of a torch tensor."""
 
 _LENGTH = struct.Struct("<Q")
 
 _DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
-if sys.byteorder != "little":  # elements travel as they lie in memory
+if sys.byteorder != "little":  # elements are sent in the byte order of memory
     raise ImportError("safetensors are little-endian, and this machine is not")
 
 
 class TensorsError(ValueError):
-    """The bytes are no tensors in this format, or not those that were to come."""
+    """The bytes are not tensors in this format, or not the expected tensors."""
 
 
 class Form(NamedTuple):
-    """What a tensor is like."""
+    """Dtype and shape of a tensor."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -68,17 +68,17 @@ class _Entry(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def forms_of(tensors: Mapping[str, Tensor]) -> dict[str, Form]:
-    """What the tensors are like, by name."""
+    """Return the dtype and shape of each tensor, by name."""
     return {name: Form(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
 def size_of(forms: Mapping[str, Form]) -> int:
-    """Bytes of the whole stream."""
+    """Return the bytes of the whole stream, header included."""
     return len(header_of(forms)) + sum(form.nbytes for form in forms.values())
 
 
 def pieces(tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
-    """The stream, as views of the tensors' own memory where that lies in one piece."""
+    """Yield the stream, as views of the tensors' own memory if they are contiguous."""
     yield memoryview(header_of(forms_of(tensors)))
     for tensor in tensors.values():
         if tensor.numel():
@@ -86,32 +86,35 @@ def pieces(tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """A view of the memory of a tensor of the CPU whose elements lie one after another."""
+    """Return a view of the memory of a contiguous tensor on the CPU."""
     return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def digest_of(tensors: Mapping[str, Tensor]) -> str:
-    """SHA-256 of the stream, as hexadecimal digits: the name of a model that does not change."""
+    """Return the SHA-256 of the stream in hexadecimal: a name for an immutable model."""
     return sha256(pieces(tensors))
 
 
 Read = Callable[[memoryview], int]
-"""Fills the front of the memory with what comes next; how many bytes that were, 0 at the end."""
+"""Function that fills the front of the memory with the next bytes, and returns their number.
+
+The number is 0 at the end of the stream.
+"""
 
 
 def receive(read: Read, most: int, expected: Mapping[str, Form] | None = None) -> dict[str, Tensor]:
-    """The tensors of a stream, which is read to its end.
+    """Read a stream to its end and return its tensors.
 
-    most: bytes that it may have. expected: what has to come, in this order; None takes anything.
-
-    Raises TensorsError for a stream that is something else, ends early, or goes on.
+    `most` is the maximum size in bytes of the stream. `expected` has the required tensors; None
+    accepts any tensors. Raises TensorsError for an invalid or unexpected stream, and for a stream
+    that is too short or too long.
     """
     forms = receive_header(read, most, expected)
     tensors = room_for(forms)
     for name, tensor in tensors.items():
         if tensor.numel():
             _fill(read, bytes_of(tensor), name)
-        # Any other byte than 0 and 1 is a boolean that torch does not expect.
+        # torch does not expect bool bytes other than 0 and 1.
         if tensor.dtype == torch.bool and bool((tensor.view(torch.uint8) > 1).any()):
             raise TensorsError(f"{name} holds bytes that are no booleans")
     if read(memoryview(bytearray(1))):
@@ -120,10 +123,10 @@ def receive(read: Read, most: int, expected: Mapping[str, Form] | None = None) -
 
 
 def room_for(forms: Mapping[str, Form]) -> dict[str, Tensor]:
-    """Tensors of these forms, not filled.
+    """Allocate tensors of these forms, without values.
 
-    Neighbours of one dtype lie one after another in one piece of memory, so that weights that were
-    flat where they came from are flat here without being copied.
+    Neighbours of the same dtype are contiguous in a buffer, so that weights that were flat at the
+    sender are flat at the receiver without a copy.
     """
     tensors: dict[str, Tensor] = {}
     for dtype, names in groupby(forms, key=lambda name: forms[name].dtype):
@@ -138,7 +141,10 @@ def room_for(forms: Mapping[str, Form]) -> dict[str, Tensor]:
 def receive_header(
     read: Read, most: int, expected: Mapping[str, Form] | None = None
 ) -> dict[str, Form]:
-    """What is to come, by name. Raises TensorsError as `receive` does."""
+    """Read the header and return the dtype and shape of each tensor, by name.
+
+    Raises TensorsError as `receive` does.
+    """
     length = bytearray(_LENGTH.size)
     _fill(read, memoryview(length), "the header")
     (size,) = _LENGTH.unpack(length)
@@ -156,17 +162,17 @@ def receive_header(
 
 
 def parse(text: bytes | bytearray) -> dict[str, Form]:
-    """What the header says, checked against itself."""
+    """Parse a header and check its consistency. Raises TensorsError."""
     try:
         raw = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
-        # What a writer adds for people is left unread.
+        # Free-form metadata for people is ignored.
         raw.pop("__metadata__", None)
         entries = {name: msgspec.json.decode(each, type=_Entry) for name, each in raw.items()}
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise TensorsError(f"the header is no list of tensors: {error}") from error
     forms: dict[str, Form] = {}
     at = 0
-    # Writers may list tensors in another order than that of their elements.
+    # A writer may list tensors in another order than that of their elements.
     for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
         form = _form_of(name, entry)
         if entry.data_offsets != (at, at + form.nbytes):
@@ -180,14 +186,17 @@ def _form_of(name: str, entry: _Entry) -> Form:
     dtype = _DTYPES.get(entry.dtype)
     if dtype is None:
         raise TensorsError(f"{name} is of {entry.dtype[:20]!r}, which is no dtype")
-    # Each extent alone below 64 bits: their product is then a number that Python forms at once.
+    # Each extent below 64 bits: Python computes the product of the few extents at once.
     if len(entry.shape) > MOST_DIMENSIONS or any(not 0 <= each < 1 << 63 for each in entry.shape):
         raise TensorsError(f"{name} has a shape that no tensor has")
     return Form(dtype, tuple(entry.shape))
 
 
 def check(forms: Mapping[str, Form], expected: Mapping[str, Form]) -> None:
-    """Raises TensorsError with the first tensor that is not as expected."""
+    """Compare the tensors with the expected tensors.
+
+    Raises TensorsError for the first difference.
+    """
     for name, form in expected.items():
         if name not in forms:
             raise TensorsError(f"{name} is missing")

@@ -1,1 +1,1 @@
-"""Who takes part, and how they reach each other. Worlds know no system; systems know no world."""
+"""Worlds: the processes and machines of a run, and how they communicate; independent of systems."""

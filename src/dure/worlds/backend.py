@@ -1,7 +1,7 @@
-"""Which torch.distributed backend carries what the ranks of a job send.
+"""torch.distributed backends that carry the messages of a job's ranks.
 
-gloo goes through sockets, between machines too. dure stays within one machine: its ranks share
-memory.
+gloo sends through sockets, also between machines. The backend dure stays within one machine: its
+ranks share memory.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ Backend = Literal["gloo", "dure"]
 
 
 def check_deadline(seconds: float) -> None:
-    """Raises ValueError for what is no time that a rank can wait."""
-    if not 0 < seconds <= threading.TIMEOUT_MAX:  # NaN is not either
+    """Check a timeout in seconds. Raises ValueError unless a thread can wait that long."""
+    if not 0 < seconds <= threading.TIMEOUT_MAX:  # refuses NaN too
         raise ValueError(
             f"deadline is {seconds} s, but it is above 0 and at most {threading.TIMEOUT_MAX:.0f} s"
         )
 
 
 def check_backend(name: str) -> None:
-    """Raises ValueError if there is no backend called `name`."""
+    """Check the name of a backend. Raises ValueError for an unknown name."""
     if name not in get_args(Backend):
         raise ValueError(f"there is no backend {name!r}: it is {' or '.join(get_args(Backend))}")

@@ -1,4 +1,4 @@
-"""One worker in the calling process: nothing is started, nothing is sent."""
+"""World of one worker in the calling process, without other processes or communication."""
 
 from __future__ import annotations
 
@@ -26,17 +26,25 @@ def run_here(
     devices: tuple[torch.device, ...] = (torch.device("cpu"),),
     is_worker: bool = True,
 ) -> Value:
-    """Runs `program` in this process. Ctrl-C asks it to end after its step.
+    """Run `program` in this process. Ctrl-C requests a stop after the current step.
 
-    name: of its lane in the trace, such as "rank 0". is_worker: whether what is counted in that
-    lane trains.
+    Args:
+        program: Function that trains, called with the rank's context.
+        report: Function that receives the events of the run.
+        name: Name of the process in the trace, such as "rank 0".
+        kind: Kind of the workers: "ranks", "clients" or "threads".
+        devices: Devices of the worker.
+        is_worker: Whether the steps that the meter counts are training steps.
+
+    Returns:
+        The result of `program`.
     """
     trace = Trace()
     asked: list[bool] = []
-    # No process group: a group of one sends nothing.
+    # No process group: a group of one rank sends nothing.
     group = Group(None, Meter(name, trace, is_worker))
     place = Place(group, trace, report, lambda: bool(asked), kind=kind, devices=devices)
-    # The step at hand is finished: the driver looks at `asked` between steps.
+    # The current step completes: the driver checks `asked` between steps.
     own_threads = threads(threads_under_quota(torch.get_num_threads()))
     with own_threads, on_interrupt(lambda: asked.append(True)):
         return program(place)

@@ -1,4 +1,4 @@
-"""Ctrl-C: the first asks the run to end after its step, a later one ends it at once."""
+"""Handling of Ctrl-C: the first stops the run after its step, a later one stops it immediately."""
 
 from __future__ import annotations
 
@@ -10,16 +10,19 @@ from contextlib import contextmanager
 from types import FrameType
 
 _SAME_KEYSTROKE = 1.0
-"""Seconds: a launcher passes on the Ctrl-C that the terminal has sent to every process already."""
+"""Seconds within which two signals count as one keystroke.
+
+A launcher forwards the Ctrl-C that the terminal has already sent to every process.
+"""
 
 
 @contextmanager
 def on_interrupt(
     ask: Callable[[], None], signals: Sequence[int] = (signal.SIGINT,)
 ) -> Iterator[None]:
-    """Calls `ask` at the first of `signals`; a later one raises KeyboardInterrupt.
+    """Call `ask` at the first of `signals`; a later signal raises KeyboardInterrupt.
 
-    Outside the main thread, where Python delivers no signals, nothing changes.
+    Outside the main thread, in which Python delivers signals, the context manager does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -31,11 +34,11 @@ def on_interrupt(
         if asked is None:
             asked = time.monotonic()
             ask()
-        # A run that does not get to the end of its step is ended by pressing again.
+        # A second Ctrl-C ends a run whose step does not complete.
         elif time.monotonic() - asked > _SAME_KEYSTROKE:
             raise KeyboardInterrupt
 
-    # The handlers of the caller are put back afterwards.
+    # The caller's handlers are restored afterwards.
     before = {number: signal.signal(number, handle) for number in signals}
     try:
         yield

@@ -1,8 +1,8 @@
-"""What a launcher such as torchrun tells each process that it starts, by variables.
+"""Environment variables that a launcher such as torchrun sets for each process.
 
-An interactive job of a cluster may leave some of them behind. So one alone says nothing, and a
-whole set that fits no job is refused by the names of its variables. torch is not imported here: the
-command line asks before it is.
+An interactive cluster job may leave some of the variables behind. A single variable therefore means
+nothing, and a complete set with inconsistent values raises an error that names the variables. This
+module does not import torch: the command line calls it first.
 
 Source: PyTorch, "torchrun (Elastic Launch)" and "Environment variable initialization".
 """
@@ -13,17 +13,23 @@ import os
 from dataclasses import dataclass
 
 _SAY_SO = ("RANK", "WORLD_SIZE", "MASTER_ADDR")
-"""Variables of which all have to be there for a process to have been launched."""
+"""Variables that are all set in a process that a launcher has started."""
 
 UNSET = "start it by torchrun, or unset RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
-"""What to do where the variables are wrong."""
+"""Remedy for inconsistent variables."""
 
 
 @dataclass(frozen=True)
 class Launched:
-    """A process of a launcher's job.
+    """Process of a launcher's job.
 
-    here: ranks on this machine. restarts: how often the launcher starts them again.
+    Args:
+        rank: Rank of the process.
+        size: Number of ranks.
+        address: Host name of the rendezvous.
+        port: Port of the rendezvous.
+        here: Number of ranks on this machine.
+        restarts: Number of times that the launcher restarts the ranks.
     """
 
     rank: int
@@ -35,12 +41,12 @@ class Launched:
 
 
 def under_torchrun() -> bool:
-    """Whether torchrun (or whoever sets the same variables) has started this process."""
+    """Return whether torchrun, or a launcher with the same variables, started this process."""
     return all(name in os.environ for name in _SAY_SO)
 
 
 def launched() -> Launched:
-    """What the variables say. Raises ValueError, by their names, where no job is like that."""
+    """Parse the launcher's variables. Raises ValueError, which names inconsistent variables."""
     if not under_torchrun():
         raise ValueError(
             "this process was not started by torchrun: use `torchrun --nproc-per-node 2 -m dure "
@@ -58,12 +64,15 @@ def launched() -> Launched:
 
 
 def leads_here() -> bool:
-    """Whether this process is the one that talks to the user: of those of torchrun, rank 0."""
+    """Return whether this process talks to the user: rank 0 under torchrun, else every process."""
     return not under_torchrun() or launched().rank == 0
 
 
 def refuse_under_torchrun(world: str) -> None:
-    """Raises ValueError where N processes would each do the same work and write the same files."""
+    """Refuse a launch with several ranks of a world of a single process.
+
+    The ranks would all do the same work and write the same files. Raises ValueError.
+    """
     if under_torchrun() and (size := launched().size) > 1:
         raise ValueError(
             f"torchrun has started {size} ranks, and {world} is one: start it without; if nobody "
@@ -72,7 +81,7 @@ def refuse_under_torchrun(world: str) -> None:
 
 
 def _number(name: str, least: int, most: int | None = None, default: str | None = None) -> int:
-    """A variable that is a whole number within these bounds. Raises ValueError with its name."""
+    """Return an integer variable within bounds. Raises ValueError, which names the variable."""
     text = os.environ.get(name, default)
     if text is None:
         raise ValueError(

@@ -1,18 +1,17 @@
-"""A federation in one process, under a virtual clock.
+"""Simulated federation: all clients in a process, under a virtual clock.
 
-Devices are fast or slow, there or away, honest or not.
+Devices are fast or slow, available or away, honest or malicious. Events are in a queue, ordered by
+time and, at the same time, by creation:
 
-Events are kept in a queue, in order of time and, at the same time, of their making:
-
-    an assignment goes out     now + download + computing + upload: its update arrives
+    an assignment is sent      now + download + computing + upload: its update arrives
     its client leaves, or drops out, before that                    it has failed, at that moment
-    the server's link is finite     download and upload wait their turn there (`fleet.server_link`)
-    the coordinator's `wake`   it is told that time has passed
+    the server's link is finite     download and upload queue there (`fleet.server_link`)
+    the coordinator's `wake`   a tick
 
-How long a client takes follows from its device and from what it was asked, not from what it
-computes; so what clients compute is computed when the coordinator combines it, many clients at
-once, and what is never used is never computed. Idle clients are nothing but their number.
-Everything is a function of the seed: the same run has the same events.
+The time of a client depends on its device and on its assignment, not on its results. Updates are
+therefore computed when the coordinator combines them, many clients at once, and an unused update is
+never computed. An idle client costs nothing but its number. Everything is a function of the seed:
+the same run has the same events.
 """
 
 from __future__ import annotations
@@ -66,18 +65,18 @@ AWAY = "offline"
 SPENT = "its transfers are used up"
 
 NUMBER = 8
-"""Bytes of a loss that a client answers."""
+"""Bytes of a loss in a client's answer."""
 
 STEPS = 4
-"""Steps of a protocol over which the chance of dropping out is spread."""
+"""Number of protocol steps that share the probability of dropping out."""
 
 MOST_TRIPS = 10_000
-"""How many times on the way and at work are remembered, as clients are asked the same again."""
+"""Maximum cached durations of assignments, because the same assignments recur."""
 
 
 @dataclass(frozen=True)
 class Simulated(Conditions, World):
-    """Simulated clients; how many there are is the strategy's to say."""
+    """Simulated clients; the strategy sets their number."""
 
     name: ClassVar[str] = "simulated"
     kind: ClassVar[Kind] = "clients"
@@ -98,7 +97,7 @@ class Simulated(Conditions, World):
     ) -> Value:
         def here(place: Place) -> Value:
             place.conditions = self
-            # The program makes the clients, and gets a carrier around them.
+            # The program makes the clients, and gets a carrier to them.
             place.carrier = lambda clients, seed: Simulation(self, clients, seed)
             return program(place)
 
@@ -106,11 +105,21 @@ class Simulated(Conditions, World):
 
 
 class Underway(NamedTuple):
-    """An assignment on its way.
+    """Assignment in progress.
 
-    ends: when its update arrives, or it fails for `reason`; where the server's link is finite, at
-    first when it has left its client. transfer, compute: the seconds that its device takes as a
-    whole. lasts: those until it has left its client. left: whether it is in the server's link.
+    Args:
+        client: Number of the client.
+        round: Number of the global model.
+        began: Time at which the assignment was sent.
+        ends: Time at which its update arrives, or it fails for `reason`; with a finite link of the
+            server, first the time at which the update has left its client.
+        reason: Reason of a failure; None for an update.
+        work: Cost of the assignment.
+        down: Bytes downloaded.
+        transfer: Total seconds of transfers by its device.
+        compute: Total seconds of computing by its device.
+        lasts: Seconds until the update has left its client.
+        left: Whether the update is in the server's link.
     """
 
     client: int
@@ -126,10 +135,13 @@ class Underway(NamedTuple):
     left: bool = False
 
     def landed(self, outcome: str, up: int) -> Flight:
-        """What became of it in the end. An assignment that failed took its share of the time."""
+        """Return the record of the ended assignment.
+
+        A failed assignment took its share of the time.
+        """
         share = 1.0
         if self.reason is not None:
-            # Devices with infinite speed take no time at all: 0 / 0 has to be 0 here.
+            # A device with infinite speed takes no time: 0 / 0 must be 0 here.
             share = (self.ends - self.began) / max(self.lasts, 1e-300)
         return Flight(
             client=self.client,
@@ -146,9 +158,9 @@ class Underway(NamedTuple):
 
 
 class Simulation:
-    """The clock and the queue.
+    """Virtual clock, event queue and carrier of a simulated federation.
 
-    It joins the two halves of a federation in one process, and hands messages over as they are.
+    The carrier passes messages between coordinator and clients by reference.
     """
 
     def __init__(self, conditions: Conditions, clients: Clients, seed: int) -> None:
@@ -156,7 +168,7 @@ class Simulation:
         self.clients = clients
         self.seed = seed
         self.checked = clients.checked
-        # Who is away is known here, and comes back by the clock or never.
+        # The simulation knows which clients are away, and when they return, if ever.
         self.lasts: float | None = None
         self.patient = False
         self.clock_is = "virtual_seconds"
@@ -164,29 +176,29 @@ class Simulation:
         self.flown: list[Flight] = []
         self._count = len(clients.join().sizes)
         self._queue: list[tuple[float, int, int]] = []
-        """(when, which in the order of making, ticket)."""
+        """(time, number in order of creation, assignment id)."""
         self._made = 0
         self._underway: dict[int, Underway] = {}
         self._arrived: dict[int, Underway] = {}
         self.budget = Budget(conditions.bytes_each)
         self.link = ServerLink(conditions.server_mbit)
         self._gone: set[int] = set()
-        """Those who were found to be away for good; who is not asked is not looked for."""
+        """Clients found to be away for good; clients that are not asked are not checked."""
         self._seconds = lru_cache(maxsize=MOST_TRIPS)(self._trip)
 
     def _trip(self, client: int, examples: int, down: int, up: int) -> tuple[float, float, float]:
-        """Seconds of download, computing and upload."""
+        """Return the seconds of download, computing and upload."""
         return self.conditions.devices.of(client, self.seed).seconds(examples, down, up)
 
-    # What the server asks of a carrier
+    # Interface of a carrier
 
     def join(self) -> Join:
         return self.clients.join()
 
     def carry(self, coordinator: Coordinator) -> Combine:
-        """Lets time pass until the coordinator can make a new model.
+        """Advance the clock until the coordinator can make a new model.
 
-        Raises TooFewClientsError where it never can, since all clients are away for good.
+        Raises TooFewClientsError if that is impossible, because all clients are away for good.
         """
         combine = self._do(coordinator, coordinator.tick(self.now))
         while combine is None:
@@ -196,7 +208,7 @@ class Simulation:
         return combine
 
     def updates(self, coordinator: Coordinator, tickets: Sequence[int]) -> Iterator[Update]:
-        """What the clients computed: now, as the coordinator takes it."""
+        """Yield the clients' updates, computed now in the order of the coordinator's requests."""
         orders = []
         for ticket in tickets:
             flight = self._arrived.pop(ticket)
@@ -204,8 +216,8 @@ class Simulation:
         return self.clients.train(orders, self._ahead(coordinator) if self._underway else [])
 
     def _ahead(self, coordinator: Coordinator) -> list[Order]:
-        """What is on its way and will be asked for, in the order in which it arrives."""
-        # Those that fail are left out, as they never send what they would have computed.
+        """Return orders in progress whose updates will count, in order of arrival."""
+        # Without assignments that fail, because their updates are never sent.
         soon = sorted(
             (flight.ends, ticket)
             for ticket, flight in self._underway.items()
@@ -219,14 +231,15 @@ class Simulation:
         return orders
 
     def hold(self, coordinator: Coordinator, tickets: Sequence[int]) -> None:
-        """The clients compute their updates, and keep them."""
+        """Have the clients compute their updates, and leave the updates there."""
         for update in self.updates(coordinator, tickets):
             self.clients.hold(update, coordinator.assignment(update.ticket))
 
     def exchange(self, says: Sequence[Say]) -> Iterator[Answer]:
-        """Clients answer, unless they have left or drop out; the step lasts until the last one has.
+        """Yield the clients' answers; a step lasts until the last answer has arrived.
 
-        As likely as a client drops out of an assignment it drops out of the steps that follow.
+        A client may be away or drop out. In each step a client drops out with 1 / `STEPS` of the
+        probability of an assignment.
         """
         began = self.now
         left = []
@@ -247,12 +260,12 @@ class Simulation:
         self._enter(left)
 
     def _enter(self, left: Sequence[tuple[float, int]]) -> None:
-        """Answers of so many bytes have left their clients: it lasts until all are in."""
+        """Advance the clock until all answers have passed the server's link."""
         for when, size in sorted(left):
             self.now = max(self.now, self.link.enters(when, size))
 
     def _is_lost(self, say: Say) -> bool:
-        """Whether a client is away at a step of a protocol, or drops out there."""
+        """Return whether a client is away or drops out at a step of a protocol."""
         known = self.conditions
         if not self._is_there(say.client, self.now):
             return True
@@ -266,22 +279,22 @@ class Simulation:
         return there.always or there.next(client, now, self.seed) <= now
 
     def once(self, what: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Made again after a resume: in a simulation that gives the same bits."""
+        """Call `make`: a resumed simulation computes the same bits again."""
         return make()
 
     @property
     def draft(self) -> None:
-        """None: as above."""
+        """None, because `make` reproduces its result bit for bit."""
         return None
 
     def settle(self, settled: Settled) -> None:
         self.clients.settle(settled)
 
     def made(self, number: int, weights: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
-        """Nobody here keeps models."""
+        """Do nothing: no client stores models."""
 
     def ended(self, reason: str) -> None:
-        """Nobody here has to be told."""
+        """Do nothing: no client needs a notice."""
 
     def measure(self, measure: Measure) -> Measured:
         return self.clients.measure(measure)
@@ -289,7 +302,7 @@ class Simulation:
     def losses(
         self, clients: Sequence[int], weights: Sequence[Tensor], buffers: Sequence[Tensor]
     ) -> list[float]:
-        """Those who are there answer; it lasts until the slowest has."""
+        """Return the losses of available clients; the clock advances to the slowest answer."""
         began = self.now
         down = nbytes(weights) + nbytes(buffers)
         there = [one for one in clients if self._is_there(one, began)]
@@ -297,7 +310,7 @@ class Simulation:
         found = {client: loss for client, (loss, _) in zip(there, told, strict=True)}
         left = []
         for client, (_, examples) in zip(there, told, strict=True):
-            # Forward is a third of a step.
+            # A forward pass costs a third of a step.
             third = -(-examples // 3)
             fetch, compute, tell = self._seconds(client, third, down, NUMBER)
             ended = self.link.leaves(began, down) + fetch + compute + tell
@@ -340,9 +353,9 @@ class Simulation:
     # Events
 
     def _next(self, coordinator: Coordinator) -> list[Action]:
-        """The next event, and what the coordinator wants done then."""
-        # Only those who were asked are known to be gone: this holds once all have been asked in
-        # vain.
+        """Advance the clock to the next event, and return the coordinator's actions."""
+        # A client is known to be gone only once asked: the condition holds after all have been
+        # asked unsuccessfully.
         if not self._underway and len(self._gone) == self._count:
             if self.budget.out or self.budget.most > (self.budget.limit or math.inf):
                 raise TooFewClientsError(
@@ -353,12 +366,12 @@ class Simulation:
                 f"no client will be there again after {self.now:g} seconds: by the availability "
                 f"{self.conditions.availability} all have left for the last time"
             )
-        # Not "<=": an update that arrives at the very moment of a deadline comes first, and counts.
+        # Not "<=": an update that arrives exactly at a deadline comes first, and counts.
         if not self._queue or coordinator.wake < self._queue[0][0]:
             assert coordinator.wake < math.inf, (
                 "a coordinator that waits for nobody says when it wants to be told"
             )
-            # A `wake` in the past means at once; the clock never runs back.
+            # A `wake` in the past means now; the clock never runs backwards.
             self.now = max(self.now, coordinator.wake)
             return coordinator.tick(self.now)
         self.now, _, ticket = heapq.heappop(self._queue)
@@ -368,13 +381,13 @@ class Simulation:
             self._underway[ticket] = flight._replace(ends=ends, left=True)
             self._note(ends, ticket)
             return []
-        # Nothing came up, so only the way down is counted.
+        # Nothing was uploaded, so only the download counts.
         if flight.reason is not None:
             self.budget.give_back(flight.client, flight.work.up)
             actions = coordinator.failed(ticket, flight.reason, self.now)
             self.flown.append(flight.landed(flight.reason, up=0))
             return actions
-        # From now on the update counts as lying here, until it is combined or refused.
+        # From now on the update counts as received, until it is combined or refused.
         self._arrived[ticket] = flight
         actions = coordinator.update(ticket, self.now)
         outcome = "accepted"
@@ -385,10 +398,10 @@ class Simulation:
         return actions
 
     def _do(self, coordinator: Coordinator, actions: list[Action]) -> Combine | None:
-        """Does what the coordinator wants done now."""
+        """Carry out the coordinator's actions."""
         combine = None
-        # A stack and no recursion: where nobody is there, each failure brings another assignment,
-        # as many times as there are clients.
+        # A stack instead of recursion: if no client is available, each failure brings another
+        # assignment, as many as there are clients.
         waiting = list(reversed(actions))
         while waiting:
             action = waiting.pop()
@@ -404,7 +417,7 @@ class Simulation:
         return combine
 
     def _send(self, assignment: Assignment) -> str | None:
-        """An assignment goes out; the reason where its client is not there."""
+        """Send an assignment; return the reason of a failure if its client is not available."""
         known = self.conditions
         now = self.now
         client = assignment.client
@@ -412,8 +425,8 @@ class Simulation:
         if not known.availability.always:
             there = known.availability.next(client, now, self.seed)
             if there > now:
-                # Never again. When all are gone for good, no event can come and the run ends with
-                # an error.
+                # Away for good. When all clients are, no event remains and the run ends with an
+                # error.
                 if math.isinf(there):
                     self._gone.add(client)
                 return AWAY
@@ -427,7 +440,7 @@ class Simulation:
         slowness = known.devices.slowness(client, assignment.ticket, self.seed)
         compute *= slowness
         deadline = assignment.deadline
-        # As `now` for its download, which waits its turn in the server's link.
+        # Start of the download, which waits for its turn in the server's link.
         gone = self.link.leaves(now, size)
         through = self.link.seconds(work.up)
         if (
@@ -435,8 +448,8 @@ class Simulation:
             and self.clients.partial
             and gone + down + compute + up + through > deadline
         ):
-            # As much work as fits between download and upload; at least one step, so the update may
-            # still be late.
+            # Limit the work to the time between download and upload; at least one step, so the
+            # update may still be late.
             left = deadline - gone - down - up - through
             speed = known.devices.of(client, self.seed).examples_per_second / slowness
             work = self.clients.work(assignment, now, left * speed)
@@ -446,7 +459,7 @@ class Simulation:
         lasts = ends - now if self.link.finite else down + up + compute
         reason = None
         if leaves < ends:
-            # Leaving is a fact of the availability and goes before the chance of dropping out.
+            # Leaving is a fact of the availability, and precedes the probability of dropping out.
             ends = leaves
             reason = LEFT
         elif known.drop_out and self._drawn("drop out", assignment.ticket) < known.drop_out:
@@ -468,9 +481,8 @@ class Simulation:
         return None
 
     def _note(self, when: float, ticket: int) -> None:
-        """Something happens to an assignment."""
-        # Events at the same time come in the order in which they were made: the queue needs no
-        # other rule.
+        """Add an event of an assignment to the queue."""
+        # Events at the same time are in order of creation, so that the order is total.
         heapq.heappush(self._queue, (when, self._made, ticket))
         self._made += 1
 
@@ -480,10 +492,10 @@ class Simulation:
     # Checkpoints
 
     def saved(self) -> None:
-        """Nothing is kept for the case that a checkpoint fails."""
+        """Do nothing: no older data exist that a stored checkpoint makes obsolete."""
 
     def state(self) -> dict[str, Any]:
-        """The clock's, and in a part of its own what the clients keep."""
+        """Return the state of the clock and queue, and separately the clients' state."""
         return {
             "now": self.now,
             "made": self._made,
@@ -502,7 +514,7 @@ class Simulation:
         self._underway = _read(state["underway"])
         self._arrived = _read(state["arrived"])
         self._gone = set()
-        # Checkpoints of dure up to 0.1 do not have it.
+        # Checkpoints of dure up to 0.1 lack these keys.
         if "budget" in state:
             self.budget.restore(state["budget"])
         if "link" in state:
@@ -526,6 +538,6 @@ def _read(written: dict[int, dict[str, Any]]) -> dict[int, Underway]:
 
 
 def _underway(one: Mapping[str, Any]) -> Underway:
-    # Checkpoints of dure up to 0.1 know of no link of the server's.
+    # Checkpoints of dure up to 0.1 lack the server's link.
     lasts = one.get("lasts", one["transfer"] + one["compute"])
     return Underway(**{**one, "lasts": lasts, "work": Work(**one["work"])})

@@ -1,7 +1,7 @@
-"""One process with several workers, which are threads: they share memory, and nothing is sent.
+"""World of worker threads in a single process, which share memory without messages.
 
-The program runs once, in the calling process; what it divides over its workers, and when they meet,
-is the system's to say. Each worker has a device: a core of the CPU, or a GPU.
+The program runs once, in the calling process; the system divides its work over the workers and
+synchronises them. Each worker has a device: a core of the CPU, or a GPU.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ Value = TypeVar("Value")
 class Threads(World):
     """Worker threads of this process.
 
-    threads: how many. None is one for each device that is named; where none is named, one for each
-        CUDA device; without CUDA, one for each core and at least two.
-    devices: where each of them computes, such as ("cuda:0", "cuda:1"); the first also holds the
-        master. Fewer names than threads are taken in turn. None takes the CUDA devices in turn
-        where there are any, and the CPU otherwise.
+    Args:
+        threads: Number of threads. None for a thread per named device; without named devices, a
+            thread per CUDA device; without CUDA, a thread per core, at least two.
+        devices: Device of each thread, such as ("cuda:0", "cuda:1"); the first also has the master.
+            Fewer names than threads are used in turn. None for the CUDA devices in turn, or the CPU
+            without CUDA devices.
     """
 
     threads: int | None = None
@@ -44,7 +45,7 @@ class Threads(World):
         given = self.devices
         if not given:
             given = devices_here(self.threads, available_cores())
-        # Wrong names are told now, before any work.
+        # Raises for wrong names now, before any work.
         for name in given:
             device_of(name)
         count = self.threads if self.threads is not None else len(given)
@@ -52,9 +53,9 @@ class Threads(World):
             raise ValueError(
                 f"{len(given)} devices are too many for {count} threads: each thread has one"
             )
-        # Written as they are, so that a run folder says what None came to on this machine.
+        # Stored as resolved, so that the run folder has the values on this machine.
         object.__setattr__(self, "threads", count)
-        # A device for each thread, however few were named.
+        # A device per thread, from any number of names.
         in_turn = tuple(given[worker % len(given)] for worker in range(count))
         object.__setattr__(self, "devices", in_turn)
 

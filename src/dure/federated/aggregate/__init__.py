@@ -1,25 +1,26 @@
-"""How updates become one.
+"""Aggregation rules: combine the updates of a round into one update.
 
-An aggregator *folds* a stream in O(1) memory, or *collects* all updates first.
+A rule *folds* a stream of updates in O(1) memory, or *collects* all updates first.
 
     mean                        weighted by n_k; folds                              McMahan
     median                      of each coordinate                                  Yin
     trimmed-mean:BETA           of each coordinate, BETA left out at each end       Yin
-    krum:F:M                    the M updates nearest to their neighbours           Blanchard
-    bulyan:F                    Krum again and again, then around the median        El Mhamdi
+    krum:F:M                    mean of the M updates with the best Krum score      Blanchard
+    bulyan:F                    repeated Krum, then around the median               El Mhamdi
     geometric-median            of whole updates                                    Chen, Su, Xu
     geometric-median-of-means:K of the means of K random groups                     Chen, Su, Xu
     rfa:NU                      the geometric median by n_k, smoothed               Pillutla
-    centred-clipping:TAU:ITERATIONS  steps of at most TAU from the round before     Karimireddy
-    clipped:NORM/…              around another: updates no longer than NORM         Sun
-    bucketing:S/…               around another: means of S random updates           Karimireddy
-    mixing:F/…                  around another: means of nearest neighbours         Allouah
+    centred-clipping:TAU:ITERATIONS  steps of at most TAU from the last result      Karimireddy
+    clipped:NORM/…              wraps a rule: updates clipped to NORM               Sun
+    bucketing:S/…               wraps a rule: means of S random updates             Karimireddy
+    mixing:F/…                  wraps a rule: means of nearest neighbours           Allouah
 
-What they have in common is in `aggregator.py`, what they compute with in `rows.py`. As text,
-`krum:4`, `clipped:10/mean`, `mixing:2/bucketing:2/krum:2`: `parse` reads what `str` writes.
+`aggregator.py` has the interface of all rules, `rows.py` the matrix operations that they share.
+`parse` reads the text form that `str` writes: `krum:4`, `clipped:10/mean`,
+`mixing:2/bucketing:2/krum:2`.
 
-A new one is a file of its own here and a line below. One of a user's own is a subclass of `Folds`
-or `Collects` in any file, and its text is `my_rules.py:Mine:4`, or `my_rules.py:Around:2/median`.
+A new rule is a file in this folder and a line below. A user-defined rule is a subclass of `Folds`
+or `Collects` in any file; its text is `my_rules.py:Mine:4`, or `my_rules.py:Around:2/median`.
 """
 
 from __future__ import annotations
@@ -52,14 +53,14 @@ from dure.federated.aggregate.mixing import Mixing as Mixing
 # isort: on
 
 AGGREGATORS: dict[str, type[Aggregator]] = listed(globals(), Aggregator)
-"""Every aggregator by the name its text form begins with."""
+"""Built-in aggregators by the name with which their text form begins."""
 
 
 def parse(text: str) -> Aggregator:
-    """The aggregator that `text` names: "mean", "krum:4", "clipped:10/mean", "my_rules.py:Mine", …
+    """Return the aggregator that `text` names: "krum:4", "clipped:10/mean", "my_rules.py:Mine", ….
 
-    Raises ValueError for an unknown name, for too many values, for values that are not what they
-    should be, and for a "/" too many or too few.
+    Raises ValueError for an unknown name, too many values, invalid values, and a surplus or missing
+    "/".
     """
     outer, slash, inner = _divided(text)
     kind, values = kind_of(outer, AGGREGATORS, "aggregator", Aggregator)
@@ -82,13 +83,12 @@ def parse(text: str) -> Aggregator:
 
 
 def _divided(text: str) -> tuple[str, str, str]:
-    """The text before and after the "/" that divides an aggregator from the one that it wraps.
+    """Return the text before and after the "/" between an aggregator and its inner aggregator.
 
-    A "/" in the path of a user's file divides nothing.
+    A "/" in the path of a user's file is not a separator.
     """
     outer, slash, inner = text.partition("/")
-    # A user's file may lie in a folder, so that its path has slashes: what divides is the first one
-    # after the ":".
+    # The path of a user's file may contain slashes: the separator is the first slash after the ":".
     if outer.partition(":")[0].strip() in AGGREGATORS or not is_reference(text):
         return outer, slash, inner
     file, _, rest = text.partition(":")

@@ -1,19 +1,20 @@
-"""What an aggregator is: updates in, one update out.
+"""Interface of aggregation rules: many updates in, one update out.
 
-One that *folds* takes them one after another, in O(1) memory; one that *collects* needs them all.
-Both are frozen dataclasses with a text form (`dure.settings`), such as `krum:4` or
-`clipped:10/mean`.
+A rule that *folds* takes updates one after another, in O(1) memory; a rule that *collects* needs
+all of them at once. Both are frozen dataclasses with a text form (`dure.settings`), such as
+`krum:4` or `clipped:10/mean`.
 
-An update is a list of flat tensors, one a dtype of the model (as `dure.tensors.flat` keeps
-parameters). A rule sees them as *one* vector: distances, norms and medians are of the whole. Where
-the model has floating-point buffers, such as the statistics of batch norm, their changes follow.
-They have other units than weights, so distances and norms leave them out (`Rows.measured`): a rule
-that collects combines them as it has found for the weights of each client, coordinate by coordinate
-if it is such a rule; beside one that folds, they have their mean by n_k.
+An update is a list of flat tensors, one per dtype of the model (as `dure.tensors.flat` stores
+parameters). A rule treats the list as a *single* vector: distances, norms and medians are of the
+whole vector. If the model has floating-point buffers, such as the statistics of batch norm, their
+changes follow the weights. Buffers have other units than weights, so distances and norms leave them
+out (`Rows.measured`). A rule that collects combines buffers with the coefficients that it has found
+for the weights of each client; a rule that works coordinate by coordinate treats buffers likewise.
+Next to a rule that folds, buffers take their mean by n_k.
 
 Rules that collect never see an update that is not finite. Such updates are dropped first, and count
-among the f that a rule withstands: with b of n dropped it goes on with n - b updates, of which at
-most max(f - b, 0) are broken.
+among the f broken updates that a rule withstands: with b of n updates dropped, the rule runs on n -
+b updates, of which at most max(f - b, 0) are broken.
 """
 
 from __future__ import annotations
@@ -31,16 +32,16 @@ from dure.randomness.turn import Turn
 from dure.settings import write
 
 Groups = Callable[[int, Turn], list[list[int]]]
-"""(updates, turn) -> the places of each group's, all of them once."""
+"""(updates, turn) -> row indices of each group; every row is in exactly one group."""
 
 
 @dataclass(frozen=True)
 class Aggregator(Told):
-    """What all have in common.
+    """Base class of `Folds` and `Collects`.
 
-    name: what its text begins with; one of a user's own needs none. collects: whether it needs all
-    updates at once. sums: whether it does nothing with them but add them up, so that they need not
-    be formed one by one. wraps: whether its last field, `inner`, is another aggregator.
+    name: the beginning of the text form; a user-defined rule needs none. collects: whether the rule
+    needs all updates at once. sums: whether the rule only adds updates up, so that single updates
+    need not be formed. wraps: whether the last field, `inner`, is another aggregator.
     """
 
     name: ClassVar[str]
@@ -50,38 +51,39 @@ class Aggregator(Told):
 
     @classmethod
     def around(cls, inner: Aggregator) -> type[Aggregator]:
-        """The class that wraps an aggregator like `inner`, for one that wraps."""
+        """Return the class that wraps an aggregator like `inner`; for rules with `wraps`."""
         return cls
 
     def check(self, updates: int) -> None:
-        """Raises ValueError if `updates` a round are too few for what the aggregator promises."""
+        """Raise ValueError if `updates` per round are too few for the guarantee of the rule."""
         if updates < 1:
             raise ValueError(f"{self} needs at least 1 update a round, not {updates}")
 
     def of_groups(self) -> tuple[Groups, Aggregator] | None:
-        """How the rule is followed where only means of groups are seen, as under secure
-        aggregation: the groups, and the rule for their means. None where it needs single updates.
+        """Return (groups, rule for their means) for a server that sees only means of groups.
+
+        Secure aggregation reveals means of groups only. None for a rule that needs single updates.
         """
         return None
 
     def smallest_group(self, updates: int) -> int:
-        """The fewest updates of one of `of_groups`, of so many."""
+        """Return the size of the smallest group of `of_groups` among `updates` updates."""
         parted = self.of_groups()
-        # How large groups are does not depend on who is in them.
+        # Group sizes do not depend on the turn, so any turn will do.
         return updates if parted is None else min(map(len, parted[0](updates, Turn(0, 0))))
 
     def handed_on(self, updates: int) -> int:
-        """Of how many updates the result is a mixture, at least, where so many are combined.
+        """Return the least number of updates that the result of `updates` updates is a mixture of.
 
-        Fewer than all where a rule chooses some clients' whole updates. One that compares all of
-        them coordinate by coordinate is a mixture of all.
+        The number is below `updates` for a rule that selects whole updates of some clients. The
+        result of a coordinate-wise rule counts as a mixture of all updates.
         """
         return updates
 
     def __str__(self) -> str:
-        """The text that `parse` reads: the name and the settings.
+        """Return the text that `parse` reads: the name and the settings.
 
-        For one that wraps, then "/" and the inner one.
+        The text of a wrapping rule continues with "/" and the text of the inner rule.
         """
         if self.wraps:
             return f"{write(self, without=('inner',))}/{self.inner}"  # type: ignore[attr-defined]
@@ -90,23 +92,24 @@ class Aggregator(Told):
 
 @dataclass(frozen=True)
 class Folds(Aggregator):
-    """Takes updates as a stream.
+    """Base class of rules that take updates as a stream.
 
-    `zero` before the first, `fold` for each, `finish` after the last. It gets the weights alone.
+    The caller calls `zero` before the first update, `fold` for each update, and `finish` after the
+    last. The rule gets the weights of the model, without buffers.
     """
 
     collects: ClassVar[bool] = False
 
     def zero(self, like: Sequence[Tensor]) -> Any:
-        """Nothing folded yet, for updates shaped like `like`."""
+        """Return an empty accumulator for updates shaped like `like`."""
         raise NotImplementedError
 
     def fold(self, folded: Any, update: Sequence[Tensor], weight: float) -> Any:
-        """`folded` with one update more, of weight n_k. The memory of `folded` is used again."""
+        """Return `folded` with another update of weight n_k; may reuse the memory of `folded`."""
         raise NotImplementedError
 
     def finish(self, folded: Any) -> list[Tensor]:
-        """The combined update, maybe in the memory of `folded`.
+        """Return the combined update, possibly in the memory of `folded`.
 
         Raises TooFewUpdatesError if nothing was folded.
         """
@@ -115,24 +118,29 @@ class Folds(Aggregator):
 
 @dataclass(frozen=True)
 class Collects(Aggregator):
-    """Takes all updates of a round at once."""
+    """Base class of rules that take all updates of a round at once."""
 
     collects: ClassVar[bool] = True
 
     def combine(
         self, rows: Rows, turn: Turn, state: list[Tensor] | None = None, refused: int = 0
     ) -> tuple[list[Tensor], list[Tensor] | None]:
-        """(the combined update, shaped as each of them and finite; the state for the next round).
+        """Return (combined update, state for the next round).
 
-        rows: the updates, in order of client, and their weights n_k. turn: for rules that draw.
-        state: what the rule itself returned in the round before, None in the first; only rules that
-            need it return one.
-        refused: how many other updates were sent that are no rows, as they could not be right. They
-            count among the f that the rule withstands, as those that are not finite do.
+        The combined update has the shapes of the inputs and is finite.
 
-        Raises TooFewUpdatesError if there are too few updates, or if none is finite.
+        Args:
+            rows: the updates, in order of client, and their weights n_k.
+            turn: source of random draws, for rules that draw.
+            state: the state that the rule returned in the round before; None in the first round.
+                Only rules with a state return one.
+            refused: number of further updates that the server rejected as invalid. Rejected updates
+                count among the f that the rule withstands, like updates that are not finite.
+
+        Raises:
+            TooFewUpdatesError: there are too few updates, or none is finite.
         """
-        # The promise is about all that were sent, those that are not finite among them.
+        # The guarantee is about all updates that clients sent, including those that are not finite.
         try:
             self.check(len(rows) + refused)
         except ValueError as error:
@@ -148,10 +156,10 @@ class Collects(Aggregator):
     def combine_finite(
         self, rows: Rows, dropped: int, turn: Turn, state: list[Tensor] | None
     ) -> tuple[list[Tensor], list[Tensor] | None]:
-        """`combine` for finite rows, after `dropped` others were dropped: the rule itself."""
+        """Apply the rule to finite rows, after `dropped` other updates were dropped."""
         raise NotImplementedError
 
 
 def still_broken(f: int, dropped: int) -> int:
-    """How many of the f broken updates may be left, once `dropped` updates were dropped."""
+    """Return how many of the f broken updates may be left after `dropped` updates were dropped."""
     return max(f - dropped, 0)

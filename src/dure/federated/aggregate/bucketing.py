@@ -1,9 +1,9 @@
-"""Bucketing: the updates in random buckets of s, and another aggregator of the buckets' means.
+"""Bucketing: the means of random buckets of s updates, combined by another aggregator.
 
-Where clients' data differ, honest updates lie far apart and robust rules take some for broken.
-Means of s lie closer, by s in variance, and f broken updates spoil at most f buckets: `inner` has
-to withstand f of ceil(n/s). The paper takes s = 2. In its bucket an update weighs n_k, and a bucket
-weighs as much as its updates together.
+If the clients' data differ, honest updates are far apart and robust rules mistake some for broken.
+Means of s updates are closer, by a factor of s in variance, and f broken updates spoil at most f
+buckets: `inner` has to withstand f of ceil(n/s). The paper takes s = 2. Within a bucket an update
+weighs n_k; a bucket weighs the sum of its updates' weights.
 
 Updates that are not finite are dropped first. Cost: (n/s)·n·d operations for each pass of `inner`;
 memory: as `inner`.
@@ -28,9 +28,10 @@ from dure.randomness.turn import Turn
 
 @dataclass(frozen=True)
 class Bucketing(Collects):
-    """Another aggregator of the means of random buckets.
+    """Another aggregator, applied to the means of random buckets.
 
-    s: updates a bucket; the last may have fewer. inner: the aggregator of the buckets' means.
+    s: updates per bucket; the last bucket may have fewer. inner: the aggregator of the buckets'
+    means.
     """
 
     name: ClassVar[str] = "bucketing"
@@ -51,12 +52,13 @@ class Bucketing(Collects):
             ) from error
 
     def buckets(self, updates: int, turn: Turn) -> list[list[int]]:
-        """The rows of each bucket of this turn."""
+        """Return the row indices of each bucket of this turn."""
         order = torch.randperm(updates, generator=turn.generator("buckets"))
         return [bucket.tolist() for bucket in torch.split(order, self.s)]
 
     def handed_on(self, updates: int) -> int:
-        # Those of the smallest bucket, and of as many others as the inner rule chooses.
+        # The updates of the smallest bucket, and of as many other buckets as the inner rule
+        # selects.
         buckets = -(-updates // self.s)
         chosen = self.inner.handed_on(buckets)
         return min(updates, updates - (buckets - 1) * self.s + (chosen - 1) * self.s)

@@ -1,16 +1,17 @@
-"""Bulyan: Krum again and again, then of each coordinate the mean of the values around the median.
+"""Bulyan: repeated Krum, then for each coordinate the mean of the values around the median.
 
-    theta = n - 2f times: the best update by Krum of those not chosen yet, whose scores are computed
-    anew, is chosen of each coordinate: the mean of the theta - 2f chosen values that are closest to
-    the median of the chosen
+    selection:   theta = n - 2f times, select the update with the best Krum score among the
+                 remaining updates, with scores recomputed on them
+    result:      for each coordinate, the mean of the theta - 2f selected values that are closest to
+                 the median of the selected values
 
-Withstands f of n >= 4f + 3 broken updates. Krum alone can be led far astray in one of very many
-coordinates; here such a value has the median against it. With f = 0 it is the mean with equal
-weights. Where the last rounds of choice leave fewer than f + 3 updates, Krum's score is the
-distance to the nearest one. Ties are broken by value.
+Withstands f of n >= 4f + 3 broken updates. A single very large coordinate can mislead Krum alone;
+Bulyan's median rejects such a value. With f = 0 the rule is the mean with equal weights. If the
+last selections leave fewer than f + 3 updates, Krum's score is the squared distance to the nearest
+update. Ties are broken by value.
 
-Cost: m²·d/2 differences for m updates of d parameters, m³ for choosing; memory: a block and m²
-distances.
+Cost: m²·d/2 differences for m updates of d parameters, m³ operations for the selection; memory: a
+block and m² distances.
 
 Source: E. M. El Mhamdi, R. Guerraoui, S. Rouault, "The Hidden Vulnerability of Distributed Learning
 in Byzantium", ICML 2018.
@@ -34,7 +35,7 @@ from dure.randomness.turn import Turn
 
 @dataclass(frozen=True)
 class Bulyan(Collects):
-    """Krum again and again, then the mean around the median.
+    """Repeated Krum, then the mean around the median.
 
     f: broken updates withstood.
     """
@@ -62,12 +63,12 @@ class Bulyan(Collects):
 
 
 def selection(rows: Rows, f: int) -> list[int]:
-    """The n - 2f rows that Krum chooses, one after another, of n."""
+    """Return the n - 2f of n rows that repeated Krum selects, in order of selection."""
     squared = rows.squared_distances()
     left = list(range(len(rows)))
     chosen = list[int]()
     while len(chosen) < len(rows) - 2 * f:
-        # Distances are those of all rows, computed once; only scores are new each time.
+        # Distances are computed once, for all rows; only the scores are recomputed in each pass.
         best = left[rows.only(left).order(scores(squared[left][:, left], f))[0]]
         left.remove(best)
         chosen.append(best)
@@ -75,18 +76,19 @@ def selection(rows: Rows, f: int) -> list[int]:
 
 
 def around_the_median(values: Tensor, keep: int) -> Tensor:
-    """The mean of the `keep` values of each column that are closest to its median.
+    """Return for each column the mean of the `keep` values that are closest to its median.
 
-    values: float64 of shape (n, b).
+    values: float64 of shape (n, b); the result has shape (b,).
 
-    In order they are a window. It moves up as long as the value that leaves is farther from the
-    median than the one that enters; of two equally far the smaller stays.
+    The closest values form a window of the sorted column. The window moves up as long as the value
+    that leaves is farther from the median than the value that enters; of two equally distant values
+    the smaller stays.
     """
     ordered = sorted_rows(values)
     median = middle(ordered)
     window = torch.stack(ordered)
-    # From one step of the window to the next the left side falls and the right side rises, so the
-    # trues come first and their number is how far the window moves.
+    # From one window position to the next the left side falls and the right side rises. So the true
+    # values come first, and their number is the distance that the window moves.
     leaves_farther = (median - window[: len(window) - keep]) > (window[keep:] - median)
     place = torch.arange(len(window), device=values.device).unsqueeze(1) - leaves_farther.sum(0)
     return window.masked_fill_((place < 0) | (place >= keep), 0).sum(0) / keep

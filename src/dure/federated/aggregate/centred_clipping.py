@@ -1,16 +1,16 @@
-"""Centred clipping: from the last round's result, the mean of steps that are at most tau long.
+"""Centred clipping: the last round's result plus the mean of differences clipped to tau.
 
     v <- v + (mean over clients of (x_i - v)·min(1, tau / |x_i - v|)),   `iterations` times
 
-v begins as the result of the round before, which is the rule's state. In the first round there is
-none: v begins at the median of each coordinate. A broken update moves the result by at most tau/n
-an iteration, wherever it is; with tau far above all distances it is the mean with equal weights.
-Withstands f < n/2 if tau is of the size of honest spread; the paper has clients send momentum,
-without which attacks that add up over rounds get through.
+v starts at the result of the round before, which is the state of the rule. In the first round,
+without a state, v starts at the median of each coordinate. A broken update moves the result by at
+most tau/n per iteration, whatever its value; with tau far above all distances the rule is the mean
+with equal weights. Withstands f < n/2 if tau has the size of the spread of honest updates. In the
+paper clients send momentum; without momentum, attacks that accumulate over rounds succeed.
 
-Buffers take the mean of the clients' ones, each by the share of its way that its weights went.
+Buffers take a weighted mean over clients; a client's weight is the clipping factor of its weights.
 
-Cost: 2 passes over the updates an iteration; memory: a block and 2 vectors; state: one update.
+Cost: 2 passes over the updates per iteration; memory: a block and 2 vectors; state: one update.
 
 Source: S. P. Karimireddy, L. He, M. Jaggi, "Learning from History for Byzantine Robust
 Optimization", ICML 2021.
@@ -35,7 +35,7 @@ from dure.randomness.turn import Turn
 class CentredClipping(Collects):
     """Steps of bounded length from the result of the round before.
 
-    tau: the longest step, a length as updates are. iterations: at least 1.
+    tau: length of the longest step, in the units of updates. iterations: at least 1.
     """
 
     name: ClassVar[str] = "centred-clipping"
@@ -64,12 +64,11 @@ class CentredClipping(Collects):
             shares = (self.tau / rows.distances(centre)).clamp(max=1) / len(rows)
             pulled = rows.combination(shares, torch.float64, rest=shares / shares.sum())
             stay = 1 - float(shares.sum())
-            # Buffers are not measured, so there is no v for them to stay near.
+            # Buffers are not measured, so no clipping factor pulls them towards the old v.
             centre = [
                 v * stay + p if slot < rows.measured else p
                 for slot, (v, p) in enumerate(zip(centre, pulled, strict=True))
             ]
-        # The state in the dtype of the updates as well: a resumed run goes on with the same
-        # numbers.
+        # The state has the dtype of the updates too: a resumed run continues with the same numbers.
         result = [v.to(like.dtype) for v, like in zip(centre, rows.updates[0], strict=True)]
         return result, [tensor.clone() for tensor in result]

@@ -1,13 +1,13 @@
-"""Updates no longer than a norm, which another aggregator combines.
+"""Norm clipping: updates shortened to a norm, combined by another aggregator.
 
 Each x_k becomes x_k·min(1, norm / |x_k|).
 
-The norm is of all trained weights together. No client can then move their mean by more than
-2·norm·n_k / (sum of n_k): it bounds what one broken update does, and does not remove it. Buffers
-are not shortened. Updates that are not finite are left out.
+The norm is the norm of all trained weights together. No client can then move the mean by more than
+2·norm·n_k / (sum of n_k): clipping bounds the effect of a broken update, and does not remove the
+update. Buffers are not clipped. Updates that are not finite are dropped.
 
-Around an aggregator that folds it folds, too; around one that collects it collects. `clip` makes
-the one or the other.
+Around an aggregator that folds, the rule folds; around an aggregator that collects, the rule
+collects. `clip` returns the matching class.
 
 Cost: one pass for norms; memory: one update, or as the inner aggregator.
 
@@ -32,12 +32,15 @@ from dure.federated.aggregate.wrapping import MEDIAN, combine_inner
 from dure.randomness.turn import Turn
 
 MEAN = Mean()
-"""What `Clipped` wraps unless another is given."""
+"""Default inner rule of `Clipped`."""
 
 
 @dataclass(frozen=True)
 class Clipped(Folds):
-    """`inner`, which folds, of updates clipped to `norm`."""
+    """An aggregator that folds, applied to clipped updates.
+
+    norm: largest norm of an update. inner: the aggregator of the clipped updates.
+    """
 
     name: ClassVar[str] = "clipped"
     wraps: ClassVar[bool] = True
@@ -78,7 +81,10 @@ class Clipped(Folds):
 
 @dataclass(frozen=True)
 class ClippedRows(Collects):
-    """`inner`, which collects, of updates clipped to `norm`."""
+    """An aggregator that collects, applied to clipped updates.
+
+    norm: largest norm of an update. inner: the aggregator of the clipped updates.
+    """
 
     name: ClassVar[str] = "clipped"
     wraps: ClassVar[bool] = True
@@ -104,7 +110,7 @@ class ClippedRows(Collects):
 
 
 def clip(norm: float, inner: Aggregator) -> Clipped | ClippedRows:
-    """`inner` of updates clipped to `norm`; folds if `inner` folds, collects if it collects."""
+    """Return `inner` for updates clipped to `norm`; folds if `inner` folds, else collects."""
     if isinstance(inner, Folds):
         return Clipped(norm, inner)
     assert isinstance(inner, Collects)

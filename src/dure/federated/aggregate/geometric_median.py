@@ -1,13 +1,13 @@
 """The geometric median of whole updates: the z that minimises (sum over clients of |x_i - z|).
 
-Withstands any minority of broken updates: an outlier pulls with the same unit force from wherever
-it is. If at least (1 - a)·m updates, a < 1/2, lie within r of a point, the median lies within 2(1 -
-a)/(1 - 2a)·r of it. All updates weigh the same, for a broken client would claim a large n_k; `rfa`
-is the rule with weights.
+Withstands any minority of broken updates: an outlier pulls with the same unit force from any
+distance. If at least (1 - a)·m updates, a < 1/2, are within r of a point, the median is within 2(1
+- a)/(1 - 2a)·r of the point. All updates weigh the same, because a malicious client would claim a
+large n_k; `rfa` is the rule with weights.
 
-Right to a relative accuracy of 1e-12 of the objective, or of 1e-8 where an update is all but the
-minimum itself and the iteration has not got away from it in 10,000 steps: `weiszfeld.py` says how.
-Equivariant to translation and scale.
+The relative accuracy of the objective is 1e-12, or 1e-8 if an update is nearly the minimum and the
+iteration has not moved away from the update in 10,000 steps: see `weiszfeld.py`. Equivariant to
+translation and scale.
 
 Cost: the median of each coordinate and 2·m²·d operations; memory: a block of at least 4·m² numbers,
 and 2 vectors.

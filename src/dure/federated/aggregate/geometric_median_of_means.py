@@ -1,12 +1,13 @@
 """Byzantine gradient descent: the geometric median of the means of k groups of updates.
 
-    in every turn clients are divided at random into k groups of equal size, to within one
+    in every turn clients are divided at random into k groups, whose sizes differ by at most 1
     Z_l = mean of group l;   the result is the geometric median of Z_1 .. Z_k, of whole updates
 
-Withstands q broken updates a turn, other ones each turn, if 2(1 + e)·q <= k <= m for some e > 0: so
-q < k/2, even if each spoils a group of its own. Large k withstands more; small k has less variance.
-k = 1 is the mean, and withstands nothing; k = m is the geometric median. In its group an update
-weighs n_k, where a false n_k spoils only what the update itself spoils; groups weigh the same.
+Withstands q broken updates per turn, even of changing clients, if 2(1 + e)·q <= k <= m for some e >
+0: so q < k/2, even if each broken update spoils a different group. A large k withstands more; a
+small k has less variance. k = 1 is the mean, and withstands nothing; k = m is the geometric median.
+Within a group an update weighs n_k, where a false n_k spoils only the group that the update itself
+spoils; groups weigh the same.
 
 Updates that are not finite are dropped before groups are formed. Cost: as the geometric median of k
 updates, and k·m·d operations; memory: a block and 2 vectors.
@@ -34,7 +35,7 @@ from dure.randomness.turn import Turn
 class GeometricMedianOfMeans(Collects):
     """The geometric median of the means of k random groups.
 
-    k: groups. More than twice as many as there are broken updates.
+    k: number of groups, more than twice the number of broken updates.
     """
 
     name: ClassVar[str] = "geometric-median-of-means"
@@ -51,7 +52,10 @@ class GeometricMedianOfMeans(Collects):
             )
 
     def groups(self, updates: int, turn: Turn) -> list[list[int]]:
-        """The rows of each group of this turn; a group each if the updates are fewer than k."""
+        """Return the row indices of each group of this turn.
+
+        With fewer updates than k, each update is a group.
+        """
         order = torch.randperm(updates, generator=turn.generator("groups"))
         return [group.tolist() for group in order.tensor_split(min(self.k, updates))]
 

@@ -1,11 +1,11 @@
 """Krum and Multi-Krum: the updates that are nearest to their neighbours.
 
     score(i) = sum over the n - f - 2 nearest j != i of |x_i - x_j|²
-    Krum: the update of the lowest score. Multi-Krum: the mean of the m of lowest score
+    Krum: the update with the lowest score. Multi-Krum: the mean of the m lowest
 
-Withstands f of n >= 2f + 3 broken updates. Krum returns one of its inputs, so it is as noisy as one
-client; Multi-Krum with m <= n - f - 2 keeps the guarantee, and m = n - f is common. Ties are broken
-by value, never by index. Weights n_k play no part.
+Withstands f of n >= 2f + 3 broken updates. Krum returns one of its inputs, so the result is as
+noisy as a single client; Multi-Krum with m <= n - f - 2 keeps the guarantee, and m = n - f is
+common. Ties are broken by value, never by index. Weights n_k play no part.
 
 Cost: m²·d/2 differences for m updates of d parameters; memory: a block and m² distances.
 
@@ -30,7 +30,7 @@ from dure.randomness.turn import Turn
 class Krum(Collects):
     """Krum, and Multi-Krum.
 
-    f: broken updates withstood. m: how many of the best are averaged; 1 is Krum, more is
+    f: broken updates withstood. m: number of best updates that are averaged; 1 is Krum, more is
     Multi-Krum.
     """
 
@@ -58,7 +58,8 @@ class Krum(Collects):
         self, rows: Rows, dropped: int, turn: Turn, state: list[Tensor] | None
     ) -> tuple[list[Tensor], None]:
         order = rows.order(scores(rows.squared_distances(), still_broken(self.f, dropped)))
-        # Fewer than m where others were dropped, so the share is by how many there are.
+        # There are fewer than m rows if others were dropped, so the share follows the actual
+        # number.
         best = order[: self.m]
         coefficients = torch.zeros(len(rows), dtype=torch.float64)
         coefficients[best] = 1 / len(best)
@@ -66,11 +67,10 @@ class Krum(Collects):
 
 
 def scores(squared: Tensor, f: int) -> Tensor:
-    """Krum's score of each row: the sum of its n - f - 2 smallest squared distances to others.
+    """Return the score of each row: the sum of its n - f - 2 smallest squared distances to others.
 
-    Shape (n,).
-
-    squared: shape (n, n). Where n is too small for f, the nearest one counts.
+    squared: shape (n, n). The scores have shape (n,). If n is too small for f, the nearest row
+    counts.
     """
     n = len(squared)
     # Infinity on the diagonal: no row is a neighbour of itself.

@@ -1,8 +1,8 @@
 """The weighted mean of updates: (sum over clients of n_k·Δ_k) / (sum over clients of n_k).
 
-It folds: one accumulator, whatever the number of clients, and the same bits on every x86 processor
-(`dure.tensors.apart`). The weights n_k are those of the clients
-that took part in the round (McMahan et al. 2017, algorithm 1 with the erratum of footnote 4).
+The rule folds: one accumulator for any number of clients, and the same bits on every x86 processor
+(`dure.tensors.apart`). The weights n_k are the weights of the clients that took part in the round
+(McMahan et al. 2017, algorithm 1 with the erratum of footnote 4).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dure.tensors.apart import add_multiple
 
 @dataclass(frozen=True)
 class Folded:
-    """The sum so far: of weighted tensors, and of weights."""
+    """Accumulator of the mean: the weighted sums of tensors, and the sum of weights."""
 
     sums: tuple[Tensor, ...]
     weight: float
@@ -29,13 +29,13 @@ class Folded:
 
 
 def zero(like: Sequence[Tensor]) -> Folded:
-    """Nothing folded yet, for updates shaped like `like`."""
+    """Return an empty accumulator for updates shaped like `like`."""
     sums = tuple(torch.zeros_like(tensor, dtype=wide(tensor.dtype)) for tensor in like)
     return Folded(sums, 0.0, tuple(tensor.dtype for tensor in like))
 
 
 def fold(folded: Folded, tensors: Sequence[Tensor], weight: float) -> Folded:
-    """Adds one update with weight n_k. The accumulator's memory is used again."""
+    """Add an update with weight n_k, in the accumulator's memory."""
     # In place: `Folded` is a new value, its sums are the same memory.
     for total, tensor in zip(folded.sums, tensors, strict=True):
         add_multiple(total, tensor, weight)
@@ -43,11 +43,10 @@ def fold(folded: Folded, tensors: Sequence[Tensor], weight: float) -> Folded:
 
 
 def add(folded: Folded | None, sum_of: Callable[[Tensor | None], Tensor], weight: float) -> Folded:
-    """Adds the weighted sum of some updates of one tensor, or begins with it.
+    """Add the weighted sum of updates of a single tensor; None starts an accumulator with the sum.
 
-    weight: of these updates together.
-
-    sum_of: returns the sum, or has added it to the tensor that it is given.
+    sum_of: returns the weighted sum; given a tensor, adds the sum to the tensor in place. weight:
+    the sum of the weights of these updates.
     """
     if folded is None:
         total = sum_of(None)
@@ -57,7 +56,10 @@ def add(folded: Folded | None, sum_of: Callable[[Tensor | None], Tensor], weight
 
 
 def finish(folded: Folded) -> list[Tensor]:
-    """The mean, in the accumulator's memory. Raises TooFewUpdatesError if nothing was folded."""
+    """Return the mean, in the accumulator's memory.
+
+    Raises TooFewUpdatesError if nothing was folded.
+    """
     if folded.weight <= 0:
         raise TooFewUpdatesError("the mean of no updates is not defined")
     return [
@@ -71,7 +73,7 @@ def finish(folded: Folded) -> list[Tensor]:
 class Mean(Folds):
     """The weighted mean.
 
-    It withstands nothing: one update that is not finite makes the result not finite.
+    The mean withstands nothing: an update that is not finite makes the result not finite.
     """
 
     name: ClassVar[str] = "mean"
@@ -96,7 +98,7 @@ class Mean(Folds):
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which updates are summed.
+    """Return the dtype in which updates are summed.
 
     n_k·Δ_k overflows in half precision: such updates are summed in float32.
     """

@@ -1,9 +1,10 @@
-"""The median of each coordinate: the middle value, or the mean of the two middle ones.
+"""The median of each coordinate: the middle value, or the mean of the two middle values.
 
-Withstands any minority of broken updates: with less than half of them broken, each coordinate lies
-between honest values. Weights n_k play no part, for a broken client would claim a large one.
+Withstands any minority of broken updates: with less than half of the updates broken, each
+coordinate is between honest values. Weights n_k play no part, because a malicious client would
+claim a large n_k.
 
-Cost: about m·(log2 m)²/2 minima and maxima a coordinate, in the dtype of the updates; memory: a
+Cost: about m·(log2 m)²/2 minima and maxima per coordinate, in the dtype of the updates; memory: a
 block.
 
 Source: D. Yin, Y. Chen, K. Ramchandran, P. Bartlett, "Byzantine-Robust Distributed Learning:
@@ -37,17 +38,17 @@ class Median(Collects):
 
 
 def coordinate_median(rows: Rows, dtype: torch.dtype | None = None) -> list[Tensor]:
-    """The median of each coordinate of finite rows.
+    """Return the median of each coordinate of finite rows, shaped as an update.
 
-    dtype: of the result, None for that of the updates.
+    dtype: of the result; None for the dtype of the updates.
     """
     return rows.map(lambda values: middle(sorted_rows(values)), own_dtype=True, dtype=dtype)
 
 
 def middle(ordered: list[Tensor]) -> Tensor:
-    """The median of columns whose rows are in order.
+    """Return the median of each column of rows that are sorted within each column.
 
-    For an odd number of rows it is one of the values.
+    For an odd number of rows the median is the middle row itself.
     """
     low = ordered[(len(ordered) - 1) // 2]
     high = ordered[len(ordered) // 2]

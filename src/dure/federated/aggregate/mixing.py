@@ -1,11 +1,11 @@
-"""Nearest-neighbour mixing: each update becomes the mean of its n - f nearest, itself among them.
+"""Nearest-neighbour mixing: each update becomes the mean of its n - f nearest updates.
 
-    y_i = mean of the n - f updates nearest to x_i;   the result is `inner` of y_1 .. y_n
+    y_i = mean of the n - f updates nearest to x_i, with itself;   the result is `inner`(y_1 .. y_n)
 
-Honest updates that differ because their data do come closer, while a broken one gains nothing: with
-it `median`, `krum`, `trimmed-mean` and `geometric-median` reach the best error that is possible
-under heterogeneity. `inner` has to withstand f. Ties are broken by value. In the means all updates
-weigh the same.
+Honest updates that differ because their data differ come closer together, while a broken update
+gains nothing: with mixing, `median`, `krum`, `trimmed-mean` and `geometric-median` reach the best
+possible error under heterogeneity. `inner` has to withstand f. Ties are broken by value. Within the
+means all updates weigh the same.
 
 Cost: m²·d/2 differences, and m²·d operations for each pass of `inner`; memory: as `inner`, and m²
 distances.
@@ -30,9 +30,9 @@ from dure.randomness.turn import Turn
 
 @dataclass(frozen=True)
 class Mixing(Collects):
-    """Another aggregator of the means of nearest neighbours.
+    """Another aggregator, applied to the means of nearest neighbours.
 
-    f: broken updates withstood, less than half. inner: the aggregator of what mixing makes.
+    f: broken updates withstood, less than half. inner: the aggregator of the means.
     """
 
     name: ClassVar[str] = "mixing"
@@ -52,14 +52,14 @@ class Mixing(Collects):
         self.inner.check(updates)
 
     def handed_on(self, updates: int) -> int:
-        # Each of what the inner rule gets is a mean of so many.
+        # Each input of the inner rule is a mean of this many updates.
         return updates - self.f
 
     def combine_finite(
         self, rows: Rows, dropped: int, turn: Turn, state: list[Tensor] | None
     ) -> tuple[list[Tensor], list[Tensor] | None]:
-        # Equal keys: sorted by value alone. The roundings of sums, which break ties, then do not
-        # depend on who sent what.
+        # Equal keys: the order follows values alone. The roundings of sums, which break ties, then
+        # do not depend on which client sent which update.
         rows = rows.only(rows.order(torch.zeros(len(rows))))
         nearest = len(rows) - still_broken(self.f, dropped)
         mix = torch.zeros(len(rows), len(rows), dtype=torch.float64)

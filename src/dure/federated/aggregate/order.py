@@ -1,8 +1,8 @@
-"""Columns in order: Batcher's network of comparators, on whole rows of a block.
+"""Sorting of columns: Batcher's network of comparators, on whole rows of a block.
 
 For few rows and many columns, as updates are, a network of minima and maxima of rows is several
-times as fast as sorting each column: 97 comparators sort 20 rows, and each works on all columns at
-once.
+times as fast as sorting each column: 97 comparators sort 20 rows, and each comparator works on all
+columns at once.
 
 Source: K. E. Batcher, "Sorting networks and their applications", AFIPS 1968; D. E. Knuth, The Art
 of Computer Programming 3, section 5.2.2, algorithm M.
@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 MOST = 256
-"""Rows up to which the network is the faster one (measured on a CPU with AVX2)."""
+"""Largest number of rows for which the network is faster (measured on a CPU with AVX2)."""
 
 
 def sorted_rows(values: Tensor) -> list[Tensor]:
-    """The columns of `values`, of shape (m, b), each in order: m tensors of shape (b,).
+    """Return `values`, of shape (m, b), sorted within each column, as m tensors of shape (b,).
 
-    Uses the memory of `values`.
+    Overwrites the memory of `values`.
     """
     if len(values) > MOST:
         return list(values.sort(0).values)
@@ -31,8 +31,8 @@ def sorted_rows(values: Tensor) -> list[Tensor]:
     for low, high in comparators(len(rows)):
         one = rows[low]
         other = rows[high]
-        # Both results go to memory that is there already: the larger in place of `other`, the
-        # smaller in the spare, and the memory of `one` is the next spare.
+        # Both results go to existing memory: the larger replaces `other`, the smaller goes to the
+        # spare, and the memory of `one` is the next spare.
         torch.minimum(one, other, out=spare)
         torch.maximum(one, other, out=other)
         rows[low] = spare
@@ -42,9 +42,9 @@ def sorted_rows(values: Tensor) -> list[Tensor]:
 
 @lru_cache
 def comparators(n: int) -> list[tuple[int, int]]:
-    """Pairs (low, high) of places to compare, one after another, that sort n numbers.
+    """Return pairs (low, high) of places that sort n numbers, in order of comparison.
 
-    There are about n·(log2 n)²/4.
+    There are about n·(log2 n)²/4 pairs.
     """
     pairs: list[tuple[int, int]] = []
     # p, q, r and d (here `distance`) are Knuth's names. largest: the greatest power of 2 below n.

@@ -1,15 +1,14 @@
 """RFA, robust federated aggregation: the geometric median with weights n_k, smoothed.
 
-    z <- (sum of b_k·x_k) / (sum of b_k),   b_k = n_k / max(nu, |x_k - z|),  until nothing is gained
+    z <- (sum of b_k·x_k) / (sum of b_k),   b_k = n_k / max(nu, |x_k - z|),  until convergence
 
-It minimises (sum of n_k·h(|x_k - z|)), where h is the distance, but quadratic within nu of zero, so
-that a z next to an update does no harm. Withstands broken updates with less than half of all
-weight: n_k has to be known, not claimed. nu is a length, as updates are: with updates 10 times as
-long nu has to be, too, for the result to be.
+The rule minimises (sum of n_k·h(|x_k - z|)). h is the distance, but quadratic within nu of zero, so
+that a z close to an update does no harm. Withstands broken updates with less than half of the total
+weight: n_k has to be known, not claimed. nu is a length in the units of updates: if all updates are
+10 times as long, nu has to be 10 times as long for a result 10 times as long.
 
-The paper takes few steps, begun at the mean; here they go on to a relative accuracy of 1e-12
-(`weiszfeld.py`), and begin at the median of each coordinate. Cost and memory: as the geometric
-median.
+The paper takes few steps from the mean; dure iterates to a relative accuracy of 1e-12
+(`weiszfeld.py`), from the median of each coordinate. Cost and memory: as the geometric median.
 
 Source: K. Pillutla, S. Kakade, Z. Harchaoui, "Robust Aggregation for Federated Learning", IEEE TSP
 2022.
@@ -33,7 +32,7 @@ from dure.randomness.turn import Turn
 class RFA(Collects):
     """The geometric median with weights n_k, smoothed.
 
-    nu: the distance from an update within which its pull grows no more; a length, as updates are.
+    nu: distance from an update within which its pull stops growing, in the units of updates.
     """
 
     name: ClassVar[str] = "rfa"

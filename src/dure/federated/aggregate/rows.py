@@ -1,20 +1,21 @@
-"""The updates of a round as the rows of one (m, d) matrix that is never made.
+"""The updates of a round as the rows of a virtual (m, d) matrix, which rules process in blocks.
 
-Rules go over it in blocks.
-
-A block is the same few coordinates of all rows, in float64. So a rule needs, besides the updates
-themselves, the memory of a block and of its result, whatever m and d.
+The matrix is never materialised. A block is a range of coordinates of all rows, in float64. So a
+rule needs, besides the updates themselves, the memory of a block and of its result, for any m and
+d.
 
 Rows may also be mixtures of updates, such as means of groups: row i is then (sum over j of mix[i,
 j]·update j), formed block by block.
 
 Distances are sums of squares of differences. The usual |x|² + |y|² - 2x·y cancels: for float32
-models of 10^6 parameters that differ by 10^-4 it is wrong in all digits, and often negative.
+models of 10^6 parameters that differ by 10^-4, its result is wrong in all digits, and often
+negative.
 
-Combinations of updates, and means of groups that share none, have the same bits on every x86
-processor (`dure.tensors.apart`). Distances have not: they are sums over coordinates, in an order
-that follows the processor, and so are other mixtures, which are matrix products. `order` does not
-see the last digits of distances, so choices by them are the same as good as always.
+Combinations of updates, and means of disjoint groups, have the same bits on every x86 processor
+(`dure.tensors.apart`). Distances do not: distances are sums over coordinates in an order that
+depends on the processor. Other mixtures, which are matrix products, do not either. `order` ignores
+the last digits of distances, so selections by distance are almost always the same on all
+processors.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ BLOCK = 2**20
 """Numbers in a block, over all rows."""
 
 LARGEST = 2.0**500
-"""The largest norm of a finite row: the square of a distance of two such is still a float64."""
+"""Largest norm of a finite row: the squared distance of two such rows still fits a float64."""
 
 
 class Block(NamedTuple):
-    """Some coordinates of all rows.
+    """A range of coordinates of all rows.
 
-    values: of shape (m, stop - start), of tensor number `slot` of each update.
+    slot: index of the tensor within each update. values: shape (m, stop - start).
     """
 
     slot: int
@@ -52,17 +53,23 @@ class Block(NamedTuple):
 class Rows:
     """m updates and their weights n_k, as rows.
 
-    updates: each a list of tensors of the same shapes and floating-point dtypes.
+    A row is a single vector: all tensors of an update, one after another.
 
-    A row is one vector: all tensors of an update, one after another. measured: of how many of these
-    tensors, the first ones, distances and norms are; None is all. Those are the weights that are
-    trained. What follows, buffers such as the statistics of batch norm, has other units, and is
-    combined as the rule has found for the weights. numbers: how many a block has.
-    mix: rows as mixtures of updates, float64 of shape (rows, m); `mixed`, `grouped` make it.
-    rest: the same for the tensors that are not measured; None is as `mix`.
+    Args:
+        updates: m lists of tensors, with the same shapes and floating-point dtypes.
+        weights: the weight n_k of each row.
+        numbers: size of a block, in numbers.
+        mix: rows as mixtures of updates, float64 of shape (rows, m); `mixed` and `grouped` make
+            such rows.
+        measured: number of leading tensors that distances and norms cover, the trained weights;
+            None is all. The tensors after them, buffers such as the statistics of batch norm, have
+            other units, and are combined with the coefficients that the rule has found for the
+            weights.
+        rest: the mixture for the tensors that are not measured; None is `mix`.
 
-    Raises ValueError if there are no updates, or if they differ in shape or dtype, or are not of
-    floating point.
+    Raises:
+        ValueError: there are no updates, or their shapes or dtypes differ, or a dtype is not
+            floating point, or the number of weights differs from the number of rows.
     """
 
     def __init__(
@@ -83,7 +90,7 @@ class Rows:
         if len(self.weights) != len(self):
             raise ValueError(f"{len(self)} updates need as many weights, not {len(self.weights)}")
         self._numbers = numbers
-        # Views where tensors are contiguous: nothing is copied before a block is made.
+        # Contiguous tensors give views: nothing is copied before a block is made.
         self._flat = [_flattened(update) for update in updates]
 
     def __len__(self) -> int:
@@ -92,19 +99,20 @@ class Rows:
     def blocks(
         self, columns: int = 0, own_dtype: bool = False, measured: bool = False
     ) -> Iterator[Block]:
-        """All coordinates, a block at a time. The values are the caller's to change.
+        """Yield all coordinates, a block at a time; the caller may change the values.
 
-        columns: at least so many coordinates a block, where there are as many. own_dtype: in the
-        dtype of the updates where rows are updates, for rules to which order is all that counts;
-        otherwise in float64. measured: only those that distances are of.
+        columns: least number of coordinates in a block, if there are as many. own_dtype: whether
+        rows that are plain updates keep their dtype, for rules to which only order matters;
+        otherwise blocks are float64. measured: whether to yield only the tensors that distances
+        cover.
         """
-        # Mixtures are made of all updates, which may be more than the rows.
+        # Mixtures are formed from all updates, which may be more than the rows.
         columns = max(1, columns, self._numbers // max(len(self), len(self.updates)))
         for slot, first in enumerate(self._flat[0][: self.measured if measured else None]):
             mix = self.mix if slot < self.measured else self.rest
             for start in range(0, first.numel(), columns):
                 stop = min(start + columns, first.numel())
-                # A copy in any case, so that a caller may write to it.
+                # A copy in any case, so that the caller may write to the block.
                 values = torch.stack([flat[slot][start:stop] for flat in self._flat])
                 if mix is not None:
                     values = _mixture(mix, values.double())
@@ -118,11 +126,10 @@ class Rows:
         own_dtype: bool = False,
         dtype: torch.dtype | None = None,
     ) -> list[Tensor]:
-        """What `function` makes of each coordinate, shaped as an update.
+        """Apply `function` to each block of coordinates and return the result, shaped as an update.
 
-        function: of values (m, b) it makes (b,).
-
-        own_dtype: as in `blocks`. dtype: of the result, None for that of the updates.
+        function: maps values of shape (m, b) to shape (b,). own_dtype: as in `blocks`. dtype: of
+        the result; None for the dtype of the updates.
         """
         result = self._empty(dtype)
         for slot, start, stop, values in self.blocks(own_dtype=own_dtype):
@@ -135,18 +142,17 @@ class Rows:
         dtype: torch.dtype | None = None,
         rest: Tensor | None = None,
     ) -> list[Tensor]:
-        """(sum over rows i of coefficients[i]·row i), summed in float64.
+        """Return (sum over rows i of coefficients[i]·row i), summed in float64.
 
-        coefficients: float64, shape (m,). rest: those of the tensors that are not measured; None is
-        the same.
-
-        dtype: of the result, None for that of the updates. One coefficient of 1 among zeros gives
-        that row, to the bit.
+        coefficients: float64, shape (m,). dtype: of the result; None for the dtype of the updates.
+        rest: coefficients of the tensors that are not measured; None is `coefficients`. A single
+        coefficient of 1 among zeros returns the row bit for bit.
         """
         rest = coefficients if rest is None else rest
         if self.mix is not None:
             assert self.rest is not None
-            # A combination of mixtures is one of the updates: one pass, and no mixture is made.
+            # A combination of mixtures is a combination of the updates: one pass, and no mixture is
+            # made.
             whole = Rows(
                 self.updates, [1.0] * len(self.updates), self._numbers, measured=self.measured
             )
@@ -161,15 +167,14 @@ class Rows:
         return self._shaped(result)
 
     def row(self, index: int) -> list[Tensor]:
-        """One row, shaped as an update."""
+        """Return a row, shaped as an update."""
         return self.combination(torch.eye(len(self), dtype=torch.float64)[index])
 
     def finite(self) -> list[int]:
-        """The rows that rules can count with.
+        """Return the indices of rows with finite numbers and a finite, positive weight.
 
-        All their numbers are finite, and their weight is finite and positive.
-
-        A norm above 2^500, which only float64 has, is not finite either: its square is not.
+        A norm above 2^500, possible in float64 only, does not count as finite: its square is
+        infinite.
         """
         assert self.mix is None, "mixtures are made of finite rows"
         pairs = zip(self._flat, self.weights, strict=True)
@@ -180,24 +185,24 @@ class Rows:
         ]
 
     def squared_distances(self) -> Tensor:
-        """The squared distances between rows: float64 of shape (m, m), symmetric, on the CPU.
+        """Return the squared distances between rows: float64 of shape (m, m), on the CPU.
 
-        They are of what is measured. Cost: m²·d/2 differences.
+        Distances cover the measured tensors. Cost: m²·d/2 differences.
         """
         sums = torch.zeros(len(self) * (len(self) - 1) // 2, dtype=torch.float64)
         for block in self.blocks(measured=True):
             # Sums of squares add up over blocks, roots do not.
             sums += pdist(block.values).square().cpu()
         result = torch.zeros(len(self), len(self), dtype=torch.float64)
-        # The order in which `pdist` gives its pairs.
+        # The order in which `pdist` returns its pairs.
         above = torch.triu_indices(len(self), len(self), 1)
         result[above[0], above[1]] = sums
         return result + result.T
 
     def distances(self, origin: Sequence[Tensor] | None = None) -> Tensor:
-        """The distance of each row from the vector `origin`: float64 of shape (m,).
+        """Return the distance of each row from the vector `origin`: float64 of shape (m,).
 
-        origin: shaped as an update; None for zero. The distance is of what is measured.
+        origin: shaped as an update; None for zero. Distances cover the measured tensors.
         """
         sums = torch.zeros(len(self), dtype=torch.float64)
         for slot, start, stop, values in self.blocks(measured=True):
@@ -207,7 +212,7 @@ class Rows:
         return sums.sqrt()
 
     def only(self, rows: Sequence[int]) -> Rows:
-        """These rows, in this order."""
+        """Return the selected rows, in the given order."""
         weights = [self.weights[row] for row in rows]
         if self.mix is None or self.rest is None:
             chosen = [self.updates[row] for row in rows]
@@ -215,18 +220,18 @@ class Rows:
         return self._mixtures(self.mix[list(rows)], self.rest[list(rows)], weights)
 
     def mixed(self, mix: Tensor, weights: Sequence[float]) -> Rows:
-        """Rows that are mixtures of these.
+        """Return rows that are mixtures of the present rows.
 
-        mix: float64 of shape (new rows, m). weights: those of the new rows.
+        mix: float64 of shape (new rows, m). weights: the weights of the new rows.
         """
         if self.mix is None or self.rest is None:
             return self._mixtures(mix, mix, weights)
         return self._mixtures(mix @ self.mix, mix @ self.rest, weights)
 
     def scaled(self, factors: Tensor) -> Rows:
-        """These rows with what is measured of each times a factor; the rest stays as it is.
+        """Return the rows with the measured tensors of each multiplied by a factor.
 
-        factors: float64 of shape (m,).
+        factors: float64 of shape (m,). Tensors that are not measured stay unchanged.
         """
         if self.mix is None or self.rest is None:
             same = torch.eye(len(self), dtype=torch.float64)
@@ -237,9 +242,9 @@ class Rows:
         return Rows(self.updates, weights, self._numbers, mix, self.measured, rest)
 
     def grouped(self, groups: Sequence[Sequence[int]]) -> Rows:
-        """The mean of each group, by the weights of its rows.
+        """Return the mean of each group, weighted by the weights of its rows.
 
-        A group weighs as much as its rows together.
+        A group weighs the sum of its rows' weights.
         """
         weights = torch.tensor(self.weights, dtype=torch.float64)
         mix = torch.zeros(len(groups), len(self), dtype=torch.float64)
@@ -248,17 +253,17 @@ class Rows:
         return self.mixed(mix, [self._together(group) for group in groups])
 
     def _together(self, rows: Sequence[int]) -> float:
-        """What the rows weigh together."""
+        """Return the sum of the weights of the rows."""
         return sum(self.weights[row] for row in rows)
 
     def order(self, keys: Tensor) -> list[int]:
-        """The rows sorted by `keys`, of shape (m,).
+        """Return the row indices sorted by `keys`, of shape (m,).
 
-        Among equal keys the values of rows decide, never their places: the row that is smaller at
-        the first coordinate where they differ comes first. Keys are equal that agree in nine
-        digits: sums that are equal differ in their roundings, by how they were made.
+        Ties are broken by the values of rows, never by their places: the row that is smaller at the
+        first coordinate where two rows differ comes first. Keys that agree in nine digits are tied,
+        because equal sums that were computed in different ways differ in their roundings.
         """
-        # Rounded first and compared then: "nearly equal" by itself would not be transitive, and no
+        # Round first and compare then: "nearly equal" by itself is not transitive, and so is no
         # order.
         numbers = _nine_digits(keys).tolist()
 
@@ -270,9 +275,9 @@ class Rows:
         return sorted(range(len(self)), key=cmp_to_key(compare))
 
     def _compare(self, one: int, other: int) -> int:
-        """-1, 0 or 1: whether the one is before the other in lexicographic order."""
+        """Return -1, 0 or 1: whether row `one` comes before row `other` in lexicographic order."""
         pair = self.only([one, other])
-        # Where rows differ at all, they mostly differ at once.
+        # Rows that differ mostly differ within the first coordinates.
         pair._numbers = min(self._numbers, 2**13)
         for block in pair.blocks():
             places = (block.values[0] != block.values[1]).nonzero()
@@ -282,7 +287,7 @@ class Rows:
         return 0
 
     def _empty(self, dtype: torch.dtype | None) -> list[Tensor]:
-        """Room for a result, flat."""
+        """Return uninitialised flat tensors for a result."""
         return [torch.empty_like(tensor, dtype=dtype) for tensor in self._flat[0]]
 
     def _shaped(self, flat: Sequence[Tensor]) -> list[Tensor]:
@@ -290,9 +295,10 @@ class Rows:
 
 
 def _mixture(mix: Tensor, values: Tensor) -> Tensor:
-    """mix·values; `values` is written over."""
-    # Groups, and rows that are scaled: an update is in one of them at most, and one pass over all
-    # gives the same bits everywhere. Otherwise a matrix product, which is many times faster.
+    """Return mix·values; overwrites `values`."""
+    # In groups and scaled rows an update contributes to one row at most, and one pass over all
+    # updates gives the same bits on every processor. Other mixtures take a matrix product, which is
+    # many times faster.
     if int((mix != 0).sum(0).max()) > 1:
         return mix.to(values.device) @ values
     result = torch.zeros(len(mix), values.shape[1], dtype=values.dtype, device=values.device)
@@ -304,19 +310,19 @@ def _mixture(mix: Tensor, values: Tensor) -> Tensor:
 
 
 def _nine_digits(keys: Tensor) -> Tensor:
-    """Rounded to 30 bits; infinities stay."""
-    # Rounded relative to each key's own size, in binary: no decimal text in between.
+    """Return keys rounded to 30 bits; infinities stay."""
+    # Rounded relative to each key's own size, in binary, without decimal text in between.
     mantissa, exponent = torch.frexp(keys.double())
     return torch.ldexp((mantissa * 2**30).round(), exponent - 30)
 
 
 def is_finite(update: Sequence[Tensor]) -> bool:
-    """Whether all numbers of an update are finite, and its norm is at most 2^500."""
+    """Return whether all numbers of an update are finite and its norm is at most 2^500."""
     for tensor in update:
         tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         if tensor.numel():
             least, most = tensor.aminmax()
-            # Both are NaN where any number is, and no comparison holds for NaN.
+            # Both are NaN if any number is, and no comparison holds for NaN.
             if not max(-float(least), float(most)) * tensor.numel() ** 0.5 <= LARGEST:
                 return False
     return True

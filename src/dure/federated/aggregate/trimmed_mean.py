@@ -1,10 +1,10 @@
 """The trimmed mean of each coordinate, without floor(beta·m) values at each end.
 
-Withstands f = floor(beta·m) broken updates of m: each value that is left lies between honest ones.
-beta has to be at least the share of broken updates, and below 1/2; with beta = 0 it is the mean
-with equal weights.
+Withstands f = floor(beta·m) broken updates of m: each remaining value is between honest values.
+beta has to be at least the share of broken updates, and below 1/2; with beta = 0 the rule is the
+mean with equal weights.
 
-Cost: about m·(log2 m)²/2 minima and maxima a coordinate, in the dtype of the updates; memory: a
+Cost: about m·(log2 m)²/2 minima and maxima per coordinate, in the dtype of the updates; memory: a
 block.
 
 Source: D. Yin, Y. Chen, K. Ramchandran, P. Bartlett, "Byzantine-Robust Distributed Learning:
@@ -38,19 +38,19 @@ class TrimmedMean(Collects):
             raise ValueError(f"trimmed-mean: beta has to be in [0, 0.5), not {self.beta}")
 
     def trimmed(self, updates: int) -> int:
-        """How many values are left out at each end."""
+        """Return the number of values that are left out at each end."""
         return math.floor(self.beta * updates + 1e-9)  # 0.29·100 is 28.999999999999996
 
     def combine_finite(
         self, rows: Rows, dropped: int, turn: Turn, state: list[Tensor] | None
     ) -> tuple[list[Tensor], None]:
-        # beta is a share of all that were sent; those that were dropped count as cut off already.
+        # beta is a share of all updates that were sent; dropped updates count as trimmed already.
         cut = still_broken(self.trimmed(len(rows) + dropped), dropped)
 
         def function(values: Tensor) -> Tensor:
             kept = sorted_rows(values)[cut : len(rows) - cut]
             total = torch.zeros_like(kept[0], dtype=torch.float64)
-            # Row by row in float64: a sum that needs no copy of all rows in that precision.
+            # Row by row in float64: the sum needs no copy of all rows in that precision.
             for row in kept:
                 total += row
             return total / len(kept)

@@ -1,31 +1,31 @@
 """Weiszfeld's iteration for the geometric median, in few dimensions.
 
-It looks for the point z that minimises f(z) = (sum over i of w_i·|x_i - z|).
+The iteration finds the point z that minimises f(z) = (sum over i of w_i·|x_i - z|).
 
     z <- (sum of p_i·x_i) / (sum of p_i),   p_i = w_i / |x_i - z|
 
-f falls with every step. Where z is one of the points the step is that of Vardi and Zhang: with the
-mean T of the others as above, their pull R = (sum over the others of p_i·(x_i - z)), and the weight
-eta of the points at z,
+f falls with every step. If z is one of the points, the step is the step of Vardi and Zhang: with
+the mean T of the other points as above, their pull R = (sum over the others of p_i·(x_i - z)), and
+the weight eta of the points at z,
 
     z <- (1 - s)·T + s·z,   s = min(1, eta / |R|)
 
-and z is the minimiser exactly if |R| <= eta. Minima at a point, to which the iteration creeps, are
-looked for first.
+and z is the minimiser exactly if |R| <= eta. Convergence to a minimum at a point is slow, so the
+points are tested first.
 
 With smoothing nu, p_i = w_i / max(nu, |x_i - z|): f is then smooth, quadratic within nu of a point
 (Pillutla).
 
-Where to stop: f(z) - min f <= |g|·|z - z*| for the smallest subgradient g at z, and |z - z*| <= 2
-f(z) / (sum of w); so 2 |g| <= accuracy·(sum of w) makes f(z) right to that relative accuracy.
-Unlike a difference of two values of f, it says something even if one point is at 1e30.
+Stopping criterion: f(z) - min f <= |g|·|z - z*| for the smallest subgradient g at z, and |z - z*|
+<= 2 f(z) / (sum of w); so 2 |g| <= accuracy·(sum of w) makes f(z) right to that relative accuracy.
+Unlike a difference of two values of f, the criterion is meaningful even if a point is at 1e30.
 
-**Few dimensions.** m updates of d >> m parameters need but m coordinates each. The differences to a
-centre c are the columns of a (d, m) matrix, whose QR decomposition, a block of rows at a time,
-keeps all distances in R. Its errors are relative to each column, so an outlier at 1e30 disturbs
-only itself; a Gram matrix would lose all digits of the others. The centre has to lie among the
-honest updates for that: it is the median of each coordinate. One pass over the updates replaces one
-or two a step: 2·m²·d operations.
+**Few dimensions.** m updates of d >> m parameters need only m coordinates each. The differences to
+a centre c are the columns of a (d, m) matrix, whose QR decomposition, a block of rows at a time,
+preserves all distances in R. Its errors are relative to each column, so an outlier at 1e30 disturbs
+only itself; a Gram matrix would lose all digits of the other columns. For this, the centre has to
+be among the honest updates: the centre is the median of each coordinate. One pass over the updates
+replaces one or two passes per step: 2·m²·d operations.
 
 Sources: Y. Vardi, C.-H. Zhang, "The multivariate L1-median and associated data depth", PNAS 2000;
 K. Pillutla, S. Kakade, Z. Harchaoui, "Robust Aggregation for Federated Learning", IEEE TSP 2022; N.
@@ -49,27 +49,27 @@ ACCURACY = 1e-12
 """Relative accuracy of the objective at which the iteration stops."""
 
 STEPS = 10_000
-"""The most steps.
+"""Largest number of steps.
 
-The iteration creeps to a minimum next to a point: f may then be 1e-8 from its least.
+Convergence to a minimum next to a point is slow: f may then be 1e-8 above the minimum.
 """
 
 SAME = 1e-13
-"""Points are the same if they are nearer than this, relative to their distance from the centre.
+"""Distance, relative to the distance from the centre, below which points count as equal.
 
-QR knows no better.
+QR is not more accurate.
 """
 
 
 Array = NDArray[np.float64]
-"""Few numbers, many steps: NumPy does a step in a fraction of torch's time."""
+"""Small float64 arrays with many steps: NumPy takes a fraction of torch's time per step."""
 
 
 class Step(NamedTuple):
     """A step of the iteration.
 
-    coefficients: of the points, (m,); they sum to 1 and make the next z. slope: |R| - eta at z,
-    which is |g| where it is positive.
+    coefficients: of the points, shape (m,); they sum to 1 and give the next z. slope: |R| - eta at
+    z, which is |g| if positive.
     """
 
     coefficients: Array
@@ -77,18 +77,18 @@ class Step(NamedTuple):
 
 
 def geometric_median(rows: Rows, weights: Sequence[float], smoothing: float = 0.0) -> list[Tensor]:
-    """The vector with the least weighted sum of distances to finite rows, shaped as an update."""
+    """Return the vector with the least weighted sum of distances to finite rows."""
     points = coordinates(rows, coordinate_median(rows, dtype=torch.float64))
     return rows.combination(torch.from_numpy(minimiser(points, np.array(weights), smoothing)))
 
 
 def coordinates(rows: Rows, centre: Sequence[Tensor]) -> Array:
-    """Points in few dimensions with the distances of the rows; `centre` is at zero.
+    """Return points in few dimensions with the distances of the rows, shape (m, min(m, d)).
 
-    Shape (m, min(m, d)).
+    `centre` maps to zero.
     """
     triangle: Tensor | None = None
-    # Wide blocks: each QR takes the triangle of those before, m rows, along.
+    # Wide blocks, because each QR includes the triangle of the blocks before, m rows.
     for slot, start, stop, values in rows.blocks(columns=4 * len(rows), measured=True):
         values -= centre[slot].reshape(-1)[start:stop]
         # R of [R_before; block] is R of all rows so far, up to signs, which change no distance.
@@ -99,17 +99,17 @@ def coordinates(rows: Rows, centre: Sequence[Tensor]) -> Array:
 
 
 def minimiser(points: Array, weights: Array, smoothing: float = 0.0) -> Array:
-    """The coefficients of the points whose combination minimises the sum of distances.
+    """Return the coefficients, shape (m,), of the combination with the least sum of distances.
 
-    points: shape (m, k). The coefficients have shape (m,).
+    points: shape (m, k). weights: shape (m,).
     """
-    # Each point is tried as the minimum first; `slope` at it says surely yes, surely no, or too
-    # near to tell.
+    # Each point is tried as the minimum first. A slope within 1e-9 of the total weight is
+    # undecided, because of rounding.
     unsure = []
     total = float(weights.sum())
     for point in points if smoothing == 0 else ():
         found = step(points, weights, point)
-        if found.slope <= -1e-9 * total:  # a minimum that is the only one, whatever the rounding
+        if found.slope <= -1e-9 * total:  # the only minimum, whatever the rounding
             return found.coefficients
         if found.slope <= 1e-9 * total:
             unsure.append(found)
@@ -118,17 +118,17 @@ def minimiser(points: Array, weights: Array, smoothing: float = 0.0) -> Array:
         return last
     reached = step(
         points, weights, last @ points
-    ).slope  # it only creeps to a point that is barely a minimum
+    ).slope  # convergence to a point that is barely a minimum is slow
     if len(unsure) > 1 and reached <= 1e-9 * total:
-        # all between these points are minima: not one of the ends, which their order would choose
+        # All points between these are minima: do not return an end, which the order would select.
         return last
     return min([*unsure, Step(last, reached)], key=lambda end: end.slope).coefficients
 
 
 def descent(points: Array, weights: Array, start: Array, smoothing: float = 0.0) -> Iterator[Array]:
-    """The coefficients of z after each step from `start`.
+    """Yield the coefficients of z after each step from `start`.
 
-    It ends at ACCURACY, or where z does not move any more.
+    The iteration ends at `ACCURACY`, at a fixed point z, or after `STEPS` steps.
     """
     z = start
     limit = ACCURACY / 2 * float(weights.sum())
@@ -142,16 +142,16 @@ def descent(points: Array, weights: Array, start: Array, smoothing: float = 0.0)
 
 
 def step(points: Array, weights: Array, z: Array, smoothing: float = 0.0) -> Step:
-    """One step from z, shape (k,)."""
+    """Return the step from z, shape (k,)."""
     towards = points - z
     distances = _norms(towards)
     here = distances <= (SAME * _norms(points) if smoothing == 0 else -1)
-    # What the points at z weigh: how hard they hold it there.
+    # The total weight of the points at z: the force that holds z there.
     eta = float(weights[here].sum())
-    # All points are the same: that is the minimum, and there is no pull to divide by.
+    # All points are equal: z is the minimum, and there is no pull to divide by.
     if here.all():
         return Step(weights / eta, -eta)
-    # The inner `where` only keeps from dividing by 0; those places are 0 in the end.
+    # The inner `where` only avoids a division by 0; those places are 0 in the end.
     pulls = np.where(here, 0.0, weights / np.where(here, 1.0, np.maximum(distances, smoothing)))
     pull = float(np.linalg.norm(pulls @ towards))
     stay = 0.0 if eta == 0 else 1.0 if pull <= eta else eta / pull

@@ -1,4 +1,4 @@
-"""Aggregators around others: what `clipped`, `bucketing` and `mixing` share."""
+"""Functions that the wrapping aggregators `clipped`, `bucketing` and `mixing` share."""
 
 from __future__ import annotations
 
@@ -11,21 +11,29 @@ from dure.federated.aggregate.rows import Rows
 from dure.randomness.turn import Turn
 
 MEDIAN = Median()
-"""What is wrapped unless another is given."""
+"""Default inner rule."""
 
 
 def combine_inner(
     inner: Aggregator, rows: Rows, dropped: int, turn: Turn, state: list[Tensor] | None
 ) -> tuple[list[Tensor], list[Tensor] | None]:
-    """What `inner` makes of rows that an outer aggregator has made.
+    """Apply `inner` to the rows of a wrapping aggregator.
 
-    One that folds takes them one after another.
+    Args:
+        inner: the wrapped rule; a rule that folds takes the rows one after another.
+        rows: finite rows, such as means of groups.
+        dropped: number of updates that were dropped before, as not finite or refused.
+        turn: source of random draws.
+        state: the state that the rule returned in the round before; None in the first.
+
+    Returns:
+        (combined update, state for the next round).
     """
     if isinstance(inner, Collects):
         return inner.combine_finite(rows, dropped, turn, state)
     assert isinstance(inner, Folds)
-    # A mixture is made, folded and forgotten before the next one. Rules that fold get the weights
-    # alone; buffers have their mean.
+    # Each mixture is made, folded and freed before the next. Rules that fold get the weights alone;
+    # buffers take their mean.
     measured = rows.measured
     folded = inner.zero(rows.updates[0][:measured])
     buffers = zero(rows.updates[0][measured:])

@@ -1,1 +1,1 @@
-"""What clients and the server of a federation do: an algorithm is a file."""
+"""Federated algorithms, one per file: hyperparameters, and hooks of clients and server."""

@@ -1,17 +1,17 @@
 """Byzantine gradient descent: the geometric median of means of the clients' gradients.
 
-    each client j:  g_j <- gradient of its loss over all its data, at θ; a liar sends anything
-    server:         divides the clients into k groups at random, anew in every round
+    each client j:  g_j <- gradient of its loss over all its data, at θ (malicious: any vector)
+    server:         divides the clients into k groups at random, in every round
                     Z_l <- mean of the gradients of group l
                     θ <- θ - η·(geometric median of Z_1 ... Z_k)
 
-It withstands q liars in a round where 2(1 + ε)q <= k <= m, even if they know everything and are
-others in every round. k = 1 is gradient descent and withstands none; k = m is the geometric median
-of all. Many groups are robust, few are precise: the error is of the order of √(d(2q + 1)/N) for N
-examples.
+The rule withstands q malicious clients per round if 2(1 + ε)q <= k <= m, even if they know
+everything and change from round to round. k = 1 is gradient descent and withstands none; k = m is
+the geometric median of all gradients. More groups are more robust, fewer groups more precise: the
+error is of the order of √(d(2q + 1)/N) for N examples.
 
-Cost of a round: d elements down and d up a client; the server takes O(m·d) for the means and O(k·d)
-for each iteration of Weiszfeld.
+Cost of a round: d elements down and d up per client; the server computes O(m·d) for the means and
+O(k·d) for each iteration of Weiszfeld.
 
 Source: Y. Chen, L. Su, J. Xu, "Distributed Statistical Machine Learning in Adversarial Settings:
 Byzantine Gradient Descent", POMACS 2017.
@@ -34,8 +34,8 @@ class ByzantineGD(Federated):
     """Gradient descent by the geometric median of means.
 
     Args:
-        groups: k; at least twice as many as there are liars in a round.
-        server_lr: how far the model moves along the median.
+        groups: k, more than twice the number of malicious clients in a round.
+        server_lr: step size of the model along the median.
     """
 
     batch_size: int | None = None
@@ -48,8 +48,8 @@ class ByzantineGD(Federated):
     def check_task(self, task: Task) -> None:
         if self.aggregate != Mean():
             raise ValueError("byzantine has its own rule; fed-avg takes another by --aggregate")
-        # One step of a batch is stochastic gradient descent, and allowed too; one epoch has to be
-        # one full batch.
+        # A step on a batch is stochastic gradient descent, which is allowed too; an epoch has to be
+        # a single full batch.
         one_step = self.local_epochs == 1 and (
             self.local_steps == 1 or (self.local_steps, self.batch_size) == (None, None)
         )

@@ -1,13 +1,13 @@
-"""Ditto: besides the global model, every client keeps one of its own that is held near it.
+"""Ditto: besides the global model, every client trains a personalised model close to it.
 
-    global:    FedAvg, or any other; its rule is `aggregate`
-    client k:  v_k <- as many local steps on  F_k(v) + λ/2·|v - w_t|²,  from the v_k that it kept
+    global:    FedAvg, with the rule `aggregate`
+    client k:  v_k <- as many local steps on  F_k(v) + λ/2·|v - w_t|²,  from its stored v_k
 
-λ = 0 is training alone, a large λ the global model. v_k never travels, and learns nothing of others
-but through w.
+λ = 0 is local training alone, a large λ is the global model. v_k never travels, and depends on
+other clients only through w.
 
-Cost of a round: as FedAvg's; clients compute twice as much and keep d elements, and the buffers of
-their own model.
+Cost of a round: as FedAvg's; clients compute twice as much and store d elements, and the buffers of
+their personalised model.
 
 Source: T. Li et al., "Ditto: Fair and Robust Federated Learning Through Personalization", ICML
 2021, algorithm 1.
@@ -31,10 +31,10 @@ from dure.protocol.messages import Assignment
 
 @dataclass(frozen=True)
 class Ditto(Federated):
-    """FedAvg, and a model of its own for every client.
+    """FedAvg, and a personalised model for every client.
 
     Args:
-        lam: λ, how strongly a client's own model is held near the global one.
+        lam: λ, strength of the pull of a personalised model towards the global model.
     """
 
     held_out: float = 0.2
@@ -53,7 +53,7 @@ class Ditto(Federated):
 
 
 class OwnModels(Algorithm):
-    """A second job for each client, whose result it keeps: weights, then buffers."""
+    """Algorithm with a second job per client, whose weights and buffers the client stores."""
 
     passes = 2
 
@@ -64,8 +64,8 @@ class OwnModels(Algorithm):
         weights, buffers = (
             self._parts(memory, job.weights) if memory else (job.weights, job.buffers)
         )
-        # The pull is towards the weights that were received, and not to those where the client's
-        # own model begins.
+        # The pull is towards the received weights, and not towards the start of the personalised
+        # model.
         return [
             job,
             replace(job, weights=weights, buffers=buffers, mu=self.lam, anchor=assignment.weights),
@@ -82,8 +82,8 @@ class OwnModels(Algorithm):
 
     @staticmethod
     def _parts(memory: Memory, weights: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """(weights, buffers) of what a client keeps.
+        """Return (weights, buffers) of a client's state.
 
-        weights: as many tensors as a model has.
+        weights: as many tensors as the model has.
         """
         return memory[: len(weights)], memory[len(weights) :]

@@ -1,13 +1,13 @@
-"""FedAsync: no rounds. Every update makes a new global model, mixed in by less the staler it is.
+"""FedAsync: no rounds; every update makes a new global model, with less weight the staler it is.
 
     client:  gets (x_τ, τ), trains on f(x; z) + ρ/2·|x - x_τ|², sends x_new
     server:  x_t <- (1 - α_t)·x_{t-1} + α_t·x_new,        α_t = α·s(t - τ)
 
     s constant     1
     s polynomial   (staleness + 1)^-a
-    s hinge        1 where staleness <= b, else 1 / (a·(staleness - b) + 1)
+    s hinge        1 if staleness <= b, else 1 / (a·(staleness - b) + 1)
 
-α itself never changes. A "round" is one update; C·K clients are at work at any time.
+α itself never changes. A "round" is a single update; C·K clients work at any time.
 
 Cost of an update: d elements down and d up, as FedAvg's.
 
@@ -35,16 +35,16 @@ Weighting = Literal["constant", "polynomial", "hinge"]
 
 @dataclass(frozen=True)
 class FedAsync(Federated):
-    """Updates are mixed in one by one, the stale ones by less.
+    """The server mixes in each update at once, stale updates with a lower weight.
 
     Args:
-        alpha: α, the share of a fresh client's model in the new one, in [0, 1].
-        weighting: s, how staleness lowers it: constant, polynomial or hinge.
+        alpha: α, the share of an up-to-date client's model in the new model, in [0, 1].
+        weighting: s, the function of staleness: constant, polynomial or hinge.
         a: of polynomial and hinge.
-        b: of hinge: staleness up to this costs nothing.
-        rho: ρ, how strongly clients are held near the model they received.
-        stale: experiments only: one client at a time, which is handed a model 0 to so many versions
-            old, at random.
+        b: of hinge: largest staleness without a penalty.
+        rho: ρ, strength of the pull of clients towards the received model.
+        stale: experiments only: one client at a time, which gets a model 0 to `stale` versions old,
+            at random.
     """
 
     fraction: float = 0.1
@@ -82,7 +82,7 @@ class FedAsync(Federated):
 
 
 def check_no_rounds(strategy: Federated) -> None:
-    """Raises ValueError where settings of rounds were given to a system that has none."""
+    """Raise ValueError for settings of rounds in a system without rounds."""
     if strategy.selection != Uniform():
         raise ValueError(
             f"selection {strategy.selection} is for rounds, and {strategy.name} has none: leave it "
@@ -91,11 +91,11 @@ def check_no_rounds(strategy: Federated) -> None:
 
 
 POWERS = Context(prec=28)
-"""With the digits of `decimal`'s own context, which a program may change."""
+"""Decimal context with the default digits of `decimal`, which a program may change globally."""
 
 
 def staleness_weight(weighting: Weighting, staleness: int, a: float, b: float) -> float:
-    """s(staleness): 1 at 0, and never rising."""
+    """Return s(staleness): 1 at 0, and never rising."""
     if weighting == "polynomial":
         # Not the C library's power, whose last bit depends on the processor: 28 digits, rounded.
         return float(POWERS.power(staleness + 1, POWERS.minus(Decimal(a))))
@@ -105,7 +105,7 @@ def staleness_weight(weighting: Weighting, staleness: int, a: float, b: float) -
 
 
 class Mixing(Proximal):
-    """The model is a moving average of the clients' models."""
+    """Algorithm whose model is a moving average of the clients' models."""
 
     mixes_models = True
 
@@ -117,5 +117,5 @@ class Mixing(Proximal):
         self.b = b
 
     def share(self, update: Update, staleness: int) -> tuple[float, float]:
-        # The scale is α_t; the weight, in a mean of one update, is of no account.
+        # The scale is α_t; the weight has no effect in the mean of a single update.
         return self.alpha * staleness_weight(self.weighting, staleness, self.a, self.b), 1.0

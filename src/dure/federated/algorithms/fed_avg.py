@@ -22,10 +22,10 @@ from dure.federated.strategy import Federated
 
 @dataclass(frozen=True)
 class FedAvg(Federated):
-    """Clients train locally, a server averages.
+    """Clients train locally; the server averages their updates.
 
     Args:
-        server_lr: how far the global model moves along the mean update; 1 is plain averaging.
+        server_lr: step size of the global model along the mean update; 1 is plain averaging.
     """
 
     server_lr: float = 1.0

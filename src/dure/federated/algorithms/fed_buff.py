@@ -1,15 +1,15 @@
-"""FedBuff: asynchronous clients; the server makes a step whenever it has K updates.
+"""FedBuff: asynchronous clients; the server makes a step for every K updates.
 
     client i:  gets (x_τ, τ), trains to y_i, sends Δ_i = y_i - x_τ
     server:    x <- x + η_g·(1/K)·(sum over the buffer of s(t - τ_i)·Δ_i),   s(a) = 1 / √(1 + a)
 
 Δ_i is the difference from the model that the client *started from*; t - τ_i is its staleness.
 
-The sum is divided by K and not by the sum of s: stale updates move the model less. Clients count
-alike. With all clients at work, a buffer for all of them and no delays it is FedAvg with clients
-that count alike.
+The sum is divided by K and not by the sum of s: stale updates move the model less. All clients
+weigh the same. With all clients at work, a buffer for all of them and no delays, FedBuff is FedAvg
+with equal weights.
 
-Cost of an update: d elements down and d up, as FedAvg's. A "round" is one step of the server.
+Cost of an update: d elements down and d up, as FedAvg's. A "round" is a step of the server.
 
 Source: J. Nguyen et al., "Federated Learning with Buffered Asynchronous Aggregation", AISTATS 2022.
 """
@@ -31,12 +31,12 @@ from dure.federated.strategy import Federated
 from dure.protocol.messages import Update
 
 if TYPE_CHECKING:
-    # Its own name is newer than Python 3.10.
+    # `typing.Self` is newer than Python 3.10.
     from typing_extensions import Self
 
 
 MOST_UPDATES = 1000
-"""Updates of one client in one step of the server, at most: all start from the same model."""
+"""Largest number of updates of a client in a server step: all start from the same model."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class FedBuff(Federated):
     """Asynchronous clients and a buffer of updates.
 
     Args:
-        buffer: K, the updates of one step of the server, at most 1000 times the clients.
-        server_lr: η_g, how far it moves along their mean.
+        buffer: K, the updates of a server step, at most 1000 times the clients.
+        server_lr: η_g, step size of the model along the mean of the buffer.
     """
 
     fraction: float = 0.1
@@ -67,12 +67,12 @@ class FedBuff(Federated):
         return super().planned(task, stop)
 
     def _check_fills(self, clients: int, stop: Stop) -> None:
-        """Raises ValueError for a buffer that is larger than what clients send in the run."""
+        """Raise ValueError for a buffer that is larger than the clients' updates in the run."""
         most = MOST_UPDATES * clients
         when = f"{clients} clients send at most {MOST_UPDATES} updates each for one model"
         epochs = self.work().steps is None and stop.epochs
         if epochs:
-            # One update of each client is taken, however short the run is.
+            # Each client sends at least one update, however short the run is.
             least = clients * max(1.0, epochs / self.local_epochs)
             if least < most:
                 most = math.ceil(least)
@@ -94,9 +94,9 @@ class FedBuff(Federated):
 
 
 class Discounted(Algorithm):
-    """Stale updates count for less."""
+    """Algorithm in which stale updates count for less."""
 
     def share(self, update: Update, staleness: int) -> tuple[float, float]:
-        # s is a scale and no weight: weights would be divided out again by the mean.
-        # A square root, and no power: all processors round it alike.
+        # s is a scale and no weight: the mean would divide weights out again. A square root and no
+        # power: all processors round a square root alike.
         return 1 / math.sqrt(1 + staleness), 1.0

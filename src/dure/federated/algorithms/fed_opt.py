@@ -1,11 +1,11 @@
-"""FedOpt: FedAvg whose server steps along the mean update with an optimizer of its own.
+"""FedOpt: FedAvg whose server steps along the mean update with a server optimizer.
 
     Δ_t <- mean of the clients' updates, by examples
     x   <- step along Δ_t: momentum, Adagrad, Adam or Yogi
 
 The rules are in `dure.federated.server.server_optimizer`. Plain SGD with a rate of 1 is FedAvg.
 
-Cost of a round: as FedAvg's. The server keeps one or two moments of d elements.
+Cost of a round: as FedAvg's. The server stores one or two moments of d elements.
 
 Source: S. Reddi et al., "Adaptive Federated Optimization", ICLR 2021; T.-M. H. Hsu et al. 2019
 (FedAvgM).
@@ -25,7 +25,7 @@ class FedAvgM(Federated):
     """FedAvg with momentum on the server.
 
     Args:
-        server_lr: η.
+        server_lr: η, the server's learning rate.
         beta1: β1, of the momentum.
     """
 
@@ -44,9 +44,9 @@ class FedAdagrad(Federated):
     """Adagrad on the server.
 
     Args:
-        server_lr: η.
+        server_lr: η, the server's learning rate.
         beta1: β1, of the mean update.
-        tau: τ, how adaptive it is: small is more.
+        tau: τ, degree of adaptivity: a smaller τ is more adaptive.
     """
 
     server_lr: float = 0.03
@@ -65,10 +65,10 @@ class FedAdam(Federated):
     """Adam on the server, without bias correction.
 
     Args:
-        server_lr: η.
+        server_lr: η, the server's learning rate.
         beta1: β1, of the mean update.
         beta2: β2, of its square.
-        tau: τ, how adaptive it is: small is more.
+        tau: τ, degree of adaptivity: a smaller τ is more adaptive.
     """
 
     server_lr: float = 0.01
@@ -90,10 +90,10 @@ class FedYogi(Federated):
     """Yogi on the server.
 
     Args:
-        server_lr: η.
+        server_lr: η, the server's learning rate.
         beta1: β1, of the mean update.
         beta2: β2, of its square.
-        tau: τ, how adaptive it is: small is more.
+        tau: τ, degree of adaptivity: a smaller τ is more adaptive.
     """
 
     server_lr: float = 0.01

@@ -1,14 +1,13 @@
-"""FedPer: the lower layers are shared, the last ones belong to each client and never travel.
+"""FedPer: the lower layers are shared; the last layers belong to each client and never travel.
 
-    client k:  trains (shared, personal_k) together, sends how the shared part moved, keeps
-    personal_k
+    client k:  trains (shared, personal_k), sends the change of the shared part, stores personal_k
     server:    FedAvg of the shared part alone
 
-With no personal layer it is FedAvg. A client that has not taken part yet has the initial personal
-layers; the model that is measured as a whole has the mean of those of the clients that took part so
-far, which nobody but the simulation could know.
+Without personal layers FedPer is FedAvg. A client that has not taken part yet has the initial
+personal layers. The model that is evaluated as a whole has the mean of the personal layers of all
+clients that took part so far, which only a simulation can know.
 
-Cost of a round: the shared elements alone, down and up a client.
+Cost of a round: the shared elements alone, down and up per client.
 
 Source: M. G. Arivazhagan et al., "Federated Learning with Personalization Layers", 2019.
 """
@@ -36,10 +35,11 @@ from dure.tensors.flat import by_dtype, trained_of
 
 @dataclass(frozen=True)
 class FedPer(Federated):
-    """FedAvg of all layers but the last ones, which are personal.
+    """FedAvg of all layers except the last, which are personalised.
 
     Args:
-        personal_layers: how many of the last modules with trained parameters are personal.
+        personal_layers: number of personalised modules, counted from the last module with trained
+            parameters.
     """
 
     held_out: float = 0.2
@@ -55,7 +55,7 @@ class FedPer(Federated):
 
     def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
         super().check_model(task, model, workers)
-        # Frozen layers are shared, so that every trained one may be personal above them.
+        # Frozen layers are shared, so that every trained layer above them may be personalised.
         layers = sum(1 for module in model.modules() if list(module.parameters(recurse=False)))
         trained = len(_layers(model))
         if not 0 <= self.personal_layers < layers:
@@ -74,7 +74,7 @@ class FedPer(Federated):
 
 
 def _layers(model: nn.Module) -> list[nn.Module]:
-    """The modules that have trained parameters of their own, in the model's order."""
+    """Return the modules with trained parameters of their own, in the model's order."""
     return [
         module
         for module in model.modules()
@@ -83,7 +83,7 @@ def _layers(model: nn.Module) -> list[nn.Module]:
 
 
 class PersonalLayers(Algorithm):
-    """Flat weights in two parts: a mask of each tensor says which elements are personal."""
+    """Algorithm that splits flat weights in two by a mask of personalised elements per tensor."""
 
     def __init__(self, start: Start, layers: int) -> None:
         chosen = _layers(start.model)[-layers:] if layers else []
@@ -95,7 +95,7 @@ class PersonalLayers(Algorithm):
             return torch.cat([torch.full((one.numel(),), id(one) in own) for one in group])
 
         self.masks = [mask(group) for group in by_dtype(trained_of(start.model)).values()]
-        # Both halves know it without a message: all clients begin with the initial model.
+        # Server and clients agree on it without a message: all start from the initial model.
         self.initial = self._personal(start.weights)
 
     def _personal(self, weights: Sequence[Tensor]) -> list[Tensor]:
@@ -114,7 +114,8 @@ class PersonalLayers(Algorithm):
         return whole
 
     def whole(self, shared: Sequence[Tensor], kept: Sequence[Tensor]) -> list[Tensor]:
-        # Before anybody has taken part there is no mean; nor is what has other shapes one.
+        # Before any client has taken part there is no mean; tensors of other shapes are no mean
+        # either.
         return self._joined(shared, kept if alike(kept, self.initial) else self.initial)
 
     def jobs(self, job: Job, assignment: Assignment, memory: Memory | None) -> list[Job]:
@@ -124,7 +125,7 @@ class PersonalLayers(Algorithm):
         self, jobs: list[Job], trained: list[Trained], assignment: Assignment, memory: Memory | None
     ) -> tuple[Sequence[Tensor], Sequence[Tensor], Memory | None]:
         delta = trained[0].delta
-        # Both parts were trained together; only the shared one travels.
+        # Both parts were trained together; only the shared part travels.
         moved = zip(self._personal(jobs[0].weights), self._personal(delta), strict=True)
         return self.shared(delta), (), [before + change for before, change in moved]
 
@@ -132,6 +133,6 @@ class PersonalLayers(Algorithm):
         return Own(self._joined(shared, memory or self.initial))
 
     def kept(self, memories: Mapping[int, Memory]) -> Sequence[Tensor]:
-        # Sorted, so that the sum's rounding does not depend on who came first.
+        # Sorted, so that the sum's rounding does not depend on the order of arrival.
         parts = [memories[client] for client in sorted(memories)]
         return [torch.stack(tensors).mean(0) for tensors in zip(*parts, strict=True)]

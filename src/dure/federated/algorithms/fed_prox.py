@@ -1,15 +1,16 @@
-"""FedProx: FedAvg whose clients are held near the global model, and may do less work.
+"""FedProx: FedAvg with a proximal term on the clients, and partial work of slow clients.
 
     client k minimises  F_k(w) + μ/2·|w - w_t|²:  every local gradient gets + μ·(w - w_t)
 
-A device that would miss the round's deadline sends what it has done until then, where FedAvg drops
-it. With μ = 0 and no stragglers it is FedAvg.
+A device that would miss the round's deadline sends the work done until then; FedAvg drops the
+device. With μ = 0 and no stragglers FedProx is FedAvg.
 
 Cost of a round: as FedAvg's.
 
 Source: T. Li et al., "Federated Optimization in Heterogeneous Networks", MLSys 2020. The paper
-samples clients with probability ~ n_k and averages them alike (`selection="weighted"`,
-`equal_weights=True`); as here, uniform sampling with weights n_k is its other scheme.
+samples clients with probability ~ n_k and averages them with equal weights (`selection="weighted"`,
+`equal_weights=True`); uniform sampling with weights n_k, the default here, is the paper's other
+scheme.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ class FedProx(Federated):
     """FedAvg with a proximal term, and partial work.
 
     Args:
-        mu: how strongly clients are held near the global model.
-        equal_weights: updates count alike, and not by the examples of their clients.
+        mu: μ, strength of the pull of clients towards the global model.
+        equal_weights: give all updates the same weight, instead of the number of examples.
     """
 
     mu: float = 0.01
@@ -51,7 +52,7 @@ class FedProx(Federated):
 
 
 class Proximal(Algorithm):
-    """A pull towards the model that was received."""
+    """Algorithm with a pull towards the received model."""
 
     def __init__(self, mu: float, equal_weights: bool = False) -> None:
         self.mu = mu
@@ -59,7 +60,7 @@ class Proximal(Algorithm):
         self.alike = equal_weights
 
     def jobs(self, job: Job, assignment: Assignment, memory: Memory | None) -> list[Job]:
-        # Without an anchor of its own the job is pulled to the weights that it begins with.
+        # Without an anchor the job is pulled towards its start weights.
         return [replace(job, mu=self.mu)]
 
     def share(self, update: Update, staleness: int) -> tuple[float, float]:

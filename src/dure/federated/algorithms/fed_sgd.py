@@ -1,13 +1,13 @@
-"""FedSGD: one step of gradient descent a round, on the joint data of the round's clients.
+"""FedSGD: a step of gradient descent per round, on the joint data of the round's clients.
 
     each k in S_t:  g_k <- gradient of its loss over all its n_k examples, at w
     w <- w - η · (sum of n_k·g_k) / (sum of n_k)
 
-It is FedAvg with one local epoch of one full batch, and with C = 1 it is gradient descent, whatever
-the n_k.
+FedSGD is FedAvg with a local epoch of a single full batch; with C = 1 it is gradient descent,
+whatever the n_k.
 
-Cost of a round: as FedAvg's, d elements down and d up a client; it needs 10 to 100 times as many
-rounds.
+Cost of a round: as FedAvg's, d elements down and d up per client; FedSGD needs 10 to 100 times as
+many rounds.
 
 Source: McMahan et al. 2017, section 2.
 """
@@ -24,7 +24,7 @@ from dure.federated.strategy import Federated
 
 @dataclass(frozen=True)
 class FedSGD(Federated):
-    """Clients send gradients of all their data, a server makes one step."""
+    """Clients send gradients of all their data; the server makes a step."""
 
     batch_size: int | None = None
 

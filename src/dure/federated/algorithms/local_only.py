@@ -1,18 +1,18 @@
 """Local only: every client trains alone, and nothing that is learned travels.
 
-    client k:  w_k <- E epochs of SGD on its own data, from the w_k that it kept
+    client k:  w_k <- E epochs of SGD on its own data, from its stored w_k
     server:    does nothing
 
-It is no way to train together but what every such way has to beat: the reference "each client
-alone" beside the reference "all data pooled" (`single-worker`). Clients begin with the same initial
-model and follow the same schedule as FedAvg's, so that a difference is that of taking part.
-A client's own model is measured on what it has held out, and the model that is measured as a whole
-has the mean of the clients' weights, which nobody but the simulation could know.
+Local training is the baseline that every federated method has to beat: the reference "each client
+alone" beside the reference "all data pooled" (`single-worker`). Clients start from the same initial
+model and follow the same schedule as FedAvg's, so that a difference is the effect of taking part. A
+client's model is measured on the client's held-out data. The model that is evaluated as a whole has
+the mean of the clients' weights, which only a simulation can know.
 
-Cost of a round: no element in either direction; a client keeps d.
+Cost of a round: no element in either direction; a client stores d.
 
 Source: T. Yu, E. Bagdasaryan, V. Shmatikov, "Salvaging Federated Learning by Local Adaptation",
-2020, which compares participants' federated models with those that they train alone.
+2020, which compares participants' federated models with models that they train alone.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from dure.protocol.messages import Assignment
 
 @dataclass(frozen=True)
 class LocalOnly(Federated):
-    """Every client trains alone: what taking part is compared with."""
+    """Every client trains alone: the baseline of federated training."""
 
     held_out: float = 0.2
 
@@ -65,7 +65,7 @@ class LocalOnly(Federated):
 
     def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
         super().check_model(task, model, workers)
-        # A round's buffers are the server's to average, and here nobody is to hear of them.
+        # The server would average a round's buffers, and this system sends nothing.
         buffer = next((name for name, _ in model.named_buffers()), None)
         if buffer is not None:
             raise ValueError(
@@ -86,17 +86,18 @@ class LocalOnly(Federated):
 
 
 class Alone(Algorithm):
-    """All weights are each client's own, and what is shared has no element."""
+    """Algorithm in which all weights belong to the clients, and the shared part has no element."""
 
     def __init__(self, start: Start) -> None:
-        # Both halves know it without a message: all clients begin with the initial model.
+        # Server and clients agree on it without a message: all start from the initial model.
         self.initial = list(start.weights)
 
     def shared(self, weights: Sequence[Tensor]) -> list[Tensor]:
         return [w[:0] for w in weights]
 
     def whole(self, shared: Sequence[Tensor], kept: Sequence[Tensor]) -> list[Tensor]:
-        # Before anybody has trained there is no mean; nor is what has other shapes one.
+        # Before any client has trained there is no mean; tensors of other shapes are no mean
+        # either.
         return list(kept if alike(kept, self.initial) else self.initial)
 
     def jobs(self, job: Job, assignment: Assignment, memory: Memory | None) -> list[Job]:
@@ -113,6 +114,6 @@ class Alone(Algorithm):
         return Own(memory or self.initial)
 
     def kept(self, memories: Mapping[int, Memory]) -> Sequence[Tensor]:
-        # Sorted, so that the sum's rounding does not depend on who came first.
+        # Sorted, so that the sum's rounding does not depend on the order of arrival.
         parts = [memories[client] for client in sorted(memories)]
         return [torch.stack(tensors).mean(0) for tensors in zip(*parts, strict=True)]

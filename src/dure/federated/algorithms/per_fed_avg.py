@@ -1,4 +1,4 @@
-"""Per-FedAvg: a global model that is good not as it is, but after a step on a client's own data.
+"""Per-FedAvg: a global model that is good after a step on a client's own data.
 
     minimise over w the mean of  F_k(w - α·∇F_k(w))
     client k, each local step with batches D, D', D'':
@@ -8,10 +8,10 @@
         w <- w - β·g,  by the task's optimizer
     server:  FedAvg
 
-With α = 0 and full batches it is FedAvg. `fine_tune` epochs of steps with α make a client's own
-model.
+With α = 0 and full batches Per-FedAvg is FedAvg. `fine_tune` epochs of steps with α give a client's
+personalised model.
 
-Cost of a round: as FedAvg's bytes; two gradients a local step, or four.
+Cost of a round: as FedAvg's bytes; two gradients per local step, or four.
 
 Source: A. Fallah, A. Mokhtari, A. Ozdaglar, "Personalized Federated Learning with Theoretical
 Guarantees: A Model-Agnostic Meta-Learning Approach", NeurIPS 2020.
@@ -39,12 +39,12 @@ Order = Literal["first-order", "hessian-free"]
 
 @dataclass(frozen=True)
 class PerFedAvg(Federated):
-    """FedAvg of models that are made to be adapted.
+    """FedAvg of models that are trained for adaptation.
 
     Args:
-        alpha: α, the step that a client makes on its own data.
-        order: first-order leaves out the second derivative, hessian-free has it by differences of
-            gradients.
+        alpha: α, size of the adaptation step on a client's own data.
+        order: first-order leaves out the second derivative, hessian-free computes it by differences
+            of gradients.
     """
 
     held_out: float = 0.2
@@ -70,7 +70,7 @@ class PerFedAvg(Federated):
             )
 
     def algorithm(self, start: Start) -> Algorithm:
-        # Gradients of each example of a step, which take the device's time: two, and two more for
+        # Gradients per example of a step, which determine the device's time: two, and two more for
         # the Hessian.
         return Adapted(4 if self.order == "hessian-free" else 2)
 
@@ -99,7 +99,7 @@ class PerFedAvg(Federated):
 
 
 class Adapted(Algorithm):
-    """FedAvg whose clients compute more gradients."""
+    """FedAvg whose clients compute more gradients per example."""
 
     def __init__(self, passes: int) -> None:
         self.passes = passes

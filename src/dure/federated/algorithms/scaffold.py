@@ -1,17 +1,17 @@
-"""SCAFFOLD: control variates take the clients' drift out of local steps.
+"""SCAFFOLD: control variates remove the clients' drift from local steps.
 
     client i:  y <- x;  K times:  y <- y - η_l·(g_i(y) - c_i + c)
                c_i⁺ = c_i - c + (x - y)/(K·η_l)              (option II)
-               sends Δy = y - x and Δc = c_i⁺ - c_i, and keeps c_i⁺ once the server has accepted
-               them
+               sends Δy = y - x and Δc = c_i⁺ - c_i, and stores c_i⁺ after the server has accepted
+                   the update
     server:    x <- x + η_g·(mean of Δy over S)
                c <- c + (1/N)·(sum of Δc over S)             N: all clients, not |S|
 
-K counts local steps. All controls begin at 0, so that c is the mean of the c_i after every round,
-whoever took part. Updates count alike, as in the paper. The changes of controls are always combined
-by a plain mean, whatever `aggregate` is: a robust rule does not protect them.
+K counts local steps. All controls start at 0, so that c is the mean of the c_i after every round,
+whichever clients took part. All updates weigh the same, as in the paper. The changes of controls
+are always combined by a plain mean, whatever `aggregate` is: a robust rule does not protect them.
 
-Cost of a round: 2d elements down and 2d up a client, twice FedAvg's. Clients keep d elements
+Cost of a round: 2d elements down and 2d up per client, twice FedAvg's. Clients store d elements
 between rounds.
 
 Source: S. P. Karimireddy et al., "SCAFFOLD: Stochastic Controlled Averaging for Federated
@@ -46,9 +46,9 @@ class Scaffold(Federated):
     """FedAvg with control variates.
 
     Args:
-        server_lr: η_g, how far the global model moves along the mean update.
-        by_examples: updates count by the examples of their clients, and not alike; controls count
-            alike still.
+        server_lr: η_g, step size of the global model along the mean update.
+        by_examples: weigh updates by the examples of their clients instead of equally; controls
+            still weigh the same.
     """
 
     server_lr: float = 1.0
@@ -108,8 +108,8 @@ class Controls(Algorithm):
 
     def absorb(self, extra: list[Tensor], updates: float) -> None:
         if extra:
-            # The mean is over the updates that counted; times their number it is the sum, over N as
-            # in the rule.
+            # The mean is over the accepted updates; times their number it is the sum, divided by N
+            # as in the rule.
             share = updates / self.clients
             self.control = [
                 add_multiple(c.to(wide(c.dtype), copy=True), mean, share).to(c.dtype)
@@ -138,7 +138,7 @@ class Controls(Algorithm):
         assert job.correction is not None
         # With a schedule η_l is the rate of this round.
         steps = job.steps * self.lr * job.lr_factor
-        if not steps:  # a learning rate of 0 tells nothing of the client's gradient
+        if not steps:  # a learning rate of 0 reveals nothing of the gradient
             return result.delta, [torch.zeros_like(c) for c in assignment.extra], memory
         # Δc = c_i⁺ - c_i = -c + (x - y)/(K·η_l), and delta is y - x.
         change = [

@@ -1,1 +1,1 @@
-"""The client half of a federation."""
+"""The clients of a federation."""

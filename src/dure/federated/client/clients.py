@@ -1,10 +1,11 @@
-"""The client half of a federation: examples, what clients keep, and their local training.
+"""The clients of a federation: examples, client state, and local training.
 
-What a client computes depends on its assignment, its own examples and memory, and the seed; never
-on who else is visited, when, or by which engine, but for rounding. Liars are clients whose examples
-are poisoned, or whose updates are forged before they are sent; the server is not told who they are.
+A client's update depends on its assignment, its own examples and state, and the seed. It does not
+depend, except for rounding, on the other clients of the round, on the time, or on the engine.
+Malicious clients have poisoned examples, or forge their updates before sending; the server does not
+know which clients are malicious.
 
-Nothing of the server's is here, and nothing but messages goes to it (`dure.protocol.messages`).
+This module has no part of the server, and sends it only messages (`dure.protocol.messages`).
 """
 
 from __future__ import annotations
@@ -48,32 +49,33 @@ from dure.randomness.secret import Secret
 from dure.tensors.finite import all_finite
 
 if TYPE_CHECKING:
-    # It needs the extra "privacy", which runs without secure aggregation do without.
+    # The module needs the extra "privacy", which runs without secure aggregation do not have.
     from dure.federated.client.holding import Holding
 
 SHOWN = 64
-"""Assignments that are shown to the choice of an engine, at most."""
+"""Largest number of assignments that the choice of an engine sees."""
 
 TOGETHER = 50
-"""Clients whose models are tuned at once."""
+"""Number of clients whose models are fine-tuned at once."""
 
 FEW = 1_000
-"""The most clients whose examples are looked up once, and not for each assignment."""
+"""Largest number of clients whose examples are looked up once, not per assignment."""
 
 _NOBODY: tuple[int, Memory | None] = (-1, None)
-"""Stands for a client that keeps nothing of an update."""
+"""Entry for a client without new state."""
 
 Make = Callable[[Sequence[Job], str | None, int, int | None], Engine]
-"""An engine for jobs like these.
+"""(jobs, name, chunk, threads) -> an engine for such jobs.
 
-The rest is what an engine before it had, in a run that goes on: its name, its `chunk` and its
-`threads`.
+name, chunk and threads are the values of the earlier engine of a resumed run.
 """
 
 
 Keep = Callable[[Order, Update, Sequence[Tensor]], None]
-"""Told of each update as it is sent: what was asked, the update, and the examples of each step, as
-indices of the task's training data."""
+"""Callback for each sent update: (order, update, examples of each step).
+
+Examples are indices of the task's training data.
+"""
 
 
 LossesOf = Callable[[Own, Sequence[int], Sequence[Tensor]], list[float]]
@@ -86,11 +88,12 @@ def _no_losses(model: Own, clients: Sequence[int], parts: Sequence[Tensor]) -> l
 
 @dataclass(frozen=True)
 class LocalWork:
-    """How much a client trains in a round.
+    """Amount of a client's training in a round.
 
     epochs: passes over its examples; ignored if `steps` is given. batch_size: None is all of the
-    client's examples. needs_two: the model cannot train on one example alone. One that is left at
-    the end of a pass joins the batch before it; a client with one has no update.
+    client's examples. needs_two: whether the model cannot train on a single example. A single
+    example at the end of a pass then joins the batch before it; a client with a single example has
+    no update.
     """
 
     epochs: int = 1
@@ -99,24 +102,24 @@ class LocalWork:
     needs_two: bool = False
 
     def steps_of(self, examples: int) -> int:
-        """Optimizer steps of a client with so many examples."""
+        """Return the number of optimizer steps of a client with `examples` examples."""
         return self.steps if self.steps is not None else self.epochs * self.per_epoch(examples)
 
     def per_epoch(self, examples: int) -> int:
-        """Batches in one pass."""
+        """Return the number of batches in a pass."""
         return batches_per_epoch(examples, self.batch(examples), self.needs_two)
 
     def most_samples(self, examples: int) -> int:
-        """Examples processed in a round, at the most: each step may be as large as one can be."""
-        # One that is left at the end of a pass may join the batch before it.
+        """Return the largest number of examples processed in a round."""
+        # A single example at the end of a pass may join the batch before it.
         return self.steps_of(examples) * min(self.batch(examples) + 1, examples)
 
     def batch(self, examples: int) -> int:
-        """Examples of a step that is not the last of a pass."""
+        """Return the number of examples of a step that is not the last of a pass."""
         return min(self.batch_size or examples, examples)
 
     def examples_in(self, steps: int, examples: int) -> int:
-        """Examples processed in so many steps from the start of a pass."""
+        """Return the number of examples in `steps` steps from the start of a pass."""
         epochs, rest = divmod(steps, self.per_epoch(examples))
         return epochs * examples + rest * self.batch(examples)
 
@@ -124,15 +127,27 @@ class LocalWork:
 class Clients:
     """All clients of this process.
 
-    parts: the examples of each, as indices. work: how much they train. engine: makes the engine
-    that computes. personal: what they have held out. present: which of n examples they have at a
-    time; None is all. attack, liars: what liars send, and who they are in a round. partial: whether
-    clients send unfinished work at a deadline. lr_schedule: the task's. threads: that the engine's
-    operators may have. names: of the clients, where the data have some. holding: where updates stay
-    with their clients, which are in secure sums; None where they are sent. keep: told of every
-    update that is sent; None where nobody wants to know. coins: where those of examples come from,
-    if each has one in every step (DP-SGD). protect: what is done to an update before
-    it is sent, given what was asked. losses: of a model, on the training examples of clients.
+    Args:
+        parts: the examples of each client, as indices.
+        work: amount of training in a round.
+        algorithm: its client hooks are called.
+        engine: makes the engine that trains.
+        personal: evaluation on held-out examples.
+        seed: of the run.
+        present: returns the available ones among n examples at a time; None is all.
+        attack: forgery of malicious clients' updates; None without attackers.
+        liars: returns the malicious clients of a round.
+        partial: whether clients send unfinished work at a deadline.
+        lr_schedule: the task's learning rate schedule.
+        threads: thread limit of the engine's operators.
+        names: names of the clients; None if the data have none.
+        holding: client side of secure aggregation; None if clients send their updates.
+        keep: called with every update that is sent; None without a recorder.
+        coins: secret source of the Poisson sampling of examples in every step (DP-SGD); None
+            without it.
+        protect: transforms an update before sending, given its assignment; None without local
+            noise.
+        losses: losses of a model on the training examples of clients.
     """
 
     def __init__(
@@ -179,37 +194,39 @@ class Clients:
         self.lr_schedule = lr_schedule
         self.memories: dict[int, Memory] = {}
         self.trained: dict[int, float] = {}
-        """When each client last began to train, where data come and go."""
+        """Time of each client's last training start, if data come and go."""
         self.look: Callable[[], None] | None = None
-        """Called between batches by engines that train one client after another; what it raises
-        ends the training."""
+        """Called between batches by engines that train one client after another.
+
+        An exception of the callback ends the training.
+        """
         self._make = engine
         self._engine: Engine | None = None
         self.chosen: str | None = None
-        """The engine's name, once there is one."""
+        """Name of the engine, once chosen."""
         self.why = ""
-        """Why it is this engine, in a line."""
+        """Reason for the choice of the engine, in a line."""
         self.chunk = 0
-        """How many jobs each of its processes gets at once; 0 where it has none."""
+        """Number of jobs per process and message; 0 without processes."""
         self.threads = threads
         self._pending: dict[int, tuple[int, Memory | None]] = {}
-        """The client of each unsettled update, and what it keeps if that counts; by ticket."""
+        """By ticket: client of each unsettled update, and its new state upon acceptance."""
         self._ready: dict[int, Update] = {}
-        """Updates that were computed before they were asked for."""
-        # Most clients do as much as others do, and the same again in the next round.
+        """Updates that were computed ahead of their request."""
+        # Most clients do the same amount of work, in every round.
         self._known_work = lru_cache(maxsize=FEW)(self._work)
         self._known_steps = lru_cache(maxsize=FEW)(work.steps_of)
 
-    # What is said to them
+    # Messages to the clients
 
     def receive(self, message: Message, now: float = 0.0) -> Message | None:
-        """What they answer to a message, None where that is nothing: for clients on a network.
+        """Return the clients' answer to a message, or None; for clients on a network.
 
-        Raises ValueError for a message that only a server gets.
+        Raises ValueError for a message that only a server receives.
         """
         match message:
             case Assignment():
-                # Below 0 it would be another client's data, counted from the end.
+                # A negative number would select another client's data, counted from the end.
                 if not 0 <= message.client < len(self.parts):
                     raise ValueError(f"there is no client {message.client} among {len(self.parts)}")
                 order = Order(message, now, self.work(message, now))
@@ -222,7 +239,8 @@ class Clients:
                 return self.kept()
             case Settled():
                 self.settle(message)
-            # On a network one client hears of its own ticket, and not of a whole round's.
+            # On a network a client learns the outcome of its own assignment, and not of a whole
+            # round.
             case Refuse():
                 self.settle(Settled([], [message.ticket]))
             case _:
@@ -230,17 +248,16 @@ class Clients:
         return None
 
     def join(self) -> Join:
-        """Their introduction."""
+        """Return the clients' introduction."""
         return Join(self.sizes)
 
     def work(self, assignment: Assignment, now: float, most: float | None = None) -> Work:
-        """What an assignment takes.
+        """Return the amount of work of an assignment.
 
-        most: examples that can be processed in time; at least one step is done.
+        most: number of examples that can be processed in time; at least one step is done.
         """
         client = assignment.client
-        # Without data that come and go the sizes are known; otherwise the examples of this time are
-        # counted.
+        # Sizes are known, unless data come and go: then the examples at this time are counted.
         examples = self.sizes[client] if self.present is None else len(self.indices(client, now))
         up = assignment.nbytes if self.holding is None else 0
         return self._known_work(examples, up, most)
@@ -255,18 +272,18 @@ class Clients:
         return Work(steps, passes * self.local.examples_in(steps, examples), up)
 
     def train(self, orders: Sequence[Order], ahead: Sequence[Order]) -> Iterator[Update]:
-        """The updates, one after another; nobody keeps more than a cohort of them.
+        """Yield the updates one after another; at most a cohort of them is in memory.
 
-        ahead: computed together with these where they are fewer than the engine likes at once, and
-        kept until they are asked for.
+        ahead: orders that are computed with `orders` if these are fewer than the engine's cohort;
+        their updates are stored until the request.
         """
-        # Of those that were asked for, and not of what is computed ahead, which engines differ in.
+        # Times of requested updates only: engines differ in the updates that they compute ahead.
         if self.present is not None:
             for order in orders:
                 client = order.assignment.client
                 self.trained[client] = max(order.began, self.trained.get(client, 0.0))
-        # Nothing computed ahead and nothing to compute ahead: no bookkeeping in between. With an
-        # attack all updates are needed at once, since liars may know the honest ones.
+        # With nothing computed ahead and nothing to compute ahead there is no bookkeeping. An
+        # attack needs all updates at once, because malicious clients may know the honest updates.
         plainly = orders and not ahead and not self._ready
         computed = self._trained(orders) if plainly else self._together(orders, ahead)
         if self.attack is not None:
@@ -282,7 +299,7 @@ class Clients:
             yield update
 
     def _steps(self, order: Order) -> list[Tensor]:
-        """The examples of each step of FedAvg's job, in the task's training data."""
+        """Return the examples of each step of FedAvg's job, as indices of the training data."""
         one = order.assignment
         own = self.indices(one.client, order.began)
         count = len(own)
@@ -296,27 +313,28 @@ class Clients:
         return [own[batches.at(first + step)] for step in steps]
 
     def hold(self, update: Update, asked: Assignment) -> None:
-        """The update stays with its client. asked: what it is the answer to."""
+        """Store the update with its client, for secure aggregation. asked: its assignment."""
         assert self.holding is not None
         self.holding.hold(update, asked)
 
     def sits_out(self, ticket: int) -> bool:
-        """Whether an update that is held will be in no sum: its model is spent."""
+        """Return whether a stored update will be in no sum, because its model is spent."""
         return self.holding is not None and self.holding.sits_out(ticket)
 
     def answer(self, say: Say) -> Answer | None:
-        """What a client answers to a step of a secure sum; None where it takes no part in it."""
+        """Return the answer to a step of a secure sum; None for a client that takes no part."""
         return None if self.holding is None else self.holding.answer(say)
 
     def keeps(self, ticket: int) -> Memory | None:
-        """What the client of an update keeps if that counts; None where that is nothing new."""
+        """Return the state that an update's client stores upon acceptance; None without any."""
         return self._pending.get(ticket, _NOBODY)[1]
 
     def settle(self, settled: Settled) -> None:
-        """Clients whose updates count keep what they learned for next time; the others forget."""
+        """Store the new state of clients with accepted updates, and discard the others."""
         for ticket in settled.kept:
             client, memory = self._pending.pop(ticket, _NOBODY)
-            # Most algorithms keep nothing: then no entry is made, for however many clients.
+            # Most algorithms have no client state: then no entry is made, for any number of
+            # clients.
             if memory is not None:
                 self.memories[client] = memory
         for ticket in settled.dropped:
@@ -325,14 +343,13 @@ class Clients:
             self.holding.let_go([*settled.kept, *settled.dropped])
 
     def measure(self, measure: Measure) -> Measured:
-        """The model, and their own, on what they do not train on; nothing where that is nothing.
+        """Return measurements of the global and the personalised models on data outside training.
 
-        It changes nothing here: however often clients measure, they go on as before.
+        The measurement changes no state: clients continue as before.
         """
         personal = self.personal
         found: dict[str, Mapping[int, One]] = {}
-        # One object for all clients: `Personal` loads a model only when it is another object than
-        # before.
+        # A single object for all clients: `Personal` loads a model only if the object changes.
         whole = self._whole(measure.weights, measure.buffers)
         if personal.clients:
             found |= self._held_out(measure, whole)
@@ -347,14 +364,13 @@ class Clients:
         own = partial(self._own, measure, whole)
         if personal.fine_tune:
             found["personal"] = personal.over(self._tuned(own, measure))
-        # Where no client has a model of its own, these numbers would be those of the global model
-        # again.
+        # Without any personalised model these numbers would repeat the global model's.
         elif any(own(client) is not whole for client in personal.clients):
             found["personal"] = personal.over(map(own, personal.clients))
         return found
 
     def _newest(self, measure: Measure, whole: Own) -> dict[str, dict[int, One]]:
-        """The global model, and the frozen one, on what has come since clients began to train."""
+        """Return measurements of global and frozen model on data that arrived since training."""
         come = {client: self._come(client, measure.now) for client in self.personal.comers}
         parts = {client: part for client, part in come.items() if len(part)}
         found = {"newest": self.personal.of_the_newest(whole, parts)}
@@ -364,7 +380,7 @@ class Clients:
         return found
 
     def _come(self, client: int, now: float) -> Tensor:
-        """The training examples that a client has now, and had not when it last began to train."""
+        """Return the examples that a client has gained since its last training start."""
         assert self.present is not None
         assert self.personal.newest is not None
         own = self.personal.newest[1][client]
@@ -381,7 +397,7 @@ class Clients:
         buffers: Sequence[Tensor],
         now: float,
     ) -> list[tuple[float, int]]:
-        """(mean loss of the model, examples): on the training data that each of these has now."""
+        """Return (mean loss of the model, number of examples) on each client's present data."""
         parts = [self.indices(client, now) for client in clients]
         found = self._losses(self._whole(weights, buffers), clients, parts)
         return list(zip(found, map(len, parts), strict=True))
@@ -390,11 +406,11 @@ class Clients:
         return Own(self.algorithm.whole(weights, self.kept().tensors), buffers)
 
     def kept(self) -> Kept:
-        """What they have in place of a part of the model, in the mean over those that took part."""
+        """Return the mean of the clients' own parts of the model, over clients that took part."""
         return Kept(self.algorithm.kept(self.memories))
 
     def facts(self) -> dict[str, Any]:
-        """How they compute."""
+        """Return the engine's settings, for the report."""
         return {
             "engine": self.chosen,
             "why": self.why,
@@ -402,12 +418,12 @@ class Clients:
             "threads": self.threads,
         }
 
-    # What they keep
+    # State
 
     def state(self) -> dict[str, Any]:
-        """What clients keep, as a tree for checkpoints, and the updates that are ready.
+        """Return the clients' state, as a tree for checkpoints, with the updates computed ahead.
 
-        Computed again in other company, those could be rounded in another way.
+        Recomputed in another cohort, these updates could be rounded differently.
         """
         return {
             "memories": dict(sorted(self.memories.items())),
@@ -425,7 +441,7 @@ class Clients:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """The inverse of `state`."""
+        """Restore the result of `state`."""
         self.memories = {client: list(memory) for client, memory in state["memories"].items()}
         # Checkpoints of dure up to 0.1 do not have it.
         self.trained = dict(state.get("trained", {}))
@@ -441,17 +457,18 @@ class Clients:
             self._ready[one.ticket] = one
             self._pending[one.ticket] = (one.client, ready["memory"])
 
-    # How they compute
+    # Computation
 
     def indices(self, client: int, now: float) -> Tensor:
-        """The examples that a client has at this time."""
+        """Return the examples of a client at this time, as indices."""
         own = self.parts[client]
         return own if self.present is None else own[self.present(len(own), now)]
 
     def engine(self, jobs: Sequence[Job]) -> Engine:
-        """The engine that computes, chosen at the first jobs and kept for the rest of the run.
+        """Return the engine, chosen at the first jobs for the rest of the run.
 
-        A resumed run keeps it too, as what it has at once depends on how many these were.
+        A resumed run uses the same engine, because the cohort size depends on the number of these
+        jobs.
         """
         if self._engine is None:
             again = self.chosen is not None
@@ -465,7 +482,7 @@ class Clients:
         return self._engine
 
     def close(self) -> None:
-        """Ends the engine's processes, where it has any."""
+        """End the engine's processes, if there are any."""
         if self._engine is not None:
             self._engine.close()
             self._engine = None
@@ -474,8 +491,8 @@ class Clients:
         missing = [order for order in orders if order.assignment.ticket not in self._ready]
         if missing and ahead:
             more = [order for order in ahead if order.assignment.ticket not in self._ready]
-            # Two bounds in one: what is computed now is at most a cohort, and so is what lies ready
-            # ahead.
+            # Two bounds at once: the jobs of this call are at most a cohort, and so are the updates
+            # stored ahead.
             room = self._cohort([*missing, *more]) - max(len(missing), len(self._ready))
             if room > 0 and more:
                 for update in self._trained([*missing, *more[:room]]):
@@ -487,16 +504,16 @@ class Clients:
             yield ready if ready is not None else next(computed)
 
     def _cohort(self, orders: Sequence[Order]) -> int:
-        """How many jobs the engine likes at once; orders: those at which it may be chosen."""
+        """Return the engine's cohort size; orders: the orders at which the engine may be chosen."""
         if self._engine is not None:
             return self._engine.cohort
         jobs = [job for order in orders[:SHOWN] for job in self._jobs(order)]
         return self.engine(jobs).cohort if jobs else 1
 
     def _jobs(self, order: Order) -> list[Job]:
-        """What an assignment is for the engine: FedAvg's job, as the algorithm changes it.
+        """Return the engine's jobs for an assignment: FedAvg's job, as the algorithm changes it.
 
-        It is nothing for a client that cannot train on what it has.
+        The list is empty for a client that has too few examples to train.
         """
         one = order.assignment
         indices = self.indices(one.client, order.began)
@@ -508,8 +525,8 @@ class Clients:
             indices=indices,
             weights=one.weights,
             buffers=one.buffers,
-            # As if the turns before had been done in full: a client that stopped at a deadline does
-            # not shift its later batches.
+            # As if all earlier turns had been done in full: a client that stopped at a deadline
+            # does not shift its later batches.
             first_step=one.turn * self._known_steps(indices.numel()),
             steps=order.work.steps,
             turn=one.turn,
@@ -531,8 +548,8 @@ class Clients:
     def _trained(self, orders: Sequence[Order]) -> Iterator[Update]:
         asked = [self._jobs(order) for order in orders]
         flat = [job for jobs in asked for job in jobs]
-        # An algorithm may make several jobs of one assignment (Ditto makes two): all go to the
-        # engine in one list, and are taken from its results in the same order.
+        # An algorithm may make several jobs per assignment (Ditto makes two): all go to the engine
+        # in a single list, and are taken from its results in the same order.
         results = self.engine(flat).train(flat) if flat else iter(())
         for order, jobs in zip(orders, asked, strict=True):
             if jobs:
@@ -547,13 +564,13 @@ class Clients:
             return _failed(asked, jobs[0].indices.numel(), failure)
         memory = self.memories.get(asked.client)
         delta, extra, memory = self.algorithm.answer(jobs, trained, asked, memory)
-        # Engines have seen to the weights; what else a client keeps (a correction, buffers of its
-        # own model) would spoil all its rounds to come.
+        # Engines have checked the weights; other state of a client (a correction, buffers of its
+        # personalised model) would spoil all its future rounds.
         if memory is not None and not all(map(all_finite, memory)):
             examples = jobs[0].indices.numel()
             return _failed(asked, examples, "what it keeps became not finite")
         self._pending[asked.ticket] = (asked.client, memory)
-        # The first job is the one for the global model; others are not reported.
+        # The first job is for the global model; others are not reported.
         first = trained[0]
         update = Update(
             ticket=asked.ticket,
@@ -571,28 +588,29 @@ class Clients:
         return update if self._protect is None else self._protect(update, asked)
 
     def _own(self, measure: Measure, whole: Own, client: int) -> Own:
-        """What the algorithm keeps for a client; the global model where that is nothing."""
-        # Own weights without own buffers are measured with the global ones.
+        """Return the client's personalised model, or the global model if there is none."""
+        # Personalised weights without buffers are measured with the global buffers.
         kept = self.algorithm.own(measure.weights, self.memories.get(client))
         if kept is None:
             return whole
         return kept if kept.buffers is not None else kept._replace(buffers=measure.buffers)
 
     def _tuned(self, own: Callable[[int], Own], measure: Measure) -> Iterator[Own]:
-        """The models of those who are measured, after `fine_tune` epochs.
+        """Yield the models of measured clients after `fine_tune` epochs.
 
-        Each trains on the data that it has now.
+        Each client trains on its present data.
         """
         clients = self.personal.clients
         for start in range(0, len(clients), TOGETHER):
-            # So many models at a time: those of all clients would not fit into memory.
+            # A limited number of models at a time: the models of all clients would not fit into
+            # memory.
             some = clients[start : start + TOGETHER]
             jobs = [self._tuning(client, own(client), measure) for client in some]
             able = [job for job in jobs if not self._too_few(job.indices)]
             results = self.engine(able).tune(able) if able else iter(())
             for job in jobs:
                 result = None if self._too_few(job.indices) else next(results)
-                # One that cannot train, or diverges, is as it was before.
+                # A model that cannot train, or diverges, stays as it was.
                 if result is None or result.failure is not None:
                     yield Own(job.weights, job.buffers)
                     continue
@@ -618,11 +636,11 @@ class Clients:
         )
 
     def _forged(self, updates: list[Update], attack: Attack) -> list[Update]:
-        """The updates as they are sent: those of liars are not what they computed.
+        """Return the updates as they are sent, with forged updates of malicious clients.
 
-        A liar that knows the honest ones knows those that are combined with its own.
+        An omniscient attacker knows the honest updates that are combined with its own.
         """
-        # A client that has no update has nothing to lie with, and nobody knows its.
+        # A client without an update has nothing to forge, and no attacker knows its update.
         there = [update for update in updates if update.failure is None]
         lying = [
             position
@@ -631,11 +649,11 @@ class Clients:
         ]
         if not lying:
             return updates
-        # Without rounds updates that are combined together may be of several models.
+        # Without rounds the combined updates may start from several models.
         turn = max(update.round for update in there)
         clients = [update.client for update in there]
-        # What an algorithm sends besides (SCAFFOLD's controls) is forged with the update, and
-        # parted again below.
+        # Extras of an algorithm (SCAFFOLD's controls) are forged with the update, and split off
+        # below.
         honest = [[*update.delta, *update.extra] for update in there]
         forged = iter(attack.forge(honest, lying, self.seed, turn, clients=clients))
         return [
@@ -645,7 +663,7 @@ class Clients:
 
 
 def _failed(asked: Assignment, examples: int, failure: Failure) -> Update:
-    """The answer of a client that has no update. It keeps what it had."""
+    """Return the answer of a client without an update; its state stays unchanged."""
     return Update(
         ticket=asked.ticket,
         client=asked.client,
@@ -660,13 +678,13 @@ def _failed(asked: Assignment, examples: int, failure: Failure) -> Update:
 
 
 def _with(update: Update, sent: Sequence[Tensor]) -> Update:
-    """The update with other tensors than it has: deltas, then extras."""
+    """Return the update with other tensors: deltas, then extras."""
     deltas = len(update.delta)
     return replace(update, delta=sent[:deltas], extra=sent[deltas:])
 
 
 def _written(update: Update) -> dict[str, Any]:
-    """The update as a tree for checkpoints."""
+    """Return the update as a tree for checkpoints."""
     return {
         "ticket": update.ticket,
         "client": update.client,

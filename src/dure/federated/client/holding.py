@@ -1,13 +1,13 @@
-"""Updates that stay with their clients, which answer the steps of secure aggregation about them.
+"""Client side of secure aggregation: stored updates, and answers to the protocol's steps.
 
-A client holds an update from its local training until the server says what became of it. Keys and
-shares live in memory alone. Of two sums of one model, one with a client and one without, the
-difference is that client's update. So a client that has helped to unmask a sum contributes to no
-other sum of the same model, whatever round, run, attempt or participants the server names:
+A client stores an update from its local training until the server reports the outcome. Keys and
+shares are in memory alone. Two sums of the same model, one with a client and one without, differ by
+that client's update. So a client that has helped to unmask a sum contributes to no other sum of the
+same model, whatever round, run, attempt or participants the server names:
 
     offer of a sum of a spent model     the answer is `Spent`, and the client sits out
-    unmask                              the model is on the list of spent models, and the update is
-                                        deleted, before the answer leaves
+    unmask                              the model enters the list of spent models, and the update is
+                                        deleted, before the answer is sent
     unmask, the same question again     the same answer, also after a restart of the client
     unmask, another question            refused
 """
@@ -41,15 +41,15 @@ from dure.randomness.secret import Secret
 from dure.wire.signatures import Key
 
 ANY = 3
-"""As many members as any sum may have."""
+"""A number of members that every sum may have."""
 
 
 @dataclass
 class _Held:
-    """An update, and the client's part in the protocol once that has begun.
+    """An update, and the client's run of the protocol once it has started.
 
-    update: None once it was unmasked. model: the digests of what it was sent. offer: the message
-    that began its part.
+    update: None after unmasking. model: the digests of the assignment's model. offer: the message
+    that started the protocol.
     """
 
     update: Update | None
@@ -61,13 +61,18 @@ class _Held:
 
 @dataclass
 class Holding:
-    """What clients of this process hold.
+    """Pending updates of the clients of this process.
 
-    sums: what both sides know. algorithm: says how much an update weighs, and what extras look
-    like. secret: of keys and rounding. identity, roster: of a client on a network, against a server
-    that lies. minimum: the fewest clients of a sum in which a client takes part. refuses: hears
-    which client takes no part in a step, and why. spent: models to whose sums clients contribute no
-    more; by default a list in memory, which is one for all that have this identity.
+    Args:
+        sums: settings that both sides share.
+        algorithm: gives the weight of an update, and the shapes of extras.
+        secret: source of keys and rounding.
+        identity: the identity key of a client on a network, against a malicious server.
+        roster: the identities of all clients, against a malicious server.
+        minimum: fewest clients of a sum in which a client takes part.
+        refuses: called with a client and the reason why it takes no part in a step.
+        spent: models to whose sums clients contribute no more; by default a list in memory, shared
+            by all clients with this identity.
     """
 
     sums: Sums
@@ -80,7 +85,7 @@ class Holding:
     spent: SpentModels | None = None
     _held: dict[int, _Held] = field(default_factory=dict)
     _parts: dict[tuple[int, bytes], int] = field(default_factory=dict)
-    """By client and model: the ticket whose part in a sum has begun last."""
+    """(client, model) -> ticket of the latest protocol run."""
     _digested: tuple[Assignment, ModelDigest] | None = None
 
     def __post_init__(self) -> None:
@@ -88,7 +93,7 @@ class Holding:
         self._spent: SpentModels = self.spent or own
 
     def hold(self, update: Update, asked: Assignment) -> None:
-        """Keeps an update."""
+        """Store an update."""
         # All assignments of a round share their tensors.
         if self._digested is None or self._digested[0].weights is not asked.weights:
             self._digested = asked, digests_of(asked, update.delta)
@@ -98,12 +103,12 @@ class Holding:
         self._held[update.ticket] = held
 
     def sits_out(self, ticket: int) -> bool:
-        """Whether the update of this ticket will be in no sum, or is in one already."""
+        """Return whether the update of this ticket will be in no sum, or is in a sum already."""
         held = self._held.get(ticket)
         return held is not None and held.update is None
 
     def let_go(self, tickets: Iterable[int]) -> None:
-        """What became of these updates is known."""
+        """Discard updates whose outcome is known."""
         for ticket in tickets:
             held = self._held.pop(ticket, None)
             if held is not None:
@@ -111,10 +116,9 @@ class Holding:
             self._spent.settled(ticket)
 
     def answer(self, say: Say) -> Answer | None:
-        """What the client answers to a step; None where it takes no part in it.
+        """Return the client's answer to a step; None if the client takes no part.
 
-        It takes none where it has nothing to add, and where the server does not follow the
-        protocol.
+        A client takes no part if it has nothing to add, or if the server violates the protocol.
         """
         question = hashlib.sha256(say.body).digest()
         if say.stage == UNMASK:
@@ -135,16 +139,17 @@ class Holding:
             self.refuses(say.client, str(error))
             return None
         if say.stage == UNMASK:
-            # On the disk before the answer leaves: what the list forgets, a server may ask again.
+            # On disk before the answer is sent: if the list lost the entry, a server could ask
+            # again.
             self._spent.spend(say.client, held.model.spent, say.ticket, question, body)
             self._unmasked(held)
         return Answer(say.ticket, say.client, say.stage, body, () if masked is None else (masked,))
 
     def _answered(self, held: _Held, say: Say) -> tuple[bytes, Tensor | None]:
-        # A server that was started anew begins another attempt.
+        # A restarted server begins another attempt.
         if held.client is None or (say.stage == ADVERTISE and say.body != held.offer):
             self._begin(held, say)
-        # Sums of one model may go on side by side: the first that is unmasked is the only one.
+        # Sums of a model may run side by side: only the first to be unmasked completes.
         elif say.stage in (MASK, UNMASK) and self._is_spent(held):
             raise ProtocolError("it has helped to unmask another sum of this model")
         assert held.client is not None
@@ -154,8 +159,7 @@ class Holding:
         return self._spent.has(held.asked.client, held.model.spent)
 
     def _begin(self, held: _Held, say: Say) -> None:
-        """Begins the client's part in the sum that the message offers; any other of this model
-        ends."""
+        """Start the client's part in the offered sum; end any other sum of this model."""
         if say.stage == ADVERTISE and self._is_spent(held):
             raise SpentError("it has helped to unmask a sum of this model, and sits out")
         client = self._begun(held, say)
@@ -169,13 +173,13 @@ class Holding:
         held.offer = say.body
 
     def _unmasked(self, held: _Held) -> None:
-        """The update is in a sum, and will be in no other."""
+        """Note that the update is in a sum, and delete the update."""
         held.update = None
         held.client = None
         self._spent.drop(held.asked.ticket)
 
     def _begun(self, held: _Held, say: Say) -> Client:
-        """The client's part in the sum that the first message offers."""
+        """Return the client's protocol state for the sum that the first message offers."""
         update, asked = held.update, held.asked
         if update is None:
             raise ProtocolError("it has helped to unmask the sum of this update")
@@ -183,7 +187,7 @@ class Holding:
         if not weight > 0:
             raise ValueError("its loss has counted nothing")
         extras = self.algorithm.expects(asked)
-        # However many members there are, vectors have the same length.
+        # The length of vectors is the same for any number of members.
         length = self.sums.contribution(asked, extras, ANY).length
         context = context_of(
             say.body,

@@ -1,33 +1,33 @@
-"""Models measured client by client, on data that each does not train on.
+"""Evaluation of models client by client, on data outside the client's training.
 
-It shows how fair the global model is, what clients' own are worth, and what a model is worth on
-data that have only just come.
+The measurements show the fairness of the global model, the value of personalised models, and a
+model's performance on newly arrived data.
 
     client_<metric>           the global model on a client's held-out examples, or on the test
                               examples that carry the client's key
-    personal_<metric>         the client's own model there: what its algorithm keeps for it (FedPer,
-                              Ditto), or the global model after some epochs on the data that the
-                              client has by then (fine-tuning)
+    personal_<metric>         the client's personalised model on the same examples: the model that
+                              the algorithm stores for the client (FedPer, Ditto), or the global
+                              model after some epochs on the client's present data (fine-tuning)
     newest_<metric>           the global model on the training examples that a client has now and
-                              had not when it last began to train: none of them was trained on
-    frozen_newest_<metric>    the model as it was at an earlier round, on the same examples
+                              did not have at its last training start: it was trained on none of
+                              them
+    frozen_newest_<metric>    the model of an earlier round, on the same examples
 
-A metric means here what it means on the test data, over a client's examples alone. With its number
-a client tells with how many examples it measured, and the sums that it is made of; the server makes
-the number over all clients' examples of them, and how it is spread over clients
+A metric is defined as on the test data, over a client's examples alone. With its number a client
+reports the number of examples, and the sums from which the metric is computed; the server computes
+from them the number over all clients' examples, and the spread over clients
 (`dure.federated.server.by_client`).
 
-A model of a client's own is measured with the buffers that it was trained with, such as its
-batch-norm statistics; FedPer's are shared. With more than a thousand clients a fixed sample of a
+A personalised model is measured with the buffers of its training, such as its batch-norm
+statistics; FedPer's buffers are shared. With more than a thousand clients a fixed sample of a
 thousand is measured.
 
-A client that cannot measure (its metric raises, it has no examples) says why, and the others are
-measured. Where one metric raises, the client has the others.
+A client that cannot measure (its metric raises, it has no examples) reports the reason, and the
+other clients are measured. If one metric raises, the client still has the others.
 
-Source of measuring on the newest data before they are trained on (prequential, test then train):
-A. P. Dawid, "Statistical Theory: The Prequential Approach", J. R. Statist. Soc. A 147, 1984; J.
-Gama, R. Sebastião, P. P. Rodrigues, "On evaluating stream learning algorithms", Machine Learning
-90, 2013.
+Source of measuring on the newest data before training on them (prequential, test then train): A. P.
+Dawid, "Statistical Theory: The Prequential Approach", J. R. Statist. Soc. A 147, 1984; J. Gama, R.
+Sebastião, P. P. Rodrigues, "On evaluating stream learning algorithms", Machine Learning 90, 2013.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ from dure.tensors.flat import FlatParameters
 from dure.tensors.frozen import Frozen
 
 MOST = 1_000
-"""Clients that are measured."""
+"""Largest number of measured clients."""
 
 
 class One(NamedTuple):
-    """What one client has measured with so many examples. failure: why something is missing."""
+    """A client's measurements and number of examples. failure: why a value is missing."""
 
     examples: int
     values: dict[str, float]
@@ -75,12 +75,18 @@ NOTHING_THERE = "it has no examples to measure with"
 
 
 class Personal:
-    """What measures models client by client.
+    """Evaluator of models, client by client.
 
-    fresh: makes one more model like the run's. held_out: the examples of each client, as indices
-    into `examples`; none measures nothing, and needs no model. fine_tune: epochs on its own data
-    before a client's model is measured. newest: (the training examples, those of each client),
-    where measured on those that have just come.
+    Args:
+        task: the task of the run.
+        fresh: makes a new model like the run's.
+        examples: examples for the measurements.
+        held_out: the examples of each client, as indices into `examples`; an empty list measures
+            nothing, and needs no model.
+        seed: of the sample of measured clients.
+        fine_tune: epochs on its own data before a client's model is measured.
+        newest: (training examples, indices of each client) for measurements on newly arrived data;
+            None without them.
     """
 
     def __init__(
@@ -99,15 +105,15 @@ class Personal:
         self.fine_tune = fine_tune
         self.newest = newest
         self._fresh = fresh
-        # A client measures by itself.
+        # A group of a single rank: a client measures alone.
         self._alone = Group()
         self._seed = seed
         chosen = self._chosen(len(held_out))
         self.clients = [client for client in chosen if len(held_out[client])]
         self.without = [client for client in chosen if not len(held_out[client])]
-        """Those who are asked, but have nothing to measure with."""
+        """Measured clients without any examples to measure."""
         self.comers = [] if newest is None else self._chosen(len(newest[1]))
-        """Those who are asked about their newest data."""
+        """Clients measured on their newest data."""
 
     def _chosen(self, clients: int) -> list[int]:
         if not clients:
@@ -115,13 +121,13 @@ class Personal:
         return sorted(Permutation(clients, derive(self._seed, "measured clients")).first(MOST))
 
     def count(self, client: int) -> int:
-        """How many examples a client has held out."""
+        """Return the number of held-out examples of a client."""
         return len(self.held_out[client]) if self.held_out else 0
 
-    # Made when somebody measures: most runs hold nothing out, and need no second model.
+    # Made on demand: most runs hold nothing out, and need no second model.
     @cached_property
     def model(self) -> nn.Module:
-        """A model that takes the weights and buffers of each client in turn."""
+        """Model that takes the weights and buffers of each client in turn."""
         model: nn.Module = self._fresh()
         return model
 
@@ -138,26 +144,27 @@ class Personal:
         return Buffers(self.model)
 
     def over(self, models: Iterable[Own]) -> dict[int, One]:
-        """The model of each client in `clients`, on what it has held out.
+        """Return the measurements of each client's model on the client's held-out examples.
 
-        Models are taken one after another, and one is kept at a time. Raises ValueError if
-        measuring changes frozen parameters.
+        Models are taken one after another, and only the current model is in memory. Raises
+        ValueError if the measurement changes frozen parameters.
         """
         parts = (self.held_out[client] for client in self.clients)
-        # Models first: those of an engine then come to their end. Others may have none.
+        # Models come first in `zip`: an engine's iterator then runs to its end. Other iterators may
+        # be endless.
         return self._measured(models, self.clients, self.examples, parts)
 
     def of_the_newest(self, model: Own, parts: Mapping[int, Tensor]) -> dict[int, One]:
-        """One model on the training examples of each of these clients."""
+        """Return the measurements of a single model on the training examples of each client."""
         assert self.newest is not None
         return self._measured(repeat(model), list(parts), self.newest[0], parts.values())
 
     def losses(
         self, examples: Examples, model: Own, clients: Sequence[int], parts: Sequence[Tensor]
     ) -> list[float]:
-        """The mean loss of one model on these examples of each of these clients.
+        """Return the mean loss of a single model on the examples of each client.
 
-        Raises WorkerFailedError, which names the client, when the user's own code raises.
+        Raises WorkerFailedError, with the client's name, if user code raises.
         """
         alone = replace(self.task, metrics={})
         found: list[float] = []
@@ -195,27 +202,27 @@ class Personal:
         return found
 
     def _load(self, own: Own) -> None:
-        self.frozen.check()  # known from here on: nothing was measured before
+        self.frozen.check()  # initialises the cached property before the first measurement
         self.flat.load(own.weights)
         assert own.buffers is not None
         self.buffers.load(self.model, own.buffers)
 
     def _of(self, examples: Examples, indices: Tensor) -> One:
-        """Every metric of the model that is loaded, on these examples."""
+        """Return every metric of the loaded model on these examples."""
         try:
             added = self._added(self.task, examples, indices)
             return One(len(indices), added.values(self._alone), added.sums())
-        # The user's own code, of the data, the model or a metric, on this client's examples.
+        # Any error of user code: of the data, the model or a metric, on this client's examples.
         except Exception as error:
             failure = told(error)
-        # One metric after another: those that can be measured are.
+        # Retry one metric after another, to measure the metrics that work.
         whole = One(len(indices), {}, {}, failure)
         for metrics in [{}, *({name: metric} for name, metric in self.task.measures.items())]:
             task = replace(self.task, metrics=metrics)
-            # The first error is the one that is told.
+            # The first error is reported.
             with contextlib.suppress(Exception):
                 added = self._added(task, examples, indices)
-                # Sums count also where they are none of which a client alone can make a number.
+                # Sums count even if a client alone cannot compute a number from them.
                 whole.sums.update(added.sums())
                 whole.values.update(added.values(self._alone))
         return whole
@@ -234,10 +241,10 @@ class Personal:
 def measured_by(
     whose: Mapping[str, Mapping[int, One]], names: Sequence[str], without: Iterable[int] = ()
 ) -> Measured:
-    """The message of what clients have measured.
+    """Return the message with the clients' measurements.
 
-    whose: prefix of the names of metrics -> client -> what it measured. names: of the metrics.
-    without: clients that had nothing to measure with.
+    whose: prefix of metric names -> client -> its measurements. names: metric names. without:
+    clients without examples to measure.
     """
     clients = sorted(
         {
@@ -268,7 +275,7 @@ def measured_by(
             examples[full] = [0 if one is None else one.examples for one in has]
             there = [one.sums.get(name) for one in has if one is not None]
             kinds = {None if each is None else (len(each.values), each.form) for each in there}
-            # Added only where all clients have sums of one form.
+            # Sums are added only if all clients have sums of the same form.
             if len(kinds) == 1 and None not in kinds:
                 sums[full] = [[] if one is None else one.sums[name].values for one in has]
                 forms[full] = next(each.form for each in there if each is not None)
@@ -276,7 +283,7 @@ def measured_by(
 
 
 def told(error: Exception) -> str:
-    """An error in a line."""
+    """Return an error in a single line."""
     text = " ".join(text_of(error).split())
-    # A metric that failed has said so itself (`dure.tasks.tally`).
+    # A failed metric already names itself (`dure.tasks.tally`).
     return text if text.startswith("the metric ") else f"{type(error).__name__}: {text}"

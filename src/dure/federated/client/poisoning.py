@@ -1,4 +1,4 @@
-"""Examples of clients that lie, as an attack on data spoils them."""
+"""Data poisoning: the examples of malicious clients after an attack on data."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from dure.fleet.attacks import Attack
 def poisoned(
     examples: Examples, parts: Sequence[Tensor], liars: Collection[int], attack: Attack
 ) -> tuple[Examples, list[Tensor]]:
-    """(the examples with the spoilt ones at the end, the parts in which liars have those).
+    """Return (examples with poisoned copies at the end, parts of all clients).
 
-    Raises ValueError for examples that the attack cannot spoil.
+    The parts of malicious clients refer to the poisoned copies. Raises ValueError for examples that
+    the attack cannot poison.
     """
     classes = check_poison(examples, attack)
     inputs = [examples.inputs]
@@ -25,7 +26,8 @@ def poisoned(
     new = list(parts)
     end = len(examples)
     for client in liars:
-        # Copies at the end, and liars' indices point there: those of honest clients stay right.
+        # Copies at the end, with the indices of malicious clients: honest clients' indices stay
+        # valid.
         own_inputs, own_targets = attack.poison(*examples.batch(parts[client]), classes)
         inputs.append(own_inputs)
         targets.append(own_targets)
@@ -35,9 +37,9 @@ def poisoned(
 
 
 def check_poison(examples: Examples, attack: Attack) -> int:
-    """How many classes the examples have, 0 where they have none.
+    """Return the number of classes of the examples, 0 without classes.
 
-    Raises ValueError for examples that are no plain tensors, or that the attack cannot spoil.
+    Raises ValueError for examples that are not plain tensors, or that the attack cannot poison.
     """
     if isinstance(examples, DatasetExamples) or not (
         isinstance(examples.inputs, Tensor) and isinstance(examples.targets, Tensor)

@@ -1,4 +1,4 @@
-"""Local training of many clients, as fast as the machine allows.
+"""Engines: local training of many clients, as fast as the machine allows.
 
-What it computes is what `loop` computes.
+The engine `loop` defines the result of every other engine.
 """

@@ -1,22 +1,22 @@
-"""Whole cohorts of clients at once: one call of a kernel where a loop makes one for each client.
+"""Batched engine: train a cohort of clients with the kernel calls of a single client.
 
-For models that are a chain of known layers (`program`), known losses (`losses`) and SGD (`sgd`).
-Layers that are not trained are the same for all clients, and have no weights here.
-The weights of the C clients of a cohort lie side by side, and a step is some 25 calls for all of
-them, forward and backward by hand, without a graph; the gradients of weights are added to the
-weights by the product that makes them.
+The engine handles models that are a chain of known layers (`program`), known losses (`losses`) and
+SGD (`sgd`). Layers without training are the same for all clients, and have no per-client weights.
+The weights of the C clients of a cohort are adjacent in memory. A step is some 25 calls for all of
+them, forward and backward by hand, without a graph; the product that computes the gradients of
+weights adds them to the weights.
 
-A cohort is so large that its weights stay in the cache: C d elements, d the model's. Of a model of
-megabytes that is one client, where what is won is the missing graph, the fused update and better
+The weights of a cohort, C d elements for d of the model, fit in the cache. A model of megabytes
+makes a cohort of a single client; the gains are then the missing graph, the fused update and better
 kernels.
 
-Clients that begin at the same weights compute their first step with one copy of them: one large
-product a layer, not many small ones. While their batches are few, each layer goes on so, and keeps
-what each client adds as factors of a product (`factored`). If there is one step, as in FedSGD, the
-products are the updates; and where updates are only summed, the products are not formed for each
-client but for their sum (`products`).
+Clients that start from the same weights compute their first step with a single copy: a large
+product per layer, not many small products. While their batches are few, each layer continues with
+the shared copy, and stores each client's change as factors of a product (`factored`). With a single
+step, as in FedSGD, the products are the updates. If updates are only summed, only the sum of the
+products is formed (`products`).
 
-Equal to the loop but for rounding: sums are made in another order.
+Results equal the loop's except for rounding: sums are computed in another order.
 """
 
 from __future__ import annotations
@@ -51,32 +51,37 @@ from dure.machine.threads import SMALL_STEP, threads
 from dure.tensors.flat import trained_of
 
 CACHE = {"cpu": 8 << 20, "cuda": 4 << 30}
-"""Bytes of weights of a cohort, or of the factors of its products."""
+"""Bytes of weights of a cohort, or of the factors of its products, by device."""
 
 FORMED = {"cpu": 64 << 20, "cuda": 4 << 30}
-"""Bytes of updates of a cohort whose weights are factored.
+"""Bytes of updates of a cohort whose weights are factored, by device.
 
-Written once, if at all, they need not stay in a cache.
+They are written once, if at all, and need not stay in a cache.
 """
 
 MOST = 256
-"""Clients of a cohort whose weights are factored, at most."""
+"""Largest number of clients in a cohort whose weights are factored."""
 
 _NOTHING = Trained([], [], 0, 0.0)
 
 
 class Losses(NamedTuple):
-    """Of each step and client, (steps, C), and what they have counted; None: their examples."""
+    """Losses and counted weights, each of shape (steps, C).
+
+    counted: None if every example counts 1.
+    """
 
     losses: Tensor
     counted: Tensor | None
 
 
 class Kind(NamedTuple):
-    """What is added to the gradients of a job: mu, whether it has an anchor, a correction.
+    """Properties in which all jobs of a batched cohort agree.
 
-    factors: whether nothing is, it begins at weights that all share, and its batches are so few
-    that these are factored. lr_factor: the job's. measures: whether its step is the gradient.
+    mu: coefficient of the proximal term. anchored, corrected: whether a job has an anchor, a
+    correction. factors: whether the weights are factored: nothing is added to the gradients, all
+    clients share the start weights, and the batches are few. lr_factor: the job's. measures:
+    whether the job's step is the gradient.
     """
 
     mu: float
@@ -96,12 +101,18 @@ def batched_engine(
     together: bool = False,
     sums: bool = False,
 ) -> BatchedEngine | str:
-    """The engine, or the reason why this cannot be computed for many clients at once.
+    """Return the engine, or the reason why the task cannot be batched.
 
-    together: whether a job is computed with the same others whenever it is, as those of a
-    synchronous round are. Only then may its bits depend on them, and clients that begin at the same
-    weights share them while they can. sums: whether, besides, the updates are only summed, so that
-    what are products need not be formed (`products`).
+    Args:
+        task: the task of the run.
+        model: a model of the task, which becomes the engine's.
+        examples: training examples of all clients.
+        batch_size: of a client's step; None is all of its data.
+        seed: of the run.
+        together: whether a job always runs with the same other jobs, as in a synchronous round.
+            Only then may its bits depend on them, and clients that start from the same weights
+            share these as long as possible.
+        sums: whether the updates are only summed, so that products need not be formed (`products`).
     """
     parameters = list(model.parameters())
     try:
@@ -124,7 +135,18 @@ def batched_engine(
 
 
 class BatchedEngine(Engine):
-    """Trains cohorts of clients; made by `batched_engine`."""
+    """Engine that trains cohorts of clients; made by `batched_engine`.
+
+    Args:
+        program: the model as a chain of batched layers.
+        rule: settings of SGD.
+        examples: training examples of all clients.
+        device: of the model.
+        batch_size: of a client's step; None is all of its data.
+        seed: of the run.
+        together: as in `batched_engine`.
+        sums: as in `batched_engine`.
+    """
 
     name = "batched"
 
@@ -149,30 +171,30 @@ class BatchedEngine(Engine):
         self.flops = 0.0
         """Floating-point operations of an example's step."""
         self.sampling = examples.sampling
-        # All examples, once: a step only picks rows of them.
+        # All examples, once: a step only selects rows of them.
         self.inputs, self.targets = to_device((program.inputs, examples.targets), device)
         sizes = [math.prod(weights.shape) for weights in program.weights]
         # Flat weights have the parameters one after another.
         ends = list(accumulate(sizes))
         self._places = list(zip(program.weights, [0, *ends], ends, strict=False))
-        """Each parameter, and where it begins and ends in flat weights."""
+        """Each parameter, with its start and end in flat weights."""
         self._whole = ends[-1] * self.inputs.element_size()
-        """Bytes of the weights."""
+        """Bytes of a model's weights."""
         self.memory = Memory()
         self._fits: dict[int, int] = {}
-        """How many jobs with so many rows make a cohort."""
+        """Number of rows of a job -> cohort size."""
         self._pay: dict[int, list[bool]] = {}
-        """Which parameters are factored in steps of so many rows."""
+        """Number of rows of a job -> which parameters are factored."""
         kind = device.type if device.type in CACHE else "cpu"
         self.room = CACHE[kind]
         self._formed = FORMED[kind]
         self.cohort: int = max(1, min(64, self.room // self._whole))
 
     def train(self, jobs: Iterable[Job]) -> Iterator[Trained]:
-        """The results in the jobs' order, a cohort at a time.
+        """Yield the results in the jobs' order, a cohort at a time.
 
         A client whose loss or weights are not finite has a failure as its result. Raises
-        WorkerFailedError, which names the client, when a loss of the user's own raises.
+        WorkerFailedError, with the client's name, if a user-defined loss raises.
         """
         if isinstance(jobs, Sequence) and all(job.measures is None for job in jobs):
             return self._train(jobs)
@@ -180,22 +202,22 @@ class BatchedEngine(Engine):
         return results_of(asked, self._train(steps_of(again)))
 
     def _train(self, jobs: Iterable[Job]) -> Iterator[Trained]:
-        # Jobs that begin at different weights (personal layers, say) have none to share.
+        # Jobs that start from different weights (personalised layers, for example) share none.
         apart = isinstance(jobs, Sequence) and len({id(job.weights[0]) for job in jobs}) > 1
         for some, kinds in windows(jobs, self._classifier(self.together and not apart)):
             results: dict[int, Trained] = {}
             for kind, places in kinds.items():
                 trained = self._cohort([some[place] for place in places], kind)
                 results.update(zip(places, trained, strict=True))
-            # Given away one by one: nobody here keeps what has been taken.
+            # Handed over one by one, without a second reference here.
             yield from map(results.pop, range(len(some)))
 
     def _classifier(self, shared: bool) -> Callable[[Job], tuple[Kind, int]]:
-        """What says of a job its kind, and how many like it make a cohort.
+        """Return a function from a job to its kind and its cohort size.
 
-        It is found out once for all that are alike in that.
+        The function computes both once for all jobs that agree in the relevant properties.
         """
-        # Most jobs of a round are alike: each kind is looked into once.
+        # Most jobs of a round agree: each kind is examined once.
         known: dict[tuple[Any, ...], tuple[Kind, int]] = {}
 
         def classify(job: Job) -> tuple[Kind, int]:
@@ -209,8 +231,8 @@ class BatchedEngine(Engine):
         return classify
 
     def _kind(self, job: Job, shared: bool) -> Kind:
-        # Factors hold products alone: whatever else moves the weights needs weights of the client's
-        # own.
+        # Factors represent products alone: any other change of the weights needs per-client
+        # weights.
         rule = self._rule(job)
         added = job.mu or job.correction is not None or rule.momentum or rule.weight_decay
         factors = shared and not added and any(self._factored(self._rows(job)))
@@ -224,7 +246,7 @@ class BatchedEngine(Engine):
         )
 
     def _rule(self, job: Job) -> SGD:
-        """The rule of its steps. One that measures moves by the gradient alone."""
+        """Return the SGD rule of the job's steps; a measuring job moves by the gradient alone."""
         if job.measures is not None:
             return replace(self.rule, lr=1.0, momentum=0.0, weight_decay=0.0)
         if job.lr_factor == 1:
@@ -232,49 +254,49 @@ class BatchedEngine(Engine):
         return replace(self.rule, lr=self.rule.lr * job.lr_factor)
 
     def _rows(self, job: Job) -> int:
-        """The rows of all steps of the job."""
+        """Return the rows of all steps of the job."""
         examples = job.indices.numel()
         return job.steps * (examples if self.batch_size is None else min(self.batch_size, examples))
 
     def alone(self, flops: Callable[[], float], threads: int | None) -> None:
-        # Where jobs come now with these and then with those, a step has no threads of its own: they
-        # could change its bits.
+        # If jobs run with changing other jobs, a step gets no threads of its own: they could change
+        # its bits.
         if self.together and self.device.type == "cpu":
             self.flops = flops()
             self.threads = threads
 
     def at_once(self, job: Job) -> int:
-        """How many jobs like this one make a cohort."""
+        """Return the cohort size for jobs like this one."""
         return self._most(job, self._kind(job, self.together))
 
     def _most(self, job: Job, kind: Kind) -> int:
-        """How many jobs like this one, all of this kind, make a cohort."""
+        """Return the cohort size for jobs like this one, all of this kind."""
         if not kind.factors:
             return self.cohort
         rows = self._rows(job)
         if rows not in self._fits:
-            # What one job takes of a cohort's room, by the tightest of three bounds: factors in the
-            # cache, updates in memory, the number of clients.
+            # A job's share of a cohort, by the tightest of three bounds: factors in the cache,
+            # updates in memory, the number of clients.
             share = max(self._kept(rows) / self.room, self._whole / self._formed, 1 / MOST)
-            # A share of 1/n may be a rounding larger than that, and n of them still fit.
+            # A share of 1/n may be larger by a rounding, and n of them still fit.
             self._fits[rows] = max(1, int((1 + 1e-9) / share))
         return self._fits[rows]
 
     def _kept(self, rows: int) -> int:
-        """Bytes of the factors of so many rows, and of the weights that are not factored."""
+        """Return the bytes of the factors of `rows` rows and of the unfactored weights."""
         elements = 0
         for weights, pays in zip(self.program.weights, self._factored(rows), strict=True):
             if not pays:
                 elements += math.prod(weights.shape)
-            # A bias has its weight's factor, so only the weight is counted.
+            # A bias shares its weight's factor, so only the weight is counted.
             elif weights.beside is None:
                 elements += rows * sum(weights.shape)
         return elements * int(self.inputs.element_size())
 
     def _factored(self, rows: int) -> list[bool]:
-        """Which parameters are factored in steps of so many rows together.
+        """Return which parameters are factored for `rows` rows in all steps together.
 
-        They are weights, and with them their biases.
+        The factored parameters are weights, together with their biases.
         """
         if rows not in self._pay:
             weights = self.program.weights
@@ -294,13 +316,13 @@ class BatchedEngine(Engine):
         )
         values = found.losses.T.tolist()
         counts = None if found.counted is None else found.counted.T.tolist()
-        # The plan has its own order (by steps); results go back to that of the jobs.
+        # The plan sorts jobs by steps; results return in the order of the jobs.
         trained: list[Trained] = [_NOTHING] * len(jobs)
         for at, which in enumerate(made.by_steps):
             sizes = made.sizes[at]
             samples = sum(sizes)
-            # Steps beyond a client's own have no size, and count nothing: their losses, 0, are left
-            # out.
+            # Padding steps beyond a client's own have no size, and count nothing: their losses, 0,
+            # are left out.
             own = sizes if counts is None else counts[at]
             counted = sum(own)
             loss = sum(map(mul, values[at], own)) / counted if counted else 0.0
@@ -311,8 +333,8 @@ class BatchedEngine(Engine):
                 loss=loss,
                 counted=None if counts is None else counted,
             )
-        # Seldom: only now is each job looked at. Sums may also overflow by themselves; then nothing
-        # is found.
+        # Rare: only now is each job checked. A sum may also overflow by itself; the check then
+        # finds nothing.
         if not finite:
             for at, which in enumerate(made.by_steps):
                 trained[which] = _looked_at(trained[which], values[at])
@@ -321,28 +343,28 @@ class BatchedEngine(Engine):
     def _compute(
         self, jobs: Sequence[Job], steps: Sequence[Step], kind: Kind
     ) -> tuple[list[Sequence[Tensor]], Losses, bool]:
-        """Each job's update; the losses, (steps, C); and whether all of it is finite."""
+        """Return each job's update; the losses, (steps, C); and whether all of them are finite."""
         rule = self._rule(jobs[0])
         start, constant = self._begin(jobs)
         shares = self.together and len(start) == 1
-        # With one step from shared weights the product is the change: it goes to the output, no
-        # weights are written.
+        # With a single step from shared weights the product is the change: it goes to the output,
+        # and no weights are written.
         once = shares and len(steps) == 1 and not rule.momentum
-        # Rows of all steps, as blocks have them: what each factor needs room for.
+        # Rows of all steps, with padding: the size of each factor.
         rows = sum(step.rows.shape[1] for step in steps) if kind.factors else 0
         assert not rows or len(start) == 1, "jobs whose weights are factored begin at the same ones"
         pay = self._factored(rows)
-        # Who only sums updates gets them unformed; what stays factors has no output.
+        # Updates that are only summed stay unformed; parameters that stay factored have no output.
         defers = rows > 0 and self.sums
         changes, outputs = self._outputs(len(jobs), start, pay if defers else [False] * len(pay))
         losses = torch.zeros(len(steps), len(jobs), dtype=self.inputs.dtype, device=self.device)
         counted: Tensor | None = None
         threads_here = self._threads(steps)
         own_threads = nullcontext() if threads_here is None else threads(threads_here)
-        # What is made in inference mode is read outside, and never changed.
+        # Tensors of inference mode are read outside, and never changed.
         with torch.inference_mode(), own_threads:
-            # Each parameter of all clients, loaded as it is going to be used: as factors, or as
-            # weights of their own.
+            # Each parameter of all clients, loaded for its use: as factors, or as per-client
+            # weights.
             for (weights, begin, end), output, pays in zip(self._places, outputs, pay, strict=True):
                 if pays:
                     weights.factor(start[0, begin:end], len(jobs), rule, rows)
@@ -373,8 +395,8 @@ class BatchedEngine(Engine):
             self._write(start, outputs, once)
         if defers:
             products = Products(self._parts(outputs), rule.lr, threads_here)
-            # Unformed updates cannot be looked at for NaN, so a bound has to say that there is
-            # none; where it does not, they are formed and looked at.
+            # Unformed updates cannot be checked for NaN, so a bound has to exclude NaN; otherwise
+            # they are formed and checked.
             if products.bounded():
                 own = jobs[0].weights[0]
                 deferred: list[Sequence[Tensor]] = [
@@ -387,12 +409,12 @@ class BatchedEngine(Engine):
         return [[update] for update in updates], Losses(losses, counted), finite
 
     def _threads(self, steps: Sequence[Step]) -> int | None:
-        """The threads of operators; None where they stay as they are.
+        """Return the number of threads of operators; None leaves the number unchanged.
 
-        The model and the cohort decide.
+        The number depends on the model and the cohort.
         """
-        # By the first step, which has all clients: a cohort has one number of threads, for the sake
-        # of its bits.
+        # By the first step, which has all clients: a cohort has a fixed number of threads, for
+        # reproducible bits.
         if self.threads is None or self.flops * steps[0].rows.numel() < SMALL_STEP:
             return None
         return self.threads
@@ -400,9 +422,9 @@ class BatchedEngine(Engine):
     def _outputs(
         self, clients: int, like: Tensor, stay: Sequence[bool]
     ) -> tuple[Tensor, list[Tensor | None]]:
-        """Where the changes of the weights go: all of them, and each parameter's, (C, n).
+        """Return memory for the weights' changes: as a whole, and a view (C, n) per parameter.
 
-        Those that stay factors have none.
+        Parameters that stay factored have no memory.
         """
         if all(stay):
             return like.new_empty(0), [None] * len(stay)
@@ -415,7 +437,7 @@ class BatchedEngine(Engine):
         ]
 
     def _parts(self, outputs: Sequence[Tensor | None]) -> list[Part]:
-        """The parts of products: the outputs, and where there is none the factors."""
+        """Return the parts of `Products`: outputs, or factors of parameters without output."""
         weights = self.program.weights
         biased = {id(one.beside) for one in weights}
         parts: list[Part] = []
@@ -427,9 +449,9 @@ class BatchedEngine(Engine):
         return parts
 
     def _write(self, start: Tensor, outputs: Sequence[Tensor | None], once: bool) -> None:
-        """Fills the outputs with what the weights are now less `start`.
+        """Write the current weights minus `start` to the outputs.
 
-        once: that stands there already.
+        once: whether the outputs have the changes already.
         """
         for (weights, begin, end), output in zip(self._places, outputs, strict=True):
             if output is not None and weights.is_factored:
@@ -439,17 +461,16 @@ class BatchedEngine(Engine):
                 torch.sub(weights.values, before, out=output.view(weights.values.shape))
 
     def _begin(self, jobs: Sequence[Job]) -> tuple[Tensor, Tensor | None]:
-        """What a cohort begins with, (C, d) or, where all are the same, (1, d).
+        """Return the start of a cohort, (C, d) or, if all are the same, (1, d).
 
-        These are the weights, and what is added to gradients but for the pull to the weights
-        themselves.
+        The start is the weights, and the constant part of the gradients, without the term mu w.
         """
         first = jobs[0]
         start = self._side_by_side([job.weights for job in jobs])
         constant: Tensor | None = None
         if first.mu and first.anchor is not None:
-            # mu (w - anchor) + correction: what does not change with w is made once, the rest is a
-            # factor on w.
+            # mu (w - anchor) + correction: the part without w is computed once, the rest is a
+            # factor of w.
             constant = self._side_by_side([_known(job.anchor) for job in jobs]) * -first.mu
         elif first.mu:
             constant = start * -first.mu
@@ -459,10 +480,10 @@ class BatchedEngine(Engine):
         return start, constant
 
     def _side_by_side(self, values: Sequence[Sequence[Tensor]]) -> Tensor:
-        """The values side by side: (C, d), or (1, d) if all are one tensor."""
+        """Return the values stacked: (C, d), or (1, d) if all are the same tensor."""
         tensors = [value[0] for value in values]
-        # By identity: the clients of a round are handed the same tensor, and comparing numbers
-        # would cost a pass.
+        # By identity: the clients of a round share the same tensor, and comparing numbers would
+        # cost a pass.
         alike = len(set(map(id, tensors))) == 1
         together = tensors[0].unsqueeze(0) if alike else torch.stack(tensors)
         return together.to(self.device)
@@ -480,11 +501,11 @@ class BatchedEngine(Engine):
 def windows(
     jobs: Iterable[Job], classify: Callable[[Job], tuple[Kind, int]]
 ) -> Iterator[tuple[list[Job], dict[Kind, list[int]]]]:
-    """The jobs in their order, each time until there is a cohort of some kind.
+    """Yield the jobs in order, in windows that end as soon as a kind has a full cohort.
 
-    With them come the places of those of each kind, which can be computed together. classify: a
-    job's kind, and how many jobs like it make a cohort; where the jobs of a kind differ, the least
-    of these counts, for a cohort has places of one size.
+    Each window comes with the places of each kind's jobs, which can be computed together. classify:
+    returns a job's kind and its cohort size; the smallest cohort size of the jobs of a kind counts,
+    because a cohort has places of equal size.
     """
     some: list[Job] = []
     kinds: dict[Kind, list[int]] = {}
@@ -493,7 +514,7 @@ def windows(
         kind, most = classify(job)
         places = kinds.get(kind, [])
         together = min(most, least.get(kind, most))
-        # This job makes the bound smaller than what is there already: the window ends before it.
+        # The cohort size of this job is smaller than the present number: the window ends before it.
         if places and len(places) >= together:
             yield some, kinds
             some = []
@@ -505,8 +526,8 @@ def windows(
         least[kind] = together
         places.append(len(some))
         some.append(job)
-        # A cohort is full. Jobs of other kinds in the window are computed with it, in smaller
-        # cohorts, so that results come in the jobs' order.
+        # A cohort is full. Jobs of other kinds in the window run with it, in smaller cohorts, so
+        # that results come in the jobs' order.
         if len(places) >= together:
             yield some, kinds
             some = []
@@ -517,8 +538,8 @@ def windows(
 
 
 def _finite(tensor: Tensor) -> bool:
-    # One pass without a mask: NaN and infinities stay in a sum. A sum may overflow where no element
-    # has; whoever asks then looks closer.
+    # A pass without a mask: NaN and infinities stay in a sum. A sum may overflow although no
+    # element is infinite; the caller then checks each job.
     return bool(tensor.sum().isfinite())
 
 
@@ -528,7 +549,7 @@ def _known(values: Sequence[Tensor] | None) -> Sequence[Tensor]:
 
 
 def _looked_at(trained: Trained, losses: Sequence[float]) -> Trained:
-    """The result, or a failure where losses or weights are not finite."""
+    """Return the result, or a failure if losses or weights are not finite."""
     failure = loss_failure(losses)
     if failure is None and not bool(trained.delta[0].isfinite().all()):
         failure = "its weights became not finite"

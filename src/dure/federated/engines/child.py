@@ -1,7 +1,7 @@
-"""A child of the engine on processes (`processes`), and the messages that it gets.
+"""Child process of the engine on processes (`processes`), and its messages.
 
-A child ends when the parent closes it, or is gone, by whatever death: it reads a pipe that nobody
-writes.
+A child ends when the parent closes its connection or dies in any way: the child reads a pipe
+without data, whose end shows the parent's death.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ from dure.federated.engines.shared import Outputs, Reply, Slots
 
 @dataclass(frozen=True)
 class Note:
-    """A job as a message: `Job` with the places of its tensors: weights, anchor, correction.
+    """A job as a message: `Job` with slot numbers instead of its weights, anchor and correction.
 
-    references: (weights, buffers) of each; weights None are the job's own.
+    places: slots of weights, anchor, correction; None without such a tensor. references: (weights,
+    buffers) of each reference; weights None are the job's own.
     """
 
     client: int
@@ -51,12 +52,12 @@ class Note:
 
     @property
     def reads(self) -> set[int]:
-        """The places that it needs."""
+        """Slots that the job reads."""
         return {place for place in self.places if place is not None}
 
 
 def note_of(job: Job, slots: Slots, needed: set[int]) -> Note:
-    """The message for a job, whose tensors are put into slots that are not needed."""
+    """Return the message for a job; its tensors go into slots that are not needed."""
     weights = slots.put(job.weights, needed)
     anchor, correction = (
         None if values is None else slots.put(values, needed)
@@ -92,11 +93,21 @@ def live(
     pipe: Sequence[int],
     not_mine: Sequence[Connection],
 ) -> NoReturn:
-    """Does jobs until the parent is gone, and leaves without the interpreter's teardown."""
+    """Do jobs until the parent is gone, and exit without the interpreter's teardown.
+
+    Args:
+        inner: the engine that trains.
+        connection: the child's end of the connection to the parent.
+        sets: slots of shared memory with weights, anchors and corrections.
+        outputs: shared memory for results.
+        progress: counters that the parent reads.
+        pipe: (reading end, writing end) of the pipe that ends with the parent.
+        not_mine: connections of the parent and of siblings, which the child closes.
+    """
     try:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
         torch.set_num_threads(1)
-        # The writing end has to be the parent's alone, or its death would end nothing.
+        # Only the parent may have the writing end: otherwise its death would not end the pipe.
         os.close(pipe[1])
         for each in not_mine:
             each.close()
@@ -106,7 +117,7 @@ def live(
             notes: list[Note] = pickle.loads(connection.recv_bytes())
             done = _do(inner, notes, sets, outputs, progress)
             connection.send_bytes(pickle.dumps(done, pickle.HIGHEST_PROTOCOL))
-            # What user code printed: `os._exit` would lose it.
+            # Output of user code, which `os._exit` would lose.
             sys.stdout.flush()
             sys.stderr.flush()
     except (EOFError, OSError):
@@ -115,7 +126,7 @@ def live(
     except BaseException:
         traceback.print_exc()
     finally:
-        # Never back into the parent's code, of which this process has a copy, nor into its exit
+        # Never return into the parent's code, of which this process has a copy, nor into its exit
         # handlers.
         os._exit(1)
 
@@ -133,7 +144,7 @@ def _do(
     outputs: Outputs,
     progress: Progress,
 ) -> tuple[Reply, DureError | None]:
-    """What came of the jobs up to the first that raised, and what it raised."""
+    """Return the results of the jobs up to the first error, and that error or None."""
     jobs = [_job(note, sets) for note in notes]
     results: list[Trained] = []
     error: DureError | None = None
@@ -141,9 +152,9 @@ def _do(
         for trained in inner.train(jobs):
             results.append(trained)
             progress.done(len(results))
-    # Ctrl-C is ignored here (`live`): a KeyboardInterrupt is the user's own code's.
+    # Ctrl-C is ignored here (`live`): a KeyboardInterrupt comes from user code.
     except BaseException as raised:
-        # Results come in the jobs' order, so the one that failed is the next.
+        # Results come in the jobs' order, so the failed job is the next.
         error = _portable(raised, jobs[len(results)])
     return outputs.write(results), error
 
@@ -174,7 +185,7 @@ def _job(note: Note, sets: Sequence[list[Tensor]]) -> Job:
 
 
 def _portable(error: BaseException, job: Job) -> DureError:
-    """An error that can be pickled, with its traceback as text where the parent cannot have it."""
+    """Return an error that can be pickled, with its traceback as text if the type cannot travel."""
     if isinstance(error, WorkerFailedError):
         text = traceback_of(error.__cause__ or error)
         return WorkerFailedError(error.who, error.step, error.reason, error.traceback or text)

@@ -1,13 +1,13 @@
-"""Which engine computes: a rule of the model and the round alone.
+"""Choice of an engine, by the model and the round alone.
 
-Engines differ in rounding. So neither a clock nor the number of cores has a say: the same run
-chooses alike on a busy machine and on another one.
+Engines differ in rounding. So neither a clock nor the number of cores influences the choice: the
+same run chooses the same engine on a busy machine and on another machine.
 
-    many clients at once    where the model, its loss and its optimizer can be computed so
-    by processes            where a round has `LONG_ROUND` operations, on a CPU
+    many clients at once    if the model, its loss and its optimizer can be batched
+    by processes            if a round has `LONG_ROUND` operations, on a CPU
 
-How many processes there are changes no bit. What does is how many clients a process computes at
-once: a part of a round, whose size follows from the number of clients (`parts_of`).
+The number of processes changes no bit. The number of clients per process and message does: it is a
+part of a round, whose size follows from the number of clients (`parts_of`).
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ from dure.tasks.flops import flops_per_step
 from dure.tensors.flat import trained_of
 
 LONG_ROUND = 2e9
-"""Floating-point operations, some 40 ms.
+"""Floating-point operations of a round that is worth several processes, some 40 ms.
 
-What several processes gain in a shorter round is lost in messages.
+In a shorter round messages cost more than several processes gain.
 """
 
 COMPANY = 10
-"""Clients for each of more than two parts: the fewer a part has, the longer each of them takes."""
+"""Least number of clients per part, beyond two parts: small parts take longer per client."""
 
 MOST_PARTS = 8
-"""Parts of a round, at most."""
+"""Largest number of parts of a round."""
 
 
 ONE_BY_ONE: dict[str, str] = {
@@ -58,15 +58,15 @@ ONE_BY_ONE: dict[str, str] = {
     "compile": "it traces the model itself, and no compiler has it",
     "unfreeze": "its steps are of all that is trained",
 }
-"""What a task asks of training that many clients at once cannot do, and why."""
+"""Settings of a task that batched training does not support, with the reasons."""
 
 OWN_OBJECTIVE = "the algorithm has an objective of its own, written for one client's model"
 
 
 class Way(NamedTuple):
-    """How an engine that has a name computes.
+    """Specification of a named engine.
 
-    batched: many clients at once, not one after another.
+    batched: whether many clients train at once. where: the processes that train.
     """
 
     batched: bool
@@ -81,22 +81,32 @@ WAYS = {
     "loop-ray": Way(batched=False, where="ray"),
     "batched-ray": Way(batched=True, where="ray"),
 }
-"""The engines by their names."""
+"""Engine specifications by name."""
 
 NAMES = tuple(WAYS)
 
 
 class Setting(NamedTuple):
-    """What an engine is made of.
+    """Inputs from which an engine is built.
 
-    model: a fresh one, which becomes the engine's own. jobs: those of a typical round. processes:
-    so many; None is one a core. wanted: auto, or one of `NAMES`. together: whether jobs always come
-    as these do, a round at a time. sums: whether updates are only summed (`batched_engine`). chunk:
-    so many jobs a child at once, as the engine had whose bits are wanted again; 0 is as these jobs
-    suggest. threads: of the operators of an engine alone, in steps of many clients that are long
-    enough; None leaves them as they are. noised: examples are protected. objective: what clients
-    minimise; None is the task's loss. deadline: seconds without a step after which a process is
-    given up.
+    Args:
+        task: the task of the run.
+        model: a new model, which becomes the engine's.
+        examples: training examples of all clients.
+        batch_size: of a client's step; None is all of its data.
+        seed: of the run.
+        jobs: the jobs of a typical round.
+        processes: number of processes; None is one per core.
+        wanted: auto, or one of `NAMES`.
+        together: whether jobs always come in whole rounds, as here.
+        sums: whether updates are only summed (`batched_engine`).
+        chunk: jobs per child and message of the earlier engine whose bits are required again; 0
+            chooses by these jobs.
+        threads: thread limit of an engine in this process, in long enough steps of many clients;
+            None leaves the number unchanged.
+        noised: example-level privacy; None without it.
+        objective: the loss that clients minimise; None is the task's.
+        deadline: seconds without a step after which a process counts as hung.
     """
 
     task: Task
@@ -117,9 +127,9 @@ class Setting(NamedTuple):
 
 
 def engine_for(setting: Setting) -> Engine:
-    """The engine for jobs like these; its `why` says in one line why it is this one.
+    """Return the engine for jobs like these; its `why` gives the reason in a line.
 
-    Raises ValueError if the wanted engine cannot compute the task, with the reason.
+    Raises ValueError if the requested engine cannot compute the task, with the reason.
     """
     wanted = setting.wanted
     _check_name(wanted)
@@ -160,15 +170,15 @@ def _batched(setting: Setting) -> BatchedEngine | str:
 
 
 def _one_by_one(task: Task) -> str | None:
-    """Why the task asks for one client after another; None if it does not."""
+    """Return why the task needs training client by client; None if it does not."""
     return next((ONE_BY_ONE[one] for one in asked_of(task) if one in ONE_BY_ONE), None)
 
 
 def check_engine(task: Task, wanted: str, model: nn.Module | None = None) -> None:
-    """Raises ValueError if the engine asked for by name cannot compute the task here.
+    """Raise ValueError if the engine requested by name cannot compute the task here.
 
-    It gives the reason. What only the jobs can tell is said when they come. Cost: for `batched` a
-    model, an optimizer and one step.
+    The error gives the reason. Problems that only the jobs can show are reported later. Cost: for
+    `batched` a model, an optimizer and a step.
     """
     _check_name(wanted)
     if task.compile and wanted in WAYS and WAYS[wanted].where != "here":
@@ -183,7 +193,7 @@ def check_engine(task: Task, wanted: str, model: nn.Module | None = None) -> Non
 
 
 def check_objective(wanted: str) -> None:
-    """Raises ValueError for an engine, asked for by name, that cannot compute an own objective."""
+    """Raise ValueError if an engine requested by name does not support a custom objective."""
     if wanted in WAYS and WAYS[wanted].batched:
         raise _cannot(wanted, OWN_OBJECTIVE)
 
@@ -204,7 +214,7 @@ def _check_name(wanted: str) -> None:
 
 
 def _reason(task: Task, model: nn.Module | None) -> str | None:
-    """Why many clients at once cannot be computed. model: the task's, which stays as it is."""
+    """Return why the model cannot be batched, or None. model: the task's, which stays unchanged."""
     try:
         model = seeded_model(task, 0) if model is None else another(model, task, 0)
         task = task.on(home_of(model))
@@ -213,7 +223,7 @@ def _reason(task: Task, model: nn.Module | None) -> str | None:
     except CannotBatchError as reason:
         return str(reason)
     except Exception:
-        return None  # an error of the user's own code is said when a client meets it
+        return None  # an error of user code is reported when a client meets it
     return None
 
 
@@ -223,7 +233,7 @@ def _cannot(wanted: str, reason: str) -> ValueError:
 
 @dataclass
 class _Made:
-    """The engines that there can be. batched: the engine, or why there is none."""
+    """The possible engines. batched: the batched engine, or the reason why there is none."""
 
     setting: Setting
     loop: LoopEngine
@@ -231,7 +241,7 @@ class _Made:
 
     @property
     def workers(self) -> int:
-        """Processes that may compute."""
+        """Number of processes that may compute."""
         asked = self.setting.processes
         return asked if asked is not None else available_cores()
 
@@ -246,12 +256,12 @@ class _Made:
         return self.on_processes(inner) if way.where == "processes" else self.alone(inner)
 
     def alone(self, engine: Engine) -> Engine:
-        """The engine in this process, whose operators have the cores to themselves."""
+        """Return the engine in this process, with all cores for its operators."""
         engine.alone(lambda: self.flops, self.setting.threads)
         return engine
 
     def on_ray(self, inner: Engine, batched: bool) -> Engine:
-        """The engine on the machines of a Ray cluster."""
+        """Return the engine on the machines of a Ray cluster."""
         from dure.federated.engines.on_ray import RayEngine
 
         if self.loop.device.type != "cpu":
@@ -273,8 +283,8 @@ class _Made:
         )
 
     def on_processes(self, inner: Engine) -> ProcessesEngine:
-        """The engine on several processes, each with one thread for its operators."""
-        # The cores are the children's: an operator has one thread.
+        """Return the engine on several processes, each with a single thread for its operators."""
+        # The cores belong to the children: an operator has a single thread.
         inner.threads = None
         return ProcessesEngine(
             inner=inner,
@@ -290,16 +300,16 @@ class _Made:
         return flops_per_step(self.loop.model, self.setting.examples, 1)
 
     def _chunk(self, inner: Engine) -> int:
-        """How many clients a process gets: what the engine likes and a part of a round has."""
+        """Return the jobs per process and message: at most a cohort, or a part of a round."""
         jobs = self.setting.jobs
-        # A resumed run has that of its first part.
+        # A resumed run uses the chunk of its first part.
         if self.setting.chunk:
             return self.setting.chunk
         return max(1, min(inner.at_once(jobs[0]), -(-len(jobs) // parts_of(len(jobs)))))
 
     @property
     def is_long(self) -> bool:
-        """Whether a round is divided over processes, if that is possible at all."""
+        """Whether a round is divided over processes, if possible at all."""
         jobs = self.setting.jobs
         if (
             len(jobs) == 1
@@ -313,15 +323,15 @@ class _Made:
 
 
 def parts_of(clients: int) -> int:
-    """Into how many parts a round of so many clients is divided for processes.
+    """Return the number of parts of a round of `clients` clients for processes.
 
-    An even number, so that two of them are done at the same time.
+    The number is even, so that two parts finish at the same time.
     """
     return 2 * max(1, min(clients // (2 * COMPANY), MOST_PARTS // 2))
 
 
 def _auto(made: _Made) -> Engine:
-    """By the rule above. It looks at no clock and no number of cores."""
+    """Return the engine by the rule above, without a clock or the number of cores."""
     chosen: Engine = made.loop
     why = f"one client after another, for {made.batched}"
     if not isinstance(made.batched, str):
@@ -337,5 +347,5 @@ def _auto(made: _Made) -> Engine:
 
 
 def _examples(job: Job, batch_size: int | None) -> int:
-    """Examples that the job processes, but for smaller last batches."""
+    """Return the examples that the job processes, ignoring smaller last batches."""
     return job.steps * min(batch_size or len(job.indices), len(job.indices))

@@ -1,9 +1,9 @@
-"""Operations of a model on structured inputs before its first layer, computed only once.
+"""Preprocessing operations before a model's first layer, computed once for all examples.
 
     x["numbers"]    torch.cat([x["a"], x["b"]], 1)    x[1].unsqueeze(1).float()
 
-They join a dict or a tuple of tensors into the one tensor that a chain of layers takes. Each
-operation has to treat every example by itself, which is tried on a few examples.
+These operations join a dict or a tuple of tensors into the tensor that a chain of layers takes.
+Each operation has to treat every example independently, which is checked on a few examples.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ FUNCTIONS: tuple[Callable[..., Any], ...] = (
 METHODS = frozenset({"float", "double", "to", "unsqueeze", "flatten", "view", "reshape"})
 
 TRIED = 3
-"""Examples on which each operation is tried."""
+"""Number of examples on which the operations are checked."""
 
 
 class Front:
-    """The operations of a graph that have inputs alone behind them."""
+    """Operations of a graph that depend on its inputs alone."""
 
     def __init__(self, given: fx.Node) -> None:
         self.given = given
         self.nodes = [given]
 
     def takes(self, node: fx.Node) -> bool:
-        """Return whether the operation belongs here; it is noted then."""
+        """Return whether the operation is a preprocessing operation, and record it."""
         known = (node.op == "call_function" and node.target in FUNCTIONS) or (
             node.op == "call_method" and node.target in METHODS
         )
@@ -49,9 +49,9 @@ class Front:
         return True
 
     def tensor_of(self, inputs: Any, wanted: fx.Node) -> Tensor:
-        """Return what `wanted` is for all examples.
+        """Return the value of `wanted` for all examples.
 
-        Raises CannotBatchError where it is no tensor with a row an example, each by itself.
+        Raises CannotBatchError if the value is not a tensor with an independent row per example.
         """
         count = len(tree_leaves(inputs)[0])
         whole = self._value(inputs, wanted)

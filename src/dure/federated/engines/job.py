@@ -1,7 +1,4 @@
-"""What a client is to do, and what came of it.
-
-These are values between the federation and the engine that computes.
-"""
+"""Jobs and results: values between the federation and the engine that trains."""
 
 from __future__ import annotations
 
@@ -16,9 +13,9 @@ from dure.protocol.messages import Failure
 
 
 class Reference(NamedTuple):
-    """A model that an objective looks at, and that is not trained.
+    """A model that an objective reads, without training.
 
-    weights, buffers: as those of a job.
+    weights, buffers: as in a job.
     """
 
     weights: Sequence[Tensor]
@@ -26,31 +23,40 @@ class Reference(NamedTuple):
 
 
 Measures = Literal["loss", "gradient"]
-"""What a job finds out at its weights, in place of training."""
+"""Quantity that a job measures at its weights, instead of training."""
 
 
 # gc=False: a round has many jobs, and none is part of a cycle.
 class Job(msgspec.Struct, frozen=True, gc=False):
-    """Local training of one client.
+    """Local training of a client.
 
         for t = first_step .. first_step + steps - 1:
-        g <- gradient of the client's loss at w on batch t
-        g <- g + mu (w - anchor) + correction                  where they are given
-        w <- optimizer step with g, from w = weights, with its learning rates times lr_factor
+            g <- gradient of the client's loss at w on batch t
+            g <- g + mu (w - anchor) + correction                  if given
+            w <- optimizer step with g, from w = weights, with its learning rates times lr_factor
 
-    client: its number. round: of the weights. turn: where its draws go on, which are derived from
-    (client, turn). indices: its examples, in the task's training data. weights, anchor, correction:
-    of the trained parameters, one flat tensor a dtype (`dure.tensors.flat`), shared and never
-    changed; anchor None is `weights`. buffers: the model's buffers, in its own order. first_step:
-    counts on over the client's rounds, so that batches go on where they stopped
-    (`Batches(len(indices), batch_size, seed, client, joins).at(step)`). joins: whether a single
-    example that is left at the end of an epoch joins the batch before it. name: the client for
-    people, where it is more than its number. references: other models that an objective of the
-    algorithm's own looks at (`Algorithm.objective`).
-
-    measures: nothing is trained. "loss": only the mean of the loss over the examples of these steps
-    at the weights, as a model in evaluation has it. "gradient": that of the loss in training, and
-    its gradient. Then mu, anchor, correction and lr_factor are of no account.
+    Args:
+        client: number of the client.
+        round: of the weights.
+        indices: the client's examples, in the task's training data.
+        weights: of the trained parameters, one flat tensor per dtype (`dure.tensors.flat`), shared
+            and never changed.
+        buffers: the model's buffers, in its own order.
+        first_step: continues over the client's rounds, so that batches continue
+            (`Batches(len(indices), batch_size, seed, client, joins).at(step)`).
+        steps: number of steps.
+        mu: coefficient of the proximal term.
+        anchor: centre of the proximal term, shaped as weights; None is `weights`.
+        correction: added to each gradient, shaped as weights; None adds nothing.
+        turn: seeds the client's random draws, which are derived from (client, turn).
+        lr_factor: factor of the optimizer's learning rates.
+        joins: whether a single example at the end of an epoch joins the batch before it.
+        name: the client's name for messages; None for its number.
+        references: other models that a custom objective reads (`Algorithm.objective`).
+        measures: measure instead of training. "loss": only the mean loss over the examples of these
+            steps at the weights, with the model in evaluation mode. "gradient": the mean loss in
+            training mode, and its gradient. mu, anchor, correction and lr_factor then have no
+            effect.
     """
 
     client: int
@@ -72,18 +78,17 @@ class Job(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def who(self) -> str:
-        """The client, for people."""
+        """Name of the client, for messages."""
         return f"client {self.client}" if self.name is None else self.name
 
 
 class Trained(msgspec.Struct, frozen=True, gc=False):
-    """What came of a job.
+    """Result of a job.
 
-    delta: the weights after training less `job.weights`; of a job that measures, the gradient, or
-    zeros with the loss alone. samples: examples processed; loss: mean
-    over what the loss has counted in them, `counted`; None: each of them counts one. failure: the
-    reason, if a number of it is not finite; everything else is then empty, and the other clients
-    count on.
+    delta: weights after training minus `job.weights`; of a measuring job, the gradient, or zeros
+    with the loss alone. samples: number of processed examples. loss: mean over the weight that the
+    loss counted in them, `counted`; None: each example counts 1. failure: the reason, if a number
+    of the result is not finite; all other fields are then empty, and the other clients continue.
     """
 
     delta: Sequence[Tensor]
@@ -95,59 +100,61 @@ class Trained(msgspec.Struct, frozen=True, gc=False):
 
 
 def not_finite(failure: Failure) -> Trained:
-    """What comes of a job whose numbers are not all finite."""
+    """Return the result of a job whose numbers are not all finite."""
     return Trained(delta=[], buffers=[], samples=0, loss=0.0, failure=failure)
 
 
 def loss_failure(losses: Iterable[float]) -> Failure | None:
-    """What is wrong with the losses of a job's steps; None where all are finite."""
+    """Return the failure of a job's losses; None if all are finite."""
     for step, loss in enumerate(losses):
         if not math.isfinite(loss):
-            # With the weights that everybody began with it is the client's data.
+            # At the shared start weights, the client's data are the cause.
             return "its loss became not finite" if step else "its first loss is not finite"
     return None
 
 
 class Engine:
-    """What computes: the base of all engines, which have at least a name and `train`."""
+    """Base class of engines; subclasses define at least a name and `train`."""
 
     name: str
     why: str = ""
-    """Why it is this engine that computes, in a line; empty where it was asked for."""
+    """Reason for the choice of this engine, in a line; empty if requested by name."""
     look: Callable[[], None] | None = None
-    """Called before each step, of a client that trains alone or of many at once; what it raises, a
-    DureError, ends the training. Where the engine is in a process of its own it shows that there
-    is progress: without any for the deadline, the process is given up."""
+    """Called before each step, of a client that trains alone or of many at once.
+
+    A DureError of the callback ends the training. In a process of its own the engine reports
+    progress this way: a process without progress for the deadline counts as hung.
+    """
     batch_size: int | None = None
-    """The batch size of a client's step; None is all of its data."""
+    """Batch size of a client's step; None is all of its data."""
     cohort: int = 1
-    """How many jobs it likes to have at once; more are no faster a job."""
+    """Preferred number of jobs at once; more jobs are not faster per job."""
     chunk: int = 0
-    """How many jobs each of its processes gets at once; 0 where it has none."""
+    """Number of jobs per process and message; 0 without processes."""
     threads: int | None = None
-    """The threads of operators in long steps of many clients; None leaves them as they are."""
+    """Thread limit of operators in long steps of many clients; None leaves it unchanged."""
 
     def train(self, jobs: Iterable[Job]) -> Iterator[Trained]:
-        """Does the jobs and gives the results in their order, a few at a time.
+        """Do the jobs and yield the results in their order, a few at a time.
 
-        There is never more than a cohort in memory.
+        At most a cohort is in memory.
         """
         raise NotImplementedError
 
     def at_once(self, job: Job) -> int:
-        """How many jobs like this one it likes to have at once."""
+        """Return the preferred number of jobs like this one at once."""
         return 1
 
     def alone(self, flops: Callable[[], float], threads: int | None) -> None:
-        """Tells the engine that it has the cores of this process to itself.
+        """Note that the engine has the cores of this process to itself.
 
-        threads: that it may use for an operator; None is as many as there are. flops: of an
-        example's step.
+        threads: thread limit of an operator; None is the present number. flops: returns the
+        floating-point operations of an example's step.
         """
 
     def close(self) -> None:
-        """Ends its processes, where it has any."""
+        """End the engine's processes, if there are any."""
 
     def tune(self, jobs: Iterable[Job]) -> Iterator[Trained]:
-        """As `train`, towards a client's own model and not towards the next global one."""
+        """Train as `train`, towards a client's personalised model and not the next global model."""
         return self.train(jobs)

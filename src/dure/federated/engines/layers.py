@@ -1,21 +1,21 @@
 """Layers of many clients at once, forward and backward by hand.
 
-Values have the shape (A, B, ...): A clients with B examples each. A layer with parameters has one
-for each client, W (A, out, in), so that A products of matrices are one call, or one product where
-they share it:
+Values have the shape (A, B, ...): A clients with B examples each. A layer with parameters has a
+weight per client, W (A, out, in), so that A matrix products are a single call, or a single product
+if clients share the weight:
 
     forward     Y_a = X_a W_a^T + b_a
     backward    dX_a = dY_a W_a,   then   W_a <- W_a - lr dY_a^T X_a   (`sgd`)
 
-A layer keeps what its backward pass needs until that pass. Nothing here is recorded by autograd.
+A layer stores the inputs of its backward pass until that pass. Autograd records nothing here.
 
 A convolution is a product too, of the kernels and the patches under them. For few input channels
 the patches are written out (`im2col`), which is cheap and several times faster than the general
-kernels; for many they are 25 times the image for 5x5 kernels, and torch's own kernels win: client
-by client, each with as many examples as it has.
+kernels. For many channels the patches are 25 times the image for 5x5 kernels, and torch's own
+kernels are faster: client by client, each with its number of examples.
 
-Images, (A, B, C, h, w), lie in memory with their channels innermost: there the vector units are of
-use when they are pooled, and products give them so.
+Images, (A, B, C, h, w), have their channels innermost in memory: pooling is vectorised in this
+layout, and products return images in this layout.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ from dure.federated.engines.sgd import Weights
 Pair = tuple[int, int]
 
 FEW = 32
-"""Elements of a patch (channels times kernel) up to which patches are written out."""
+"""Largest number of elements of a patch (channels times kernel) for writing patches out."""
 
 
 class Layer:
-    """What a program consists of."""
+    """A layer of a program."""
 
     trained = False
-    """Whether it has parameters."""
+    """Whether the layer has trained parameters."""
 
     def forward(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
-        """Outputs for x (A, B, ...); sizes: how many of the B examples count, for each client."""
+        """Return outputs for x (A, B, ...); sizes: the number of real examples of each client."""
         raise NotImplementedError
 
     def backward(self, g: Tensor, needs_input: bool) -> Tensor:
-        """The gradient with respect to x, from that with respect to the outputs; updates weights.
+        """Return the gradient for x, given the gradient for the outputs; update the weights.
 
-        needs_input: whether the gradient is needed; if not, what is returned means nothing.
+        needs_input: whether the gradient for x is needed; if not, the return value has no meaning.
         """
         raise NotImplementedError
 
 
 class Linear(Layer):
-    """nn.Linear."""
+    """Batched nn.Linear."""
 
     trained = True
 
@@ -84,7 +84,7 @@ class Linear(Layer):
             before = factored.backward(g) if needs_input else g
             factored.step(g, self.x)
             return before
-        # Before the product, which changes the weights: the gradient is that at the old ones.
+        # Before the product, which changes the weights: the gradient refers to the old weights.
         if needs_input:
             before = torch.bmm(g, self.weight.now) if shared is None else torch.matmul(g, shared)
         self.weight.product(g.transpose(1, 2), self.x)
@@ -94,7 +94,7 @@ class Linear(Layer):
 
 
 class FrozenLinear(Layer):
-    """nn.Linear that is not trained: the same for all clients, and one product for all."""
+    """Untrained nn.Linear: the same for all clients, and a single product for all."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.weight = weight
@@ -129,7 +129,7 @@ class Pointwise(Layer):
 
 
 class Relu(Layer):
-    """max(x, 0)."""
+    """Layer of max(x, 0)."""
 
     def __init__(self) -> None:
         self.y = torch.empty(0)
@@ -141,7 +141,7 @@ class Relu(Layer):
     def backward(self, g: Tensor, needs_input: bool) -> Tensor:
         if not needs_input:
             return g
-        # The output is above 0 where the input is, so the input need not be kept.
+        # The output is positive exactly if the input is, so the input need not be stored.
         before: Tensor = torch.ops.aten.threshold_backward(g, self.y, 0)
         return before
 
@@ -162,7 +162,7 @@ def gelu(approximate: str) -> Pointwise:
 
 
 class Reshape(Layer):
-    """Examples in another shape; (-1,) flattens them."""
+    """Reshape of examples; (-1,) flattens them."""
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         self.shape = shape
@@ -174,15 +174,15 @@ class Reshape(Layer):
 
     def backward(self, g: Tensor, needs_input: bool) -> Tensor:
         before = g.reshape(self.before)
-        # Images again: pooling and convolutions want their channels innermost.
+        # The gradient is of images: pooling and convolutions need their channels innermost.
         return innermost(before.flatten(0, 1)).view_as(before) if before.ndim == 5 else before
 
 
 class Pool(Layer):
-    """nn.MaxPool2d and nn.AvgPool2d.
+    """Batched nn.MaxPool2d and nn.AvgPool2d.
 
-    largest: whether it is the largest element that is taken, so that relu may as well come
-    afterwards. window: of windows that lie side by side, of which the largest is taken.
+    largest: whether the layer takes maxima, so that relu may follow instead of precede. window: of
+    adjacent windows with maxima; None for other pooling.
     """
 
     def __init__(
@@ -199,7 +199,7 @@ class Pool(Layer):
         self.saved: tuple[Tensor, ...] = ()
 
     def forward(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
-        # Pooling mixes no examples, so clients and examples are one dimension for it.
+        # Pooling mixes no examples, so clients and examples are a single dimension for it.
         images = innermost(x.flatten(0, 1))
         outputs, *rest = self._forward(images)
         self.saved = (images, *rest)
@@ -213,7 +213,7 @@ class Pool(Layer):
 
 
 def innermost(images: Tensor) -> Tensor:
-    """The images, (B, C, h, w), with the channels innermost in memory."""
+    """Return the images, (B, C, h, w), with the channels innermost in memory."""
     return images.contiguous(memory_format=torch.channels_last)
 
 
@@ -242,7 +242,7 @@ def avg_pool(
 
 
 class PatchConvolution(Layer):
-    """nn.Conv2d with the patches written out, (A, C·kh·kw, B·oh·ow): one product a client."""
+    """Batched nn.Conv2d on written-out patches, (A, C·kh·kw, B·oh·ow): a product per client."""
 
     trained = True
 
@@ -261,7 +261,7 @@ class PatchConvolution(Layer):
         self.images = x.shape
         # A kernel as a column: the convolution is rows times columns.
         kernels = self.weight.now.flatten(2).transpose(1, 2)
-        # Kept for the backward pass, in which they are a factor of the gradient.
+        # Stored for the backward pass, where the patches are a factor of the gradient.
         self.patches, oh, ow = self._patches(x)
         rows = self.patches.transpose(1, 2)
         if self.bias is None:
@@ -271,7 +271,7 @@ class PatchConvolution(Layer):
         return outputs.view(*x.shape[:2], oh, ow, -1).movedim(-1, 2)
 
     def _patches(self, x: Tensor) -> tuple[Tensor, int, int]:
-        """The patches, and how many there are in an image: vertically, horizontally."""
+        """Return the patches, and their number in an image: vertically, horizontally."""
         kh, kw = self.weight.shape[2:]
         ph, pw = self.padding
         sh, sw = self.stride
@@ -285,8 +285,8 @@ class PatchConvolution(Layer):
                 f"images of {height}x{width} pixels are smaller than a kernel of {kh}x{kw}"
             )
         of_client, of_example, of_channel, of_row, of_pixel = padded.stride()
-        # A view of all patches, in which pixels occur several times; `reshape` writes it out, in
-        # one pass.
+        # A view of all patches, in which pixels occur several times; `reshape` writes the patches
+        # out, in one pass.
         taps = padded.as_strided(
             (clients, channels, kh, kw, examples, oh, ow),
             (
@@ -303,11 +303,11 @@ class PatchConvolution(Layer):
 
     def backward(self, g: Tensor, needs_input: bool) -> Tensor:
         clients, examples, _, height, width = self.images
-        # One row for each place of each image, as the patches have them.
+        # A row per position of each image, in the order of the patches.
         rows = g.movedim(2, -1).reshape(clients, self.patches.shape[2], -1)
         before = g
-        # As in Linear: before the weights change. `fold` adds up what patches that overlap say of a
-        # pixel.
+        # As in Linear: before the weights change. `fold` adds the contributions of overlapping
+        # patches to a pixel.
         if needs_input:
             spread = torch.bmm(rows, self.weight.now.flatten(2))
             columns = spread.view(clients * examples, -1, spread.shape[2]).transpose(1, 2)
@@ -320,7 +320,7 @@ class PatchConvolution(Layer):
 
 
 class Convolution(Layer):
-    """nn.Conv2d by torch's own kernels, client by client."""
+    """Batched nn.Conv2d by torch's own kernels, client by client."""
 
     trained = True
 
@@ -335,7 +335,7 @@ class Convolution(Layer):
     def forward(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
         weights = self.weight.now.unbind(0)
         biases = self.bias.now.unbind(0) if self.bias is not None else [None] * len(x)
-        # Rows that only fill up a batch are not computed, and are zeros in the output.
+        # Padding rows are not computed, and are zeros in the output.
         self.x = [innermost(images[:size]) for images, size in zip(x.unbind(0), sizes, strict=True)]
         outputs = [
             torch.conv2d(images, weight, bias, *self.how)
@@ -344,7 +344,7 @@ class Convolution(Layer):
         return side_by_side(outputs, x.shape[1])
 
     def backward(self, g: Tensor, needs_input: bool) -> Tensor:
-        # Not the bias: its gradient is one sum for all clients, below. Rows that fill up have
+        # Not the bias: its gradient is a single sum for all clients, below. Padding rows have
         # gradient 0.
         which = [needs_input, True, False]
         results = [
@@ -374,7 +374,7 @@ class Convolution(Layer):
 
 
 class FrozenConvolution(Layer):
-    """nn.Conv2d that is not trained: the images of all clients are one batch."""
+    """Untrained nn.Conv2d: the images of all clients are a single batch."""
 
     def __init__(
         self, weight: Tensor, bias: Tensor | None, stride: Pair, padding: Pair, dilation: Pair
@@ -408,9 +408,9 @@ class FrozenConvolution(Layer):
 
 
 def side_by_side(images: Sequence[Tensor], rows: int) -> Tensor:
-    """The images of A clients in one tensor, (A, rows, C, h, w), zeros after each one's last."""
+    """Return the images of A clients in a tensor, (A, rows, C, h, w), padded with zeros."""
     shape = (len(images), rows, *images[0].shape[1:])
-    # Equal batches, the usual case, are one copy; a client by itself is none.
+    # Equal batches, the usual case, are a single copy; a single client needs no copy.
     if all(len(own) == rows for own in images):
         return (torch.cat(list(images)) if len(images) > 1 else images[0]).view(shape)
     every = innermost(images[0].new_empty(len(images) * rows, *shape[2:])).view(shape)

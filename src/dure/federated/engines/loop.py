@@ -1,20 +1,20 @@
-"""One client after another, by autograd: what every other engine is compared with.
+"""Loop engine: train one client after another, by autograd; the reference of all engines.
 
-One model serves all clients: its parameters lie in one flat buffer, so that taking over the weights
-and forming the update are one operation each. The optimizer's state is a fresh one in every job, as
-the paper's clients keep nothing between rounds: momentum starts from zero.
+All clients share a single model. Its parameters are views of a flat buffer, so that loading the
+weights and forming the update are a single operation each. Every job has a new optimizer state,
+because the paper's clients keep nothing between rounds: momentum starts from zero.
 
-Where the optimizer computes each element by itself (SGD, Adam and others of torch's), a small
-model's gradients are copied into one flat buffer, and the optimizer has one parameter instead of
-many: the same bits from a few calls. Large models are not copied: there the calls cost little next
-to the memory that a copy moves. Nor are those of plain SGD, which is one call anyway
-(`optimizers`), nor those of an optimizer with hooks, which see the parameters as they are.
+If the optimizer treats each element independently (SGD, Adam and others of torch), a small model's
+gradients are copied into a flat buffer, and the optimizer has a single parameter instead of many:
+the same bits from a few calls. Large models are not copied: there the calls cost little compared
+with the copy. Neither are models with plain SGD, which is a single call anyway (`optimizers`), nor
+models whose optimizer has hooks, which see the original parameters.
 
-A task's `clip_norm` is of each local step's gradient, with what the algorithm adds to it, and its
+A task's `clip_norm` applies to each local step's gradient, including the algorithm's terms, and its
 `unfreeze` counts rounds.
 
-With `noised` a client's steps are those of DP-SGD (`noised`); with an objective of the algorithm's
-own they minimise that (`objective`).
+With `noised` a client's steps are DP-SGD's (`noised`); with a custom objective clients minimise
+that objective (`objective`).
 
 Source: McMahan et al. 2017, algorithm 1, ClientUpdate.
 """
@@ -47,7 +47,7 @@ from dure.tensors.frozen import Frozen
 from dure.tensors.optimizer_state import listened
 
 SMALL_MODEL = 1 << 18
-"""Elements up to which gradients are copied into one buffer."""
+"""Largest number of elements for copying gradients into a flat buffer."""
 
 _BY_ELEMENT: tuple[type[torch.optim.Optimizer], ...] = (
     torch.optim.SGD,
@@ -58,15 +58,20 @@ _BY_ELEMENT: tuple[type[torch.optim.Optimizer], ...] = (
     torch.optim.RMSprop,
     torch.optim.Adadelta,
 )
-"""Optimizers that treat each element by itself, and make their state in the first step."""
+"""Optimizers that treat each element independently, and create their state in the first step."""
 
 
 class LoopEngine(Engine):
-    """Trains for one client after another.
+    """Engine that trains one client after another.
 
-    model: a fresh one, which becomes the engine's own. examples: of all clients, in the model's
-    dtype. batch_size: of a client's step; None is all of its data. noised: examples are protected.
-    objective: what clients minimise; None is the task's loss.
+    Args:
+        task: the task of the run.
+        model: a new model, which becomes the engine's.
+        examples: of all clients, in the model's dtype.
+        batch_size: of a client's step; None is all of its data.
+        seed: of the run.
+        noised: example-level privacy; None without it.
+        objective: the loss that clients minimise; None is the task's.
     """
 
     name = "loop"
@@ -97,7 +102,7 @@ class LoopEngine(Engine):
         self.frozen = Frozen(model)
         self.buffers = Buffers(model)
         self.parameters = list(model.parameters())
-        # As they are now: a forward pass may freeze some later.
+        # As of now: a forward pass may freeze some parameters later.
         self.groups = list(by_dtype(trained_of(model)).values())
         self.device = home_of(model)
         self.updates: _Updates = _flat_updates(task, self.parameters, self.flat) or _Updates(
@@ -105,18 +110,18 @@ class LoopEngine(Engine):
         )
 
     def train(self, jobs: Iterable[Job]) -> Iterator[Trained]:
-        """The results in the jobs' order, each computed when it is asked for.
+        """Yield the results in the jobs' order, each computed on demand.
 
         A client whose loss or weights are not finite has a failure as its result. Raises
-        WorkerFailedError, which names the client, when the user's own code raises.
+        WorkerFailedError, with the client's name, if user code raises.
         """
         for job in jobs:
             try:
                 trained = self._train(job)
             except _NoGradientError:
-                # A parameter without a gradient is passed over by an optimizer, which one flat
-                # parameter cannot be. From now on they stay apart; the job begins again, with the
-                # same draws.
+                # An optimizer skips a parameter without a gradient, which a single flat parameter
+                # cannot do. From now on parameters stay separate; the job restarts, with the same
+                # random draws.
                 self.updates = _Updates(self.task, dict(self.model.named_parameters()))
                 trained = self._train(job)
             yield trained
@@ -136,7 +141,8 @@ class LoopEngine(Engine):
         except (DureError, _NoGradientError, KeyboardInterrupt):
             raise
         except BaseException as error:
-            # A loss that was not finite before the error is the likelier cause: it is told instead.
+            # A loss that was not finite before the error is the more likely cause, and is reported
+            # instead.
             failure = loss_failure(_values(losses))
             if failure is None:
                 raise failed(job, error) from error
@@ -146,7 +152,8 @@ class LoopEngine(Engine):
         failure = loss_failure(values)
         if failure is not None:
             return not_finite(failure)
-        # A loss shows what the step before it did; after the last step none would.
+        # The next loss reveals weights that are not finite; after the last step only this check
+        # does.
         if not all(bool(weights.isfinite().all()) for weights in self.flat.buffers):
             return not_finite("its weights became not finite")
         pairs = zip(self.flat.buffers, job.weights, strict=True)
@@ -167,16 +174,16 @@ class LoopEngine(Engine):
         self.buffers.load(self.model, job.buffers)
 
     def _steps(self, job: Job, losses: list[Tensor], counts: list[float]) -> int:
-        """The steps of the job; how many examples they had.
+        """Run the steps of the job and return the number of their examples.
 
-        losses, counts: get the loss of each, and what that counted.
+        losses, counts: lists that receive the loss and the counted weight of each step.
         """
         self.model.train()
         step = self.updates.begin(job)
         samples = 0
         for batch in self._batches(job):
             loss, counted = self._loss(batch)
-            # Not as a number yet: a GPU would be waited for in every step.
+            # Not converted to a number yet: the conversion would wait for a GPU in every step.
             losses.append(loss.detach())
             counts.append(counted)
             loss.backward()  # type: ignore[no-untyped-call]
@@ -185,9 +192,9 @@ class LoopEngine(Engine):
         return samples
 
     def _batches(self, job: Job) -> Sequence[Tensor]:
-        """The examples of each step, by index; all is ready for the first one."""
+        """Return the examples of each step, as indices, and seed the generators."""
         order, sizes = batches(job, self.batch_size, self.seed, sampling=self.examples.sampling)
-        # First, for a model that is made may draw.
+        # Before seeding, because building a model may draw random numbers.
         if self.objective is not None:
             self.objective.begin(job)
         seed_generators(self.seed, "client", job.turn, job.client, everything=self.examples.draws)
@@ -195,13 +202,13 @@ class LoopEngine(Engine):
         return parts
 
     def _loss(self, batch: Tensor) -> Computed:
-        """The loss of a step, and what it has counted. batch: which examples it has."""
+        """Return the loss of a step, and its counted weight. batch: indices of its examples."""
         if self.look is not None:
             self.look()
         inputs, targets = self.examples.batch(batch)
         if self.device.type != "cpu":
             inputs, targets = to_device((inputs, targets), self.device)
-        # None and not 0: autograd then writes gradients without adding, and one that is missing
+        # None and not 0: autograd then writes gradients without adding, and a missing gradient
         # shows.
         for parameter in self.parameters:
             parameter.grad = None
@@ -213,7 +220,7 @@ class LoopEngine(Engine):
     def _measured(
         self, job: Job, losses: list[Tensor], counts: list[float]
     ) -> tuple[int, list[Tensor]]:
-        """`_steps` of a job that measures: how many examples it had, and the gradient or zeros."""
+        """Run the steps of a measuring job; return (number of examples, gradient or zeros)."""
         if self.noised is not None:
             raise ValueError("dp-sgd: a client measures its loss without noise, which it may not")
         gradients = job.measures == "gradient"
@@ -233,7 +240,7 @@ class LoopEngine(Engine):
         return samples, [sum_.div_(sum(counts) or 1.0) for sum_ in total]
 
     def _gradient(self) -> list[Tensor]:
-        """The gradients as they are now, flat as weights are."""
+        """Return the present gradients, flat like weights."""
         return [
             torch.cat([_dense(parameter).reshape(-1) for parameter in group])
             for group in self.groups
@@ -242,7 +249,7 @@ class LoopEngine(Engine):
     def _noised_steps(
         self, noised: NoisedSteps, job: Job, losses: list[Tensor], counts: list[float]
     ) -> int:
-        """`_steps` of DP-SGD: how many examples they had in the mean, for it tells no more."""
+        """Run the steps of DP-SGD; return the expected, not the sampled number of examples."""
         seed_generators(self.seed, "client", job.turn, job.client, everything=self.examples.draws)
         self.model.train()
         step = self.updates.begin(job)
@@ -264,26 +271,26 @@ class LoopEngine(Engine):
 
 
 def _dense(parameter: nn.Parameter) -> Tensor:
-    """Its gradient; zeros where it took no part in the loss."""
+    """Return the parameter's gradient; zeros if it took no part in the loss."""
     if parameter.grad is None:
         return torch.zeros_like(parameter)
     return parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
 
 
 def check_frozen(frozen: Frozen, job: Job) -> None:
-    """Raises WorkerFailedError where training has changed what is not trained."""
+    """Raise WorkerFailedError if training has changed frozen parameters."""
     changed = frozen.changed()
     if changed is not None:
         raise WorkerFailedError(job.who, f"round {job.round + 1}", changed)
 
 
 def failed(job: Job, error: BaseException) -> WorkerFailedError:
-    """What the user reads of an error of his own code."""
+    """Return the error that reports an exception of user code."""
     return WorkerFailedError(job.who, f"round {job.round + 1}", described(error))
 
 
 def _values(losses: Sequence[Tensor]) -> list[float]:
-    """The losses as numbers, read all at once, for a GPU is waited for whenever one is read."""
+    """Return the losses as numbers, read at once: every read would wait for a GPU."""
     if not losses:
         return []
     values: list[float] = torch.stack([loss.reshape(()) for loss in losses]).tolist()
@@ -291,11 +298,11 @@ def _values(losses: Sequence[Tensor]) -> list[float]:
 
 
 class _NoGradientError(Exception):
-    """A parameter took no part in a loss, so that an optimizer would pass it over."""
+    """Raised for a parameter that took no part in a loss, which an optimizer would skip."""
 
 
 class _Updates:
-    """The optimizer as the task makes it."""
+    """Optimizer steps with the task's optimizer."""
 
     def __init__(self, task: Task, named: Mapping[str, nn.Parameter]) -> None:
         self.trained = [parameter for parameter in named.values() if parameter.requires_grad]
@@ -303,13 +310,14 @@ class _Updates:
         self.fresh = _Fresh(task, list(named.values()))
 
     def begin(self, job: Job) -> Callable[[], None]:
-        """What is to be called after each backward pass of the job."""
+        """Return the function to call after each backward pass of the job."""
         optimizer = self.fresh.optimizer(job.lr_factor)
         terms = _terms(job)
 
         def trimmed() -> None:
             self.trimming.at(job.round)
-            # Not bound before: a scheduler inside it makes `step` hold it weakly.
+            # Looked up at each call, with the optimizer in this closure: a scheduler replaces
+            # `step` by a function that has only a weak reference to the optimizer.
             optimizer.step()
 
         if terms is None:
@@ -319,10 +327,10 @@ class _Updates:
         @torch.no_grad()
         def step() -> None:
             for at, parameter in enumerate(self.trained):
-                # One that a forward pass has frozen since stays as it is.
+                # A parameter that a forward pass has frozen since stays unchanged.
                 if parameter.requires_grad:
-                    # A parameter that took no part in the loss is pulled and corrected all the
-                    # same.
+                    # A parameter that took no part in the loss gets the proximal term and the
+                    # correction anyway.
                     if parameter.grad is None:
                         parameter.grad = torch.zeros_like(parameter)
                     elif parameter.grad.is_sparse:
@@ -338,7 +346,7 @@ class _Updates:
         return step
 
     def _views(self, values: Sequence[Tensor] | None) -> list[Tensor] | None:
-        """The flat tensors `values` as pieces in the order of the trained parameters."""
+        """Return the flat tensors `values` as pieces, in the order of the trained parameters."""
         if values is None:
             return None
         pieces = {
@@ -349,17 +357,17 @@ class _Updates:
 
 
 class _FlatUpdates(_Updates):
-    """All parameters as one, whose gradient is a flat buffer."""
+    """Optimizer steps with all parameters as a single flat parameter."""
 
     def __init__(self, task: Task, parameters: Sequence[nn.Parameter], whole: nn.Parameter) -> None:
         super().__init__(task, {"": whole})
-        # `whole` lies in the memory of the model's flat weights, so a step on it moves the model.
+        # `whole` is a view of the model's flat weights, so a step on it moves the model.
         self.pieces = parameters
         self.whole = whole
 
     def begin(self, job: Job) -> Callable[[], None]:
         step = super().begin(job)
-        # One buffer for all steps of the job.
+        # The same buffer for all steps of the job.
         gradient = torch.empty_like(self.whole)
 
         def collect_and_step() -> None:
@@ -376,14 +384,14 @@ class _FlatUpdates(_Updates):
 def _flat_updates(
     task: Task, parameters: Sequence[nn.Parameter], flat: FlatParameters
 ) -> _Updates | None:
-    """Updates with all parameters as one; None where the bits differ or nothing is gained."""
+    """Return flat updates; None if their bits differ or they gain nothing."""
     if len(flat.buffers) != 1 or flat.buffers[0].numel() > SMALL_MODEL:
         return None
-    # Of one parameter, all or nothing is frozen.
+    # A single parameter is frozen as a whole or not at all.
     if task.unfreeze is not None or not all(one.requires_grad for one in parameters):
         return None
-    # Made both ways, for the task may treat parameters apart, by their number or shape: only where
-    # both give the same optimizer with the same settings are the bits the same.
+    # Made both ways, because the task may treat parameters differently by number or shape: only
+    # equal optimizers with equal settings give equal bits.
     given = optimizer_of(task, parameters)
     whole = nn.Parameter(flat.buffers[0])
     alone = optimizer_of(task, [whole])
@@ -405,9 +413,9 @@ def _flat_updates(
 
 
 class _Fresh:
-    """A fresh optimizer for each job.
+    """Optimizers with new state for each job.
 
-    It is the same object where its state can be taken away, and a new one elsewhere.
+    The optimizer is reused if its state can be reset, and made again otherwise.
     """
 
     def __init__(self, task: Task, parameters: Sequence[nn.Parameter]) -> None:
@@ -416,7 +424,7 @@ class _Fresh:
         self.before: list[dict[str, Any]] = []
         made = self.make()
         self.plain = PlainSGD(made) if is_plain(made) else None
-        # A hook may keep something of the optimizer, and a tensor among the settings may change.
+        # A hook may store references to the optimizer, and a tensor among the settings may change.
         if type(made) in _BY_ELEMENT and not listened(made):
             groups = [settings(group) for group in made.param_groups]
             values = chain.from_iterable(group.values() for group in groups)
@@ -430,7 +438,7 @@ class _Fresh:
             return self.plain
         made = self.make() if self.reused is None else self.reused
         if self.reused is not None:
-            # To forget the state and the settings that a scheduler changed is as good as new, and
+            # Clearing the state and resetting the settings is equivalent to a new optimizer, and
             # much cheaper for a small model.
             self.reused.state.clear()
             for group, before in zip(self.reused.param_groups, self.before, strict=True):
@@ -440,12 +448,12 @@ class _Fresh:
 
 
 def settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A parameter group without its parameters."""
+    """Return a parameter group without its parameters."""
     return {name: value for name, value in group.items() if name != "params"}
 
 
 def _terms(job: Job) -> tuple[Sequence[Tensor] | None, Sequence[Tensor] | None] | None:
-    """(anchor, correction), each None where it adds nothing; None if both are."""
+    """Return (anchor, correction), each None if it adds nothing; None if both are."""
     anchor = (job.anchor if job.anchor is not None else job.weights) if job.mu else None
     return None if anchor is None and job.correction is None else (anchor, job.correction)
 
@@ -453,7 +461,7 @@ def _terms(job: Job) -> tuple[Sequence[Tensor] | None, Sequence[Tensor] | None] 
 def _add(
     gradient: Tensor, weights: Tensor, mu: float, anchor: Tensor | None, correction: Tensor | None
 ) -> None:
-    """Adds mu (weights - anchor) + correction to the gradient, in place."""
+    """Add mu (weights - anchor) + correction to the gradient, in place."""
     if anchor is not None:
         gradient.add_(weights - anchor, alpha=mu)
     if correction is not None:

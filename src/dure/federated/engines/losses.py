@@ -1,16 +1,16 @@
-"""Losses of many clients at once: each client's value, and the gradient of the outputs, by hand.
+"""Losses of many clients at once: each client's loss, and the output gradient, by hand.
 
-Each loss is the mean over the client's own examples: row (a, b) weighs w(a, b) = 1 / b_a, or 0
-where it is padding. Where it counts targets unequally (`dure.tasks.known_losses`), a row weighs its
-share of what is counted: c(a, b) / the sum of c(a, ·).
+Each loss is the mean over the client's own examples: row (a, b) weighs w(a, b) = 1 / b_a, or 0 for
+padding. If the loss counts targets unequally (`dure.tasks.known_losses`), a row weighs its share of
+the counted weight: c(a, b) / the sum of c(a, ·).
 
                           loss                                 gradient
     cross-entropy         -log p(target), p = softmax(y)       w (p - one-hot)
     mean squared error    mean of (y - t)^2 over k elements    2 w (y - t) / k
     binary, with logits   mean of log(1 + e^y) - y t over k    w (sigmoid(y) - t) / k
 
-for outputs y and targets t. A loss of one's own that returns (sum, count) is computed by autograd,
-for one client after another: model and updates are still those of many at once.
+for outputs y and targets t. A user-defined loss that returns (sum, count) is computed by autograd,
+for one client after another; model and updates are still batched.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from dure.tasks.known_losses import CrossEntropy, cross_entropy_of, name_of, tor
 from dure.tasks.loss_shares import CountedLoss
 
 ByRows = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""(outputs, targets, weights of rows) -> (a loss a client, the outputs' gradient).
+"""(outputs, targets, weights of rows) -> (loss per client, gradient of the outputs).
 
 Shapes: outputs (A, B, ...), weights (A, B), losses (A,).
 """
 
 REGISTER = 64
-"""Bytes of a vector register, where it is long (AVX-512)."""
+"""Bytes of a long vector register (AVX-512)."""
 
 MANY = 2_000
-"""Outputs, from which on it pays to turn short rows around."""
+"""Number of outputs above which a transposed softmax of short rows is faster."""
 
 
 def cross_entropy(
     outputs: Tensor, targets: Tensor, weights: Tensor, in_company: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Cross-entropy with class indices, and its gradient.
+    """Return the cross-entropy with class indices, and its gradient.
 
     in_company: whether a client's rounding may depend on the rows of the others.
     """
@@ -52,19 +52,19 @@ def cross_entropy(
     columns = targets.unsqueeze(-1)
     rows = weights.unsqueeze(-1)
     loss = -(logs.gather(-1, columns) * rows).sum((1, 2))
-    # In place: the loss has been read from it, and p = exp(log p) is next.
+    # In place: the loss was computed from `logs`, and p = exp(log p) is next.
     gradient = logs.exp_()
     gradient.scatter_(-1, columns, -1.0, reduce="add")
     return loss, gradient.mul_(rows)
 
 
 def _log_softmax(outputs: Tensor) -> Tensor:
-    """log softmax along the last dimension.
+    """Return the log softmax along the last dimension.
 
-    Where that is shorter than a vector register, torch's goes one number at a time, but computes
-    many rows side by side where they lie side by side: ten times faster for ten classes.
+    For rows shorter than a vector register, torch's kernel processes one number at a time; with
+    adjacent rows it processes many rows at once: ten times faster for ten classes.
     """
-    # Turning rows around costs two copies, which few outputs do not earn back.
+    # Transposing costs two copies, which pay only for many outputs.
     wide = outputs.numel() < MANY or outputs.shape[-1] * outputs.element_size() >= REGISTER
     if wide or outputs.device.type != "cpu":
         return torch.log_softmax(outputs, -1)
@@ -87,16 +87,17 @@ def binary_cross_entropy(
 
 
 def _rows(weights: Tensor, outputs: Tensor) -> Tensor:
-    """The weight of each element of the outputs."""
+    """Return the weight of each element of the outputs."""
     # torch's "mean" is over elements too, and not over examples alone.
     elements = outputs.shape[2:].numel()
     return (weights / elements).view(*weights.shape, *[1] * (outputs.ndim - 2))
 
 
 class Found(NamedTuple):
-    """What came of a step of A clients.
+    """Result of a step of A clients.
 
-    losses: (A,). gradient: of the outputs. counted: (A,), by each loss; None: every row counts one.
+    losses: (A,). gradient: of the outputs. counted: (A,), the weight that each loss counted; None:
+    every row counts 1.
     """
 
     losses: Tensor
@@ -105,9 +106,10 @@ class Found(NamedTuple):
 
 
 class Loss:
-    """A loss of many clients whose rows count alike.
+    """A loss of many clients whose rows count equally.
 
-    rows: what computes it; None where the loss does so itself. known: of a cross-entropy.
+    rows: the function that computes the loss; None if a subclass computes the loss itself. known:
+    of a cross-entropy.
     """
 
     def __init__(self, rows: ByRows | None, known: CrossEntropy | None = None) -> None:
@@ -115,7 +117,7 @@ class Loss:
         self.known = known
 
     def __call__(self, outputs: Tensor, targets: Tensor, shares: Tensor) -> Found:
-        """shares: (A, B), of each row in its client's examples; 0 where it is padding."""
+        """Return the losses. shares: (A, B), of each row in its client's batch; 0 for padding."""
         assert self.rows is not None
         return Found(*self.rows(outputs, targets, shares))
 
@@ -127,7 +129,7 @@ class Unequal(Loss):
         assert self.rows is not None
         assert self.known is not None
         counts = (targets != self.known.ignore_index) & (shares > 0)
-        # Rows that do not count have to be of some class, and to be finite: 0 · NaN is NaN.
+        # Uncounted rows need a valid class and finite outputs: 0 · NaN is NaN.
         targets = targets.masked_fill(~counts, 0)
         outputs = outputs.masked_fill(~counts.unsqueeze(-1), 0)
         counted = counts.to(outputs.dtype)
@@ -140,9 +142,9 @@ class Unequal(Loss):
 
 
 class OwnLossError(Exception):
-    """A user's loss raised its `__cause__` for the examples of one client.
+    """Raised if a user-defined loss raised its `__cause__` for the examples of a client.
 
-    client: its row among those that are computed together.
+    client: its row in the cohort.
     """
 
     def __init__(self, client: int, error: BaseException) -> None:
@@ -151,7 +153,10 @@ class OwnLossError(Exception):
 
 
 class Own(Loss):
-    """A user's loss that returns (sum, count), by autograd; raises OwnLossError where it raises."""
+    """A user-defined loss that returns (sum, count), by autograd.
+
+    Raises OwnLossError if the loss raises.
+    """
 
     def __init__(self, losses: CountedLoss) -> None:
         super().__init__(None)
@@ -177,8 +182,8 @@ class Own(Loss):
             raise OwnLossError(client, error) from error
 
     def _of(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, float]:
-        """(loss, gradient, counted) of one client."""
-        # What is made in inference mode has no graph; copies that are made outside of it have.
+        """Return (loss, gradient, counted weight) of a client."""
+        # Tensors of inference mode have no graph; copies made outside of inference mode do.
         with torch.inference_mode(False), torch.enable_grad():
             leaf = outputs.clone().requires_grad_()
             loss, counted = self.losses.mean(leaf, targets.clone(), len(leaf))
@@ -187,9 +192,9 @@ class Own(Loss):
 
 
 def loss_of(function: Any, examples: Examples) -> Loss:
-    """What computes `function` for many clients. Raises CannotBatchError if that is not known.
+    """Return the batched form of `function`; raise CannotBatchError for an unknown loss.
 
-    Of a user's own it remains to be seen whether it returns (sum, count): see `Own`.
+    Whether a user-defined loss returns (sum, count) shows in its first call: see `Own`.
     """
     if isinstance(function, nn.Module) and hooked(function):
         raise _unknown(function)
@@ -216,19 +221,19 @@ def _unknown(function: Any) -> CannotBatchError:
 
 
 def check_pair(function: Any, value: Any) -> None:
-    """Raises CannotBatchError unless a user's own loss has returned a pair (sum, count)."""
+    """Raise CannotBatchError unless a user-defined loss has returned a pair (sum, count)."""
     if not isinstance(value, tuple):
         raise _unknown(function)
 
 
 def _plain(module: nn.Module) -> bool:
-    """Whether the module is as its class makes it: a mean, and no weights."""
+    """Return whether the module is unmodified: a mean, without weights."""
     buffers = list(module.buffers())
     return getattr(module, "reduction", None) == "mean" and not buffers
 
 
 def hooked(module: nn.Module) -> bool:
-    """Whether somebody listens to the module's calls."""
+    """Return whether hooks are registered on the module."""
     forward = (module._forward_hooks, module._forward_pre_hooks)
     backward = module._backward_hooks
     return bool(any(forward) or backward or module._backward_pre_hooks)

@@ -1,7 +1,7 @@
-"""Jobs that measure, as single steps of an engine that only trains: its updates are gradients.
+"""Measuring jobs as single training steps, whose updates are gradients.
 
 a job of T steps  ->  T jobs of one step at the same weights, with w <- w - gradient
-its result        <-  the mean over what each step has counted, of losses and of gradients
+its result        <-  the mean over the counted weight of each step, of losses and of gradients
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dure.federated.engines.job import Job, Trained
 
 
 def steps_of(jobs: Iterable[Job]) -> Iterator[Job]:
-    """The jobs, those that measure as their single steps."""
+    """Yield the jobs, with each measuring job split into single steps."""
     for job in jobs:
         if job.measures is None:
             yield job
@@ -27,7 +27,7 @@ def steps_of(jobs: Iterable[Job]) -> Iterator[Job]:
 
 
 def results_of(jobs: Iterable[Job], results: Iterator[Trained]) -> Iterator[Trained]:
-    """The results of the jobs, of those of `steps_of` the same."""
+    """Yield the results of the jobs, given the results of `steps_of` the same jobs."""
     for job in jobs:
         if job.measures is None:
             yield next(results)

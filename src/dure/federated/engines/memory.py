@@ -1,8 +1,8 @@
-"""Memory for results that is used again once nobody has any of it.
+"""Memory pool for results, reused once no caller has a reference.
 
-Fresh memory costs a page fault for every 4 kB, which for the updates of small models is as long as
-computing them. A tensor whose storage has no other user than this list is free, whatever views of
-it there have been.
+New memory costs a page fault for every 4 kB, which for the updates of small models takes as long as
+computing them. A tensor is free if this list alone refers to its storage, whatever views of it
+existed.
 """
 
 from __future__ import annotations
@@ -11,29 +11,29 @@ import torch
 from torch import Tensor
 
 MOST = 4
-"""Blocks that are kept; a caller that holds more results than that gets fresh ones."""
+"""Number of stored blocks; a caller with more live results gets new memory."""
 
 
 class Memory:
-    """Blocks of rows."""
+    """Pool of blocks of rows."""
 
     def __init__(self) -> None:
         self._blocks: list[Tensor] = []
 
     def take(self, rows: int, columns: int, like: Tensor) -> Tensor:
-        """A tensor of shape (rows, columns) that nobody else has; its content is anything.
+        """Return a tensor of shape (rows, columns) without other users; its content is arbitrary.
 
-        like: of its kind.
+        like: tensor with the wanted dtype and device.
         """
-        # One user: the storage is held by this list alone, so that no view of it is left anywhere.
+        # A use count of 1: only this list refers to the storage, so that no view of it is left.
         for block in self._blocks:
             fits = len(block) >= rows and block.dtype == like.dtype and block.shape[1] == columns
             if fits and _users(block) == 1:
                 return block[:rows]
         fresh = like.new_empty(rows, columns)
         if _COUNT is not None:
-            # Blocks that are too small and free go; those in use stay known, to be used again
-            # later.
+            # Free blocks that are too small are dropped; blocks in use stay listed, for later
+            # reuse.
             self._blocks = [
                 *(block for block in self._blocks if len(block) >= rows or _users(block) > 1),
                 fresh,
@@ -41,7 +41,7 @@ class Memory:
         return fresh[:rows]
 
 
-# Not public: where torch has it no more, memory is fresh every time.
+# A private function: if a torch version lacks it, memory is always new.
 _COUNT = getattr(torch._C, "_storage_Use_Count", None)
 
 

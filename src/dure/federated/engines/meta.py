@@ -1,4 +1,4 @@
-"""Per-FedAvg's local steps, one client after another: gradients at an adapted model.
+"""Engine of Per-FedAvg: gradients at an adapted model, one client after another.
 
 The rule is in `dure.federated.algorithms.per_fed_avg`.
 """
@@ -31,25 +31,32 @@ from dure.tensors.frozen import Frozen
 NUDGE = 1e-3
 """δ times the norm of the direction.
 
-It is how far the gradients lie apart whose difference stands for the Hessian.
+The product is the distance of the gradients whose difference estimates the Hessian.
 """
 
 
 class Found(NamedTuple):
-    """The mean loss of a batch, and what it has counted there."""
+    """Mean loss of a batch, and its counted weight."""
 
     loss: float
     counted: float
 
 
 Steps = Iterator[tuple[Found, int]]
-"""What each step has found, and on how many examples."""
+"""Result of each step, and its number of examples."""
 
 
 class MetaEngine(Engine):
-    """Trains by gradients at an adapted model, one client after another.
+    """Engine that trains by gradients at an adapted model, one client after another.
 
-    alpha: the inner step. hessian_free: whether the second derivative is estimated, or left out.
+    Args:
+        task: the task of the run.
+        model: a new model, which becomes the engine's.
+        examples: of all clients, in the model's dtype.
+        batch_size: of a client's step; None is all of its data.
+        seed: of the run.
+        alpha: size of the inner step.
+        hessian_free: whether the second derivative is estimated, or left out.
     """
 
     name = "meta"
@@ -84,15 +91,15 @@ class MetaEngine(Engine):
         self.trimming = Trimming(task, model.named_parameters())
 
     def train(self, jobs: Iterable[Job]) -> Iterator[Trained]:
-        """The results in the jobs' order, each computed when it is asked for.
+        """Yield the results in the jobs' order, each computed on demand.
 
         A client whose loss or weights are not finite has a failure as its result. Raises
-        WorkerFailedError, which names the client, when the user's own code raises.
+        WorkerFailedError, with the client's name, if user code raises.
         """
         return (self._done(job, self._meta_steps) for job in jobs)
 
     def tune(self, jobs: Iterable[Job]) -> Iterator[Trained]:
-        """Plain steps with alpha: a client's own model."""
+        """Train by plain steps with alpha, which give a client's personalised model."""
         return (self._done(job, self._plain_steps) for job in jobs)
 
     def _done(self, job: Job, steps: Callable[[Job, Batches], Steps]) -> Trained:
@@ -138,7 +145,7 @@ class MetaEngine(Engine):
     def _meta_steps(self, job: Job, batches: Batches) -> Steps:
         optimizer = optimizer_of(self.task, list(self.model.parameters()))
         scale(optimizer, job.lr_factor)
-        # Every local step takes so many batches, so a pass has fewer steps.
+        # Every local step takes `each` batches, so a pass has fewer steps.
         each = 3 if self.hessian_free else 2
         for step in range(job.first_step, job.first_step + job.steps):
             own = [job.indices[batches.at(each * step + nth)] for nth in range(each)]
@@ -146,8 +153,8 @@ class MetaEngine(Engine):
             found, gradient = self._meta_gradient(own)
             for group, flat in zip(self.groups, gradient, strict=True):
                 for parameter, piece in zip(group, views_of(flat, group), strict=True):
-                    # By the task's own optimizer, which reads gradients there, and leaves alone a
-                    # parameter without one.
+                    # For the task's own optimizer, which reads gradients there, and skips a
+                    # parameter without a gradient.
                     parameter.grad = piece if parameter in self.reached else None
             self.trimming.at(job.round)
             optimizer.step()
@@ -161,8 +168,8 @@ class MetaEngine(Engine):
             yield found, len(batch)
 
     def _meta_gradient(self, batches: Sequence[Tensor]) -> tuple[Found, list[Tensor]]:
-        """(the loss of the adapted model, the gradient of that loss with respect to the model)."""
-        # Weights are moved in place and put back at the end: one model is enough.
+        """Return (loss of the adapted model, gradient of that loss with respect to the model)."""
+        # Weights are moved in place and restored at the end: a single model is enough.
         start = self.flat.copy()
         if self.alpha:
             self._move(self._gradient(batches[0])[1], -self.alpha)
@@ -175,18 +182,18 @@ class MetaEngine(Engine):
     def _less_curvature(
         self, gradient: list[Tensor], batch: Tensor, at: list[Tensor]
     ) -> list[Tensor]:
-        """(I - α·∇²f)·gradient at the weights `at`."""
+        """Return (I - α·∇²f)·gradient at the weights `at`."""
         norm = float(
             torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in gradient]))
         )
         if norm == 0:
             return gradient
-        # So that both sides are always as far apart, however long the gradient is.
+        # Both sides always have the same distance, whatever the length of the gradient.
         nudge = NUDGE / norm
         sides = []
         before = generators_state()
         for sign in (1, -1):
-            restore_generators(before)  # the same function on both sides: dropout drops the same
+            restore_generators(before)  # equal dropout on both sides
             self.flat.load(at)
             self._move(gradient, sign * nudge)
             sides.append(self._gradient(batch)[1])
@@ -194,13 +201,13 @@ class MetaEngine(Engine):
         return [g - scale * (up - down) for g, up, down in zip(gradient, *sides, strict=True)]
 
     def _gradient(self, indices: Tensor) -> tuple[Found, list[Tensor]]:
-        """(loss, gradient) of a batch at the weights as they are, flat."""
+        """Return (loss, gradient) of a batch at the present weights, flat."""
         inputs, targets = self.examples.batch(indices)
         if self.device.type != "cpu":
             inputs, targets = to_device((inputs, targets), self.device)
         with computing(self.task, self.device):
             loss, counted = self.losses.mean(self.model(inputs), targets, len(indices))
-        # A forward pass may have frozen some since.
+        # A forward pass may have frozen some parameters since.
         still = [parameter for parameter in self.trained if parameter.requires_grad]
         gradients = torch.autograd.grad(loss, still, allow_unused=True)
         found = {

@@ -1,14 +1,14 @@
-"""DP-SGD in a client's local training: noise on every step, before anybody sees what came of it.
+"""DP-SGD in a client's local training: noise on every step, before any other party sees a result.
 
-    batch     every example of the client by its own coin, q = B / n of the client
+    batch     Poisson sampling of the client's examples, with q = B / n of the client
     gradient  (sum of clipped gradients + N(0, z² C²)) / B         (`dure.privacy.example_level`)
 
-An update is made of such gradients alone, so that it tells no more of an example than they do,
-whoever sees it: the server, or others in place of it. How many steps a client makes is known, and
-n, by which updates weigh. What the loss is on the client's batches is told without noise.
+An update consists of such gradients alone, so that it reveals no more of an example than they do,
+to the server or to any other party. The client's number of steps is public, and so is n, by which
+updates weigh. The loss on the client's batches is reported without noise.
 
-Noise and coins are drawn for (client, turn, step), once each. In a simulation they follow from the
-seed; a client in a deployment draws them from its own system.
+Noise and samples are drawn for (client, turn, step), once each. In a simulation they follow from
+the seed; a deployed client draws them from its operating system.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from dure.tensors.flat import trained_in
 
 
 class Noised(NamedTuple):
-    """That examples are protected, and where noise and coins come from."""
+    """Settings of DP-SGD, and the secret source of noise and samples."""
 
     settings: DPSGD
     secret: Secret
@@ -43,7 +43,15 @@ class Noised(NamedTuple):
 class NoisedSteps:
     """Gradients of DP-SGD for an engine whose model all clients share.
 
-    Raises ValueError for a model or a loss that cannot be trained so.
+    Args:
+        noised: settings of DP-SGD, and the secret.
+        task: the task of the run.
+        model: the engine's model.
+        examples: training examples of all clients.
+        batch_size: expected size of a client's batch; None is all of its data.
+
+    Raises:
+        ValueError: the model or the loss does not support DP-SGD.
     """
 
     def __init__(
@@ -62,14 +70,14 @@ class NoisedSteps:
         self.batch_size = batch_size
 
     def batches(self, job: Job) -> PoissonBatches:
-        """The batches of a job: positions in its indices."""
+        """Return the Poisson-sampled batches of a job: positions in its indices."""
         examples = job.indices.numel()
         return PoissonBatches(examples, self.batch_size, self.secret, job.client, job.turn)
 
     def clipped(self, batch: tuple[Any, Any] | None) -> tuple[list[Tensor], float]:
-        """(sums of clipped gradients, mean loss); of no examples where the coins gave none.
+        """Return (sums of clipped gradients, mean loss); batch None is an empty sample.
 
-        The loss is not finite where the gradient of an example is not.
+        The loss is not finite if the gradient of an example is not.
         """
         if batch is None:
             return [torch.zeros_like(parameter) for parameter in self.parameters], 0.0
@@ -78,7 +86,7 @@ class NoisedSteps:
         return found.sums, float(found.losses.double().mean()) if finite else math.nan
 
     def leave(self, sums: Sequence[Tensor], expected: int, job: Job, step: int) -> None:
-        """Leaves the gradient of a job's step in the parameters."""
+        """Store the noised gradient of a job's step in the parameters."""
         position = (job.client, job.turn, step)
         found = noised_mean(sums, self.settings, expected, self.secret, *position)
         clear(self.padding, dict(zip(self.named, found, strict=True)))
@@ -87,7 +95,7 @@ class NoisedSteps:
 
 
 def check_noised(wanted: str) -> None:
-    """Raises ValueError for an engine that cannot clip the gradients of single examples."""
+    """Raise ValueError for an engine that cannot clip per-example gradients."""
     if wanted not in ("auto", "loop", "loop-processes"):
         raise ValueError(
             f"dp-sgd: the engine {wanted} does not clip the gradients of single examples: take "

@@ -1,11 +1,11 @@
-"""What clients minimise where an algorithm says it (`Algorithm.objective`).
+"""Custom objectives of algorithms (`Algorithm.objective`), computed by an engine.
 
     each step:  g <- gradient with respect to w of objective(w; batch, references)
 
 References are models of the task's class with other weights, such as the global model and the
-client's own of the round before. They are in evaluation, and have no gradients.
+client's personalised model of the round before. They are in evaluation mode, and have no gradients.
 
-Cost: what the objective computes; the memory of a model for each reference.
+Cost: the objective's; memory of a model for each reference.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from dure.tensors.frozen import frozen_of, load_frozen
 
 
 class LocalBatch(NamedTuple):
-    """A client's step, for an objective.
+    """Inputs of an objective: a client's step.
 
-    model: the client's, which is trained. inputs, targets: of the batch, as the task's examples
-    give them. loss: of outputs, the mean of the task's loss over what it counts in the batch.
-    references: the job's, in its order. job: what the client is to do.
+    model: the client's model, which is trained. inputs, targets: of the batch, as the task's
+    examples give them. loss: from outputs to the mean of the task's loss over its counted weight in
+    the batch. references: the job's, in its order. job: the client's job.
     """
 
     model: nn.Module
@@ -44,9 +44,14 @@ Objective = Callable[[LocalBatch], Tensor]
 
 
 class OwnObjective:
-    """Computes an objective of an algorithm's own for an engine of one model.
+    """Custom objective of an algorithm, for an engine with a single model.
 
-    model: the engine's, which was not used yet. losses: of the task.
+    Args:
+        objective: the algorithm's objective.
+        losses: the task's loss, with its counted weight.
+        task: the task of the run.
+        model: the engine's, not used yet.
+        seed: of the run.
     """
 
     def __init__(
@@ -57,14 +62,14 @@ class OwnObjective:
         self.model = model
         self._task = task
         self._seed = seed
-        # Copied now: one that was used may have no copy.
+        # Copied now, because a used model may not support copying.
         self._fresh = another(model, task, seed)
         self._copies: list[_Copy] = []
         self._job: Job | None = None
         self._references: list[nn.Module] = []
 
     def begin(self, job: Job) -> None:
-        """The steps that follow are of this job."""
+        """Prepare the steps of this job."""
         self._job = job
         while len(self._copies) < len(job.references):
             made = another(self._fresh, self._task, self._seed)
@@ -76,12 +81,12 @@ class OwnObjective:
         ]
 
     def of(self, inputs: Any, targets: Any, examples: int) -> Computed:
-        """The objective on a batch of so many examples, and what it has counted there.
+        """Return the objective on a batch of `examples` examples, and its counted weight.
 
-        Raises TypeError for an objective that is no tensor of one number.
+        Raises TypeError for an objective that is not a tensor with a single number.
         """
         assert self._job is not None
-        # Where the task's loss is not asked for, each example counts one.
+        # Unless the objective calls the task's loss, each example counts 1.
         counted = [float(examples)]
 
         def loss(outputs: Any) -> Tensor:
@@ -98,16 +103,16 @@ class OwnObjective:
 
 
 class _Copy:
-    """A model that has the weights of one reference, and then of another."""
+    """A model that takes the weights of one reference after another."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        # Before nothing is trained any more: these are the trained ones.
+        # Before all parameters are frozen below: these are the trained parameters.
         self.flat = FlatParameters(model)
         self.buffers = Buffers(model)
 
     def of(self, reference: Reference) -> nn.Module:
-        """The model, which is now this reference."""
+        """Return the model with the weights and buffers of this reference."""
         self.flat.load(reference.weights)
         self.buffers.load(self.model, reference.buffers)
         return self.model.requires_grad_(False).eval()

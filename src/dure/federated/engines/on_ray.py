@@ -1,15 +1,16 @@
-"""Clients on a Ray cluster: any engine, in actors on its machines.
+"""Engine on a Ray cluster: any engine, in actors on the cluster's machines.
 
-Each actor has the task and the examples, sent once. A round's weights are put into Ray's object
-store once, and reach each machine once; jobs travel in chunks, results come back in the jobs'
-order. What is computed depends on the chunks alone: with `loop` the bits are those of one process
-with one thread.
+Each actor gets the task and the examples once. A round's weights are put into Ray's object store
+once, and reach each machine once; jobs travel in chunks, and results return in the jobs' order. The
+results depend on the chunks alone: with `loop` the bits equal the bits of a single process with a
+single thread.
 
-Where Ray runs already (`ray.init`, or RAY_ADDRESS in the environment) that cluster is used,
-otherwise one is started on this machine, and stopped at the end. It needs the extra `ray`.
+If Ray runs already (`ray.init`, or RAY_ADDRESS in the environment), the engine uses that cluster.
+Otherwise it starts Ray on this machine, and stops Ray at the end. The engine needs the extra `ray`.
 
-An actor that is waited for is asked how far it has come, in a thread of its own there; one that
-makes no step for the deadline, or does not answer, is given up (`progress`).
+While the engine waits for an actor, it asks for the actor's progress, which a thread of its own
+answers; an actor that makes no step for the deadline, or does not answer, counts as hung
+(`progress`).
 """
 
 from __future__ import annotations
@@ -42,23 +43,23 @@ from dure.machine.patience import Patience
 from dure.tensors.frozen import frozen_of, load_frozen
 
 CHUNKS_AHEAD = 2
-"""Chunks that wait for each actor, so that it is never idle."""
+"""Chunks queued for each actor, so that it is never idle."""
 
 
 class Actor:
-    """What lives on a machine of the cluster."""
+    """Actor on a machine of the cluster."""
 
     def __init__(self, path: list[str], packed: bytes) -> None:
-        # One thread, for one CPU is what Ray has reserved, and for the bits.
+        # A single thread, because Ray has reserved a single CPU, and for equal bits.
         torch.set_num_threads(1)
-        # Where the task's modules are found.
+        # Paths of the task's modules.
         sys.path.extend(entry for entry in path if entry not in sys.path)
         _, settings, setting = cloudpickle.loads(packed)
         settings.apply()
         task, examples, batch_size, seed, batched, frozen, objective = setting
         model = seeded_model(task, seed)
-        # Weights that a machine draws or reads are not those of another for certain, and jobs have
-        # the trained ones alone.
+        # Initial weights that a machine draws or reads might differ from another machine's, and
+        # jobs carry the trained weights alone.
         load_frozen(model, frozen)
         make: Any = batched_engine if batched else partial(LoopEngine, objective=objective)
         self.engine = make(
@@ -72,11 +73,11 @@ class Actor:
         self.engine.look = self.progress.step
 
     def came(self) -> tuple[int, ...]:
-        """How far it has come; answered while it trains."""
+        """Return the actor's progress; answered during training."""
         return self.progress.now()
 
     def train(self, jobs: Sequence[tuple[Job, list[int | None]]], *sets: list[Any]) -> list[Any]:
-        """The results of the jobs, or the error that ended them.
+        """Return the results of the jobs, or a list with the error that ended them.
 
         jobs: without their tensors, which are in `sets`.
         """
@@ -86,7 +87,7 @@ class Actor:
             given: dict[str, Any] = {
                 name: tensors[at] for name, at in zip(_SENT, places, strict=False) if at is not None
             }
-            # The sets of references come behind: weights and buffers of each.
+            # The sets of references follow: weights and buffers of each.
             rest = iter([tensors[at] for at in places[len(_SENT) :] if at is not None])
             return replace(job, **given, references=list(map(Reference, rest, rest)))
 
@@ -97,21 +98,29 @@ class Actor:
 
 
 _ASIDE = "aside"
-"""The concurrency group of what an actor answers while it trains."""
+"""Concurrency group of the calls that an actor answers during training."""
 
 _SENT = ("weights", "buffers", "anchor", "correction")
-"""The fields of a job that are put into the object store."""
+"""Fields of a job that are put into the object store."""
 
 
 class RayEngine(Engine):
-    """Gives jobs to actors on a Ray cluster.
+    """Engine that passes jobs to actors on a Ray cluster.
 
-    model: like those that the jobs are for, of which actors get the frozen parameters. batched:
-    whether actors have the batched engine. workers: how many there are; None is one a core of the
-    cluster. objective: what clients minimise; None is the task's loss. deadline: seconds without a
-    step after which an actor is given up.
+    Args:
+        task: the task of the run.
+        model: like the jobs' model; actors get its frozen parameters.
+        examples: training examples of all clients.
+        batch_size: of a client's step; None is all of its data.
+        seed: of the run.
+        batched: whether actors have the batched engine.
+        cohort: number of jobs per actor and message.
+        workers: number of actors; None is one per core of the cluster.
+        objective: the loss that clients minimise; None is the task's.
+        deadline: seconds without a step after which an actor counts as hung.
 
-    Raises ImportError if Ray is not installed.
+    Raises:
+        ImportError: Ray is not installed.
     """
 
     def __init__(
@@ -131,7 +140,7 @@ class RayEngine(Engine):
         self.batch_size = batch_size
         self.deadline = deadline
         self.ray = _ray()
-        # A cluster that was there before is the user's: it is used, and left running.
+        # An existing cluster belongs to the user: it is used, and left running.
         self._started = not self.ray.is_initialized()
         if self._started:
             self.ray.init(include_dashboard=False, log_to_driver=False, logging_level="error")
@@ -142,37 +151,38 @@ class RayEngine(Engine):
         )
         setting = (task, examples, batch_size, seed, batched, frozen_of(model), objective)
         settings = settings_here().of_computing()
-        # A task's file is run by the actors where it lies; on other machines it may not.
+        # On this machine the actors import the task's file in place; other machines may not have
+        # the file.
         if self._is_here() and task.reference is not None:
             content = own_code.dumps((files_of(task.reference["name"]), settings, setting))
         else:
             content = cloudpickle.dumps((None, settings, setting))
         packed = self.ray.put(content)
-        # A group of its own: it answers while the actor trains.
+        # A concurrency group of its own: it answers while the actor trains.
         actor = self.ray.remote(num_cpus=1, concurrency_groups={_ASIDE: 1})(Actor)
         self.actors = [actor.remote(list(sys.path), packed) for _ in range(count)]
-        # They may wait for a place in the cluster, and import torch.
+        # Actors may wait for a place in the cluster, and import torch.
         self._ready = {actor: actor.__ray_ready__.remote() for actor in self.actors}
         self.chunk = max(1, cohort)
         self.cohort = count * self.chunk
 
     def _is_here(self) -> bool:
-        """Whether the cluster is this machine alone."""
+        """Return whether the cluster is this machine alone."""
         there = {node["NodeManagerAddress"] for node in self.ray.nodes() if node["Alive"]}
         return there == {self.ray.util.get_node_ip_address()}
 
     def train(self, jobs: Iterable[Job]) -> Iterator[Trained]:
-        """The results in the jobs' order.
+        """Yield the results in the jobs' order.
 
-        Raises what a client raised, and WorkerFailedError for an actor that died, or made no step
-        for the deadline.
+        Raises the exception of a client, and WorkerFailedError for an actor that died, or made no
+        step for the deadline.
         """
         pending: deque[tuple[list[Job], Any, Any]] = deque()
         known: dict[int, tuple[Sequence[Tensor], Any]] = {}
         waiting = iter(jobs)
         turn = 0
         while True:
-            # Actors take turns, whichever is faster: which of them computes a chunk changes no bit.
+            # Actors take turns, whatever their speed: the choice of the actor changes no bit.
             while len(pending) < CHUNKS_AHEAD * len(self.actors) and (
                 chunk := list(islice(waiting, self.chunk))
             ):
@@ -187,7 +197,7 @@ class RayEngine(Engine):
     def _sent(
         self, chunk: list[Job], actor: Any, known: dict[int, tuple[Sequence[Tensor], Any]]
     ) -> Any:
-        """The future results of a chunk."""
+        """Send a chunk to an actor and return its future results."""
         sets: list[Any] = []
         places: dict[int, int] = {}
         light = []
@@ -200,8 +210,8 @@ class RayEngine(Engine):
                     continue
                 key = id(values)
                 if key not in known:
-                    # The tensors are kept with their reference, so that their `id` is not given to
-                    # others meanwhile.
+                    # The tensors are stored with their reference, so that their `id` is not reused
+                    # meanwhile.
                     known[key] = values, self.ray.put([tensor.numpy() for tensor in values])
                 if key not in places:
                     places[key] = len(sets)
@@ -210,8 +220,8 @@ class RayEngine(Engine):
             # Without weights and buffers a job is its indices and a few numbers.
             bare = replace(job, weights=(), buffers=(), anchor=None, correction=None, references=())
             light.append((bare, where))
-        # Each set an argument of its own: Ray replaces references by what they stand for only
-        # there, not inside of lists.
+        # Each set is an argument of its own: Ray resolves references only there, not inside of
+        # lists.
         return actor.train.remote(light, *sets)
 
     def _results(self, chunk: list[Job], actor: Any, future: Any) -> list[Trained]:
@@ -226,7 +236,7 @@ class RayEngine(Engine):
         return results
 
     def _wait(self, chunk: list[Job], actor: Any, future: Any) -> None:
-        """Until the results are there; raises WorkerFailedError for an actor without progress."""
+        """Wait for the results; raise WorkerFailedError for an actor without progress."""
         self.ray.wait([self._ready[actor], future])
         patience = Patience(self.deadline)
         known: tuple[int, ...] = ()
@@ -246,7 +256,7 @@ class RayEngine(Engine):
         return named(chunk, done, one_by_one=self.chunk == 1)
 
     def close(self) -> None:
-        """Ends the actors, and Ray if it was started here."""
+        """End the actors, and Ray if this engine has started it."""
         for actor in self.actors:
             self.ray.kill(actor)
         self.actors = []

@@ -1,6 +1,6 @@
-"""The task's optimizer, and the plain one that is a single call.
+"""The task's optimizer, and plain SGD as a single call.
 
-Plain SGD, w <- w - lr g, is one call for all parameters: the same bits as torch.optim.SGD's,
+Plain SGD, w <- w - lr g, is a single call for all parameters: the same bits as torch.optim.SGD's,
 without its bookkeeping.
 """
 
@@ -19,13 +19,13 @@ from dure.tensors.optimizer_state import listened
 
 
 def optimizer_of(task: Task, parameters: Sequence[nn.Parameter]) -> Optimizer:
-    """What the task makes of the parameters."""
+    """Return the task's optimizer of the parameters."""
     with left_out():
         return task.optimizer(parameters)
 
 
 class PlainSGD:
-    """w <- w - lr_factor lr g, as torch.optim.SGD with nothing but a learning rate."""
+    """Plain SGD: w <- w - lr_factor lr g, as torch.optim.SGD with only a learning rate."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.groups: list[tuple[list[Tensor], float]] = [
@@ -36,7 +36,7 @@ class PlainSGD:
     @torch.no_grad()
     def step(self) -> None:
         for parameters, lr in self.groups:
-            # As torch.optim does: a parameter that took no part stays.
+            # As torch.optim: a parameter that took no part in the loss stays unchanged.
             moved = [p for p in parameters if p.grad is not None]
             gradients = [p.grad for p in moved if p.grad is not None]
             if moved:
@@ -44,11 +44,11 @@ class PlainSGD:
 
 
 def check_gradients(task: Task, system: str) -> None:
-    """Raises ValueError unless the task's optimizer is SGD.
+    """Raise ValueError unless the task's optimizer is SGD.
 
-    Its first step is along the gradient.
+    SGD's first step is along the gradient.
     """
-    # A made-up parameter: only the kind of the optimizer is asked for.
+    # A dummy parameter: only the class of the optimizer matters.
     optimizer = optimizer_of(task, [nn.Parameter(torch.zeros(1))])
     if type(optimizer) is not torch.optim.SGD:
         raise ValueError(
@@ -58,13 +58,13 @@ def check_gradients(task: Task, system: str) -> None:
 
 
 def is_plain(optimizer: Optimizer) -> bool:
-    """Whether the optimizer is SGD with nothing but a learning rate, and nobody listens to it."""
+    """Return whether the optimizer is SGD with only a learning rate, and without hooks."""
     if type(optimizer) is not torch.optim.SGD:
         return False
     return not listened(optimizer) and all(map(_has_lr_alone, optimizer.param_groups))
 
 
 def _has_lr_alone(group: Mapping[str, Any]) -> bool:
-    """Whether the group has none of SGD's other settings, and a learning rate that is a number."""
+    """Return whether the group has only a learning rate, a plain number, among SGD's settings."""
     extras = ("momentum", "weight_decay", "maximize", "fused", "differentiable")
     return not any(group.get(extra) for extra in extras) and not isinstance(group["lr"], Tensor)

@@ -1,11 +1,11 @@
-"""Which examples each step of a job takes, and how the steps of many clients fit into one tensor.
+"""Plan of a batched cohort: the examples of each step, padded to a tensor for all clients.
 
-The batches are those of `dure.data.batches.Batches`, whichever engine computes: batch t of a client
-depends on (seed, client, t) alone. Clients of one cohort differ in their numbers of steps and in
-their batch sizes b(i, t). They are sorted by steps, the longest first, so that those still at work
-in step t are the first A(t). Step t is then a block of A(t) x B(t) rows, B(t) = max over i of b(i,
-t); a row beyond b(i, t) repeats an example of the client and weighs 0. Wasted is what the block has
-more than the batches have: only the last batches of epochs can differ.
+The batches are the batches of `dure.data.batches.Batches` in every engine: batch t of a client
+depends on (seed, client, t) alone. Clients of a cohort differ in their numbers of steps and in
+their batch sizes b(i, t). They are sorted by steps, the longest first, so that the clients still at
+work in step t are the first A(t). Step t is then a block of A(t) x B(t) rows, B(t) = max over i of
+b(i, t); a row beyond b(i, t) repeats an example of the client and weighs 0. Only these padding rows
+are wasted, and only the last batches of epochs need them.
 """
 
 from __future__ import annotations
@@ -33,11 +33,15 @@ def batches(
     ordered: bool = True,
     sampling: Sampling = SHUFFLED,
 ) -> tuple[Tensor, list[int]]:
-    """The examples of the job's steps one after another, int64, and how many each step takes.
+    """Return the examples of the job's steps in order, int64, and the batch size of each step.
 
-    batch_size: None is all of the client's examples in every step, in their own order. ordered:
-    whether the order of the examples inside a batch matters, which is drawn even where one batch
-    has them all. sampling: of all training data.
+    Args:
+        job: a job.
+        batch_size: None is all of the client's examples in every step, in their own order.
+        seed: of the run.
+        ordered: whether the order of the examples inside a batch matters; if so, it is drawn even
+            for a single batch of all examples.
+        sampling: of all training data.
     """
     own = sampling.order(0, job.indices)
     n = job.indices.numel()
@@ -49,10 +53,10 @@ def batches(
     end = step + job.steps
     while step < end:
         epoch, position = divmod(step, per_epoch)
-        # As many steps of this epoch as the job has, in one slice of its order.
+        # All steps of this epoch that the job has, in a single slice of its order.
         until = min(per_epoch, position + end - step)
-        # Where one batch has all examples, their order inside it changes only roundings: who does
-        # not mind (`ordered`) saves the draw.
+        # If a batch has all examples, their order inside it changes only roundings: callers without
+        # `ordered` save the draw.
         as_they_are = batch_size is None or (
             per_epoch == 1 and not ordered and sampling.weights is None
         )
@@ -61,14 +65,14 @@ def batches(
             if as_they_are
             else job.indices.index_select(0, own(seed, epoch, job.client))
         )
-        # The last batch of an epoch may have one more than the others.
+        # The last batch of an epoch may have one example more than the others.
         end_of_part = n if until == per_epoch else until * size
         parts.append(
             order if until - position == per_epoch else order[position * size : end_of_part]
         )
         sizes += [size] * (until - position)
         if until == per_epoch:
-            # An epoch's last batch has what is left.
+            # An epoch's last batch has the remaining examples.
             sizes[-1] = n - (per_epoch - 1) * size
         step += until - position
     return parts[0] if len(parts) == 1 else torch.cat(parts), sizes
@@ -76,9 +80,9 @@ def batches(
 
 @dataclass(frozen=True)
 class Step:
-    """One step of a cohort.
+    """A step of a cohort.
 
-    rows: the examples, int64 (A, B). shares: float64 (A, B), the weight of each in its client's
+    rows: the examples, int64 (A, B). shares: float64 (A, B), the weight of each row in its client's
     mean. sizes: of the batches, A of them.
     """
 
@@ -91,7 +95,7 @@ class Step:
 class Plan:
     """The steps of a cohort.
 
-    by_steps: which of the jobs comes first, second, ... in it; sizes: each one's batches.
+    by_steps: job indices in the order of the plan; sizes: batch sizes of each job, in this order.
     """
 
     by_steps: Sequence[int]
@@ -102,9 +106,9 @@ class Plan:
 def plan(
     jobs: Sequence[Job], batch_size: int | None, seed: int, sampling: Sampling = SHUFFLED
 ) -> Plan:
-    """How the jobs are computed together."""
+    """Return the plan for computing the jobs together."""
     count = [job.steps for job in jobs]
-    # A stable sort: jobs with as many steps keep their order, and so their bits.
+    # A stable sort: jobs with equal numbers of steps keep their order, and so their bits.
     by_steps = sorted(range(len(jobs)), key=count.__getitem__, reverse=True)
     examples: list[Rows] = []
     sizes: list[list[int]] = []
@@ -112,7 +116,7 @@ def plan(
         visited, own = batches(jobs[which], batch_size, seed, False, sampling)
         examples.append(visited.numpy())
         sizes.append(own)
-    # How many examples of each client the steps before have taken.
+    # Number of examples of each client that earlier steps have taken.
     at = [0] * len(jobs)
     steps: list[Step] = []
     for step in range(count[by_steps[0]]):
@@ -120,7 +124,7 @@ def plan(
         now_sizes: list[int] = []
         for place, own in enumerate(sizes):
             if step >= len(own):
-                break  # the clients after it have no more steps than it has
+                break  # the clients after it have at most as many steps
             end = at[place] + own[step]
             now.append(examples[place][at[place] : end])
             now_sizes.append(own[step])
@@ -131,13 +135,13 @@ def plan(
 
 
 def _block(batches: Sequence[Rows], sizes: Sequence[int]) -> tuple[Rows, Shares]:
-    """The rows of a step and their shares."""
+    """Return the rows of a step and their shares."""
     block = len(batches), max(sizes)
-    # All batches are as large: nothing has to be filled up.
+    # All batches have the same size: no padding.
     if min(sizes) == block[1]:
         return numpy.concatenate(batches).reshape(block), numpy.full(block, 1 / block[1])
-    # Batches of different sizes: rows that weigh 0 repeat an example, for they have to be some
-    # valid index, and what they compute has to be finite (0 · NaN is NaN).
+    # Batches of different sizes: rows of weight 0 repeat an example, because they need a valid
+    # index, and finite values (0 · NaN is NaN).
     rows = numpy.empty(block, numpy.int64)
     shares = numpy.zeros(block)
     for place, (batch, size) in enumerate(zip(batches, sizes, strict=True)):

@@ -1,17 +1,17 @@
-"""Layers of images that end in pooling, in C (`core/pooling.c`), on CPUs.
+"""Convolution and pooling layers in C (`core/pooling.c`), on CPUs.
 
-Between a convolution of few input channels and the pooling after it lie the largest values of a
-model for images, four times what is passed on, and patches 25 times the image; to write them and
-read them again takes several times as long as to compute them. Here an output is computed at the
-four places that are pooled and the largest passed on, with relu, all of it in registers. What the
-backward pass needs is which of the four it was, a byte; there, the gradient of the kernels sums the
-images themselves, at those places.
+Between a convolution of few input channels and the pooling after it are the largest values of an
+image model: four times the pooled output, and patches of 25 times the image. Writing and reading
+them takes several times as long as computing them. The C code computes an output at the four pooled
+places, applies relu, and passes the largest on, all in registers. The backward pass needs only the
+place of the largest, a byte; the gradient of the kernels sums the images themselves at those
+places.
 
-What it saves of a round's processor time, against torch's layers (one thread each, five rounds and
-more turn by turn): the CNN for MNIST 14 % with batches of 10 examples and 22 % with 50, the CNN for
-the digits of 8x8 pixels 8 %.
+Savings of a round's processor time against torch's layers (one thread each, five rounds and more,
+alternating): the CNN for MNIST 14 % with batches of 10 examples and 22 % with 50, the CNN for the
+digits of 8x8 pixels 8 %.
 
-Where no compiler was there when dure was installed the same is done by torch, layer by layer
+If no compiler was available when dure was installed, torch computes the same, layer by layer
 (`dure.federated.engines.layers`).
 """
 
@@ -38,20 +38,20 @@ from dure.federated.engines.layers import (
 )
 from dure.machine.c_library import c_library
 
-# `layers.FEW`, up to which convolutions write patches out, is no larger: every such kernel fits.
+# `layers.FEW`, the limit for writing patches out, is not larger: every such kernel fits.
 MOST_TAPS = 32
-"""Elements of a kernel, at most."""
+"""Largest number of elements of a kernel."""
 
 WINDOW = (2, 2)
-"""Outputs of a convolution that are pooled together."""
+"""Window of outputs of a convolution that are pooled together."""
 
 NOBODY = 255
-"""Stands for the place of the largest in a window where nothing is larger than 0."""
+"""Code for a window in which no value is larger than 0."""
 
 REALS = {torch.float32: 0, torch.float64: 1}
 
 
-# Both structures are those of core/pooling.h: the same fields in the same order.
+# Both structures match core/pooling.h: the same fields in the same order.
 class _Convolution(Structure):
     _fields_ = (
         ("clients", c_int64),
@@ -85,7 +85,7 @@ class _Pooling(Structure):
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The compiled layers; None where the package was installed without a C compiler."""
+    """Return the compiled layers; None if the package was installed without a C compiler."""
     core = c_library(Path(__file__).parent, "_pooling")
     if core is not None:
         convolution = POINTER(_Convolution)
@@ -107,15 +107,15 @@ def library() -> ctypes.CDLL | None:
 
 @cache
 def instructions() -> int:
-    """The widest that this machine has: 0 plain, 1 AVX2, 2 AVX-512."""
+    """Return the widest instruction set of this machine: 0 plain, 1 AVX2, 2 AVX-512."""
     core = library()
     return 0 if core is None else int(core.pooling_best())
 
 
 class PooledConvolution(Layer):
-    """nn.Conv2d of few input channels, the largest of 2x2 of its outputs, and relu if asked for.
+    """nn.Conv2d of few input channels, the largest of 2x2 of its outputs, and relu if requested.
 
-    It is the first layer with parameters: nobody needs the gradient of its inputs.
+    It is the first layer with parameters: the gradient of its inputs is not needed.
     """
 
     trained = True
@@ -141,11 +141,11 @@ class PooledConvolution(Layer):
         none = kernels.new_zeros(clients, len(kernels[0]))
         bias = none if self.bias is None else self.bias.now
         # Clients' kernels begin on cache lines of their own (`sgd.LINE`), so there may be gaps
-        # between.
+        # between them.
         self.shape = shape = self._shape(kernels.stride(0), bias.stride(0))
         outputs = x.new_empty(clients, x.shape[1], shape.rows, shape.columns, shape.kernels)
         self.which = torch.empty_like(outputs, dtype=torch.uint8)
-        # Held by this tuple until the call has ended: C gets bare addresses.
+        # This tuple keeps the tensors alive until the call has ended: C gets bare addresses.
         tensors = (self.images, kernels, bias, outputs, self.which)
         core.pooling_convolve(
             instructions(), REALS[x.dtype], shape, *(each.data_ptr() for each in tensors)
@@ -165,8 +165,8 @@ class PooledConvolution(Layer):
                 f"pooling"
             )
         of_channel = height * width
-        # Where the elements under a kernel lie, in elements from the first one: channel, row,
-        # column, in the order of the weights.
+        # Offsets of the elements under a kernel from the first element: channel, row, column, in
+        # the order of the weights.
         tap = [
             channel * of_channel + row * dh * width + column * dw
             for channel, row, column in product(range(channels), range(kh), range(kw))
@@ -195,7 +195,7 @@ class PooledConvolution(Layer):
         core = library()
         assert core is not None
         clients = len(g)
-        # C reads the channels innermost, as the outputs were given.
+        # C reads the channels innermost, in the layout of the outputs.
         rows = g.movedim(2, -1).contiguous()
         kernels = g.new_empty(clients, *self.weight.shape)
         bias = g.new_empty(clients, self.weight.shape[0])
@@ -210,7 +210,7 @@ class PooledConvolution(Layer):
 
 
 class LargestOf(Layer):
-    """nn.MaxPool2d of windows that lie side by side, and relu of that if it is asked for."""
+    """nn.MaxPool2d of adjacent windows, followed by relu if requested."""
 
     def __init__(self, window: Pair, relu: bool) -> None:
         self.window = window
@@ -254,7 +254,7 @@ class LargestOf(Layer):
         core = library()
         assert core is not None
         clients, examples, channels, height, width = self.before
-        # Uninitialised: C writes all of it, zeros where no window lies too.
+        # Uninitialised: C writes all of it, including zeros outside of windows.
         before = g.new_empty(clients, examples, height, width, channels)
         tensors = (g.movedim(2, -1).contiguous(), self.which, before)
         core.pooling_unpool(
@@ -264,16 +264,16 @@ class LargestOf(Layer):
 
 
 def in_c(chain: Sequence[Layer]) -> list[Layer]:
-    """The chain with these layers in place of those of `layers` that do the same."""
+    """Return the chain with C layers in place of equivalent layers of `layers`."""
     made: list[Layer] = []
     trained = False
     at = 0
     while at < len(chain):
         layer, *after = chain[at : at + 3]
-        # Only before any trained layer, as this one has no gradient of its inputs.
+        # Only before any trained layer, because this layer computes no gradient of its inputs.
         pooled = not trained and bool(after) and _window(after[0]) == WINDOW
         if pooled and isinstance(layer, PatchConvolution):
-            # relu comes after pooling here (`program` has put it there); it is taken along if it is
+            # relu comes after pooling here (`program` has moved it there); it is merged if it is
             # next.
             relu = isinstance(after[-1], Relu)
             made.append(PooledConvolution(layer, relu))
@@ -290,6 +290,6 @@ def in_c(chain: Sequence[Layer]) -> list[Layer]:
 
 
 def _window(layer: Layer) -> Pair | None:
-    """The window of pooling that can be done here; None for every other layer."""
+    """Return the window of a pooling layer that C supports; None for every other layer."""
     window = layer.window if isinstance(layer, Pool) else None
     return window if window is not None and window[0] * window[1] <= NOBODY else None

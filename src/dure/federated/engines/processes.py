@@ -1,17 +1,17 @@
-"""Clients on several processes of this machine: any engine, in children forked from here.
+"""Engine on several processes of this machine: any engine, in forked children.
 
-Jobs are handed out in chunks, the largest first, to whichever child is idle, from a window of them;
-results come back in the jobs' order. What is computed depends on the chunks alone and not on who
-was faster.
+Jobs are handed out in chunks, the largest first, to whichever child is idle, from a window of
+chunks; results return in the jobs' order. The results depend on the chunks alone and not on the
+children's speed.
 
-A child is a copy of this process from when the first job comes: model, data and all, none of it
-sent. What a job needs lies in memory that all see, allocated once: the weights go down once a
-round, for what was written there last is known; a delta is written where the parent reads it, or
-the factors of a cohort's (`products`). All else is a short message over a socket.
+A child is a copy of this process from the time of the first job: model, data and all, without any
+message. The tensors of jobs are in shared memory, allocated once: the weights are copied once per
+round, because the last copy is known; a child writes a delta into memory that the parent reads, or
+the factors of a cohort's deltas (`products`). All else is a short message over a socket.
 
-A fork copies only the thread that makes it: OpenMP's are gone in the child, which therefore
-computes with one thread and never asks for them: the bits are those of one process with one thread.
-With a GPU there is no forking: neither CUDA nor autograd's threads survive it.
+A fork copies only the calling thread: OpenMP's threads are gone in the child. So the child computes
+with a single thread and never asks for more: the bits equal the bits of a single process with a
+single thread. With a GPU there is no forking: neither CUDA nor autograd's threads survive it.
 """
 
 from __future__ import annotations
@@ -43,23 +43,23 @@ from dure.machine.ended import how_it_ended
 from dure.machine.patience import Patience
 
 AHEAD = 256 << 20
-"""Bytes of results that may wait for one that comes before them."""
+"""Bytes of results that may wait for an earlier result."""
 
 
 _LAST_SECONDS = 1.0
-"""That a child has to end which has closed its socket."""
+"""Seconds for a child to end after it has closed its socket."""
 
 
 def forks_here() -> bool:
-    """Whether clients can be given to forked processes on this machine."""
+    """Return whether clients can run in forked processes on this machine."""
     return hasattr(os, "fork") and not torch.cuda.is_available()
 
 
 @dataclass(eq=False)
 class Chunk:
-    """Jobs that one child does together.
+    """Jobs that a child does together.
 
-    results: those that have come, and then perhaps an error.
+    results: received results, up to an error.
     """
 
     jobs: list[Job]
@@ -70,16 +70,16 @@ class Chunk:
 
     @property
     def examples(self) -> int:
-        """How much work it is, for a batch size that all have.
+        """Amount of work of the chunk, for a common batch size.
 
-        The larger clients make more steps, or larger ones.
+        Larger clients make more steps, or larger steps.
         """
         return sum(job.steps * len(job.indices) for job in self.jobs)
 
 
 @dataclass(eq=False)
 class _Child:
-    """The parent's side of a child. chunk: what it does, None where it is idle."""
+    """The parent's side of a child. chunk: its present work, None for an idle child."""
 
     pid: int
     connection: Connection
@@ -88,15 +88,18 @@ class _Child:
     patience: Patience
     chunk: Chunk | None = None
     reads: set[int] = field(default_factory=set)
-    """Where what its chunk needs lies."""
+    """Slots that the child's chunk reads."""
 
 
 class ProcessesEngine(Engine):
-    """Gives jobs to `workers` children, each with a copy of the engine `inner`.
+    """Engine that passes jobs to `workers` children, each with a copy of the engine `inner`.
 
-    model: like those that the jobs are for. chunk: how many jobs a child gets at once. deadline:
-    seconds without a step after which a child is given up (`progress`). The children start with the
-    first job.
+    Args:
+        inner: the engine that each child runs.
+        model: like the jobs' model.
+        workers: number of children, which start with the first job.
+        chunk: number of jobs per child and message.
+        deadline: seconds without a step after which a child counts as hung (`progress`).
     """
 
     def __init__(
@@ -115,23 +118,23 @@ class ProcessesEngine(Engine):
         self.deadline = deadline
         self.cohort = workers * chunk
         self.layout = Layout.of(model)
-        # At least one chunk more than there are children, so that none is idle; beyond that as many
-        # as the memory for results allows.
+        # At least one chunk more than there are children, so that no child is idle; beyond that as
+        # many as the memory for results allows.
         self.window = max(workers + 1, min(64, AHEAD // max(1, self.layout.nbytes * chunk)))
-        """How many chunks are computed ahead of what is asked for, at most."""
+        """Largest number of chunks that are computed ahead of the caller."""
         self._children: list[_Child] = []
         self._slots: Slots | None = None
         self._pipe: list[int] = []
         self._every = Patience(deadline).every
-        # Also where nobody calls `close`: children would otherwise wait as long as this process
+        # In case nobody calls `close`: the children would otherwise wait as long as this process
         # lives.
         self._end = weakref.finalize(self, _end, self._children, self._pipe, os.getpid())
 
     def train(self, jobs: Iterable[Job]) -> Iterator[Trained]:
-        """The results in the jobs' order; a bounded number is computed ahead of what is asked for.
+        """Yield the results in the jobs' order; a bounded number is computed ahead of the caller.
 
-        Raises what the children's engines raise, when the results before it have been given, and
-        WorkerFailedError when a child is lost, or makes no step for the deadline.
+        Raises the exceptions of the children's engines, after the results before them, and
+        WorkerFailedError for a child that is lost, or makes no step for the deadline.
         """
         source = iter(jobs)
         pool: deque[Chunk] = deque()
@@ -143,7 +146,7 @@ class ProcessesEngine(Engine):
             if not pool:
                 return
             self._hand_out(pool)
-            # Results go out in order: while the first chunk is at work, those of others are only
+            # Results leave in order: while the first chunk is at work, results of others are only
             # collected.
             if not pool[0].done:
                 self._receive()
@@ -154,9 +157,9 @@ class ProcessesEngine(Engine):
                 raise chunk.error
 
     def _hand_out(self, pool: Iterable[Chunk]) -> None:
-        """The largest chunks to the idle."""
+        """Give the largest chunks to the idle children."""
         waiting = [chunk for chunk in pool if not chunk.started]
-        # Largest first, so that the last child to end does not end with a large one.
+        # Largest first, so that the last child does not end with a large chunk.
         waiting.sort(key=lambda chunk: -chunk.examples)
         # As late as possible: a fork copies the state of this moment, and engines that are never
         # used need no processes.
@@ -168,13 +171,13 @@ class ProcessesEngine(Engine):
             self._give(child, chunk)
 
     def close(self) -> None:
-        """Ends the children. Another `train` would start new ones."""
+        """End the children; a further `train` would start new children."""
         _end(self._children, self._pipe, os.getpid())
 
     def _give(self, child: _Child, chunk: Chunk) -> None:
         assert self._slots is not None
-        # A slot that a busy child may still read is not written. There are enough for all children
-        # at once (`_start`).
+        # A slot that a busy child may still read is not overwritten. There are enough slots for all
+        # children at once (`_start`).
         needed: set[int] = set()
         for busy in self._children:
             if busy.chunk is not None:
@@ -192,7 +195,7 @@ class ProcessesEngine(Engine):
     def _receive(self) -> None:
         busy = {child.connection: child for child in self._children if child.chunk is not None}
         answered = wait(list(busy), self._every)
-        # Also while others answer all the time.
+        # Also while other children answer all the time.
         self._look([child for at, child in busy.items() if at not in answered])
         for ready in answered:
             child = busy[ready]  # type: ignore[index]
@@ -201,18 +204,18 @@ class ProcessesEngine(Engine):
             try:
                 reply, chunk.error = pickle.loads(child.connection.recv_bytes())
             except (EOFError, OSError):
-                # The socket is closed only when the child is gone: it answers, whatever happens to
-                # its jobs.
+                # The socket closes only with the end of the child: a child answers even if its jobs
+                # fail.
                 self._lost(child, chunk)
-            # Copied out at once, as the child is about to get its next chunk.
+            # Copied at once, because the child is about to get its next chunk.
             chunk.results += child.outputs.read(reply, chunk.jobs)
             chunk.done = True
             child.chunk = None
 
     def _look(self, busy: Sequence[_Child]) -> None:
-        """Gives up a child without progress: it would be waited for without an end."""
+        """Raise WorkerFailedError for a dead child or a child without progress."""
         for child in busy:
-            # Its socket may still be open in a process that the user's own code has forked.
+            # A dead child's socket may still be open in a process that user code has forked.
             if child.chunk is not None and _is_dead(child.pid):
                 self._lost(child, child.chunk)
             if child.patience.is_over(child.progress.now()):
@@ -227,7 +230,8 @@ class ProcessesEngine(Engine):
         return named(chunk.jobs, child.progress.jobs, one_by_one)
 
     def _lost(self, child: _Child, chunk: Chunk) -> NoReturn:
-        # A dead child is taken from the list before `close`, which kills and awaits those in it.
+        # A dead child leaves the list before `close`, which kills and awaits the children in the
+        # list.
         how = _ended(child.pid)
         self._children.remove(child)
         child.connection.close()
@@ -236,8 +240,8 @@ class ProcessesEngine(Engine):
         raise WorkerFailedError(who, when, f"the process that trained for it {how}")
 
     def _start(self) -> None:
-        # Nobody writes to it. Children wait at its end, which comes when this process, by whatever
-        # death, has let go of the other.
+        # A pipe without data. The children wait for its end, which comes when this process, even by
+        # a crash, has closed the writing end.
         self._pipe[:] = os.pipe()
         # A job has at most three sets of tensors: weights, anchor and correction.
         self._slots = slots = Slots(self.layout, 3 * self.chunk * self.workers)
@@ -245,7 +249,7 @@ class ProcessesEngine(Engine):
             outputs = Outputs(self.layout, self.chunk)
             progress = Progress()
             ours, theirs = Pipe()
-            # What is buffered here would be in the child's copy too, and come out twice.
+            # Output buffered here would be in the child's copy too, and appear twice.
             sys.stdout.flush()
             sys.stderr.flush()
             with warnings.catch_warnings():
@@ -260,8 +264,8 @@ class ProcessesEngine(Engine):
                     outputs=outputs,
                     progress=progress,
                     pipe=self._pipe,
-                    # Copies of the parent's ends: while a sibling held one, a child would not see
-                    # that its parent has closed it.
+                    # Copies of the parent's ends: if a sibling had one, a child would not see that
+                    # its parent has closed it.
                     not_mine=[ours, *(child.connection for child in self._children)],
                 )
             theirs.close()
@@ -270,34 +274,34 @@ class ProcessesEngine(Engine):
 
 
 def _is_dead(pid: int) -> bool:
-    """Whether a child has ended; it is waited for elsewhere."""
+    """Return whether a child has ended, without reaping it."""
     with suppress(ChildProcessError):
         return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
     return True
 
 
 def _ended(pid: int) -> str:
-    """How a child ended that has closed its socket, in words; it is gone afterwards."""
+    """Return how a child that has closed its socket ended, in words; reap the child."""
     until = time.monotonic() + _LAST_SECONDS
     while time.monotonic() < until:
         try:
             found, status = os.waitpid(pid, os.WNOHANG)
-        except ChildProcessError:  # somebody else has waited for it
+        except ChildProcessError:  # other code has reaped it
             return "ended"
         if found:
             return how_it_ended(os.waitstatus_to_exitcode(status))
         time.sleep(0.005)
-    # It lives: the user's own code has closed what was not its own.
+    # The child lives: user code has closed a connection of dure.
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     return "closed its connection"
 
 
 def _is_stopped(pid: int) -> bool:
-    """Whether a process is stopped, as by SIGSTOP; never where the system does not tell (/proc)."""
+    """Return whether a process is stopped, as by SIGSTOP; False without /proc."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as told:
-            # After the name, which is in brackets and may have any sign in it.
+            # After the name, which is in brackets and may contain any character.
             return told.read().rpartition(")")[2].split()[0] in ("T", "t")
     except OSError:
         return False
@@ -309,8 +313,8 @@ def _end(children: list[_Child], pipe: list[int], owner: int) -> None:
         return
     for child in children:
         child.connection.close()
-        # SIGKILL: a child has nothing to save, and may be deep in an operator.
-        # Somebody else may have waited for it.
+        # SIGKILL: a child has nothing to save, and may be deep in an operator. Other code may have
+        # reaped it.
         with suppress(ProcessLookupError, ChildProcessError):
             os.kill(child.pid, signal.SIGKILL)
             os.waitpid(child.pid, 0)

@@ -1,14 +1,13 @@
-"""Updates that are matrix products, and their weighted sum without any of them.
+"""Deferred updates that are matrix products, and their weighted sum without forming them.
 
-Clients that begin at weights that all share move a weight by a product, -lr Lᵀ R of the gradients
-that come back to it in their steps, L (T, m), and the inputs that it had, R (T, n) (`factored`). A
-server that takes a weighted mean of C such updates needs their sum alone, and that is one product
-more:
+Clients that start from shared weights move a weight by a product, -lr Lᵀ R of the output gradients
+of their steps, L (T, m), and the inputs, R (T, n) (`factored`). A server that takes a weighted mean
+of C such updates needs only their sum, which is a single product:
 
     sum over k of w_k (-lr L_kᵀ R_k)  =  -lr [w_1 L_1; ...; w_C L_C]ᵀ [R_1; ...; R_C]
 
-so that C updates of d elements are neither written nor read. An update that somebody looks at by
-itself is formed then. Equal to the sum of the updates but for rounding.
+so that C updates of d elements are neither written nor read. A single update is formed when it is
+read. The result equals the sum of the updates except for rounding.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ from torch import Tensor
 from dure.machine.threads import threads
 
 LARGE = 1e30
-"""What no element of an update may come near.
+"""Bound far above any element of a valid update.
 
-Products that stay below are finite, and so are sums of a million of them.
+Products below the bound are finite, and so are sums of a million of them.
 """
 
 
@@ -41,7 +40,7 @@ class Factors(NamedTuple):
     bias: bool
 
     def formed(self, left: Tensor, right: Tensor) -> list[Tensor]:
-        """The updates of factors that may be scaled: (..., m n) and, of the bias, (..., m).
+        """Return the updates of factors that may be scaled: (..., m n) and, of the bias, (..., m).
 
         left: (..., T, m). right: (..., T, n).
         """
@@ -49,17 +48,17 @@ class Factors(NamedTuple):
         return [weight, left.sum(-2)] if self.bias else [weight]
 
     def sum(self, scales: Tensor, places: Iterator[Tensor], beta: float) -> None:
-        """The sum over k of scales_k L_kᵀ R_k, and that of the bias, into the next of the places.
+        """Add the sum over k of scales_k L_kᵀ R_k, and the bias's sum, to the next of the places.
 
-        Places are flat; what is there is kept `beta` times. scales: (C T,), of each row. The
-        narrower of the factors is scaled.
+        Places are flat; their previous content counts `beta` times. scales: (C T,), of each row.
+        The narrower of the factors is scaled.
         """
         left = self.left.flatten(0, 1)
         right = self.right.flatten(0, 1)
         m = left.shape[1]
         n = right.shape[1]
         scaled = (left if m < n else right) * scales.unsqueeze(1)
-        # The scales may be on either side of the product: the narrower one is fewer
+        # The scales may be on either side of the product: scaling the narrower factor takes fewer
         # multiplications.
         one, other = (scaled, right) if m < n else (left, scaled)
         next(places).view(m, n).addmm_(one.T, other, beta=beta)
@@ -77,8 +76,8 @@ Sizes = tuple[tuple[tuple[int, ...], ...], bool]
 class Products:
     """The updates of C clients.
 
-    parts: in the order in which parameters lie in flat weights. lr: of the factors. threads: of the
-    operators that sum them; None is as many as there are then.
+    parts: in the order of the parameters in flat weights. lr: of the factors. threads: of the
+    operators that sum them; None is the present number.
     """
 
     def __init__(self, parts: Sequence[Part], lr: float, threads: int | None = None) -> None:
@@ -88,28 +87,28 @@ class Products:
 
     @property
     def clients(self) -> int:
-        """C."""
+        """Number of clients C."""
         return len(_tensors(self.parts[0])[0])
 
     @property
     def device(self) -> torch.device:
-        """Where they are."""
+        """Device of the parts."""
         return _tensors(self.parts[0])[0].device
 
     @property
     def elements(self) -> int:
-        """How many numbers all parts have together."""
+        """Number of elements of all parts together."""
         tensors = chain.from_iterable(map(_tensors, self.parts))
         return sum(tensor.numel() for tensor in tensors)
 
     def bounded(self) -> bool:
-        """Whether the elements of all updates are sure to be finite.
+        """Return whether the elements of all updates are certainly finite.
 
         |L_kᵀ R_k| <= |L| |R| by Cauchy and Schwarz.
         """
-        # A bound from norms costs one pass over the factors, where forming the updates is what is
-        # to be saved.
-        return all(self._bound(part) < LARGE for part in self.parts)  # False where there is a NaN
+        # A bound by norms costs a pass over the factors, while forming the updates is the cost to
+        # avoid.
+        return all(self._bound(part) < LARGE for part in self.parts)  # False with a NaN
 
     def _bound(self, part: Part) -> float:
         if isinstance(part, Tensor):
@@ -119,7 +118,7 @@ class Products:
         return _norm(part.left) * max(_norm(part.right), ones) * self.lr
 
     def all(self) -> Tensor:
-        """The updates, each formed by itself: (C, d)."""
+        """Return the updates, each formed separately: (C, d)."""
         formed: list[Tensor] = []
         for part in self.parts:
             if isinstance(part, Tensor):
@@ -129,7 +128,7 @@ class Products:
         return torch.cat(formed, 1)
 
     def one(self, place: int) -> Tensor:
-        """The update of one client: (d,)."""
+        """Return the update of a single client: (d,)."""
         formed: list[Tensor] = []
         for part in self.parts:
             if isinstance(part, Tensor):
@@ -139,19 +138,19 @@ class Products:
         return torch.cat(formed)
 
     def sum(self, weights: Sequence[float], onto: Tensor | None = None) -> Tensor:
-        """The weighted sum of all updates: (d,).
+        """Return the weighted sum of all updates: (d,).
 
-        onto: (d,), to which it is added, if given.
+        onto: (d,), to which the sum is added in place, if given.
         """
         like = _tensors(self.parts[0])[0]
         shares = torch.tensor(weights, dtype=like.dtype, device=like.device)
         sizes = list(chain.from_iterable(map(_elements, self.parts)))
-        # What is there counts only where there is something to add to.
+        # The content of the memory counts only if there is a tensor to add to.
         beta = 0 if onto is None else 1
         total = like.new_empty(sum(sizes)) if onto is None else onto
         places = iter(torch.split(total, sizes))
         counts = {part.left.shape[1] for part in self.parts if isinstance(part, Factors)}
-        # A client's weight counts for each of its T rows; parts with as many rows share that.
+        # A client's weight applies to each of its T rows; parts with equal T share the scales.
         scales = {
             rows: (shares * -self.lr).unsqueeze(1).expand(-1, rows).flatten() for rows in counts
         }
@@ -164,7 +163,7 @@ class Products:
         return total
 
     def write(self, memory: Tensor) -> list[Sizes]:
-        """Copies the parts to flat memory, one after another; returns what `read` needs."""
+        """Copy the parts to flat memory, one after another; return the sizes for `read`."""
         sizes: list[Sizes] = []
         at = 0
         for part in self.parts:
@@ -178,7 +177,7 @@ class Products:
 
     @staticmethod
     def read(memory: Tensor, sizes: Sequence[Sizes], lr: float) -> Products:
-        """A copy of what was written there."""
+        """Return a copy of the products that `write` wrote to the memory."""
         parts: list[Part] = []
         at = 0
         for shapes, bias in sizes:
@@ -193,7 +192,7 @@ class Products:
 
 
 def _elements(part: Part) -> list[int]:
-    """Elements of a client's updates of the parameters that are in the part."""
+    """Return the numbers of elements of a client's updates of the part's parameters."""
     if isinstance(part, Tensor):
         return [part[0].numel()]
     m = part.left.shape[2]
@@ -206,15 +205,16 @@ def _tensors(part: Part) -> Sequence[Tensor]:
 
 
 def _norm(tensor: Tensor) -> float:
-    """The root of the sum of squares, infinite where that overflows."""
+    """Return the root of the sum of squares, infinite upon overflow."""
     flat = tensor.reshape(-1)
     return math.sqrt(float(torch.dot(flat, flat)))
 
 
 class Deferred(Sequence[Tensor]):
-    """A client's update, one flat tensor, which is formed when somebody looks at it.
+    """A client's update, a single flat tensor, which is formed when it is read.
 
-    place: the client's in `products`; like: shape and dtype as the weights have them.
+    place: the client's in `products`; like: a tensor with the shape, dtype and device of the
+    weights.
     """
 
     def __init__(self, products: Products, place: int, like: Tensor) -> None:
@@ -231,7 +231,7 @@ class Deferred(Sequence[Tensor]):
     @overload
     def __getitem__(self, index: slice) -> Sequence[Tensor]: ...
     def __getitem__(self, index: int | slice) -> Tensor | Sequence[Tensor]:
-        # Formed once, and kept while the update is.
+        # Formed once, and stored as long as the update.
         if self._formed is None:
             self._formed = self.products.one(self.place).to(self.like.device)
         return [self._formed][index]

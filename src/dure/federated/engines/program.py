@@ -1,10 +1,11 @@
-"""A model as a chain of layers that `dure.federated.engines.layers` can compute for many clients.
+"""Translation of a model into a chain of batched layers (`dure.federated.engines.layers`).
 
-`torch.fx` runs the model's forward once on symbols and writes down the calls. Each call must use
-the result of the one before and nothing else; which calls are known is the table `_Reader`. Hooks
-of modules and of parameters are refused (those of the optimizer are in `sgd_of`). Whether the chain
-is the model is then tried: on a few examples it must give the model's own gradient, so that an
-overridden method or a parametrisation that the table does not see is refused where it changes that.
+`torch.fx` runs the model's forward once on symbols and records the calls. Each call must use the
+result of the call before and nothing else; the table `_Reader` has the known calls. Hooks of
+modules and of parameters are refused (hooks of the optimizer are in `sgd_of`). A trial then checks
+that the chain equals the model: on a few examples it must give the model's own gradient. So an
+overridden method or a parametrisation that the table does not see is refused if it changes the
+gradient.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from dure.tensors.flat import trained_of
 from dure.tensors.hooks import has_hooks
 
 TRIED = 3
-"""Examples on which a chain is compared with its model."""
+"""Number of examples on which a chain is compared with its model."""
 
 OUTSIDE = "the model uses a parameter outside of the layers that are known here"
 
@@ -59,30 +60,33 @@ class Program:
         self.chain = list(chain)
         self.loss = loss
         self.weights = weights
-        # Before the first layer with parameters nobody needs a gradient, so the backward pass ends
+        # Before the first layer with parameters no gradient is needed, so the backward pass ends
         # there.
         first = next(at for at, layer in enumerate(self.chain) if layer.trained)
         self._back = [(layer, True) for layer in self.chain[:first:-1]]
         self._back.append((self.chain[first], False))
-        """The layers of the backward pass, and whether it goes on to the one before."""
+        """The layers of the backward pass, and whether it continues to the layer before."""
         self._active = 0
         self._unfinished: list[Weights] = []
 
     def begin(self, clients: int) -> None:
-        """The weights are loaded for so many clients: what holds for all their steps is decided."""
+        """Prepare all steps of `clients` clients, after their weights were loaded."""
         self._active = clients
         self._unfinished = [weights for weights in self.weights if weights.has_more]
 
     def step(
         self, inputs: Tensor, targets: Tensor, sizes: Sequence[int], shares: Tensor, first: bool
     ) -> Found:
-        """One step of the A clients at the front: the loss of each before it.
+        """Run a step of the first A clients; return the loss of each before the step.
 
-        inputs, targets: (A, B, ...). sizes: how many of the B rows count, for each client. shares:
-        (A, B), the weight of each row in its client's mean. first: whether it is the clients' first
-        step.
+        Args:
+            inputs: (A, B, ...).
+            targets: (A, B, ...).
+            sizes: number of real rows among the B rows, for each client.
+            shares: (A, B), the weight of each row in its client's mean.
+            first: whether it is the clients' first step.
         """
-        # Clients are sorted by their number of steps: those that are done are the last ones.
+        # Clients are sorted by their number of steps: finished clients are the last.
         if len(inputs) != self._active:
             self._active = len(inputs)
             for weights in self.weights:
@@ -96,23 +100,23 @@ class Program:
             gradient = layer.backward(gradient, goes_on)
         for weights in self._unfinished:
             weights.finish(first)
-        # Only now: the backward pass above still read the shared weights.
+        # Only now: the backward pass above still reads the shared weights.
         if first:
             self._part_ways()
         return found
 
     def _part_ways(self) -> None:
-        """From the second step on each client has weights of its own, but for the factored ones."""
+        """Give each client its own weights from the second step on, except for factored weights."""
         for weights in self.weights:
             if not weights.is_factored:
                 weights.shared = None
 
 
 def _cheaper(chain: Sequence[Layer]) -> list[Layer]:
-    """The same function and gradient: relu of the largest of four for the largest of four relus."""
+    """Return an equivalent chain: relu of a maximum of four instead of a maximum of four relus."""
     made = list(chain)
     for at, (one, after) in enumerate(pairwise(chain)):
-        # Pooling first leaves relu a quarter of the elements (of windows of 2x2).
+        # With pooling first, relu has a quarter of the elements (for windows of 2x2).
         if isinstance(one, layers.Relu) and isinstance(after, layers.Pool) and after.largest:
             made[at] = after
             made[at + 1] = one
@@ -120,11 +124,11 @@ def _cheaper(chain: Sequence[Layer]) -> list[Layer]:
 
 
 def program_of(task: Task, model: nn.Module, examples: Examples) -> Program:
-    """The program for the model on such examples.
+    """Return the program for the model on such examples.
 
-    Raises CannotBatchError, with the reason, if there is none.
+    Raises CannotBatchError, with the reason, for an unsupported model.
     """
-    # Cheap refusals come first; the trial step comes last.
+    # Cheap checks come first; the trial step comes last.
     parameters = list(model.parameters())
     _check(model, parameters, examples)
     loss = loss_of(task.loss, examples)
@@ -151,21 +155,21 @@ def program_of(task: Task, model: nn.Module, examples: Examples) -> Program:
     program = Program(chain, loss, list(weights.values()), inputs)
     _try(program, task=task, model=model, parameters=trained, examples=examples)
     for each in program.weights:
-        # The trial's memory was that of one client.
+        # The memory of the trial has the size of a single client.
         each.forget()
     return program
 
 
 def _check(model: nn.Module, parameters: Sequence[nn.Parameter], examples: Examples) -> None:
-    # Examples of a dataset are read one by one, and may be drawn at random: they are no tensor to
-    # take rows of.
+    # Examples of a dataset are read one by one, and may be drawn at random: rows cannot be taken
+    # from them.
     if type(examples) is not Examples:
         raise CannotBatchError("the inputs are not tensors in memory")
     if not isinstance(examples.targets, Tensor):
         raise CannotBatchError("the targets are not one tensor")
     if not parameters:
         raise CannotBatchError("the model has no parameters")
-    # Batch-norm mixes the examples of a batch and changes its buffers: no layer here does.
+    # Batch norm mixes the examples of a batch and changes its buffers: no layer here does.
     if next(model.buffers(), None) is not None:
         raise CannotBatchError("the model has buffers")
     if not any(each.requires_grad for each in parameters):
@@ -187,7 +191,7 @@ def _try(
     parameters: Sequence[nn.Parameter],
     examples: Examples,
 ) -> None:
-    """One step of each on the first examples.
+    """Compare a step of program and model on the first examples.
 
     Raises CannotBatchError if they differ by more than rounding.
     """
@@ -206,7 +210,7 @@ def _try(
     inputs = program.inputs[some].to(device)
     shares_of_rows = torch.full((1, len(some)), 1 / len(some), dtype=inputs.dtype, device=device)
     eps = torch.finfo(inputs.dtype).eps
-    # Both ways of a first step: with shared weights, and with each client's own.
+    # Both kinds of a first step: with shared weights, and with per-client weights.
     for shares in (True, False):
         for weights, parameter in zip(program.weights, parameters, strict=True):
             weights.load(parameter.reshape(1, -1), 1, SGD(1.0), shares=shares)
@@ -227,8 +231,8 @@ def _try(
                 f"a layer has inputs of another shape than usual: {first_line(error)}"
             ) from error
         for weights, parameter, gradient in zip(program.weights, parameters, expected, strict=True):
-            # With lr 1 the step is the gradient. Its own rounding is relative to its largest
-            # element; that of the difference, to the weights.
+            # With lr 1 the step is the gradient. The gradient's rounding is relative to its largest
+            # element; the rounding of the difference, to the weights.
             off = (parameter - weights.values[0] - gradient).abs().max()
             rounding = 1e3 * eps * gradient.abs().max() + 4 * eps * parameter.abs().max()
             if not bool(off <= rounding):
@@ -238,8 +242,8 @@ def _try(
 def _gradients(loss: Tensor, model: nn.Module, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
     """Return the gradient of each parameter.
 
-    Raises CannotBatchError for a parameter without a gradient: an optimizer leaves it alone, and
-    the chain would move it.
+    Raises CannotBatchError for a parameter without a gradient: an optimizer skips it, and the chain
+    would move it.
     """
     if not loss.requires_grad:
         raise CannotBatchError("the loss reaches no trained parameter")
@@ -254,7 +258,7 @@ def _gradients(loss: Tensor, model: nn.Module, parameters: Sequence[nn.Parameter
 
 
 def _loss(loss: Loss, function: TaskLoss, examples: Examples, outputs: Any, targets: Any) -> Tensor:
-    """The loss of a few examples, as the task has it."""
+    """Return the task's loss of a few examples."""
     try:
         if isinstance(loss, Own):
             check_pair(function, function(outputs, targets))
@@ -262,7 +266,7 @@ def _loss(loss: Loss, function: TaskLoss, examples: Examples, outputs: Any, targ
     except CannotBatchError:
         raise
     except Exception as error:
-        # Where a client meets it, the error names the client.
+        # The error would name the client if a client met it.
         raise CannotBatchError(f"the loss fails: {described(error)}") from error
     if not found.counted:
         raise CannotBatchError("the loss counts nothing in the examples that it is tried on")
@@ -270,7 +274,7 @@ def _loss(loss: Loss, function: TaskLoss, examples: Examples, outputs: Any, targ
 
 
 def _counting(loss: Loss, examples: Examples) -> Tensor:
-    """A few examples, such as the loss counts where that is known."""
+    """Return a few examples, as indices; if known, examples that the loss counts."""
     targets = examples.targets
     if loss.known is None or targets.ndim != 1:
         return torch.arange(min(TRIED, len(examples)))
@@ -283,7 +287,7 @@ def _check_targets(loss: Loss, outputs: Tensor, targets: Tensor) -> None:
         return
     if loss.known is not None:
         counting = targets != loss.known.ignore_index
-        # For the bounds: what is ignored is of no class.
+        # For the bounds below: ignored targets have no valid class.
         targets = targets[counting] if targets.ndim == 1 else targets
         if outputs.ndim != 2 or targets.ndim != 1 or targets.dtype != torch.int64:
             raise CannotBatchError("the targets are not one class index an example")
@@ -294,9 +298,9 @@ def _check_targets(loss: Loss, outputs: Tensor, targets: Tensor) -> None:
 
 
 class _Tracer(fx.Tracer):
-    """Ends at the first parameter that is used outside of a layer.
+    """Tracer that ends at the first parameter used outside of a layer.
 
-    torch's would give it a name, which takes it as long as the model has parameters, for each.
+    torch's tracer would look for a name among all parameters, for each such use.
     """
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, fx.Proxy]) -> Any:
@@ -308,7 +312,7 @@ class _Tracer(fx.Tracer):
 class _Reader:
     """The chain of a model, call by call.
 
-    used: the parameters that occur in it. Raises CannotBatchError for what is not known.
+    used: the ids of the parameters in the chain. Raises CannotBatchError for unknown calls.
     """
 
     def __init__(
@@ -319,8 +323,8 @@ class _Reader:
         self.weights = weights
         self.used: list[int] = []
         self.chain: list[Layer] = []
-        # Around the model, so that a model which is one known layer is a call as well. In training
-        # mode, as it will be used: dropout has to be seen.
+        # Wrapped, so that a model which is a single known layer is a call as well. In training
+        # mode, as in its use: dropout has to be seen.
         self.root = nn.Sequential(model.train())
         before = _kept_by(model)
         try:
@@ -332,14 +336,14 @@ class _Reader:
             raise CannotBatchError(
                 f"the model's forward depends on its inputs: {reason}"
             ) from error
-        # Traced once, it would not be asked again how it computes.
+        # A traced model would not execute such changes again.
         if _kept_by(model) != before:
             raise CannotBatchError("the model's forward changes what the model keeps")
         self.value: fx.Node | None = None
         self.begins: fx.Node | None = None
-        """The value that the first layer takes, where inputs are structured."""
+        """Input of the first layer, for structured inputs."""
         self.rows: set[fx.Node] = set()
-        """Numbers that are the length of the batch."""
+        """Values that are the length of the batch."""
         for node in graph.nodes:
             self._read(node)
 
@@ -377,7 +381,7 @@ class _Reader:
             self.value = node
 
     def _is_before(self, front: Front, node: fx.Node) -> bool:
-        """Whether the operation comes before the first layer. Notes what the first layer takes."""
+        """Return whether the operation precedes the first layer; note the first layer's input."""
         if front.takes(node):
             return True
         if self.begins is None:
@@ -388,7 +392,7 @@ class _Reader:
         return False
 
     def _is_length(self, node: fx.Node) -> bool:
-        """x.size(0) and x.shape[0], as in x.view(x.size(0), -1)."""
+        """Return whether the node is x.size(0) or x.shape[0], as in x.view(x.size(0), -1)."""
         args = node.args
         shape = (
             node.op == "call_function" and node.target is getattr and args == (self.value, "shape")
@@ -411,8 +415,8 @@ class _Reader:
             found = None
         if found is None:
             raise CannotBatchError(f"{node.name} is not a layer that is known here")
-        # The table's functions have the signatures of torch's, less the input; arguments they do
-        # not take are unknown here.
+        # The table's functions have the signatures of torch's, without the input; other arguments
+        # are unsupported.
         try:
             return found(*node.args[1:], **node.kwargs)
         except TypeError as error:
@@ -431,7 +435,7 @@ class _Reader:
         raise CannotBatchError(f"{kind.__name__} is not a layer that is known here")
 
     def _uses(self, module: nn.Linear | nn.Conv2d) -> bool:
-        """Notes the layer's parameters; whether they are trained."""
+        """Note the layer's parameters; return whether they are trained."""
         # A layer that is called twice would be stepped twice, and its inputs overwritten.
         for parameter in module.parameters():
             if id(parameter) in self.used:
@@ -453,24 +457,25 @@ class _Reader:
         how = (_pair(module.stride), _pair(module.padding), _pair(module.dilation))
         if not self._uses(module):
             return layers.FrozenConvolution(*_constants(module), *how)
-        # One output channel has the elements of a patch: that many times the image is written out.
+        # A kernel has the elements of a patch: the written-out patches are that many times the
+        # image.
         few = module.weight[0].numel() <= layers.FEW
         kind = layers.PatchConvolution if few else layers.Convolution
         return kind(*self._parameters(module), *how)
 
 
 def _constants(module: nn.Linear | nn.Conv2d) -> tuple[Tensor, Tensor | None]:
-    """The weights of a layer that is not trained."""
+    """Return the weights of a layer that is not trained."""
     return module.weight.detach(), None if module.bias is None else module.bias.detach()
 
 
 def _kept_by(model: nn.Module) -> list[dict[str, Any]]:
-    """The attributes of all modules: themselves, or what is in them where that may change."""
+    """Return the attributes of all modules, by identity, and the contents of containers."""
     return [{name: _within(value) for name, value in vars(one).items()} for one in model.modules()]
 
 
 def _within(value: Any) -> Any:
-    # Objects are compared by identity: of tensors, equality is a tensor.
+    # Objects are compared by identity: equality of tensors is a tensor.
     if isinstance(value, dict):
         return {key: id(one) for key, one in value.items()}
     return [id(one) for one in value] if isinstance(value, (list, set)) else id(value)

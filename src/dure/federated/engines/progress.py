@@ -1,14 +1,14 @@
-"""How far a process has come that trains for clients, and how long it is waited for.
+"""Progress of a training process, and its supervision.
 
-    it          counts the steps that it has made (`Engine.look`), and the jobs that it has done
-    who waits   looks at these numbers again and again, and gives the process up where they stay
-                the same for `deadline` seconds (`dure.machine.patience`)
+    process     counts its steps (`Engine.look`), and its finished jobs
+    waiter      polls these numbers, and treats the process as hung if they stay the same for
+                `deadline` seconds (`dure.machine.patience`)
 
-A job as a whole may take as long as it likes. A process that was stopped, or that hangs in a step,
-is given up; so is one whose single step takes longer than the deadline, for nobody can tell the two
-apart from outside.
+A job as a whole may take any time. A process that was stopped, or that hangs in a step, counts as
+hung; so does a process whose single step takes longer than the deadline, because the two look the
+same from outside.
 
-Cost: a number written a step.
+Cost: a number written per step.
 """
 
 from __future__ import annotations
@@ -19,36 +19,38 @@ from collections.abc import Sequence
 from dure.federated.engines.job import Job
 
 DEADLINE = 60.0
-"""Seconds without a step until a process is given up, where nobody says otherwise."""
+"""Default of the seconds without a step after which a process counts as hung."""
 
 
 class Progress:
-    """Two numbers in memory that forked processes share: the jobs of a chunk that are done, and
-    the steps that were ever made."""
+    """Two counters in memory that forked processes share.
+
+    The counters are the finished jobs of a chunk, and all steps so far.
+    """
 
     def __init__(self) -> None:
         self._numbers = memoryview(mmap.mmap(-1, 16)).cast("q")
 
     def done(self, jobs: int) -> None:
-        """So many jobs of the chunk are done."""
+        """Set the number of finished jobs of the chunk."""
         self._numbers[0] = jobs
 
     def step(self) -> None:
-        """Another step begins."""
+        """Count another step."""
         self._numbers[1] += 1
 
     @property
     def jobs(self) -> int:
-        """How many jobs of its chunk are done."""
+        """Number of finished jobs of the chunk."""
         return self._numbers[0]
 
     def now(self) -> tuple[int, ...]:
-        """The numbers as they are."""
+        """Return the present numbers."""
         return tuple(self._numbers)
 
 
 def silent(deadline: float, stopped: bool) -> str:
-    """Why a process was given up, for people."""
+    """Return why a process counts as hung, for messages."""
     if stopped:
         return f"the process that trained for it has been stopped for {deadline:g} s"
     return (
@@ -58,9 +60,9 @@ def silent(deadline: float, stopped: bool) -> str:
 
 
 def named(jobs: Sequence[Job], done: int, one_by_one: bool) -> tuple[str, str]:
-    """Whose work it is that a process was at, and when, for errors.
+    """Return (clients, round) that a process was working for, for errors.
 
-    done: how many of the jobs were done; one_by_one: whether they are done one after another.
+    done: number of finished jobs; one_by_one: whether jobs run one after another.
     """
     if one_by_one:
         jobs = [jobs[min(done, len(jobs) - 1)]]

@@ -4,14 +4,13 @@
     v <- g in a client's first step, else momentum v + (1 - dampening) g
     w <- w - lr v              nesterov: w - lr (g + momentum v)
 
-The gradient of a layer's weight is a product g = L R of the gradient that comes back to the layer
-and the inputs that it had. Without momentum it is never stored: BLAS adds the product to the
-weights themselves,
+The gradient of a layer's weight is a product g = L R of the layer's output gradient and its inputs.
+Without momentum it is never stored: BLAS adds the product to the weights themselves,
 
     w <- (1 - lr (mu + weight_decay)) w - lr L R + lr (mu anchor - correction),
 
-one pass over the weights instead of three. That is torch.optim.SGD in another order of additions:
-equal to rounding.
+a single pass over the weights instead of three. This is torch.optim.SGD in another order of
+additions, equal except for rounding.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ from dure.tensors.optimizer_state import listened
 
 
 class CannotBatchError(Exception):
-    """Why clients cannot be computed together; a reason, in words."""
+    """Raised if clients cannot be batched; the message is the reason."""
 
 
 @dataclass(frozen=True)
 class SGD:
-    """The settings of torch.optim.SGD."""
+    """Settings of torch.optim.SGD."""
 
     lr: float
     momentum: float = 0.0
@@ -43,9 +42,9 @@ class SGD:
 
 
 def sgd_of(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> SGD:
-    """The settings of `optimizer`. parameters: those that are trained; it may have others too.
+    """Return the settings of `optimizer`. parameters: the trained ones; it may have others too.
 
-    Raises CannotBatchError if it does anything else, or not to all of them alike.
+    Raises CannotBatchError if the optimizer does anything else, or treats parameters differently.
     """
     if type(optimizer) is not torch.optim.SGD:
         raise CannotBatchError(f"the optimizer is {type(optimizer).__name__}, not SGD")
@@ -71,16 +70,16 @@ def sgd_of(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter])
 
 
 LINE = 64
-"""Bytes of a line of the cache, where a client's part of a parameter begins.
+"""Bytes of a cache line, on which each client's part of a parameter begins.
 
-A product that is added to memory off such lines takes four times as long.
+Adding a product to unaligned memory takes four times as long.
 """
 
 
 class Weights:
-    """One parameter of all clients of a cohort.
+    """A parameter of all clients of a cohort.
 
-    values: (C, *shape). now: (A, *shape), those of the clients that are at work in this step.
+    values: (C, *shape). now: (A, *shape), of the clients that are at work in this step.
     """
 
     def __init__(self, shape: tuple[int, ...]) -> None:
@@ -91,23 +90,23 @@ class Weights:
         self._constant: Tensor | None = None
         self._pull = 0.0
         self.shared: Tensor | None = None
-        """The weights that all clients have in this step; None where each has its own.
+        """Weights that all clients share in this step; None for per-client weights.
 
-        Weights that are shared are so in the first step; factored ones stay so.
+        Shared weights last for the first step; factored weights last for the cohort.
         """
         self.is_factored = False
-        """Whether the weights are factored, by themselves or as the bias of such a weight."""
+        """Whether the weights are factored, as a weight or as the bias of such a weight."""
         self.has_more = False
-        """Whether a step has something that is not in the products, so that it needs `finish`."""
+        """Whether a step has terms outside of the products, so that it needs `finish`."""
         self.factored: Factored | None = None
-        """The weights, where they are what all share and what each has added, as factors."""
+        """The weights in factored form; None otherwise."""
         self.beside: Weights | None = None
-        """For a linear layer's bias: the layer's weight, with which it is factored.
+        """For a linear layer's bias: the layer's weight, with which the bias is factored.
 
-        It comes right before.
+        The weight comes right before the bias.
         """
         self._only: Tensor | None = None
-        """Where the change goes that a shared step makes, if it is the only step.
+        """Output of the change of a shared step, if it is the only step.
 
         The weights are then never written.
         """
@@ -122,49 +121,58 @@ class Weights:
         shares: bool = False,
         only: Tensor | None = None,
     ) -> None:
-        """Begins a cohort at the weights `start`, (C, n) or (1, n).
+        """Load the start weights of a cohort, (C, n) or (1, n).
 
-        To each gradient is added pull · w, and `constant`, (C, n) or (1, n): mu (w - anchor) +
-        correction is pull = mu, constant = correction - mu anchor. shares: all begin at `start` and
-        compute their first step with it: one large product in place of many small ones. only: (C,
-        n), which takes the change if that is the only step.
+        Each gradient gets pull · w, and `constant`: mu (w - anchor) + correction is pull = mu,
+        constant = correction - mu anchor.
+
+        Args:
+            start: (C, n), or (1, n) for all clients.
+            clients: C.
+            rule: settings of SGD.
+            pull: factor of w in each gradient.
+            constant: (C, n) or (1, n), added to each gradient; None adds nothing.
+            shares: whether all clients start from `start` and compute their first step with it, in
+                a large product.
+            only: (C, n), which receives the change if there is a single step.
         """
         self.rule = rule
         self._pull = pull + rule.weight_decay
         start = start.view(-1, *self.shape)
-        # Views in the shape of the parameter: nothing is copied but the start, and that only where
-        # weights are written.
+        # Views in the shape of the parameter: only the start is copied, and only if weights are
+        # written.
         self._constant = None if constant is None else constant.view(-1, *self.shape)
         self.shared = start[0] if shares else None
         self._only = None if only is None else only.view(clients, *self.shape)
         self.factored = None
         self.is_factored = False
         if only is not None:
-            # The one step writes the change alone: the clients' weights are one copy, read by all.
+            # The single step writes the change alone: all clients read a single copy of the
+            # weights.
             self.values = self.now = start.expand(clients, *self.shape)
             self.has_more = bool(self._pull) or constant is not None
             return
-        # Memory is kept from cohort to cohort, most of which are equally large.
+        # Memory is reused from cohort to cohort, most of which have the same size.
         if len(self._own) != clients:
             self._own = _on_lines(start, clients, self.shape)
         self.values = self.now = self._own
         self.has_more = bool(rule.momentum) or constant is not None
-        # With momentum a gradient is needed by itself: it goes into the velocity.
+        # With momentum the gradient is needed separately: it goes into the velocity.
         if rule.momentum and self._gradient.shape != self.values.shape:
             self._gradient = start.new_empty(self.values.shape)
             self._velocity = start.new_empty(self.values.shape)
         self.values.copy_(start)
 
     def forget(self) -> None:
-        """Gives back what it has of memory."""
+        """Free the memory."""
         self.values = self.now = self._own = torch.empty(0)
         self._gradient = self._velocity = torch.empty(0)
         self._constant = self.shared = self._only = None
 
     def factor(self, start: Tensor, clients: int, rule: SGD, rows: int) -> None:
-        """Begins a cohort at `start`, (n,), whose steps have so many rows together.
+        """Load the start weights, (n,), of a cohort with factored weights.
 
-        Nothing is added to gradients.
+        rows: of all steps together. Nothing is added to gradients.
         """
         self.rule = rule
         self.shared = start.view(self.shape)
@@ -174,7 +182,7 @@ class Weights:
             self.factored = Factored(self.shared, clients, rows, rule.lr)
 
     def change(self, out: Tensor) -> None:
-        """Writes what the clients have added to the factored weights to out, (C, n)."""
+        """Write the clients' changes of the factored weights to out, (C, n)."""
         factored = (self if self.beside is None else self.beside).factored
         assert factored is not None
         left, right = factored.factors()
@@ -185,24 +193,24 @@ class Weights:
             torch.sum(left, 1, out=out).mul_(-self.rule.lr)
 
     def narrow(self, active: int) -> None:
-        """Only so many clients have another step."""
+        """Restrict the next steps to the first `active` clients."""
         self.now = self.values[:active]
 
     def product(self, left: Tensor, right: Tensor) -> None:
-        """The gradient is left @ right, (A, m, k) and (A, k, n) with m n elements a client."""
+        """Apply the gradient left @ right, (A, m, k) and (A, k, n), m n elements per client."""
         matrix = (len(self.now), left.shape[1], right.shape[2])
         lr = self.rule.lr
-        # beta=0 ignores what is in the memory before, even NaN.
+        # beta=0 ignores the previous content of the memory, even NaN.
         if self._only is not None:
             self._only.view(matrix).baddbmm_(left, right, beta=0, alpha=-lr)
         elif self.rule.momentum:
             torch.bmm(left, right, out=self._gradient[: len(self.now)].view(matrix))
         else:
-            # Weight decay and the pull are a factor on the weights, which the same product applies.
+            # Weight decay and the pull are a factor of the weights, which the same product applies.
             self.now.view(matrix).baddbmm_(left, right, beta=1 - lr * self._pull, alpha=-lr)
 
     def sum(self, gradient: Tensor) -> None:
-        """The gradient is `gradient`."""
+        """Apply the gradient `gradient`."""
         if self._only is not None:
             torch.mul(gradient, -self.rule.lr, out=self._only)
         elif self.rule.momentum:
@@ -213,13 +221,13 @@ class Weights:
             self.now.add_(gradient, alpha=-self.rule.lr)
 
     def finish(self, first: bool) -> None:
-        """Ends a step that has more than the products.
+        """Finish a step that has terms outside of the products.
 
         first: whether it is the clients' first step.
         """
         rule = self.rule
         active = len(self.now)
-        # Where it is (1, n) it holds for all.
+        # A constant of shape (1, n) applies to all clients.
         constant = None if self._constant is None else self._constant[:active]
         if not rule.momentum:
             moved = self.now if self._only is None else self._only
@@ -245,9 +253,9 @@ class Weights:
 
 
 def _on_lines(like: Tensor, clients: int, shape: tuple[int, ...]) -> Tensor:
-    """Memory (C, *shape), uninitialised, each client's part on cache lines of its own."""
+    """Return memory (C, *shape), uninitialised, with each client's part on its own cache lines."""
     elements = math.prod(shape)
     line = LINE // like.element_size()
     whole_lines = -(-elements // line) * line
-    # Each row is as long as whole lines; what is beyond the elements is never read.
+    # Each row is padded to whole lines; the padding is never read.
     return like.new_empty(clients, whole_lines)[:, :elements].view(clients, *shape)

@@ -1,6 +1,6 @@
-"""Memory in which this process and its children give each other weights and results (`processes`).
+"""Shared memory for weights and results of this process and its children (`processes`).
 
-It is allocated once. What is never touched of it costs nothing.
+The memory is allocated once. Untouched pages cost nothing.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from dure.protocol.messages import Failure
 from dure.tensors.flat import by_dtype, trained_of
 
 LINE = 64
-"""Bytes of a line of the cache: where each tensor begins."""
+"""Bytes of a cache line, on which each tensor begins."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How the trained weights lie in flat tensors: a dtype and a number of elements for each."""
+    """Layout of the trained weights in flat tensors: (dtype, number of elements) of each."""
 
     parts: tuple[tuple[torch.dtype, int], ...]
 
@@ -36,22 +36,22 @@ class Layout:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of one set of weights."""
+        """Bytes of a set of weights."""
         return sum(_on_lines(dtype.itemsize * count) for dtype, count in self.parts)
 
     def memory(self, count: int) -> mmap.mmap:
-        """Memory for so many sets of weights, which forked processes share."""
+        """Return memory for `count` sets of weights, which forked processes share."""
         # Anonymous and shared: pages exist once touched, and a fork shares them.
         return mmap.mmap(-1, max(LINE, self.nbytes * count))
 
     def sets(self, memory: mmap.mmap, count: int) -> list[list[Tensor]]:
-        """The sets of weights there."""
+        """Return the sets of weights in the memory, as views."""
         made: list[list[Tensor]] = []
         at = 0
         for _ in range(count):
             one: list[Tensor] = []
             for dtype, elements in self.parts:
-                # The tensors hold the memory, which so lives as long as any of them.
+                # The tensors keep the memory alive.
                 one.append(torch.frombuffer(memory, dtype=dtype, count=elements, offset=at))
                 at += _on_lines(dtype.itemsize * elements)
             made.append(one)
@@ -63,9 +63,9 @@ def _on_lines(nbytes: int) -> int:
 
 
 class Slots:
-    """The weights, anchors and corrections that children read.
+    """Slots of weights, anchors and corrections that children read.
 
-    They are sets of tensors, known by identity and version.
+    A slot's content is identified by the identity and version of its tensors.
     """
 
     def __init__(self, layout: Layout, count: int) -> None:
@@ -73,14 +73,15 @@ class Slots:
         self.held: list[list[tuple[Tensor, int]]] = [[] for _ in range(count)]
 
     def put(self, values: Sequence[Tensor], needed: set[int]) -> int:
-        """The slot that has `values`, after copying them if none had.
+        """Return the slot with `values`, after copying them if no slot had them.
 
-        needed: slots that stay as they are; this one is added to it.
+        needed: slots that must not change; the returned slot is added.
         """
-        # torch counts every change in place. Together with identity that says whether a slot's copy
-        # is still right, without a look at the numbers.
+        # torch counts every in-place change. With the identity, the count shows whether a slot's
+        # copy is still right, without reading the numbers.
         known = [(value, value._version) for value in values]
-        # In a round all jobs have the same weights: they are found here, and copied once.
+        # In a round all jobs have the same weights: they are copied once, and found here
+        # afterwards.
         for slot, held in enumerate(self.held):
             if len(held) == len(known) and all(
                 a is b and v == w for (a, v), (b, w) in zip(held, known, strict=True)
@@ -90,7 +91,7 @@ class Slots:
         slot = next(each for each in range(len(self.sets)) if each not in needed)
         for mine, value in zip(self.sets[slot], values, strict=True):
             mine.copy_(value)
-        # Held, so that no other tensor can get the same identity.
+        # A reference, so that no other tensor can get the same identity.
         self.held[slot] = known
         needed.add(slot)
         return slot
@@ -98,11 +99,12 @@ class Slots:
 
 @dataclass
 class Reply:
-    """What is said of results whose tensors are in shared memory.
+    """Message about results whose tensors are in shared memory.
 
-    results: samples, loss, buffers, failure, counted of each. products: where all updates are
-    deferred, the sizes of the parts and the learning rate of each cohort's; and places: which of
-    them and where in it an update is. Else each update is in a set of its own.
+    results: samples, loss, buffers, failure, counted weight of each. products: if all updates are
+    deferred, the sizes of the parts and the learning rate of each cohort's products. places: of
+    each deferred update, the index of its products and its place in them. Otherwise each update is
+    in its own set.
     """
 
     results: list[tuple[int, float, list[Tensor], Failure | None, float | None]]
@@ -111,19 +113,19 @@ class Reply:
 
 
 class Outputs:
-    """Where a child writes what came of a chunk of jobs."""
+    """Memory to which a child writes the results of a chunk of jobs."""
 
     def __init__(self, layout: Layout, count: int) -> None:
         memory = layout.memory(count)
         self.sets = layout.sets(memory, count)
         # The same memory in one piece, for products, whose parts have other sizes than the weights;
-        # all together they are no larger (`which_pay`).
+        # all together they are not larger (`which_pay`).
         self.flat = (
             torch.frombuffer(memory, dtype=layout.parts[0][0]) if layout.parts else torch.empty(0)
         )
 
     def write(self, done: Sequence[Trained]) -> Reply:
-        """Writes results, in the child; returns what is said of them in a message."""
+        """Write results, in the child, and return the message about them."""
         reply = Reply(
             [
                 (each.samples, each.loss, list(each.buffers), each.failure, each.counted)
@@ -135,7 +137,7 @@ class Outputs:
         if deferred and len(deferred) == len(done):
             self._write_products(deferred, reply)
             return reply
-        # Shorter where a job failed: the others have no result.
+        # Shorter if a job failed: the others have no result.
         for output, trained in zip(self.sets, done, strict=False):
             if trained.failure is None:
                 for mine, delta in zip(output, trained.delta, strict=True):
@@ -155,7 +157,7 @@ class Outputs:
             reply.places.append((known[id(products)], delta.place))
 
     def read(self, reply: Reply, jobs: Sequence[Job]) -> list[Trained]:
-        """Reads results, in the parent, which gets copies."""
+        """Return copies of the results, in the parent."""
         cohorts: list[Products] = []
         at = 0
         for sizes, lr in reply.products:

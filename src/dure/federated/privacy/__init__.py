@@ -1,1 +1,1 @@
-"""What keeps clients' data from the server and from others: sums alone, noise; and attacks."""
+"""Protection of clients' data, by secure sums and by noise; and attacks on updates."""

@@ -1,6 +1,6 @@
-"""What a federation protects: `privacy` of a strategy, as a value and as text.
+"""Privacy settings of a federation: the field `privacy` of a strategy, as a value and as text.
 
-A text names protections, with "/" between them: `secure-aggregation/user-level:1:1.1`.
+The text names the protections, separated by "/": `secure-aggregation/user-level:1:1.1`.
 """
 
 from __future__ import annotations
@@ -20,17 +20,20 @@ from dure.settings import read
 PROTECTIONS: dict[str, type[Protection]] = {
     kind.name: kind for kind in (SecureAggregation, SecureAggregationPlus, UserLevel, DPSGD)
 }
-"""Every protection by the name its text form begins with."""
+"""All protections, by the name that their text begins with."""
 
 NONE = "none"
-"""The text of no protection."""
+"""Text for no protection."""
 
 
 @dataclass(frozen=True)
 class Privacy:
-    """What a federation protects; None of each is nothing.
+    """Protections of a federation; all None means no protection.
 
-    secure: the server sees sums alone. user: differential privacy of clients. example: of examples.
+    Args:
+        secure: secure aggregation: the server sees only sums.
+        user: differential privacy of clients.
+        example: differential privacy of examples.
     """
 
     secure: SecureAggregation | None = None
@@ -39,9 +42,9 @@ class Privacy:
 
     @property
     def counts_passes(self) -> bool:
-        """Whether samples are passes of clients over their data.
+        """Whether clients report passes over their data in place of samples.
 
-        How many examples they have is then told to nobody, not even in sums.
+        The numbers of examples then stay secret, even in sums.
         """
         return self.secure is not None and self.user is not None
 
@@ -51,13 +54,15 @@ class Privacy:
 
 
 NOTHING = Privacy()
-"""The default. Not a factory: a command line takes one of the field's own class for no default."""
+"""Default: no protection. A value, not a factory: the command line needs a default of the field's
+class.
+"""
 
 
 def privacy_of(given: object) -> Privacy:
-    """A privacy, of one, of a protection, of several, or of a text.
+    """Return the privacy settings from a value, a protection, a sequence of protections, or text.
 
-    Raises ValueError for anything else, and for two of a kind.
+    Raises ValueError for any other type, and for two protections of a kind.
     """
     if isinstance(given, Privacy):
         return given
@@ -84,7 +89,7 @@ def _kind(piece: object) -> str:
 
 
 def parse_privacy(text: str) -> Privacy:
-    """The inverse of `str`. Raises ValueError for text that names no protection."""
+    """Return the privacy settings of a text; the inverse of `str`. Raises ValueError for others."""
     if text == NONE:
         return NOTHING
     return privacy_of([read(one, PROTECTIONS, "privacy") for one in text.split("/")])

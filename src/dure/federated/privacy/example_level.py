@@ -1,18 +1,18 @@
-"""What clients tell of their examples, where they train by DP-SGD, and what that does not go with.
+"""Example-level privacy account of clients that train by DP-SGD, and its combinations.
 
-Client k has n_k examples and makes its steps with rate q_k = B / n_k and noise z. After T_k steps,
-of all turns that it was asked for, whether or not its update counted, its epsilon is that of T_k
-releases. Clients' examples are apart, so that every client has an account of its own, and the
-federation has the epsilon of the worst one:
+Client k has n_k examples and makes its steps with sampling rate q_k = B / n_k and noise z. T_k is
+the number of steps in all assignments to the client, whether or not its updates counted. The
+client's epsilon is that of T_k releases. The data of clients are disjoint, so each client has an
+account of its own, and the federation has the epsilon of the worst client:
 
-    epsilon         of the client that has told most
-    epsilon_least   of the client that has told least
+    epsilon         the largest epsilon of a client
+    epsilon_least   the smallest epsilon of a client
 
-They are called example_epsilon and example_epsilon_least beside an epsilon of clients.
+The names are example_epsilon and example_epsilon_least if clients have an epsilon as well.
 
-More steps tell more, and so does a larger rate; a client of which another has both is not asked
-for. The account is the server's, of what it has asked; it takes no message. It holds for clients
-that train as they are asked to: a server cannot see that they do.
+Epsilon grows with the steps and with the rate, so only the clients on the front of (rate, steps)
+are computed. The server keeps the account from its own assignments; the account needs no message.
+The guarantee assumes that clients train as requested: the server cannot verify their training.
 """
 
 from __future__ import annotations
@@ -27,11 +27,16 @@ from dure.privacy.example_level import promise
 
 
 class ExampleAccount:
-    """The accounts of all clients.
+    """Privacy accounts of all clients.
 
-    sizes: examples of each. steps: that each makes in a turn. batch_size: B; None is all of a
-    client's examples in every step. simulated: whether the noise follows from the seed.
-    beside: whether clients have an epsilon too.
+    Args:
+        settings: settings of DP-SGD.
+        delta: delta of each client's guarantee.
+        sizes: number of examples of each client.
+        steps: number of steps that each client makes in an assignment.
+        batch_size: B; None uses all of a client's examples in every step.
+        simulated: whether the noise follows from the seed.
+        beside: whether clients have an epsilon as well.
     """
 
     def __init__(
@@ -55,12 +60,12 @@ class ExampleAccount:
         self.turns = [0] * len(self.steps)
 
     def asked(self, clients: Iterable[int]) -> None:
-        """Each of these has trained once more, as far as is known."""
+        """Add an assignment to the account of each of these clients."""
         for client in clients:
             self.turns[client] += 1
 
     def numbers(self) -> dict[str, float]:
-        """What the most and the least talkative client has told."""
+        """Return the largest and the smallest epsilon of a client."""
         spent = {
             (rate, turns * steps)
             for rate, turns, steps in zip(self.rates, self.turns, self.steps, strict=True)
@@ -75,7 +80,7 @@ class ExampleAccount:
         return epsilon([Releases(rate, self.settings.noise, times)], self.delta)
 
     def facts(self) -> dict[str, Any]:
-        """What is promised, for the summary and the report."""
+        """Return the guarantee for the summary and the report."""
         numbers = self.numbers()
         bound = numbers[self.name] if self.settings.noise else None
         rate = max(self.rates)
@@ -99,7 +104,7 @@ class ExampleAccount:
 
 
 def _front(spent: Iterable[tuple[float, int]], largest: bool) -> list[tuple[float, int]]:
-    """Those of (rate, steps) of which no other has both larger, or smaller."""
+    """Return the pairs (rate, steps) that no other pair exceeds in both; or undercuts in both."""
     front: list[tuple[float, int]] = []
     sign = 1 if largest else -1
     for rate, times in sorted(spent, reverse=largest):
@@ -109,7 +114,7 @@ def _front(spent: Iterable[tuple[float, int]], largest: bool) -> list[tuple[floa
 
 
 def check_own_noise(privacy: Privacy) -> None:
-    """Raises ValueError where a client elsewhere would draw noise that the server can draw too."""
+    """Check that remote clients draw secret noise; raises ValueError for noise from the seed."""
     if privacy.example is not None and privacy.example.draws == "seed":
         raise ValueError(
             "dp-sgd: the server knows the seed, and would know the noise of its clients: leave "
@@ -118,7 +123,7 @@ def check_own_noise(privacy: Privacy) -> None:
 
 
 def check_example_level(privacy: Privacy, epsilon: float | None, fine_tune: int) -> None:
-    """Raises ValueError for what local training by DP-SGD does not go with."""
+    """Check the settings next to DP-SGD; raises ValueError for a combination without guarantee."""
     if privacy.example is None:
         return
     if fine_tune:

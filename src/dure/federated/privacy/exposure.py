@@ -1,7 +1,7 @@
-"""Who could learn what of a client's data in a federation, in sentences, for the report.
+"""Exposure of a client's data in a federation, in sentences for the report.
 
-What is said here follows from what travels, and not from what anybody promises. Whether somebody
-does learn it is another question, which attacks answer (`dure.federated.privacy.attacks`).
+The sentences follow from the messages that travel, not from promises. The attacks measure how much
+a recipient can learn in practice (`dure.federated.privacy.attacks`).
 """
 
 from __future__ import annotations
@@ -13,15 +13,18 @@ from dure.federated.privacy.secure_aggregation.settings import SecureAggregation
 
 
 class Exposure(NamedTuple):
-    """who: could learn; what: of a client's data."""
+    """A recipient (`who`), and the part of a client's data it could learn (`what`)."""
 
     who: str
     what: str
 
 
 def exposure(privacy: Privacy, roster: bool = False) -> list[Exposure]:
-    """Of everybody who gets something. roster: whether clients know each other by their owner's."""
-    # A few neighbours of each could all be the server's, whoever has signed who they are.
+    """Return the exposure to each recipient. `roster`.
+
+    Clients verify each other's identity keys.
+    """
+    # In SecAgg+ all neighbours of a client could belong to the server, in spite of signed keys.
     lies = roster and not isinstance(privacy.secure, SecureAggregationPlus)
     return [
         Exposure("the server", _server(privacy, lies)),
@@ -31,7 +34,7 @@ def exposure(privacy: Privacy, roster: bool = False) -> list[Exposure]:
 
 
 def _server(privacy: Privacy, lies: bool) -> str:
-    """What the server sees of a client."""
+    """Return a description of the server's view of a client."""
     secure, user = privacy.secure, privacy.user
     if secure is not None:
         trust = (
@@ -57,7 +60,7 @@ def _server(privacy: Privacy, lies: bool) -> str:
 
 
 def _model(privacy: Privacy) -> str:
-    """What a model tells of those who trained it."""
+    """Return a description of the information about its clients that a model contains."""
     if privacy.user is not None:
         return "of any client no more than the epsilon that is told allows"
     if privacy.example is not None:

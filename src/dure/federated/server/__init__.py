@@ -1,1 +1,1 @@
-"""The server half of a federation."""
+"""The server of a federation."""

@@ -1,19 +1,20 @@
-"""What clients say of a model: over all their examples, and client by client.
+"""Metrics that clients measure of a model: over all examples, and over clients.
 
-    <metric>          over the examples of all clients: their sums are added, and finished once, as
-                      if one had measured all of them; the mean over clients, weighted by their
-                      examples, where a metric is a function that gives a number, which does not add
-    <metric>_mean     the mean over clients, each of which counts alike
-    <metric>_p10      the worst tenth: a tenth of the clients is there or worse
+    <metric>          over the examples of all clients: the clients' sums are added, and finished
+                      once, as if a single client had measured all examples. A metric that is a
+                      function returning a number has no sums: its mean over clients, weighted by
+                      their examples
+    <metric>_mean     the mean over clients, with equal weights
+    <metric>_p10      the worst tenth: a tenth of the clients has this value or worse
     <metric>_p50      the median client
-    <metric>_p90      the best tenth: a tenth of the clients is there or better
+    <metric>_p90      the best tenth: a tenth of the clients has this value or better
     <metric>_worst    the worst client
     client_failures   clients that could not measure something
 
-Quantiles are interpolated linearly between clients. From the worst on: of a metric that falls, the
-worst tenth is its 0.9 quantile. Data that have only just come (newest_, frozen_newest_) have the
-first of these alone. A client whose number is not finite, or that has nothing to count, is no part
-of any of them.
+Quantiles are interpolated linearly between clients, and count from the worst: for a metric that
+falls, the worst tenth is its 0.9 quantile. Newly arrived data (newest_, frozen_newest_) have only
+the first of these metrics. A client without a finite number, or without anything to count, is left
+out of all of them.
 """
 
 from __future__ import annotations
@@ -35,29 +36,29 @@ from dure.tasks.sums import added
 FAILURES = "client_failures"
 
 LONGEST = 300
-"""Characters of a client's reason that are kept."""
+"""Longest stored reason of a client's failure, in characters."""
 
 
 class Said:
-    """What clients have said of the newest model that they measured, and all their failures.
+    """Clients' measurements of the newest measured model, and all their failures.
 
-    metrics: the task's.
+    metrics: the metrics of the task.
     """
 
     def __init__(self, metrics: Mapping[str, Metric]) -> None:
         self.metrics = metrics
         self.measured = Measured([], {})
         self.failed: dict[int, Counter[str]] = {}
-        """Client -> why it could not measure -> how often."""
+        """Client -> reason of a failed measurement -> count."""
         self._weighted: list[str] = []
 
     def take(self, measured: Measured) -> dict[str, float]:
-        """What they say now, as metrics by name.
+        """Store the measurements and return their metrics by name.
 
-        A name that no client was asked for is left out: it would become a column, a label, or a
-        metric of the server's own.
+        Names outside the task's metrics are ignored: such a name would become a column, a label, or
+        a metric of the server itself.
         """
-        # A server without data of its own does not see that its clients measure the accuracy.
+        # A server without data of its own does not know that its clients measure the accuracy.
         own = ("loss", "accuracy", *self.metrics)
         known = {whose + metric for whose in WHOSE for metric in own}
         names = [name for name in measured.values if name in known]
@@ -82,7 +83,7 @@ class Said:
         return found | _spread(name, values)
 
     def _over_all(self, name: str) -> float:
-        """The metric over the examples of all clients."""
+        """Return the metric over the examples of all clients."""
         said = self.measured
         values = said.values[name]
         counts = said.examples.get(name, [1] * len(values))
@@ -100,7 +101,7 @@ class Said:
         return sum(values[place] * counts[place] for place in there) / examples
 
     def facts(self) -> dict[str, Any]:
-        """Each client's, as JSON; empty where nothing was asked of them."""
+        """Return each client's measurements, as JSON; empty if no client was asked to measure."""
         said = self.measured
         found: dict[str, Any] = {}
         if said.values:
@@ -118,7 +119,7 @@ class Said:
         return found
 
     def state(self) -> dict[str, Any]:
-        """Everything but the metrics, as a tree for checkpoints."""
+        """Return the state except the metrics, as a tree for checkpoints."""
         said = self.measured
         return {
             "clients": list(said.clients),
@@ -132,7 +133,10 @@ class Said:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """The inverse of `state`. Checkpoints of dure up to 0.1 have clients and values alone."""
+        """Restore the result of `state`.
+
+        Checkpoints of dure up to 0.1 have clients and values alone.
+        """
         rest = dict(state)
         failed = rest.pop("failed", {})
         self._weighted = list(rest.pop("weighted", []))
@@ -141,10 +145,10 @@ class Said:
 
 
 def fit(measured: Measured, clients: int) -> Measured:
-    """What was measured, without what cannot be right.
+    """Return the measurements without invalid entries.
 
-    Without clients that there are not, twice or in no order, nothing is left; without a number for
-    each client a metric is left out, and so are sums that are not alike.
+    Unknown or repeated clients, or an empty list of clients, invalidate all measurements. A metric
+    without a number for each client is dropped, and so are sums of different lengths.
     """
     failures = {
         client: one_line(reason, LONGEST)
@@ -174,20 +178,21 @@ def fit(measured: Measured, clients: int) -> Measured:
 
 
 def _finite(row: Sequence[float]) -> bool:
-    """Whether there are sums, all of them finite."""
+    """Return whether there are sums, and all of them are finite."""
     return bool(row) and all(map(math.isfinite, row))
 
 
 def _bare(name: str) -> str:
-    """The metric's own name: client_accuracy -> accuracy."""
+    """Return the metric's name without its prefix: client_accuracy -> accuracy."""
     whose = next((prefix for prefix in WHOSE if name.startswith(prefix)), "")
     return name.removeprefix(whose)
 
 
 def names_over(whose: Sequence[str], metrics: Sequence[str]) -> list[str]:
-    """The names of all that may be known of metrics, such as client_accuracy_p10.
+    """Return the names of all possible clients' metrics, such as client_accuracy_p10.
 
-    whose: of "client", "personal", "newest", "frozen_newest". metrics: "loss" among them.
+    whose: prefixes among "client", "personal", "newest", "frozen_newest". metrics: metric names,
+    including "loss".
     """
     found = []
     for prefix in whose:
@@ -200,7 +205,7 @@ def names_over(whose: Sequence[str], metrics: Sequence[str]) -> list[str]:
 
 
 def _spread(name: str, values: Sequence[float]) -> dict[str, float]:
-    """How it lies over clients: how fair a model is to them."""
+    """Return the spread of the values over clients, a measure of fairness."""
     of = torch.tensor(values, dtype=torch.float64)
     of = of[of.isfinite()]
     if not len(of):

@@ -1,8 +1,8 @@
-"""What makes the next model of updates: each is looked at, counted and folded.
+"""Combining of updates into the next model: each update is checked, counted and folded.
 
-The coordinator says which tickets are combined. Their updates come one after another, in the order
-of the tickets, so that a mean needs the memory of one model. What was folded is kept nowhere: after
-a restart, all of them are given again.
+The coordinator names the assignments whose updates are combined. The updates arrive one after
+another, in the order of the assignments, so that a mean needs the memory of one model. Folded
+updates are not stored: after a restart, all of them are folded again.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from dure.protocol.messages import Assignment, Update
 from dure.tasks.loss_shares import mean_over
 
 VAIN = 100
-"""Models in a row that may be made of nothing, before the server gives up.
+"""Models in a row without any accepted update before the server fails.
 
-Of nothing: every update was refused.
+Such models arise if every update was refused.
 """
 
 MOVES = (
     "its model moves a buffer that is no statistics of batch norm, to which no noise is added: make"
     " it a parameter, or one that stays"
 )
-"""Why an update is refused where clients have differential privacy."""
+"""Reason for refusing an update under user-level differential privacy."""
 
 
 class Result(NamedTuple):
-    """What a new model was made of.
+    """Statistics of the updates of a new model.
 
-    loss: mean over what was counted in the samples, None of nothing. refused: by `fold`, ticket to
-    reason. wrong: the clients of these tickets, in their order. cut: values that were beyond
-    the range of secure sums; None without any.
+    loss: mean over the counted weight of the samples, None without accepted updates. refused:
+    reasons of `fold`, by assignment id. wrong: the clients of the refused assignments, in their
+    order. cut: number of values beyond the range of secure sums; None without secure sums.
     """
 
     loss: float | None
@@ -55,7 +55,7 @@ class Result(NamedTuple):
 
 
 class Folded(NamedTuple):
-    """What is remembered of an update that was folded."""
+    """Statistics of a folded update."""
 
     client: int
     samples: int
@@ -65,11 +65,12 @@ class Folded(NamedTuple):
 
 
 class Summed(NamedTuple):
-    """The mean of some clients' updates, of which nobody knows the single ones.
+    """Mean of the updates of several clients, from a secure sum that hides the single updates.
 
-    tickets: of these updates. examples: the sum of their n_k. cut: values that were beyond the
-    range. clipped: with differential privacy of clients, the sum of what they have clipped, in
-    place of the mean. The rest is as `GlobalModel.fold_mean` and `Result` have it.
+    tickets: assignment ids of these updates. examples: the sum of their n_k. cut: number of values
+    beyond the range. clipped: under user-level differential privacy, the sum of the contributions
+    that the clients have clipped, instead of the mean. The other fields are as in
+    `GlobalModel.fold_mean` and `Result`.
     """
 
     tickets: Sequence[int]
@@ -88,11 +89,11 @@ class Summed(NamedTuple):
 
 @dataclass
 class Combining:
-    """What is combined now, and what came of it so far.
+    """State of the updates that are being combined.
 
-    sizes: how many examples each client has at most. most_counted: what the loss counts in one of
-    them at most. vain: models in a row that were made of nothing. tickets: those that are combined
-    now. fewest: clients whose updates have to be taken for a new model.
+    sizes: largest number of examples of each client. most_counted: largest weight of an example in
+    the loss. vain: models in a row without any accepted update. tickets: ids of the assignments
+    that are being combined. fewest: fewest clients with accepted updates in a new model.
     """
 
     model: GlobalModel
@@ -109,12 +110,12 @@ class Combining:
     _refused: dict[int, str] = field(default_factory=dict)
     _summed: list[Summed] = field(default_factory=list)
     _taken: set[int] = field(default_factory=set)
-    """The clients whose updates are in the new model."""
+    """Clients whose updates are in the new model."""
     _kept: list[Update] = field(default_factory=list)
-    """The updates that were folded, where the algorithm has a step of its own."""
+    """Folded updates, for an algorithm that overrides `step`."""
 
     def begin(self, asked: Mapping[int, Assignment]) -> None:
-        """Combines the updates of these tickets, in this order; forgets what was folded before."""
+        """Start to combine the updates of these assignments, in order; discard earlier folds."""
         self.tickets = list(asked)
         self._awaited = dict(asked)
         self._clients = {ticket: one.client for ticket, one in asked.items()}
@@ -126,7 +127,7 @@ class Combining:
         self.model.forget()
 
     def fold(self, update: Update, finite: bool, computed: bool) -> list[Tensor] | None:
-        """Takes the next update; `Coordinator.fold` says the rest."""
+        """Take the next update, as `Coordinator.fold` documents."""
         asked = self._awaited.pop(update.ticket, None)
         if asked is None:
             raise ValueError(
@@ -139,12 +140,12 @@ class Combining:
             self._refused[update.ticket] = reason
             self.model.refuse()
             return None
-        # By what was asked, and not by what the update says of itself.
+        # Staleness follows the assignment, because a client might misreport its round.
         staleness = self.model.number - asked.round
         scale, weight = self.algorithm.share(update, staleness)
         start = asked.weights if self.algorithm.mixes_models else None
-        # Where its loss has counted nothing, a client has learned nothing; with noise of its own it
-        # does not say what was counted.
+        # A client whose loss counted nothing has learned nothing. A client with its own noise does
+        # not reveal its count.
         learned = weight > 0 or self.model.private is not None
         taken = self.model.fold(update, scale, weight, start) if learned else None
         if learned:
@@ -156,7 +157,7 @@ class Combining:
         return taken
 
     def fold_sum(self, summed: Summed) -> None:
-        """Takes the mean of these tickets' updates in place of each by `fold`."""
+        """Take the mean of the updates of several assignments, instead of a `fold` for each."""
         for ticket in summed.tickets:
             asked = self._awaited.pop(ticket)
             staleness = self.model.number - asked.round
@@ -176,7 +177,7 @@ class Combining:
         )
 
     def lost(self, ticket: int, reason: str) -> None:
-        """The update with this ticket is in no sum."""
+        """Note that the update of this assignment is in no sum."""
         del self._awaited[ticket]
         self._refused[ticket] = reason
         self.model.refuse()
@@ -192,25 +193,25 @@ class Combining:
         )
 
     def finish(self) -> Result:
-        """Makes the new model; `Coordinator.finish` says the rest."""
+        """Make the new model, as `Coordinator.finish` documents."""
         extra: list[Tensor] = []
         try:
             self._check_enough()
             extra = self.model.finish(self.seed, self._own_step())
         except TooFewUpdatesError as error:
-            # The rule has refused all, also those that `fold` took. The number of the model rises
-            # all the same, so that no round is drawn twice.
+            # The rule has refused all updates, including updates that `fold` accepted. The model's
+            # number still rises, so that no round's random numbers are drawn twice.
             self._refused = dict.fromkeys(self.tickets, str(error))
             self._folded = []
             self.model.skip()
-        # How many came is not told where clients have differential privacy: extras then have the
-        # denominator of the weights.
+        # Under user-level differential privacy the number of arrived updates is secret: extras then
+        # have the denominator of the weights.
         private = self.model.private
         if private is not None:
             extra = list(map(_like, extra, self.algorithm.down()))
         self.algorithm.absorb(extra, len(self._folded) if private is None else private.expected)
         result = self._result()
-        # A round for which nobody was drawn (Poisson sampling) is neither: nothing was refused.
+        # A round for which Poisson sampling drew no client is neither a success nor a failure.
         if self._folded:
             self.vain = 0
         elif self._refused:
@@ -219,10 +220,12 @@ class Combining:
         return result
 
     def _check_enough(self) -> None:
-        """Raises TooFewUpdatesError where fewer clients' updates were taken than a client asks for.
+        """Raise TooFewUpdatesError if the new model has fewer clients than required.
 
-        A model of nobody is none of anybody's; in a sum that is too small, somebody is alone with
-        too few.
+        The clients of the run require the minimum `fewest`.
+
+        A model without any client is allowed, because it reveals nobody's update; in a sum that is
+        too small, a client shares the sum with too few others.
         """
         smallest = min([len(self._taken), *(len(one.tickets) for one in self._summed)])
         if 0 < smallest < self.fewest:
@@ -237,12 +240,12 @@ class Combining:
         return partial(stepped, self.algorithm, self._kept)
 
     def complaint(self, result: Result) -> str:
-        """A sentence for where every update was refused, as many times in a row as `vain` says."""
+        """Return a sentence about `vain` rounds in a row in which every update was refused."""
         reason = next(iter(result.refused.values()))
         return f"in {self.vain} rounds in a row every update was refused: {reason}"
 
     def _result(self) -> Result:
-        # Of a sum of updates only the sums are known.
+        # For a sum of updates only totals are known.
         told: list[Folded | Summed] = [*self._folded, *self._summed]
         loss = sum([one.counted * one.loss for one in told])
         return Result(
@@ -259,6 +262,6 @@ class Combining:
 
 
 def _like(tensor: Tensor, other: Tensor) -> Tensor:
-    """A released tensor, of real numbers in float64, as the algorithm's own is."""
+    """Return a released tensor of real numbers in float64 in the type of the algorithm's tensor."""
     whole = torch.view_as_complex(tensor) if other.is_complex() else tensor
     return whole.to(other.dtype)

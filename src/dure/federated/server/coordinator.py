@@ -1,41 +1,44 @@
 """The coordinator: the server of a federation as a state machine, without I/O, threads or clock.
 
-It is told what happened, and when, and answers with what is to be done. Who drives it (a
-simulation, a network) carries the messages:
+The coordinator takes events with their times and returns actions. A driver (a simulation, a
+network) carries the messages:
 
-    arrive(client)  check_in(client, now)   who is there, where they say so themselves
-    leave(client)                           and who has gone without having been asked
-    update(ticket, now)                     a client's answer has arrived, and lies with the driver
-    failed(ticket, reason, now)             there will be none
-    missing(ticket, now)                    its client has fallen silent, and may come back
-    back(ticket, now)                       it has come back, and goes on with the same ticket
-    expired(ticket, now)                    its time is up, where no round's deadline ends it
-    tick(now)                               time has passed; `wake` says when it wants to be told
+    arrive(client)  check_in(client, now)   a client is available; for drivers that know
+    leave(client)                           a client without an assignment has left
+    update(ticket, now)                     a client's update has arrived, and is with the driver
+    failed(ticket, reason, now)             there will be no update
+    missing(ticket, now)                    the client stopped responding, and may come back
+    back(ticket, now)                       the client is back, and continues with the same ticket
+    expired(ticket, now)                    the assignment's time is over; without rounds only
+    tick(now)                               time has passed; `wake` is the time of the next call
 
     -> Assign(assignment)    Refuse(ticket, client, reason)    Combine(tickets)
 
-After `Combine` the driver gives it those updates, one after another in the order of the tickets, by
-`fold`, and calls `finish`, which makes the new global model (`dure.federated.server.combining`).
-The tickets are in order of client, so the model depends on what clients sent and not on who was
-faster. Until `finish` the updates are still the driver's: a state taken between two `fold`s is that
-before the first, and a driver that goes on from it gives all of `combining` again.
+A ticket is the id of an assignment. After `Combine` the driver passes the named updates to `fold`,
+one after another in the order of the tickets, and calls `finish`, which makes the new global model
+(`dure.federated.server.combining`). The tickets are in order of client, so the model depends on the
+contents of updates and not on their order of arrival. Until `finish` the updates still belong to
+the driver: a state taken between two `fold`s equals the state before the first, and a driver that
+resumes from it folds all updates of `combining` again.
 
-The place of a missing client is given to another, and whoever answers first counts. What the driver
-has to see to: it tells `expired` of a ticket without a round when the assignment's deadline is
-over, and `failed` of a ticket whose client begins afresh. Until its ticket was answered or has
-failed, also one that is not open any more, a client is asked nothing else.
+The coordinator asks another client in place of a missing client, and counts the first answers. The
+driver has two duties. It calls `expired` for an assignment without a round when the assignment's
+deadline is over, and `failed` for an assignment whose client restarts from scratch. A client gets
+no other assignment until its assignment was answered or has failed, even if that assignment is not
+open any more.
 
-Where each client has a coin of its own (`Selection.tosses`), the place of nobody is given to
-another, and a round waits for all who were asked: so whether a client is in it depends on its coin,
-and on itself.
+With independent sampling of each client (`Selection.tosses`), a client that does not answer is not
+replaced, and a round waits for all clients that were asked. So a client's presence in a round
+depends only on its own sampling and on the client itself.
 
-No model is made of updates of fewer than `fewest` clients, which a driver raises as clients ask for
-it (`keep_to`): no round begins while fewer are there, one that has fewer at its deadline begins
-again, and what is left after refusals is counted once more before it is combined
-(`dure.federated.server.smallest_cohort`).
+No model is made of updates of fewer than `fewest` clients, a bound that a driver raises as clients
+require it (`keep_to`): no round starts with fewer available clients, a round with fewer answers at
+its deadline restarts, and the number is checked once more after refusals, before the updates are
+combined (`dure.federated.server.smallest_cohort`).
 
-Its pacing says when it asks whom and when it combines (`dure.federated.server.pacing`). `state` and
-`restore` at any point go on with the same bits.
+The pacing decides which clients are asked and when updates are combined
+(`dure.federated.server.pacing`). A coordinator restored from a `state` of any moment continues with
+the same bits.
 
 Source: K. Bonawitz et al., "Towards Federated Learning at Scale: System Design", MLSys 2019;
 McMahan et al. 2017.
@@ -63,21 +66,21 @@ from dure.protocol.messages import Assignment, Refuse, Update, nbytes
 from dure.randomness.seeds import derive
 
 RETRY = 60.0
-"""Seconds until it asks again where nobody was there."""
+"""Seconds until the next attempt if no client was available."""
 
 ATTEMPTS = 10_000
-"""Times that it tries to begin a round, or to find a client, before it gives up."""
+"""Unsuccessful attempts to start a round, or to find a client, after which the server fails."""
 
 TOLD = frozenset(10**power for power in range(1, 16))
-"""Attempts in vain after which one that does not give up tells of them."""
+"""Numbers of unsuccessful attempts at which a patient coordinator warns."""
 
 
 class Open(NamedTuple):
-    """A ticket of which no model has been made yet, and whether its update has arrived.
+    """An assignment that is in no model yet, and the state of its update.
 
-    newest: the number of the newest model when it was handed out, which an older one may have been.
-    What is sent besides the weights is of that moment. missing: its client has fallen silent, and
-    its place is another's.
+    newest: number of the newest model at the time of the assignment; the assignment's own model may
+    be older. The tensors besides the weights are of that time. missing: the client stopped
+    responding, and another client has its place.
     """
 
     assignment: Assignment
@@ -87,7 +90,7 @@ class Open(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """What is sent to the next client. nbytes: of all its tensors."""
+    """Tensors for the next clients. nbytes: of all tensors together."""
 
     number: int
     weights: list[Tensor]
@@ -98,21 +101,34 @@ class Sent(NamedTuple):
 
 @dataclass
 class Coordinator:
-    """The server's state.
+    """State of the server.
 
-    sizes: examples of each client, as far as the server knows them. most_counted: what the loss
-    counts in an example, at the most. lasts: seconds that a round takes at the most where the
-    pacing names no deadline, and a ticket where there are no rounds; None for no end. patient: it
-    never gives up, but tells. tell: gets a sentence then, after 10, 100, ... attempts in vain and
-    after every `VAIN` models of nothing. losses: of clients, where the pacing looks at them. toss:
-    gives the clients whose coins say that they are in a
-    round, by its number; called once a round, where the pacing tosses. present: who has checked in;
-    None takes all for reachable. wake: when it wants to be told that time has passed. tickets: how
-    many were given out. open: those of which no model has been made. busy: the ticket of each
-    client at work. deadline: when the round ends, inf where nothing ends it. began: whether a round
-    is under way. fewest: clients of which a new model is made, at least.
+    Args:
+        model: the global model.
+        pacing: policy of requests and models.
+        algorithm: its server hooks are called.
+        sizes: examples of each client, as far as the server knows them.
+        seed: of the run.
+        most_counted: largest weight of an example in the loss.
+        lasts: timeout of a round in seconds, if the pacing names no deadline, or of an assignment
+            without rounds; None for no timeout.
+        patient: whether the coordinator warns instead of failing.
+        tell: called with a warning of a patient coordinator, after 10, 100, ... unsuccessful
+            attempts and after every `VAIN` models without accepted updates.
+        toss: returns the sampled clients of a round, given its number; called once per round if the
+            pacing samples clients independently.
+        losses: known losses of clients, for a pacing that ranks clients by loss.
+        present: clients that have checked in; None if all clients count as reachable.
+        wake: time of the next call of `tick`.
+        tickets: number of assignments so far.
+        open: assignments that are in no model yet, by ticket.
+        busy: ticket of each working client.
+        deadline: end of the round; inf without a deadline.
+        began: whether a round is running.
+        fewest: fewest clients of a new model.
 
-    Raises ValueError where `lasts` is no time.
+    Raises:
+        ValueError: `lasts` is not positive, or the pacing needs `toss`.
     """
 
     model: GlobalModel
@@ -135,35 +151,35 @@ class Coordinator:
     began: bool = False
     fewest: int = 1
     excluded: dict[int, str] = field(default_factory=dict)
-    """Clients that are asked no more, and why."""
+    """Clients that get no more assignments, with the reason."""
     sitting_out: set[int] = field(default_factory=set)
-    """Clients that are not asked until the model is another one (`sit_out`)."""
+    """Clients that get no assignments until the model changes (`sit_out`)."""
     _attempt: int = 0
-    """Times that the round began again, or that nobody was found."""
+    """Number of restarts of the round, or of searches without an available client."""
     _position: int = 0
-    """Where in the order of clients it looks for the next one."""
+    """Position of the next candidate in the order of clients."""
     _probes: int = 0
-    """Clients that it has looked at in vain since somebody could have come."""
+    """Candidates checked without success since a client may have become available."""
     _asked: int = 0
-    """Clients that were asked for the next model, without those that failed or are missing."""
+    """Clients asked for the next model, without failed and missing clients."""
     _reports: int = 0
     """Updates that have arrived and are not combined."""
     _answered: set[int] = field(default_factory=set)
-    """In rounds: the clients whose updates have arrived."""
+    """With rounds: clients whose updates have arrived."""
     _answers: dict[int, int] = field(default_factory=dict)
-    """Without rounds: how often each client has answered."""
+    """Without rounds: number of answers of each client."""
     _order: Candidates | None = None
     _chosen: list[int] = field(default_factory=list)
-    """Clients whose coins say that they are in this round, until they are asked."""
+    """Sampled clients of this round, until they are asked."""
     _nobody_until: float = -math.inf
-    """How long a round lasts for which somebody was chosen, and in which nobody answers."""
+    """Earliest end of a round with sampled clients but without answers."""
     _past: list[tuple[list[Tensor], list[Tensor]]] = field(default_factory=list)
-    """The models that may still be handed out, the newest last; empty where that is the model."""
+    """Models for stale assignments, the newest last; empty without simulated staleness."""
 
     _resized: bool = False
-    """Whether a client has said another size than it had in the beginning."""
+    """Whether a client has reported another size than at the start."""
     _told_few: bool = False
-    """Whether it has told that too few clients are there for a round."""
+    """Whether the warning about too few clients for a round was given."""
 
     def __post_init__(self) -> None:
         if self.lasts is not None and not self.lasts > 0:
@@ -186,12 +202,12 @@ class Coordinator:
         self._count()
 
     def _count(self) -> None:
-        """How many clients are asked for this model, and how many answers make the next."""
+        """Compute the numbers of clients to ask and of answers for the next model."""
         clients = len(self.sizes)
         self.asks = self.pacing.asked(self.seed, self.round, clients)
         self.needs = self.pacing.needed(self.seed, self.round, clients)
         self.minimum = max(self.pacing.minimum, self.fewest)
-        # A round for which nobody was drawn is one of nobody.
+        # A round for which no client was sampled stays empty.
         if self.needs:
             self.needs = max(self.needs, self.fewest)
         if self.synchronous:
@@ -199,89 +215,90 @@ class Coordinator:
 
     @property
     def round(self) -> int:
-        """The number of the global model."""
+        """Number of the global model."""
         return self.model.number
 
     @property
     def vain_attempts(self) -> int:
-        """Attempts in a row, up to now, in which no round came about and nobody was found."""
+        """Unsuccessful attempts in a row to start a round or to find a client."""
         return self._attempt
 
-    # What it is told
+    # Events
 
     def check_in(self, client: int, now: float, examples: int | None = None) -> list[Action]:
-        """A client is there, and may be asked at once. For drivers that know; others never call it.
+        """Note that a client is available, and return the actions, such as a new assignment.
 
-        examples: how many it has now, where it says so. A ticket that it has stays as it is.
+        Drivers that do not know availability never call it. examples: present number of examples,
+        if the client reports the number. An assignment of the client stays unchanged.
         """
         self.arrive(client, examples)
         return self.tick(now)
 
     def arrive(self, client: int, examples: int | None = None) -> None:
-        """As `check_in`, but nobody is asked yet: the next `tick` does that.
+        """Note that a client is available, without assignments until the next `tick`.
 
-        So that a driver may wait with the first round until enough are there. Raises ValueError for
-        a client without examples.
+        So a driver may delay the first round until enough clients are available. Raises ValueError
+        for a client without examples.
         """
         if examples is not None:
             self._resize(client, examples)
-        # The first check-in shows that this driver knows who is there. From then on only those who
-        # have checked in are asked.
+        # The first check-in shows that this driver knows availability. From then on only clients
+        # that have checked in are asked.
         if self.present is None:
             self.present = set()
         self.present.add(client)
         self._probes = 0
-        if self.synchronous:  # those who were not there before come in the round's order again
+        if self.synchronous:  # newly available clients come in the round's order again
             self._position = 0
 
     def keep_to(self, fewest: int) -> None:
-        """From now on no model is made of updates of fewer clients; also of those that wait."""
+        """Make no model of fewer clients from now on; applies to updates that wait already too."""
         self.fewest = self.updates.fewest = fewest
         self._count()
 
     def _resize(self, client: int, examples: int) -> None:
-        """A client has so many examples now."""
+        """Set the number of examples of a client."""
         if examples < 1:
             raise ValueError(f"a client of {examples} examples has nothing to learn from")
         if examples == self.sizes[client]:
             return
-        if not self._resized:  # what was given belongs to others
+        if not self._resized:  # the given list belongs to the caller
             self._share(list(self.sizes))
         # `_share` has made it a list.
         self.sizes[client] = examples  # type: ignore[index]
-        # Orders that follow sizes are drawn anew, as they are after `restore`.
+        # Orders that depend on sizes are drawn again, as after `restore`.
         self._order = None
 
     def _share(self, sizes: list[int]) -> None:
-        """Takes a list of its own, by which updates are bounded too."""
+        """Use a list of sizes owned by the coordinator, which bounds updates too."""
         self.sizes = self.updates.sizes = sizes
         self._resized = True
 
     def leave(self, client: int) -> None:
-        """A client without a ticket has gone again."""
+        """Note that a client without an assignment has left."""
         if self.present is not None:
             self.present.discard(client)
 
     def update(self, ticket: int, now: float) -> list[Action]:
-        """An update has arrived.
+        """Note that an update has arrived.
 
-        It is refused if nobody asked for it, if it came twice, or if it came too late: when a round
-        is combined already, it is over.
+        An update that nobody asked for, that arrives twice, or that arrives too late is refused. A
+        round is over as soon as its updates are being combined.
         """
         known = self.open.get(ticket)
         if known is None:
             return [self._late(ticket)]
-        if known.missing:  # it takes a place again, like all who have answered
+        if known.missing:  # an answer takes a place again, like all answers
             known = self._return(known)
         client = known.assignment.client
         if known.reported:
             return [Refuse(ticket, client, "it was sent already")]
         if self.synchronous and self.updates.tickets:
-            # Between `Combine` and `finish` the updates of the round are fixed: this one is too
+            # Between `Combine` and `finish` the updates of the round are fixed: this update is
             # late.
             del self.open[ticket]
             return [self._late(ticket)]
-        # A key that is written again keeps its place, so `open` stays in order of tickets, on which
+        # Overwriting a key preserves its place, so `open` stays in order of tickets, on which
         # `_take` relies.
         self.open[ticket] = known._replace(reported=True)
         self._reports += 1
@@ -295,22 +312,22 @@ class Coordinator:
         if combined:
             return combined
         if not self.synchronous and self._asked == self._reports:
-            self._probes = 0  # it was the last one at work: all are asked anew
+            self._probes = 0  # the last working client has answered
         return self._fill(now) if self._asked < self.asks or not self.synchronous else []
 
     def failed(self, ticket: int, reason: str, now: float) -> list[Action]:
-        """A client will not answer: it was not there, dropped out, or could not do it.
+        """Note that a client will not answer: it was away, dropped out, or reported a failure.
 
-        Another is asked instead. A client that has answered cannot fail any more: its update lies
-        with the driver.
+        Another client is asked instead. A client that has answered cannot fail any more: its update
+        is with the driver.
         """
         known = self.open.get(ticket)
         if known is None:
-            # Called for what it does: the client, busy until now for a round that is over, is free
+            # Called for its side effect: the client, busy until now for a finished round, is free
             # again.
             self._late(ticket)
             return []
-        # A connection may be lost after the answer has come; that changes nothing.
+        # A connection may be lost after the answer has arrived; the answer stays valid.
         if known.reported:
             return []
         del self.open[ticket]
@@ -319,25 +336,25 @@ class Coordinator:
         return self._replace(known, now)
 
     def missing(self, ticket: int, now: float) -> list[Action]:
-        """The client of an open ticket has fallen silent; it may come back.
+        """Note that the client of an open assignment stopped responding; it may come back.
 
-        Another is asked in its place. The ticket stays open: where it answers while its answer is
-        still needed, it counts. Nothing changes for a ticket that is not open, has its answer, or
-        is missing already.
+        Another client is asked in its place. The assignment stays open: an answer that arrives
+        while answers are still needed counts. An assignment that is not open, is answered, or is
+        missing already does not change.
         """
         known = self.open.get(ticket)
         if known is None or known.reported or known.missing:
             return []
-        # A key that is written again keeps its place.
+        # Overwriting a key preserves its place.
         self.open[ticket] = known._replace(missing=True)
         self._gone(known)
         return self._replace(known, now)
 
     def back(self, ticket: int, now: float) -> list[Action]:
-        """A missing client is there again and goes on with its ticket; nobody else is asked.
+        """Note that a missing client is back and continues its assignment.
 
-        Whoever was asked in its place works on as well. Nothing changes for a ticket that is not
-        open or not missing.
+        No other client is asked. The client that was asked in its place continues too. An
+        assignment that is not open or not missing does not change.
         """
         known = self.open.get(ticket)
         if known is not None and known.missing:
@@ -345,11 +362,10 @@ class Coordinator:
         return []
 
     def expired(self, ticket: int, now: float) -> list[Action]:
-        """The time of a ticket is up, where no deadline of a round ends it.
+        """Note that an assignment has timed out, if no deadline of a round ends it.
 
-        Another is asked, and an answer that still comes is refused as too late. Until then, or
-        until `failed`, its client is busy. Nothing changes for a ticket that is not open or has its
-        answer.
+        Another client is asked, and a later answer is refused as too late. Until then, or until
+        `failed`, the client is busy. An assignment that is not open or is answered does not change.
         """
         known = self.open.get(ticket)
         if known is None or known.reported:
@@ -358,18 +374,18 @@ class Coordinator:
         return self._replace(known, now)
 
     def _gone(self, known: Open) -> None:
-        """The client of a ticket has to check in again before it is asked again."""
+        """Require the client of an assignment to check in before the next request."""
         if self.present is not None:
             self.present.discard(known.assignment.client)
 
     def _replace(self, known: Open, now: float) -> list[Action]:
-        """Asks another in place of a client; that of a missing one is another's already."""
+        """Ask another client in place of a client; a missing client was replaced already."""
         if not known.missing:
             self._asked -= 1
         return [*self._fill(now), *self._combine(now)]
 
     def _return(self, known: Open) -> Open:
-        """A missing client takes a place again, which may be one too many."""
+        """Give a missing client a place again, possibly beyond the intended number."""
         assignment = known.assignment
         known = self.open[assignment.ticket] = known._replace(missing=False)
         self._asked += 1
@@ -378,18 +394,18 @@ class Coordinator:
         return known
 
     def tick(self, now: float) -> list[Action]:
-        """Time has passed: a round begins or ends at its deadline, free places are filled."""
-        # While updates are combined there is no model yet that could be handed out.
+        """Advance to time `now`: start or end a round, and fill free places."""
+        # While updates are combined there is no new model to send.
         if self.updates.tickets:
             return []
         if now >= self.wake:
-            # Time alone may have brought clients back, so the search may start again.
+            # Clients may have become available with time, so the search may start again.
             self.wake = self.deadline
             self._probes = 0
         if not self.began:
             if self._waits_for_more(now):
                 return []
-            # Nobody is there: coins would be tossed for nothing. Whoever comes is told of at once.
+            # Without available clients sampling is wasted. A driver announces new clients at once.
             if self.pacing.tosses and self.present is not None and not self.present:
                 self.wake = now + RETRY
                 return []
@@ -397,7 +413,7 @@ class Coordinator:
         return [*self._fill(now), *self._combine(now)]
 
     def _waits_for_more(self, now: float) -> bool:
-        """Whether fewer clients are there than a round is to have; whoever comes is told of."""
+        """Return whether the round waits for more available clients; warn the first time."""
         if self.fewest == 1 or self.present is None or not self.synchronous:
             return False
         there = sum(1 for client in self.present if not self._is_out(client))
@@ -414,16 +430,16 @@ class Coordinator:
         return True
 
     def exclude(self, client: int, reason: str) -> None:
-        """The client is asked no more."""
+        """Stop asking the client."""
         self.excluded.setdefault(client, reason)
 
     def sit_out(self, clients: Iterable[int]) -> None:
-        """These are not asked until the model is another one: they contribute to one sum of it."""
+        """Pause these clients until the model changes: they contribute to a single sum of it."""
         self.sitting_out.update(clients)
 
     @property
     def able(self) -> int:
-        """How many clients could be asked from this model."""
+        """Number of clients that may be asked for this model."""
         return len(self.sizes) - len(self.sitting_out.union(self.excluded))
 
     def _is_out(self, client: int) -> bool:
@@ -433,24 +449,25 @@ class Coordinator:
 
     @property
     def combining(self) -> list[int]:
-        """The tickets that the last `Combine` named, until `finish`.
+        """Return the tickets of the last `Combine`, until `finish`.
 
-        A restored driver folds their updates anew.
+        A restored driver folds their updates again.
         """
         return list(self.updates.tickets)
 
     def fold(
         self, update: Update, finite: bool = False, computed: bool = False
     ) -> list[Tensor] | None:
-        """Takes the next update of those that `Combine` named.
+        """Take the next update of the last `Combine`.
 
-        Returns its weights as the rule gets them. One that cannot be right is left out, with its
-        reason in the result, and gives None.
+        Returns the update's weights as the rule gets them. An invalid update is left out, with its
+        reason in the result, and the return value is None.
 
-        finite: the driver knows that all its numbers are. computed: the driver knows that it is
-        what was computed here of the assignment, so that nothing about it can be wrong.
+        finite: whether the driver knows that all numbers are finite. computed: whether the driver
+        knows that the update is the unmodified result of local training in this process, which
+        needs no checks.
 
-        Raises ValueError for an update that `Combine` has not named, or that was given already.
+        Raises ValueError for an update that `Combine` has not named, or that was folded already.
         """
         taken = self.updates.fold(update, finite, computed)
         if taken is not None and self.pacing.ranked is not None:
@@ -458,19 +475,19 @@ class Coordinator:
         return taken
 
     def fold_sum(self, summed: Summed) -> None:
-        """Takes the mean of several of these updates, which nobody has seen."""
+        """Take the mean of several of these updates, from a secure sum."""
         self.updates.fold_sum(summed)
 
     def lost(self, ticket: int, reason: str) -> None:
-        """One of these updates is in no sum."""
+        """Note that an update is in no sum."""
         self.updates.lost(ticket, reason)
 
     def finish(self, now: float) -> Result:
-        """Makes the new model.
+        """Make the new model.
 
-        Where the updates are too few for the rule, the model stays, and they are refused.
+        If the updates are too few for the rule, the model stays, and the updates are refused.
 
-        Raises TooFewClientsError where all have been refused too many times in a row.
+        Raises TooFewClientsError if all updates have been refused too many times in a row.
         """
         combined = self.updates.tickets
         before = self.model.weights
@@ -482,29 +499,29 @@ class Coordinator:
         self._attempt = 0
         self._probes = 0
         if self.synchronous:
-            # Nobody is told of these refusals here: a round ends as soon as enough have reported,
-            # so none is left that has reported.
+            # These refusals are not sent: a round ends as soon as enough clients have reported, so
+            # no reported update is left.
             self._close("the round is over")
         elif self.oldest is not None:
-            # A list of references: models are replaced and never changed, so an old one costs only
-            # its own memory.
+            # A list of references: models are replaced and never changed in place, so an old model
+            # costs only its own memory.
             models = [*self._past, (self.model.weights, self.model.buffers)]
             self._past = models[-self.oldest - 1 :]
-        # The model has its next number by now, from which these are drawn.
+        # The model has its next number by now, which seeds these draws.
         if self._varies:
             self._count()
-        # So that the driver calls `tick` at once, which begins the next round or fills places.
+        # So that the driver calls `tick` at once, which starts the next round or fills places.
         self.wake = now
-        # Last, since it may raise: the state is by then that of a finished round.
+        # Last, because the call may raise: the state is by then the state of a finished round.
         vain = self.updates.vain
         if vain >= VAIN and result.refused and (vain % VAIN == 0 or not self.patient):
             self._in_vain(self.updates.complaint(result))
         return result
 
-    # Asking
+    # Requests
 
     def _begin(self, now: float) -> None:
-        """A round, or an attempt at one, begins; asynchronous pacing begins once."""
+        """Start a round, or another attempt; asynchronous pacing starts once."""
         self.began = True
         self._position = 0
         self._asked = 0
@@ -521,20 +538,20 @@ class Coordinator:
             self._past = [(self.model.weights, self.model.buffers)]
 
     def _fill(self, now: float) -> list[Action]:
-        """Asks as many clients as the pacing wants at work."""
+        """Ask as many clients as the pacing wants at work."""
         if not self.began or self.updates.tickets:
             return []
         if self.pacing.tosses:
             return self._ask_chosen(now)
-        # In a round `_asked` counts all who were asked and did not fail: those who have answered
-        # keep their place.
+        # In a round `_asked` counts all asked clients that did not fail: answered clients keep
+        # their place.
         places = self.asks - self._asked
-        if not self.synchronous:  # those who have answered are not at work any more
+        if not self.synchronous:  # without rounds answered clients are not at work any more
             places += self._reports
         if places <= 0:
             return []
         actions: list[Action] = []
-        # One for all who are asked now: their assignments share its tensors.
+        # All clients that are asked now share the tensors of these assignments.
         sent = self._newest()
         while len(actions) < places:
             client = self._next()
@@ -544,8 +561,8 @@ class Coordinator:
         return actions
 
     def _ask_chosen(self, now: float) -> list[Action]:
-        """Asks those whose coins say so and who are there, once, at the beginning of the round."""
-        # Who comes later is not asked: how long the round lasts depends on others.
+        """Ask the sampled clients that are available, once, at the start of the round."""
+        # Clients that become available later are not asked: the round's duration depends on others.
         chosen, self._chosen = self._chosen, []
         there = [
             client
@@ -558,21 +575,21 @@ class Coordinator:
         return [Assign(self._assign(client, sent, now)) for client in there if sent is not None]
 
     def _next(self) -> int | None:
-        """The next client in order who is not busy and, where that is known, there."""
+        """Return the next client in order that is not busy and, if known, available."""
         count = len(self.sizes)
         if len(self.busy) >= count:
             return None
         if self._order is None:
             self._order = self._drawn_order()
-        # In a round each place of the order comes once; without rounds the order has no end.
-        # `_probes` ends the search once every client has been looked at in vain. It is set back
-        # when somebody could have come: at a check-in, at `wake`, with a new model.
+        # In a round each place of the order comes once; without rounds the order is endless.
+        # `_probes` ends the search once every client has been checked without success. A check-in,
+        # `wake` and a new model reset the number, because a client may have become available.
         while self._probes < count and not (self.synchronous and self._position >= count):
             client = self._order(self._position)
             self._position += 1
             self._probes += 1
-            # Clients that still work for a round that is over are busy too: they would compute two
-            # at once.
+            # Clients that still work for a finished round are busy too: otherwise they would train
+            # twice at the same time.
             free = client not in self.busy and client not in self._answered
             free = free and (self.fewest == 1 or self._leaves_room(client))
             free = free and not self._is_out(client)
@@ -581,8 +598,10 @@ class Coordinator:
         return None
 
     def _leaves_room(self, client: int) -> bool:
-        """Whether, without rounds, as many clients can still be in the next model as it is to have
-        if this one is asked: one may answer several times for it."""
+        """Return whether the next model can still have enough clients if this client is asked.
+
+        Without rounds a client may answer several times for the same model.
+        """
         if self.synchronous:
             return True
         there = {one.assignment.client for one in self.open.values()}
@@ -604,10 +623,11 @@ class Coordinator:
         return Sent(model.number, model.weights, model.buffers, extra, size)
 
     def _drawn(self, sent: Sent) -> Sent:
-        """An older model instead of the newest, drawn at random: simulated staleness."""
+        """Return an older model instead of the newest, drawn at random: simulated staleness."""
         assert self.oldest is not None
         drawn = derive(self.seed, "staleness", self.tickets) % (self.oldest + 1)
-        # At first there are fewer old models than may be drawn; the oldest one stands for those.
+        # At first there are fewer old models than may be drawn; the oldest model stands in for the
+        # missing models.
         old = min(drawn, len(self._past) - 1)
         weights, buffers = self._past[-1 - old]
         return sent._replace(number=sent.number - old, weights=weights, buffers=buffers)
@@ -615,7 +635,7 @@ class Coordinator:
     def _assign(self, client: int, sent: Sent, now: float) -> Assignment:
         if self._past:
             sent = self._drawn(sent)
-        # Tickets count up and are never given again, so that an old answer fits no new question.
+        # Tickets count up and are never reused, so that an old answer matches no new assignment.
         ticket = self.tickets
         assignment = Assignment(
             ticket=ticket,
@@ -635,33 +655,33 @@ class Coordinator:
         return assignment
 
     def _ends(self, now: float) -> float | None:
-        """When an answer to what is asked now has to be there: with its round, if there are any."""
+        """Return the deadline of an answer to a request of now: of its round, or by the timeout."""
         ends = self.deadline if self.synchronous else now + self._lasts
         return ends if math.isfinite(ends) else None
 
     def assignment(self, ticket: int) -> Assignment:
-        """What a client with an open ticket was sent."""
+        """Return the open assignment with this ticket."""
         return self.open[ticket].assignment
 
     def expects(self, asked: Assignment) -> Sequence[Tensor]:
-        """What the extras of an answer look like."""
+        """Return tensors with the shapes and dtypes of a valid answer's extras."""
         return self.algorithm.expects(asked)
 
     def waits_for(self, ticket: int) -> bool:
-        """Whether an update with this ticket would count.
+        """Return whether an update with this ticket would count.
 
-        When a round is combined, no later one does.
+        No later update counts once a round is being combined.
         """
         if self.synchronous and self.updates.tickets:
             return False
         return ticket in self.open and not self.open[ticket].reported
 
-    # Ending
+    # Ending a round
 
     def _combine(self, now: float) -> list[Action]:
-        """The answer `Combine` if there is enough for a new model.
+        """Return the action `Combine` if there are enough updates for a new model.
 
-        A round that cannot come to that begins again.
+        A round that cannot get enough updates restarts.
         """
         if not self.began or self.updates.tickets:
             return []
@@ -669,25 +689,25 @@ class Coordinator:
             return self._combine_chosen(now)
         reported = self._reports
         needed = self.needs
-        # Every open ticket has reported, so nothing more comes unless somebody else is asked.
+        # Every open assignment has reported, so no update comes unless another client is asked.
         idle = reported == len(self.open)
         if not self.synchronous:
             enough = self._enough(needed)
             return self._take(enough) if enough else self._wait(now, idle)
         over = now >= self.deadline
-        # Nobody is at work any more, and there was nobody else to be asked.
+        # No client is at work any more, and no other client could be asked.
         stuck = idle and (self._asked < needed or needed == 0)
         if reported >= needed:
             return self._take(needed)
         if (over or stuck) and reported >= self.minimum:
             return self._take(needed)
-        # The deadline has passed with fewer than the minimum: what has come is refused.
+        # The deadline has passed with fewer than the minimum: the updates so far are refused.
         if over:
             return self._again(now)
         return self._wait(now, idle) if stuck else []
 
     def _enough(self, needed: int) -> int:
-        """How many of the earliest updates make a model, of enough clients; 0 for none yet."""
+        """Return the number of earliest updates that make a model of enough clients; 0 for none."""
         if self._reports < needed:
             return 0
         if self.fewest == 1:
@@ -701,25 +721,26 @@ class Coordinator:
         return 0
 
     def _combine_chosen(self, now: float) -> list[Action]:
-        """`Combine` once all who were asked have answered or failed, or at the deadline."""
-        # Those who have fallen silent are waited for: else they would be in it or not as others
-        # are slow.
+        """Return `Combine` once all asked clients have answered or failed, or at the deadline."""
+        # The round waits for missing clients: otherwise a client's presence would depend on the
+        # speed of others.
         if self._reports < len(self.open) and now < self.deadline:
             return []
-        # Where clients are away for hours, rounds of nobody are not to follow one another at once.
+        # If clients are away for hours, empty rounds must not follow one another at once.
         if not self._reports and now < min(self._nobody_until, self.deadline):
             self.wake = min(self._nobody_until, self.deadline)
             return []
         return self._take(self._reports)
 
     def _take(self, most: int) -> list[Action]:
-        """Combines what has been reported, at most so many, the earliest tickets first.
+        """Combine the reported updates, at most `most` of them, the earliest tickets first.
 
         The updates are then combined in order of client.
         """
         reported = [one.assignment for one in self.open.values() if one.reported][:most]
         self._reports -= len(reported)
-        # Without rounds those who are at work go on for the next model; only the combined are done.
+        # Without rounds working clients continue for the next model; only the combined clients are
+        # done.
         if not self.synchronous:
             self._asked -= len(reported)
         reported.sort(key=_client_and_ticket)
@@ -727,18 +748,19 @@ class Coordinator:
         return [Combine(self.combining)]
 
     def _wait(self, now: float, idle: bool) -> list[Action]:
-        """Nobody could be asked: it tries again later.
+        """Schedule another attempt, because no client could be asked.
 
-        Where nobody is at work either (`idle`) it counts the attempts, and gives up at last. Raises
-        TooFewClientsError then.
+        If no client is at work either (`idle`), the attempt counts as unsuccessful. Raises
+        TooFewClientsError after too many unsuccessful attempts.
         """
         if not idle:
-            # Some places stay empty since nobody was found for them: look again later, though an
-            # answer may come before that.
+            # Some places stay empty because no client was found for them: search again later,
+            # though an answer may arrive before that.
             if self._probes >= len(self.sizes):
                 self.wake = min(self.wake, now + RETRY)
             return []
-        # With nobody at work only time can help. The bound ends a run whose clients never return.
+        # With no client at work only time can help. The bound ends a run whose clients never
+        # return.
         answered = "no client"
         if self._reports:
             answered = f"only {self._reports} of at least {self.minimum} clients"
@@ -747,13 +769,13 @@ class Coordinator:
             "look at the availability of the clients, or ask for fewer"
         )
         self.wake = min(self.deadline, now + RETRY)
-        if self.synchronous:  # those who were not there may be there then
+        if self.synchronous:  # clients that were away may be available then
             self._position = 0
             self._order = None
         return []
 
     def _again(self, now: float) -> list[Action]:
-        """At the deadline too few have answered: another attempt, with others."""
+        """Restart a round that has too few answers at its deadline, with other clients."""
         self._count_attempt(
             f"round {self.round + 1} ended {{}} times with fewer than "
             f"{self.minimum} updates at its deadline: "
@@ -766,7 +788,7 @@ class Coordinator:
         return [*refused, *self._fill(now)]
 
     def _count_attempt(self, sentence: str) -> None:
-        """One more attempt was in vain; `sentence` has a place for how many."""
+        """Count another unsuccessful attempt; `sentence` has a placeholder for the number."""
         self._attempt += 1
         if not self.patient and self._attempt > ATTEMPTS:
             self._in_vain(sentence.format(f"{ATTEMPTS:,}"))
@@ -774,15 +796,15 @@ class Coordinator:
             self._in_vain(sentence.format(f"{self._attempt:,}"))
 
     def _in_vain(self, sentence: str) -> None:
-        """Gives up, or only tells, where it is patient."""
+        """Raise TooFewClientsError, or warn if the coordinator is patient."""
         if not self.patient:
             raise TooFewClientsError(sentence)
         self.tell(sentence)
 
     def _close(self, reason: str) -> list[Action]:
-        """Forgets the open tickets of a round.
+        """Discard the open assignments of a round.
 
-        Clients at work stay busy until they answer, and are then refused.
+        Working clients stay busy until they answer, and their answers are then refused.
         """
         refused: list[Action] = [
             Refuse(ticket, one.assignment.client, reason)
@@ -797,8 +819,8 @@ class Coordinator:
         return refused
 
     def _late(self, ticket: int) -> Refuse:
-        """An answer to a ticket that is not open any more."""
-        # Tickets of rounds that are over are remembered only as what keeps their client busy.
+        """Return the refusal of an answer to an assignment that is not open any more."""
+        # Assignments of finished rounds are remembered only by the busy state of their client.
         client = next((client for client, held in self.busy.items() if held == ticket), -1)
         if client < 0:
             return Refuse(ticket, client, "nobody asked for it, or it was sent already")
@@ -808,11 +830,11 @@ class Coordinator:
     # Checkpoints
 
     def state(self) -> dict[str, Any]:
-        """Everything but what was folded, as a tree for checkpoints.
+        """Return the state without folded updates, as a tree for checkpoints.
 
-        Models that clients hold are written once each.
+        Models of open assignments are written once each.
         """
-        # All assignments of one model share its tensors, in memory and so in the file.
+        # All assignments of a model share its tensors, in memory and so in the file.
         places: dict[tuple[int, int], int] = {}
         models: dict[int, list[list[Tensor]]] = {}
         opened = []
@@ -852,7 +874,7 @@ class Coordinator:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Goes on from `state`, between two models or at any event in between."""
+        """Continue from `state`, taken between two models or at any event in between."""
         self.model.restore(state["model"])
         self.algorithm.restore(state["algorithm"])
         self.open = {one["ticket"]: _read(one, state["models"]) for one in state["open"]}
@@ -881,11 +903,10 @@ class Coordinator:
         sizes = state.get("sizes")
         if sizes is not None:
             self._share(list(sizes))
-        # Drawn again when it is asked for: a function of the seed, the model's number and the
-        # attempt.
+        # Drawn again on demand: a function of the seed, the model's number and the attempt.
         self._order = None
         self._count()
-        # A state in the middle of combining goes on from its beginning: nothing counts as folded.
+        # A state from the middle of combining resumes at its start: no update counts as folded.
         self.updates.begin({ticket: self.assignment(ticket) for ticket in state["combining"]})
 
 
@@ -894,7 +915,7 @@ def _client_and_ticket(assignment: Assignment) -> tuple[int, int]:
 
 
 def _written(one: Open) -> dict[str, Any]:
-    """An open ticket, but for the model that was sent."""
+    """Return an open assignment without its model, as a tree."""
     sent = one.assignment
     return {
         "ticket": sent.ticket,

@@ -1,8 +1,8 @@
-"""What a simulated federation costs its clients, next to what uploading their data would.
+"""Costs of a simulated federation for its clients, next to the cost of uploading their data.
 
-Counted are bytes down and up and the operations of local training, of every assignment that was
-sent; of one that failed, the share that was done. break_even is the first round after which the
-federation has sent more bytes, both ways together, than the data are.
+The meter counts bytes down and up and the operations of local training, for every assignment that
+was sent; for a failed assignment, the share that was done. break_even is the first round after
+which the federation has sent more bytes, both ways together, than the size of the data.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from dure.protocol.carrier import Flight
 
 
 class Cost:
-    """What was spent so far.
+    """Costs of the clients so far.
 
-    raw: what uploading the data would cost. per_example: operations of an example, forward and
-    backward; infinite where these cannot be counted.
+    raw: cost of uploading the data. per_example: operations per example, forward and backward;
+    infinite if they cannot be counted.
     """
 
     def __init__(self, raw: Upload, energy: Energy, per_example: float) -> None:
@@ -32,7 +32,7 @@ class Cost:
         self.break_even: int | None = None
 
     def count(self, number: int, flown: Sequence[Flight]) -> None:
-        """These came to their end before model `number` was made."""
+        """Add the assignments that ended before model `number` was made."""
         for flight in flown:
             self.down += flight.down
             self.up += flight.up
@@ -42,14 +42,14 @@ class Cost:
 
     @property
     def joules(self) -> float | None:
-        """What the clients' devices have spent; None where it is not counted."""
-        # 0 · inf is no number, and nothing computed costs nothing.
+        """Energy that the clients' devices have spent, in joules; None if not counted."""
+        # 0 · inf is no number, and no computation costs nothing.
         operations = self.examples * self.per_example if self.examples else 0.0
         spent = self.energy.joules(operations, self.down, self.up)
         return spent if spent is not None and spent < float("inf") else None
 
     def facts(self) -> dict[str, Any]:
-        """For the report: the cost so far, and that of the raw data."""
+        """Return the costs so far, and the cost of the raw data, for the report."""
         return {
             "cost": {
                 "bytes": self.down + self.up,
@@ -69,7 +69,7 @@ class Cost:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """The inverse of `state`."""
+        """Restore the result of `state`."""
         self.down = state["down"]
         self.up = state["up"]
         self.examples = state["examples"]

@@ -1,20 +1,21 @@
-"""The global model and how updates become the next one: fold or collect, combine, step.
+"""The global model, and its update: fold or collect updates, combine, step.
 
     Δ <- aggregate of s_k·Δ_k over the updates, weighted        x <- server optimizer's step along Δ
 
-An algorithm's own step comes between the two: the optimizer then moves along what it makes of x and
-Δ, less x.
+An overridden `Algorithm.step` runs between the two: the optimizer then moves along its result minus
+x.
 
-Buffers: floating-point ones (batch-norm statistics) are aggregated with the weights, as
-`dure.federated.aggregate.aggregator` says, and take their mean change whole; elements that did not
-change add nothing, so that a mask of -inf stays one, and one that was not finite takes the mean of
-the finite ones that it became. Integer ones (counters) take the largest value, complex ones stay as
-they are. Of weights, a complex number is two real ones.
+Buffers: floating-point buffers (batch-norm statistics) are aggregated with the weights, as
+`dure.federated.aggregate.aggregator` documents, and add their mean change without a server step.
+Elements that did not change add nothing, so that a mask of -inf stays unchanged; an element that
+was not finite becomes the mean of the finite new values. Integer buffers (counters) take the
+largest value, complex buffers stay unchanged. For weights, a complex number counts as two real
+numbers.
 
-With differential privacy of clients (`dure.federated.server.private`) weights, statistics of batch
-norm and extras are gathered as one vector, and come back with noise. All other buffers stay as the
-server has them: a counter tells of a client's steps, a table that never moves would drown in noise,
-and a client whose other buffers move is refused.
+Under user-level differential privacy (`dure.federated.server.private`) weights, statistics of batch
+norm and extras are gathered as a single vector, and return with noise. All other buffers keep the
+server's values: a counter reveals a client's steps, and a table that never moves would drown in
+noise. A client whose other buffers move is refused.
 """
 
 from __future__ import annotations
@@ -36,16 +37,25 @@ from dure.protocol.messages import Update, nbytes
 from dure.randomness.turn import Turn
 
 OwnStep = Callable[[list[Tensor], list[Tensor]], list[Tensor]]
-"""(weights, mean) -> new weights; `Algorithm.step`, given the updates."""
+"""(weights, mean) -> new weights; `Algorithm.step` with the updates bound."""
 
 
 @dataclass
 class GlobalModel:
-    """The global model, and what updates are gathered for the next one.
+    """The global model, and the updates gathered for the next model.
 
-    weights: those that are trained, one flat tensor a dtype. buffers: in the model's order. number:
-    of models made so far. private: gathers updates in place of the rule, and adds noise.
-    statistics: where in the buffers those of batch norm are, and which of them are variances.
+    Args:
+        weights: the trained weights, one flat tensor per dtype.
+        buffers: in the model's order.
+        aggregator: rule that combines updates.
+        optimizer: server optimizer.
+        number: number of models made so far.
+        private: gathers updates instead of the rule, and adds noise; None without user-level
+            privacy.
+        statistics: indices of batch norm's statistics among the buffers, each with whether it is a
+            variance.
+        moments: state of the optimizer; None before the first step.
+        memory: state of a rule that collects; None before the first round.
     """
 
     weights: list[Tensor]
@@ -73,18 +83,19 @@ class GlobalModel:
     def fold(
         self, update: Update, scale: float, weight: float, start: Sequence[Tensor] | None = None
     ) -> list[Tensor]:
-        """Takes one update, scaled by `scale`, with `weight` in the mean.
+        """Take an update, scaled by `scale`, with `weight` in the mean.
 
-        Returns its weights as the rule gets them, of real numbers; none where they are not formed.
+        Returns its weights as real tensors, as the rule gets them; an empty list if they are not
+        formed.
 
-        start: the weights it began from, where it is the *model* that is mixed in and not its
-        change: the update is then x_start + Δ - x.
+        start: the update's start weights, if the server mixes in the *model* and not its change:
+        the update is then x_start + Δ - x.
         """
         if isinstance(update.delta, Deferred) and self._defers(update, scale, start):
             self._defer(update.delta, weight)
             return []
         parts = list(update.delta)
-        # x_start + Δ is the client's model; less the global one it is an update like others, so
+        # x_start + Δ is the client's model; minus the global model it is an ordinary update, so
         # that mixing is a mean with a scale.
         if start is not None:
             parts = [d + s - w for d, s, w in zip(parts, start, self.weights, strict=True)]
@@ -107,19 +118,19 @@ class GlobalModel:
         if update.extra:
             if self._extra is None:
                 self._extra = Mean().zero(update.extra)
-            # Always the plain mean, by clients and not by examples: it is the algorithm's, and not
-            # the rule's.
+            # Always the plain mean, by clients and not by examples: extras belong to the algorithm,
+            # not to the rule.
             self._extra = Mean().fold(self._extra, update.extra, 1.0)
         return parts
 
     def _take(self, parts: list[Tensor], moved: list[Tensor], weight: float) -> None:
-        """Gives the rule an update. parts: its weights; moved: the changes of its buffers."""
+        """Pass an update to the rule. parts: its weights; moved: the changes of its buffers."""
         rule = self.aggregator
-        # A rule that collects needs every update by itself, and so holds a whole cohort here.
+        # A rule that collects needs every single update, and so stores a whole cohort here.
         if not isinstance(rule, Folds):
             self._collected.append([*parts, *moved])
             return
-        # What has come before may have been a sum (`_sum_deferred`), of a model without buffers.
+        # Earlier folds may have been a sum (`_sum_deferred`), of a model without buffers.
         self._folded = rule.fold(
             rule.zero(parts) if self._folded is None else self._folded, parts, weight
         )
@@ -137,10 +148,15 @@ class GlobalModel:
         weight: float,
         clients: int,
     ) -> None:
-        """Takes the mean of so many clients' updates, of which nobody knows the single ones.
+        """Take the mean of the updates of `clients` clients, from a secure sum.
 
-        parts, moved, extra: of the trained weights, of the changes of floating-point buffers, and
-        of the extras. rises: of counting buffers. weight: of the mean, among others.
+        Args:
+            parts: mean change of the trained weights.
+            moved: mean changes of the floating-point buffers.
+            extra: mean of the extras.
+            rises: increases of the counting buffers.
+            weight: of the mean, among others.
+            clients: number of clients in the sum.
         """
         if self._complex:
             parts = [torch.view_as_real(d) if d.is_complex() else d for d in parts]
@@ -159,41 +175,42 @@ class GlobalModel:
             self._extra = Mean().fold(self._extra, extra, float(clients))
 
     def fold_clipped(self, total: Sequence[Tensor]) -> None:
-        """Takes the sum of what clients with differential privacy have clipped themselves."""
+        """Take the sum of contributions that clients have clipped, under user-level privacy."""
         assert self.private is not None
         self.private.add(total)
 
     def refuse(self) -> None:
-        """Takes note of an update that was sent and cannot be right."""
+        """Count a refused update, for rules that withstand a number of broken updates."""
         self._refused += 1
 
     def _count(self, buffers: Sequence[Tensor]) -> None:
-        """Takes the counters of an update, where they are larger."""
+        """Take the counters of an update, if they are larger."""
         counters = [b for b in buffers if _counts(b)]
         mine = self._counters or [b for b in self.buffers if _counts(b)]
         self._counters = [torch.maximum(a, b) for a, b in zip(mine, counters, strict=True)]
 
     def _defers(self, update: Update, scale: float, start: Sequence[Tensor] | None) -> bool:
-        """Whether nothing is done with the update but to add it to a mean."""
+        """Return whether the update is only needed as a summand of a mean."""
         alone = not (update.buffers or update.extra) and self.private is None
         return alone and scale == 1 and start is None and self.aggregator.sums
 
     def _defer(self, delta: Deferred, weight: float) -> None:
-        """Takes an update that is summed with the others of its cohort.
+        """Take an update that is summed with the others of its cohort.
 
-        That happens when all are here, or when one of another cohort comes.
+        The sum is computed when all updates of the cohort are here, or when an update of another
+        cohort arrives.
         """
         # Only updates of the same cohort have their sum in one product.
         if self._deferred and self._deferred[0][0].products is not delta.products:
             self._sum_deferred()
         self._deferred.append((delta, weight))
         self._shares.append(weight)
-        # All of the cohort are here: their sum is made now, and the factors are let go.
+        # The whole cohort is here: sum it now, and free the factors.
         if len(self._deferred) == delta.products.clients:
             self._sum_deferred()
 
     def _sum_deferred(self) -> None:
-        """Folds the sum of a cohort, whose updates were never formed."""
+        """Fold the sum of a cohort whose updates were never formed."""
         if not self._deferred:
             return
         assert isinstance(self.aggregator, Mean)
@@ -204,7 +221,7 @@ class GlobalModel:
             weights[delta.place] += weight
         home = self.weights[0].device
 
-        # Added straight to what was folded before: the sum of a cohort needs no memory of its own.
+        # Added directly to the earlier folds: the sum of a cohort needs no memory of its own.
         def sum_onto(total: Tensor | None) -> Tensor:
             if products.device == home:
                 return products.sum(weights, total)
@@ -215,18 +232,19 @@ class GlobalModel:
         self._deferred = []
 
     def finish(self, seed: int, own: OwnStep | None = None) -> list[Tensor]:
-        """Makes the new model of what was folded, if anything was.
+        """Make the new model from the folded updates, if there are any.
 
-        Returns the mean of the updates' extras. own: the step that comes before the optimizer's.
+        Returns the mean of the updates' extras. own: the step before the optimizer's step.
 
         Raises TooFewUpdatesError if the updates are too few for the aggregator.
         """
         extra: list[Tensor] = []
-        # A cohort of which not all have come, as some were refused, is summed only here.
+        # An incomplete cohort, with refused updates, is summed only here.
         self._sum_deferred()
         if self._shares or self.private is not None:
             if self.private is not None:
-                # Also of nobody: that nobody was there is not told.
+                # Released even without any client, because the absence of all clients is secret
+                # too.
                 delta, moved, extra = self._released(self.private.release(self.number))
             else:
                 delta, moved = self._combined(Turn(seed, self.number))
@@ -240,19 +258,18 @@ class GlobalModel:
                 self.buffers = self._moved_buffers(moved)
             if self._extra is not None:
                 extra = Mean().finish(self._extra)
-        # Also where nothing was folded: the number counts rounds, from which batches and draws
-        # follow.
+        # Without folds too: the number counts rounds, and seeds batches and draws.
         self.skip()
         return extra
 
     def _stepped(
         self, delta: list[Tensor], moments: State, own: OwnStep | None
     ) -> tuple[list[Tensor], State]:
-        """The weights and moments after the step along what the rule has made of the updates."""
-        spare = self.aggregator.sums  # others may have chosen somebody's update
+        """Return the weights and moments after the step along the aggregated update."""
+        spare = self.aggregator.sums  # other rules may have returned a client's own update
         if own is not None:
             reached = own(self.weights, delta)
-            # To the bit: w + (reached - w) would be rounded.
+            # Exact: w + (reached - w) would be rounded.
             if self.optimizer.follows:
                 return reached, moments
             delta = [new - w for new, w in zip(reached, self.weights, strict=True)]
@@ -260,11 +277,11 @@ class GlobalModel:
         return self.optimizer.step(self.weights, delta, moments, spare)
 
     def _released_of(self, buffers: Sequence[Tensor]) -> list[Tensor]:
-        """Those of them that are released with noise."""
+        """Return the buffers that are released with noise."""
         return [one for place, one in enumerate(buffers) if place in self.statistics]
 
     def moves_more(self, update: Update) -> bool:
-        """Whether other floating-point buffers move than those that are released with noise."""
+        """Return whether floating-point buffers move besides the buffers released with noise."""
         pairs = enumerate(zip(update.buffers, self.buffers, strict=True))
         return any(
             bool(changes([new], [old])[0].any())
@@ -273,13 +290,13 @@ class GlobalModel:
         )
 
     def contribution(self, extra: Sequence[Tensor]) -> list[Tensor]:
-        """What a client's contribution looks like: real tensors. extra: what it sends besides."""
+        """Return real tensors with the shapes of a client's contribution. extra: its extras."""
         return list(map(_real, [*self.weights, *self._released_of(self.buffers), *extra]))
 
     def _released(
         self, vector: Sequence[Tensor]
     ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """Weights, buffers' changes and extras of what was released, in their own types."""
+        """Return (weights, buffers' changes, extras) of a released vector, in their own dtypes."""
         floating = self._released_of(self.buffers)
         weights = len(self.weights)
         own = [_real(weight).dtype for weight in self.weights]
@@ -289,8 +306,8 @@ class GlobalModel:
         return delta, moved, list(rest[len(floating) :])
 
     def _moved_buffers(self, changes: Sequence[Tensor]) -> list[Tensor]:
-        """The new buffers. changes: of the floating-point ones."""
-        # Rules see floating-point buffers only, so both kinds are put back in the model's order.
+        """Return the new buffers. changes: of the floating-point buffers."""
+        # Rules see floating-point buffers only, so both kinds are merged in the model's order.
         moved = iter(changes)
         counters = iter(self._counters)
         buffers = []
@@ -299,7 +316,7 @@ class GlobalModel:
                 buffers.append(buffer)
             elif buffer.is_floating_point():
                 new = _moved(buffer, next(moved))
-                # Noise does not know that a variance is no less than 0.
+                # Noise may make a variance negative.
                 positive = self.private is not None and self.statistics[place]
                 buffers.append(new.clamp(min=0) if positive else new)
             elif _counts(buffer):
@@ -309,12 +326,12 @@ class GlobalModel:
         return buffers
 
     def skip(self) -> None:
-        """Goes on to the next model, and forgets what was folded."""
+        """Advance to the next model number, and discard the folded updates."""
         self.number += 1
         self.forget()
 
     def forget(self) -> None:
-        """Forgets what was folded."""
+        """Discard the folded updates."""
         self._folded = None
         self._moved = None
         self._extra = None
@@ -327,7 +344,7 @@ class GlobalModel:
             self.private.forget()
 
     def _combined(self, turn: Turn) -> tuple[list[Tensor], list[Tensor]]:
-        """What the rule makes of the weights, and of the buffers' changes."""
+        """Return the aggregated weights, and the aggregated changes of buffers."""
         if isinstance(self.aggregator, Folds):
             moved = [] if self._moved is None else Mean().finish(self._moved)
             return self.aggregator.finish(self._folded), moved
@@ -338,7 +355,7 @@ class GlobalModel:
         return combined[:weights], combined[weights:]
 
     def state(self) -> dict[str, Any]:
-        """All of it, between two models, as a tree for checkpoints."""
+        """Return the state between two models, as a tree for checkpoints."""
         return {
             "weights": list(self.weights),
             "buffers": list(self.buffers),
@@ -356,10 +373,10 @@ class GlobalModel:
 
 
 def changes(new: Sequence[Tensor], old: Sequence[Tensor]) -> list[Tensor]:
-    """How the floating-point buffers changed: new - old.
+    """Return the changes of the floating-point buffers: new - old.
 
-    It is 0 where they are alike, infinite and NaN ones too; where the old one is not finite, it is
-    the new one.
+    The change is 0 for equal elements, including infinities and NaNs. If the old element is not
+    finite, the change is the new element.
     """
     return [
         (one - other.masked_fill(~other.isfinite(), 0)).masked_fill(

@@ -2,13 +2,13 @@
 
     idle time of client k in a round    T - a_k - c_k
 
-    T      the end of the round: its model is made
-    a_k    when the client was asked first
-    c_k    seconds in which it computed or transferred since
+    T      end of the round: its model is made
+    a_k    time of the client's first assignment
+    c_k    seconds in which the client computed or transferred since
 
-A client whose update is in waits until the slowest one has answered, or until the deadline. Who was
-not asked, has failed, or answers after the end of the round waits for nobody. In asynchronous
-systems a client is free as soon as its update is in: T is that moment.
+A client with an arrived update waits until the slowest client has answered, or until the deadline.
+A client that was not asked, has failed, or answers after the end of the round has no idle time. In
+asynchronous systems a client is free as soon as its update has arrived: T is that moment.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from collections.abc import Sequence
 from dure.protocol.carrier import STEP, Flight
 
 ROUNDING = 1e-9
-"""Seconds that sums of times may be off."""
+"""Tolerated rounding error of sums of times, in seconds."""
 
 
 def idle_seconds(flown: Sequence[Flight], until: float | None) -> dict[int, float]:
-    """Return the idle time of each client whose update came in time.
+    """Return the idle time in seconds of each client whose update arrived in time.
 
-    flown: the assignments that ended since the model before, with their steps. until: when the
-    model was made, in rounds; None where a client has nothing to wait for behind its update.
+    flown: the assignments that ended since the last model, with their protocol steps. until: time
+    of the new model, with rounds; None if a client does not wait after its update.
     """
     answered = [flight for flight in flown if flight.outcome == "accepted"]
     began: dict[int, float] = {}
@@ -34,7 +34,7 @@ def idle_seconds(flown: Sequence[Flight], until: float | None) -> dict[int, floa
         began[flight.client] = flight.began
         whole = (flight.ended if until is None else until) - flight.began
         idle[flight.client] = idle.get(flight.client, 0.0) + whole - flight.busy_seconds
-    # Steps of a protocol, before the update and after it.
+    # Steps of a protocol, before and after the update.
     for flight in flown:
         if flight.outcome == STEP and flight.client in idle:
             earlier = max(0.0, began[flight.client] - flight.began)

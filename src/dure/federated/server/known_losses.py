@@ -1,4 +1,4 @@
-"""What a server knows of its clients' losses, for a selection that looks at them."""
+"""Known losses of clients, for a selection that ranks clients by loss."""
 
 from __future__ import annotations
 
@@ -6,25 +6,28 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 AskLosses = Callable[[Sequence[int]], list[float]]
-"""Asks clients for the loss of the newest model on their data."""
+"""(clients) -> losses: asks clients for the loss of the newest model on their data."""
 
 
 @dataclass
 class KnownLosses:
-    """The last losses that clients have told, by number, and how they are asked.
+    """The last reported losses of clients, by number, and a function to ask for new losses.
 
-    ask: None where nobody can be asked.
+    ask: None if clients cannot be asked.
     """
 
     ask: AskLosses | None = None
     told: dict[int, float] = field(default_factory=dict)
 
     def last(self, client: int) -> float | None:
-        """`Losses.last`."""
+        """Return the last loss that the client reported, as `Losses.last`."""
         return self.told.get(client)
 
     def now(self, clients: Sequence[int]) -> list[float]:
-        """`Losses.now`. Raises ValueError where clients cannot be asked."""
+        """Return the clients' losses of the newest model, as `Losses.now`.
+
+        Raises ValueError if clients cannot be asked.
+        """
         if self.ask is None:
             raise ValueError(
                 "the selection asks clients for their losses without saying so: its class needs "

@@ -1,10 +1,10 @@
-"""What the report tells of a federation.
+"""Event log of a federation, for the report.
 
-It tells who took part when, how stale updates were, and how they lay to one another.
+The log records participation, staleness, and the geometry of updates.
 
-Norms and cosines are of every update, as the rule got it, against the step that the global model
-then took: of trained weights, without buffers. They are measured only where clients lie, since that
-takes two passes over each update.
+Norms and cosines compare every update, as the rule got it, with the following step of the global
+model: of trained weights, without buffers. They are measured only in runs with malicious clients,
+because they take two passes over each update.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ from dure.federated.server.combining import Result
 from dure.protocol.carrier import STEP, Flight
 
 MOST = 5_000
-"""Flights and updates that are remembered, the first ones of a run.
+"""Largest number of recorded assignments and of recorded updates, the first of a run.
 
-What is counted is counted to its end.
+Counters cover the whole run.
 """
 
 
 class Log:
-    """What is remembered of a run for its report.
+    """Record of a run for its report.
 
-    liars: who lies in a round; None where nobody does. names: whether it is remembered who took
-    part. It is not where differential privacy counts on that nobody knows whose coins fell how.
+    liars: returns the malicious clients of a round; None without malicious clients. names: whether
+    participation is recorded. It is not recorded if differential privacy depends on secret
+    sampling.
     """
 
     def __init__(self, liars: Callable[[int], Collection[int]] | None, names: bool = True) -> None:
@@ -47,13 +48,13 @@ class Log:
         self._seen: list[tuple[int, int, list[Tensor] | None]] = []
 
     def saw(self, client: int, round: int, taken: list[Tensor] | None) -> None:
-        """An update of a client, from the model of this number; None for one that was refused."""
-        # The whole update, until `moved`: the step that it is compared with is not known before.
+        """Record an update, from the model with this number; None for a refused update."""
+        # The whole update, until `moved`: the step for the comparison is not known before.
         if self.liars is not None and len(self.updates) < MOST:
             self._seen.append((client, round, taken))
 
     def flew(self, flown: Sequence[Flight], result: Result) -> None:
-        """What happened until a new model was made, and what it was made of."""
+        """Record the events before a new model, and the statistics of its updates."""
         flown = [flight for flight in flown if flight.outcome != STEP]
         self.outcomes.update([flight.outcome for flight in flown])
         self.staleness.update(result.staleness)
@@ -62,22 +63,21 @@ class Log:
             return
         self.turns.update(result.clients)
         self.wrong.update(result.wrong)
-        # Counters above go on; lists of a long run would grow without bound.
+        # The counters above continue; lists of a long run would grow without bound.
         for flight in flown[: MOST - len(self.flights)]:
-            # To a microsecond, which is enough for a picture.
+            # To a microsecond, which is enough for a plot.
             began = round(flight.began, 6)
             ended = round(flight.ended, 6)
             self.flights.append([flight.client, flight.round, began, ended, flight.outcome])
 
     def moved(self, number: int, before: Sequence[Tensor], after: Sequence[Tensor]) -> None:
-        """How the updates that were seen lay to the step that the global model then took.
+        """Record norm and cosine of each update against the following step of the global model.
 
-        The step is from model `number` to the next one, whose weights were these before and after.
+        The step is from model `number` to the next; before and after are its weights.
         """
         if self.liars is None or not self._seen:
             return
-        # In float64: at the end of training a step is small against the weights it is the
-        # difference of.
+        # In float64: at the end of training a step is small compared with the weights.
         step = [_wide(new) - _wide(old) for new, old in zip(after, before, strict=True)]
         for client, round, taken in self._seen:
             lies = client in self.liars(round)
@@ -86,7 +86,7 @@ class Log:
         self._seen = []
 
     def facts(self) -> dict[str, Any]:
-        """What was remembered, as JSON."""
+        """Return the record, as JSON."""
         return {
             "flights": self.flights,
             "outcomes": dict(self.outcomes),
@@ -115,25 +115,25 @@ class Log:
         self.staleness = Counter(state["staleness"])
         self.turns = Counter(state["turns"])
         self.refusals = Counter(state["refusals"])
-        # Checkpoints of dure up to 0.1 have not counted them.
+        # Checkpoints of dure up to 0.1 do not have this count.
         self.wrong = Counter(state.get("wrong", {}))
 
 
 def _norm_and_cosine(
     delta: Sequence[Tensor], step: Sequence[Tensor]
 ) -> tuple[float | None, float | None]:
-    """The update's norm, and the cosine between it and the step; None where there is none."""
+    """Return the update's norm, and its cosine with the step; None if undefined."""
     delta = [_wide(part) for part in delta]
     dot = sum(float(torch.dot(d, s)) for d, s in zip(delta, step, strict=True))
     norm = math.sqrt(sum(float(torch.dot(d, d)) for d in delta))
     length = math.sqrt(sum(float(torch.dot(s, s)) for s in step))
-    # Liars may send infinities, which JSON cannot say.
+    # Malicious clients may send infinities, which JSON cannot represent.
     if not math.isfinite(norm):
         return None, None
     return norm, dot / (norm * length) if norm and length else None
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """In float64 and flat; a complex number is two real ones, as rules see it."""
+    """Return the tensor flat and in float64; a complex number becomes two real numbers."""
     real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     return real.reshape(-1).double()

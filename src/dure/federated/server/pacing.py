@@ -1,9 +1,9 @@
-"""When the server asks clients, and when it makes a new model: three policies of one coordinator.
+"""Pacing: policies of the coordinator for requests to clients and for new models.
 
-    Rounds          m clients a round, all from the same model; the new one when m have answered, or
-                    at a deadline
-    Asynchronous    so many clients at work at any time; a new model with every update
-    Buffered        so many clients at work at any time; a new model with every K updates
+    Rounds          m clients per round, all from the same model; the new model when m have
+                    answered, or at a deadline
+    Asynchronous    a number of clients at work at any time; a new model with every update
+    Buffered        a number of clients at work at any time; a new model with every K updates
 
 Sources: McMahan et al. 2017 and Bonawitz et al. 2019 (rounds); Xie, Koyejo, Gupta 2019
 (asynchronous); Nguyen et al. 2022 (buffered).
@@ -27,74 +27,70 @@ from dure.randomness.permutation import Permutation
 from dure.randomness.seeds import derive
 
 Order = Callable[[int, int, int, Sequence[int], int], Candidates]
-"""(seed, round, attempt, sizes, likely) -> who is asked at each position.
-
-`Selection.order` says what these are.
-"""
+"""(seed, round, attempt, sizes, likely) -> client at each position, as `Selection.order`."""
 
 
 Ranked = Callable[[int, int, int, Sequence[int], Losses], Sequence[int]]
-"""(seed, round, attempt, sizes, losses) -> who comes before that order; `Selection.ranked`."""
+"""(seed, round, attempt, sizes, losses) -> clients before that order, as `Selection.ranked`."""
 
 
 @dataclass(frozen=True)
 class Pacing:
-    """What the coordinator asks of a policy."""
+    """Interface between the coordinator and a policy."""
 
     synchronous: ClassVar[bool]
     """Whether there are rounds.
 
-    All clients of a round are asked at its beginning, and answers that come after its end are
-    refused.
+    All clients of a round are asked at its start, and answers after its end are refused.
     """
 
     @property
     def varies(self) -> bool:
-        """Whether `asked` and `needed` are others for each model."""
+        """Whether `asked` and `needed` differ from model to model."""
         return False
 
     @property
     def tosses(self) -> bool:
-        """Whether each client has a coin of its own; then `asked` and `needed` are of no account.
+        """Whether each client is sampled independently; `asked` and `needed` then have no effect.
 
-        A round ends when all who were asked have answered or failed, or at its deadline.
+        A round ends when all asked clients have answered or failed, or at its deadline.
         """
         return False
 
     @property
     def deadline(self) -> float:
-        """Seconds after which a round ends with those who have answered."""
+        """Seconds after which a round ends with the answers so far; inf without a deadline."""
         return math.inf
 
     @property
     def minimum(self) -> int:
-        """The fewest answers that make a new model."""
+        """Fewest answers that make a new model."""
         raise NotImplementedError
 
     @property
     def oldest(self) -> int | None:
-        """How many versions old a model may be that is handed out.
+        """Largest age of a model in an assignment, in versions, drawn at random.
 
-        Its age is drawn at random; None hands out the newest.
+        None for always the newest model.
         """
         return None
 
     def asked(self, seed: int, round: int, clients: int) -> int:
-        """How many clients are asked in a round, or are at work at any time."""
+        """Return the number of clients to ask in a round, or to keep at work at any time."""
         raise NotImplementedError
 
     def needed(self, seed: int, round: int, clients: int) -> int:
-        """How many answers make a new model."""
+        """Return the number of answers that make a new model."""
         raise NotImplementedError
 
     @property
     def order(self) -> Order:
-        """Who is asked at each position."""
+        """Function from a round to the order in which clients are asked."""
         raise NotImplementedError
 
     @property
     def ranked(self) -> Ranked | None:
-        """Who comes before that order, where losses have a say."""
+        """Function from a round to the clients ranked before that order; None without a ranking."""
         return None
 
     @property
@@ -103,19 +99,19 @@ class Pacing:
         return False
 
     def updates(self, clients: int) -> int:
-        """Updates that usually make a new model."""
+        """Return the usual number of updates of a new model."""
         raise NotImplementedError
 
     def most(self, clients: int) -> int:
-        """The most clients whose updates make one new model."""
+        """Return the largest number of clients in a new model."""
         return self.updates(clients)
 
     def models_per_epoch(self, clients: int) -> int:
-        """New models in which every client has answered once, about."""
+        """Return the number of models in which every client has answered about once."""
         return max(1, round(clients / self.updates(clients)))
 
     def check(self, clients: int) -> None:
-        """Raises ValueError for a policy that can never make a model with so many clients."""
+        """Raise ValueError if the policy can never make a model with `clients` clients."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +140,7 @@ class Rounds(Pacing):
         return self.selection.minimum
 
     def asked(self, seed: int, round: int, clients: int) -> int:
-        # More than are needed, so that the slow and those who drop out need not be waited for.
+        # More than needed, so that the round need not wait for slow clients and dropouts.
         return self._over(self.needed(seed, round, clients), clients)
 
     def needed(self, seed: int, round: int, clients: int) -> int:
@@ -169,7 +165,7 @@ class Rounds(Pacing):
         return self.selection.most(clients, self.fraction)
 
     def models_per_epoch(self, clients: int) -> int:
-        return 1  # a round is shown as one, whatever its share of the clients
+        return 1  # an epoch is shown as one round, whatever the share of the clients
 
     def check(self, clients: int) -> None:
         most = self._over(self.selection.most(clients, self.fraction), clients)
@@ -181,16 +177,16 @@ class Rounds(Pacing):
             )
 
     def _over(self, needed: int, clients: int) -> int:
-        # 1e-9: 10 · 1.1 is a little more than 11 in floating point, and 11 are meant.
+        # 1e-9: 10 · 1.1 is a little more than 11 in floating point, and 11 is intended.
         return min(math.ceil(min(needed * self.selection.over - 1e-9, clients)), clients)
 
 
 @dataclass(frozen=True)
 class Buffered(Pacing):
-    """A number of clients, `concurrency`, is always at work; `size` updates make a new model.
+    """`concurrency` clients are always at work; `size` updates make a new model.
 
-    stale: for experiments such as those of Xie et al.: one client at a time, which is handed a
-    model that is 0 to so many versions old, at random; None hands out the newest.
+    stale: for experiments such as Xie et al.'s: one client at a time, which gets a model that is 0
+    to `stale` versions old, at random; None for always the newest model.
     """
 
     concurrency: int
@@ -207,8 +203,7 @@ class Buffered(Pacing):
     def oldest(self) -> int | None:
         return self.stale
 
-    # With `stale` it is the server that ages the models: a single client at work adds no delay of
-    # its own.
+    # With `stale` the server ages the models: a single client at work adds no delay of its own.
     def asked(self, seed: int, round: int, clients: int) -> int:
         return 1 if self.stale is not None else min(self.concurrency, clients)
 
@@ -224,12 +219,12 @@ class Buffered(Pacing):
 
 
 def _endless(seed: int, round: int, attempt: int, sizes: Sequence[int], likely: int) -> Candidates:
-    """The same order whatever the round is."""
+    """Return the endless order of clients, which does not depend on the round."""
     return _Endless(seed, len(sizes)).at
 
 
 class _Endless:
-    """All clients in an order of their own, again and again, each time in another."""
+    """Endless repetition of all clients, each time in another random order."""
 
     def __init__(self, seed: int, clients: int) -> None:
         self.seed = seed
@@ -239,7 +234,7 @@ class _Endless:
 
     def at(self, position: int) -> int:
         epoch, place = divmod(position, self.clients)
-        # Positions only rise, so the order of one pass is all that is remembered.
+        # Positions only rise, so a single pass's order is stored.
         if self._order is None or epoch != self._epoch:
             self._epoch = epoch
             self._order = Permutation(self.clients, derive(self.seed, "candidates", epoch))
@@ -247,5 +242,5 @@ class _Endless:
 
 
 def asynchronous(concurrency: int, stale: int | None = None) -> Buffered:
-    """A new model with every update: a buffer of one."""
+    """Return a buffer of size 1: a new model with every update."""
     return Buffered(concurrency, 1, stale)

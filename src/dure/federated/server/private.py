@@ -1,4 +1,4 @@
-"""What a server asks of differential privacy of clients (`dure.federated.privacy.user_level`)."""
+"""Interfaces between the server and differential privacy (`dure.federated.privacy.user_level`)."""
 
 from __future__ import annotations
 
@@ -9,67 +9,68 @@ from torch import Tensor
 
 
 class Private(Protocol):
-    """It gathers a round's contributions in place of the rule, and releases them with noise.
+    """User-level privacy: gathers a round's contributions, and releases their noised mean.
 
-    expected: q·W, by which sums were divided. repeats: whether coins and noise follow from a seed.
+    expected: q·W, the denominator of the sums. repeats: whether sampling and noise follow from a
+    seed.
     """
 
     @property
     def repeats(self) -> bool:
-        """As above."""
+        """Whether sampling and noise follow from a seed."""
 
     @property
     def expected(self) -> float:
-        """As above."""
+        """Denominator q·W of the sums."""
 
     def asks(self, number: int, clients: Sequence[int]) -> None:
-        """Round `number` has these clients, who are asked next."""
+        """Note the clients of round `number`, before they are asked."""
 
     def fold(self, contribution: Sequence[Tensor], examples: int) -> None:
-        """Takes all that a client says, as real numbers, and of how many examples it is."""
+        """Take a client's contribution, as real tensors, with its number of examples."""
 
     def add(self, total: Sequence[Tensor]) -> None:
-        """Takes the sum of contributions that clients have clipped and weighed themselves."""
+        """Take the sum of contributions that clients have clipped and weighed themselves."""
 
     def forget(self) -> None:
-        """Forgets what was folded."""
+        """Discard the folded contributions."""
 
     def release(self, number: int) -> list[Tensor]:
-        """The noised mean of round `number`, shaped as a contribution; paid for before."""
+        """Return the noised mean of round `number`, shaped as a contribution; charged before."""
 
     def numbers(self) -> dict[str, float]:
-        """What the history tells of the newest round, such as epsilon."""
+        """Return numbers for the history of the newest round, such as epsilon."""
 
     def exhausted(self) -> str | None:
-        """ "epsilon" where another round would tell more than may be told."""
+        """Return "epsilon" if another round would exceed the privacy budget; else None."""
 
     def facts(self) -> dict[str, Any]:
-        """What is promised, for the report."""
+        """Return the privacy guarantees, for the report."""
 
     def state(self) -> Any:
-        """What it needs to go on, as a tree for checkpoints."""
+        """Return the state, as a tree for checkpoints."""
 
     def restore(self, state: Any) -> None:
-        """The inverse of `state`; what was spent since is not forgotten."""
+        """Restore the result of `state`; spending since then stays counted."""
 
     def close(self) -> None:
-        """The run has ended."""
+        """End the run."""
 
 
 class Account(Protocol):
-    """The account of what clients that train by DP-SGD tell of their examples."""
+    """Privacy account of the examples of clients that train by DP-SGD."""
 
     def asked(self, clients: Iterable[int]) -> None:
-        """Each of these has trained once more, as far as is known."""
+        """Count a further training of each of these clients, as far as known."""
 
     def numbers(self) -> dict[str, float]:
-        """What the history tells, such as epsilon."""
+        """Return numbers for the history, such as epsilon."""
 
     def facts(self) -> dict[str, Any]:
-        """What is promised, for the report."""
+        """Return the privacy guarantees, for the report."""
 
     def state(self) -> Any:
-        """What it needs to go on, as a tree for checkpoints."""
+        """Return the state, as a tree for checkpoints."""
 
     def restore(self, state: Any) -> None:
-        """The inverse of `state`."""
+        """Restore the result of `state`."""

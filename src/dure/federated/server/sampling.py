@@ -1,27 +1,27 @@
-"""Which clients take part in a round: pure functions of (seed, round).
+"""Selection of a round's clients: pure functions of (seed, round).
 
-A selection names an order in which clients are asked; who is not there is passed over, so that
-those who are there are chosen as if only they had been asked.
+A selection defines an order in which clients are asked. Unavailable clients are skipped, so that
+the available clients are chosen as if only they existed.
 
     uniform     m = max(C·K, 1) of K, without replacement
-    weighted    m of K without replacement, each next one with probability ~ n_k
+    weighted    m of K without replacement, each next client with probability ~ n_k
     poisson     each of K independently with probability C: m differs from round to round, and may
-                be 0; so many of those who are there are then asked
-    coins       each of K tosses a coin of its own, with probability C; who is not there, or fails,
-                is missing, and nobody comes in its place
+                be 0; m available clients are then asked
+    coins       each of K independently with probability C; a sampled client that is unavailable or
+                fails is not replaced
 
 Sources: McMahan et al. 2017, algorithm 1 (uniform); Efraimidis, Spirakis 2006 (weighted).
 
-A selection of a user's own may look at clients' losses (`ranked`): the last ones that they have
-told with their updates, or those of the round's model, for which it asks some of them.
+A user-defined selection may rank clients by loss (`ranked`): by the last losses that they reported
+with their updates, or by the loss of the round's model, for which the server asks some of them.
 
-With coins no client is in a round with a larger probability than C, whoever else is away: what
-differential privacy of clients counts on. The others fill up a round, so that somebody is asked the
-more often the fewer are there.
+With coins, a client's probability of being in a round is at most C, whichever others are
+unavailable; user-level differential privacy assumes this bound. The other selections fill up a
+round, so that a client is asked more often if fewer are available.
 
-More than m may be asked (over-selection) and a round may end before all have answered (a deadline),
-as long as a minimum has: K. Bonawitz et al., "Towards Federated Learning at Scale: System Design",
-2019.
+The server may ask more than m clients (over-selection), and a round may end before all have
+answered (a deadline) if at least a minimum has: K. Bonawitz et al., "Towards Federated Learning at
+Scale: System Design", 2019.
 """
 
 from __future__ import annotations
@@ -39,30 +39,29 @@ from dure.randomness.seeds import derive
 from dure.settings import name_of, read, write
 
 Candidates = Callable[[int], int]
-"""The client that is asked at a position 0, 1, ... of a round's order."""
+"""Client at position 0, 1, ... of a round's order."""
 
 
 class Losses(Protocol):
-    """What a server may know of its clients' losses when it chooses those of a round."""
+    """Losses of clients that a server can use to choose a round's clients."""
 
     def last(self, client: int) -> float | None:
-        """The mean over its local steps, of its last update that was taken; None before it."""
+        """Return the mean loss over the steps of the client's last accepted update, or None."""
 
     def now(self, clients: Sequence[int]) -> list[float]:
-        """Of the round's model, the mean over all examples of each, in their order.
+        """Return the mean loss of the round's model over all examples of each client.
 
-        They are asked for it: each is sent the model, computes forward, and answers 8 bytes. NaN of
-        one that is away. In a simulation alone.
+        Each client receives the model, computes a forward pass, and answers 8 bytes. NaN for an
+        unavailable client. Works in a simulation only.
         """
 
 
 @dataclass(frozen=True)
 class Selection(Told):
-    """How a round chooses its clients.
+    """Base class of selections.
 
-    over: more clients are asked than are needed, by this factor. deadline: seconds after which a
-    round ends with those who have answered; inf waits for all. minimum: with fewer answers than
-    this at the deadline a round begins again.
+    over: factor of over-selection. deadline: seconds after which a round ends with the answers so
+    far; inf waits for all. minimum: fewest answers at the deadline; with fewer, the round restarts.
     """
 
     over: float = 1.0
@@ -71,17 +70,17 @@ class Selection(Told):
 
     name: ClassVar[str]
     varies: ClassVar[bool] = False
-    """Whether rounds differ in how many answers they are to have."""
+    """Whether rounds differ in their number of wanted answers."""
     tosses: ClassVar[bool] = False
-    """Whether each client has a coin of its own, and nobody is asked in place of another."""
+    """Whether each client is sampled independently, and absent clients are not replaced."""
     asks: ClassVar[bool] = False
     """Whether `ranked` asks clients for their losses, by `Losses.now`."""
     by_size: ClassVar[bool] = False
-    """Whether clients are chosen by how many examples they have."""
+    """Whether the choice depends on the clients' numbers of examples."""
 
     @property
     def ranks(self) -> bool:
-        """Whether `ranked` is its own, so that losses have a say."""
+        """Whether the selection overrides `ranked`, so that losses have an influence."""
         return type(self).ranked is not Selection.ranked
 
     def __post_init__(self) -> None:
@@ -95,40 +94,44 @@ class Selection(Told):
             raise ValueError(f"minimum is {self.minimum}, but a round needs at least one answer")
 
     def wanted(self, seed: int, round: int, clients: int, fraction: float) -> int:
-        """How many answers the round is to have."""
+        """Return the number of wanted answers of the round."""
         return clients_per_round(clients, fraction)
 
     def most(self, clients: int, fraction: float) -> int:
-        """The most answers that any round is to have."""
+        """Return the largest number of wanted answers of any round."""
         return clients_per_round(clients, fraction)
 
     def order(
         self, seed: int, round: int, attempt: int, sizes: Sequence[int], likely: int = 0
     ) -> Candidates:
-        """The order in which clients are asked in this round.
+        """Return the order in which clients are asked in this round.
 
-        attempt: counts the times that it began again. sizes: of all clients. likely: how many are
-        asked if all are there.
+        Args:
+            seed: of the run.
+            round: number of the round.
+            attempt: number of restarts of the round.
+            sizes: examples of all clients.
+            likely: number of requests if all clients are available.
         """
         permutation = Permutation(len(sizes), _seed(seed, round, attempt))
         known = permutation.first(likely)
 
         def at(position: int) -> int:
-            """The client at a position; more are drawn where some of the likely ones are away."""
-            # Twice as many each time, so that drawing takes linear time however far somebody asks.
+            """Return the client at a position; draws more clients on demand."""
+            # Doubled each time, so that drawing takes linear time for any number of positions.
             if position >= len(known):
                 known[:] = permutation.first(2 * position + 32)
             return known[position]
 
-        # All are known already: plain indexing is faster than a function.
+        # All clients are drawn already: plain indexing is faster than a function.
         return known.__getitem__ if len(known) == len(sizes) else at
 
     def ranked(
         self, seed: int, round: int, attempt: int, sizes: Sequence[int], losses: Losses
     ) -> Sequence[int]:
-        """The clients that are asked before all others, the first ones first: by default none.
+        """Return the clients to ask before all others, in order; by default none.
 
-        The others follow in `order`. The rest is as there.
+        The other clients follow in `order`. The other parameters are as in `order`.
         """
         return ()
 
@@ -138,14 +141,14 @@ class Selection(Told):
 
 @dataclass(frozen=True)
 class Uniform(Selection):
-    """All clients alike."""
+    """Selection of all clients with the same probability."""
 
     name: ClassVar[str] = "uniform"
 
 
 @dataclass(frozen=True)
 class Weighted(Selection):
-    """Clients with more examples more often."""
+    """Selection of clients with probabilities by their numbers of examples."""
 
     name: ClassVar[str] = "weighted"
     by_size: ClassVar[bool] = True
@@ -154,9 +157,8 @@ class Weighted(Selection):
         self, seed: int, round: int, attempt: int, sizes: Sequence[int], likely: int = 0
     ) -> Candidates:
         random = np.random.default_rng(_seed(seed, round, attempt))
-        # An exponential variable divided by n_k has rate n_k, and the least of such is that of
-        # client k with probability n_k / (sum of n): the order of keys is the draw without
-        # replacement.
+        # An exponential variable divided by n_k has rate n_k, and client k has the least variable
+        # with probability n_k / (sum of n): the order of keys is the draw without replacement.
         keys = random.standard_exponential(len(sizes)) / np.asarray(sizes)
         order: list[int] = np.argsort(keys, kind="stable").tolist()
         return order.__getitem__
@@ -164,14 +166,15 @@ class Weighted(Selection):
 
 @dataclass(frozen=True)
 class Poisson(Selection):
-    """Every client tosses its own coin."""
+    """Poisson sampling of the round's size; unavailable clients are replaced by others."""
 
     name: ClassVar[str] = "poisson"
     varies: ClassVar[bool] = True
 
     def wanted(self, seed: int, round: int, clients: int, fraction: float) -> int:
-        # The number of those whose coin falls so; who they are is then the uniform order. That has
-        # the same distribution as a coin each, without a coin for each of a million clients.
+        # Draws the number of sampled clients; the clients are then the first of the uniform order.
+        # The distribution is the same as sampling each client, without a draw for each of a million
+        # clients.
         return int(
             np.random.default_rng(derive(seed, "poisson", round)).binomial(clients, fraction)
         )
@@ -182,11 +185,11 @@ class Poisson(Selection):
 
 @dataclass(frozen=True)
 class Coins(Selection):
-    """Every client tosses its own coin, and nobody comes in the place of one that is away.
+    """Poisson sampling of each client; unavailable clients are not replaced.
 
-    A round ends when all who were asked have answered or failed, or at its deadline. deadline: by
-    which each client is late or not by itself. over and minimum are 1: how many others answer
-    changes nothing.
+    A round ends when all asked clients have answered or failed, or at its deadline. Whether a
+    client meets the deadline depends on the client alone. over and minimum are 1: the number of
+    other answers has no effect.
     """
 
     name: ClassVar[str] = "coins"
@@ -208,23 +211,23 @@ class Coins(Selection):
 SELECTIONS: dict[str, type[Selection]] = {
     kind.name: kind for kind in (Uniform, Weighted, Poisson, Coins)
 }
-"""Every selection by the name its text form begins with."""
+"""Built-in selections by the name with which their text form begins."""
 
 
 def parse(text: str) -> Selection:
-    """The selection that `text` names: "uniform", "weighted", "uniform:1.3:60:8", ...
+    """Return the selection that `text` names: "uniform", "weighted", "uniform:1.3:60:8", ...
 
-    The numbers are over, deadline and minimum; those of a class of a user's own follow.
+    The numbers are over, deadline and minimum; fields of a user-defined class follow.
 
-    Raises ValueError for an unknown name and for values that do not fit.
+    Raises ValueError for an unknown name and for invalid values.
     """
     return read(text, SELECTIONS, "selection", Selection)
 
 
 def before(ranked: Sequence[int], order: Candidates, clients: int) -> Candidates:
-    """The order of all clients in which these come first.
+    """Return the order of all clients that starts with the ranked clients.
 
-    Raises ValueError for clients that there are not, or that come twice.
+    Raises ValueError for ranked clients that do not exist, or occur twice.
     """
     first = list(ranked)
     if len(set(first)) != len(first) or not all(0 <= one < clients for one in first):
@@ -237,12 +240,12 @@ def before(ranked: Sequence[int], order: Candidates, clients: int) -> Candidates
 
 
 def clients_per_round(clients: int, fraction: float) -> int:
-    """How many clients a round has: m = max(C·K, 1), with C·K rounded."""
+    """Return the number of clients per round: m = max(C·K, 1), with C·K rounded."""
     return max(round(fraction * clients), 1)
 
 
 def uniform(seed: int, round: int, clients: int, fraction: float) -> list[int]:
-    """The clients of a round in which all are there, in ascending order."""
+    """Return the clients of a round in which all are available, in ascending order."""
     return sorted(
         Permutation(clients, _seed(seed, round, 0)).first(clients_per_round(clients, fraction))
     )

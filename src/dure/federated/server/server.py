@@ -1,11 +1,11 @@
-"""The server half of a federation: the global model, who is asked when, and what came of it.
+"""The server of a federation: the global model, requests to clients, and results.
 
-    repeat: the coordinator asks clients; a carrier takes the assignments to them and their updates
-            back; the coordinator makes a new model of the updates
+    repeat: the coordinator makes assignments; a carrier takes them to the clients and their updates
+        back; the coordinator makes a new model of the updates
 
-It knows of its clients what they have said in messages (`dure.protocol.messages`), and of the
-carrier that it delivers them. Whether clients live in this process or far away makes no difference
-here; `Server` goes on from its own checkpoint, and what clients keep is theirs.
+The server knows of its clients only their messages (`dure.protocol.messages`), and of the carrier
+only that it delivers them. Local and remote clients make no difference here. `Server` resumes from
+its own checkpoint; the state of clients belongs to the clients.
 """
 
 from __future__ import annotations
@@ -57,29 +57,41 @@ from dure.tensors.flat import FlatParameters
 from dure.tensors.frozen import Frozen, frozen_of
 
 VERSION = 2
-"""The version of the state in checkpoints.
+"""Version of the state in checkpoints.
 
-Version 1, of dure up to 0.1.0, had no number of its own.
+Version 1, of dure up to 0.1.0, had no version number.
 """
 
 MOST_METERS = 1_000
-"""The most clients that have a meter each; more have one together."""
+"""Largest number of clients with a meter each; more clients share a meter."""
 
 
 class Server(Learner):
-    """A learner: it advances one global model at a time.
+    """A learner whose step makes a new global model.
 
-    model: the run's, of which the initial weights are taken. algorithm: its server hooks are
-    called. carrier: between here and the clients. group: of this process, whose meter is the
-    server's. sample: examples of which a step's operations are counted; batch_size: of such a step,
-    None is all of a client's. attack, liars: of a simulation, what liars do and who they are in a
-    round, for the report; None where that is not known. names: of the clients, where the data have
-    some. freeze_at: the round whose model clients measure beside every later one; None is none.
-    exposure: who could learn what. repeats: whether the run has the same bits again. secure: what
-    sums updates that nobody but their clients sees; None where clients send them. private:
-    differential privacy of clients, where that is wanted. examples: the account of what clients
-    tell of their examples, where these are protected. toss: the coins of clients, where the pacing
-    tosses.
+    Args:
+        task: the task of the run.
+        model: the run's model, which gives the initial weights.
+        test: test examples; None without test data.
+        algorithm: its server hooks are called.
+        rule: rule that combines updates.
+        optimizer: server optimizer.
+        pacing: policy of requests and models.
+        carrier: transport between server and clients.
+        group: of this process; its meter is the server's.
+        seed: of the run.
+        sample: examples for counting the operations of a step.
+        batch_size: of such a step; None is all of a client's examples.
+        attack: attack of a simulation, for the report; None if unknown.
+        liars: returns the malicious clients of a round, for the report; None if unknown.
+        names: names of the clients; None if the data have none.
+        freeze_at: round whose model clients measure beside every later model; None for none.
+        exposure: information that each party could learn, for the report.
+        repeats: whether the run is reproducible bit for bit.
+        secure: secure aggregation; None if clients send their updates.
+        private: user-level differential privacy; None without it.
+        examples: privacy account of the clients' examples; None without dp-sgd.
+        toss: samples the clients of a round, if the pacing samples them independently.
     """
 
     unit = "round"
@@ -126,7 +138,8 @@ class Server(Learner):
         self.flat = FlatParameters(model)
         self.frozen = Frozen(model)
         self.buffers = Buffers(model)
-        # What `Task.ema` averages: a copy, for others may hold the weights of the global model.
+        # The averages of `Task.ema`: a copy, because others may use the weights of the global
+        # model.
         self.averaged = None if task.ema is None else self.flat.copy()
         # Copies: evaluation loads other weights and buffers into the run's model again and again.
         shared = algorithm.shared(self.flat.copy())
@@ -135,7 +148,7 @@ class Server(Learner):
         self.private = private
         self.told_of_examples = examples
         self.knows_sizes = True
-        """Whether clients say how many examples they have."""
+        """Whether the server knows each client's number of examples."""
         self.coordinator = Coordinator(
             model=GlobalModel(
                 shared,
@@ -159,7 +172,7 @@ class Server(Learner):
         self.units_per_epoch = pacing.models_per_epoch(len(sizes))
         self.meter = group.meter
         self.meter.name = "server"
-        # Of a simulation everybody may know who took part: its seed says so.
+        # In a simulation participation is no secret: it follows from the seed.
         open = private is None or private.repeats
         self.counted = _meters(len(sizes), names, together=not open)
         self.log = Log(liars, names=open)
@@ -172,13 +185,13 @@ class Server(Learner):
         self._told_failed = False
         self.freeze_at = freeze_at
         self.cost: Cost | None = None
-        """What clients spend, where these are simulated."""
+        """Costs of the clients, in a simulation."""
         self.earlier: tuple[list[Tensor], list[Tensor]] | None = None
-        """Weights and buffers of the model of round `freeze_at`, once there is one."""
+        """Weights and buffers of the model of round `freeze_at`, once it exists."""
         self._freeze()
 
     def _tossing(self, toss: Toss) -> Toss:
-        """The coins, of which differential privacy is told before anybody is asked."""
+        """Return `toss` with a notice to differential privacy before any client is asked."""
 
         def tossed(number: int) -> list[int]:
             chosen = toss(number)
@@ -194,7 +207,7 @@ class Server(Learner):
 
     def flops_per_step(self) -> float:
         # A step of a client of mean size: clients with fewer examples than a batch make smaller
-        # ones.
+        # steps.
         if self.sample is None:  # nothing is computed here
             return 0.0
         sizes = self.coordinator.sizes
@@ -203,13 +216,13 @@ class Server(Learner):
             return 0.0
         return flops_per_step(self.model, self.sample, min(self.batch_size or typical, typical))
 
-    # One model more
+    # The next model
 
     def advance(self, wish: int) -> Progress:
-        """Makes one new global model: assignments out, local training, updates back, combined."""
+        """Make a new global model: assignments out, local training, updates back, aggregation."""
         coordinator = self.coordinator
         number = coordinator.model.number
-        # Nobody looks at the run's model before it is measured or written again.
+        # The run's model is not read before the next evaluation or checkpoint.
         self.flat.let_go()
         # A step replaces the weights and does not change them, so this stays the model before.
         before = coordinator.model.weights
@@ -221,8 +234,8 @@ class Server(Learner):
             self._sum(combine.tickets, self.secure)
         trained = time.perf_counter()
         self._worked("local training", started, trained, number + 1)
-        # Clients hear of their updates only after `finish`, which may refuse all of them (too few
-        # for the rule): a refused client must not keep what it learned.
+        # Clients learn the outcome only after `finish`, which may refuse all updates (too few for
+        # the rule): a refused client must not store its new state.
         result = coordinator.finish(self.carrier.now)
         refused = result.refused
         kept = [ticket for ticket in combine.tickets if ticket not in refused]
@@ -230,7 +243,7 @@ class Server(Learner):
         model = coordinator.model
         self.carrier.made(model.number, model.weights, model.buffers)
         self._worked("aggregate", trained, time.perf_counter(), number + 1)
-        # Also what was late or failed since the model before: it cost bytes and time.
+        # Late and failed assignments since the last model count too: they cost bytes and time.
         flown = self.carrier.flown
         self.carrier.flown = []
         self._count(flown)
@@ -250,7 +263,7 @@ class Server(Learner):
         return Progress(result.loss, result.samples, wish, self._numbers(flown, result))
 
     def _take_part(self, number: int, result: Result) -> None:
-        """Count who took part in a model, and warn where clients have left."""
+        """Count the clients in a model, and warn of clients that have left."""
         coordinator = self.coordinator
         told = self.taking_part.made(
             number + 1,
@@ -263,40 +276,43 @@ class Server(Learner):
             warn(told)
 
     def _worked(self, what: str, start: float, end: float, number: int) -> None:
-        """The server was busy. Beside clients' virtual seconds, in which it takes no time, the
-        machine's are drawn and not added up."""
+        """Record work of the server.
+
+        Next to the clients' virtual seconds, in which the server takes no time, the machine's
+        seconds are drawn and not added up.
+        """
         if self.carrier.clock_is == "virtual_seconds":
             self.meter.mark(what, "compute", start, end, number)
         else:
             self.meter.compute(what, start, end, number)
 
     def _is_spent(self) -> bool:
-        """Whether too few updates may come for another model, by what clients may transfer."""
+        """Return whether the clients' transfer budgets leave too few updates for another model."""
         coordinator = self.coordinator
         left = self.carrier.answers_left(coordinator.synchronous)
         return left < max(coordinator.minimum, 1)
 
     def _fold(self, tickets: Sequence[int]) -> None:
-        """Takes the updates of these tickets, one after another."""
+        """Fold the updates of these assignments, one after another."""
         coordinator = self.coordinator
         looks = self.log.liars is not None
-        # What was computed here, and is sent as it was computed, need not be looked at again. The
-        # engine that has computed it has seen to its weights, though not to its buffers.
+        # An update that was computed in this process, and is sent unchanged, needs no further
+        # check. Its engine has checked the weights, though not the buffers.
         checked = self.carrier.checked
         as_computed = checked and not self.algorithm.answers
         for update in self.carrier.updates(coordinator, tickets):
             plain = not update.buffers
-            # Buffers are not looked at by engines: an update that has some is checked here.
+            # Engines do not check buffers: an update with buffers is checked here.
             taken = coordinator.fold(
                 update, finite=checked and plain, computed=as_computed and plain
             )
             if looks:
                 self.log.saw(update.client, update.round, taken)
-            # Its memory goes before the next one comes.
+            # Free the memory of this update before the next.
             del update, taken
 
     def _sum(self, tickets: Sequence[int], secure: Summing) -> None:
-        """Takes the sums of these tickets' updates, which stay with their clients."""
+        """Fold the secure sums of these assignments' updates, which stay with their clients."""
         coordinator = self.coordinator
         asked = {ticket: coordinator.assignment(ticket) for ticket in tickets}
         extras = next(coordinator.expects(one) for one in asked.values())
@@ -310,16 +326,16 @@ class Server(Learner):
         for summed in means:
             coordinator.fold_sum(summed)
         if means and not self.knows_sizes and self.private is None:
-            # Nobody has said how many examples there are: as many as those in the sums have.
+            # Sizes are unknown: estimate them by the mean size in the sums.
             typical = sum(one.examples for one in means) / sum(len(one.tickets) for one in means)
             self.examples = max(1, round(typical * len(coordinator.sizes)))
         for ticket, reason in sums["lost"].items():
             coordinator.lost(ticket, reason)
 
     def _leave_out(self, sums: Mapping[str, Any]) -> None:
-        """Who is not asked any more, or not until the model is another one.
+        """Exclude or pause clients as the secure sums require.
 
-        Recorded runs of dure up to 0.1 do not say it.
+        Recorded runs of dure up to 0.1 do not have this information.
         """
         coordinator = self.coordinator
         for client, reason in sums.get("guilty", {}).items():
@@ -333,7 +349,7 @@ class Server(Learner):
         coordinator.sit_out(sums.get("helped", ()))
 
     def _check_able(self, fewest: int) -> None:
-        """Raises TooFewClientsError where no secure sum can be made from this model any more."""
+        """Raise TooFewClientsError if no secure sum is possible from this model any more."""
         coordinator = self.coordinator
         able = coordinator.able
         if able >= fewest or not (coordinator.sitting_out or coordinator.excluded):
@@ -350,10 +366,9 @@ class Server(Learner):
         )
 
     def _tell(self, number: int, result: Result) -> None:
-        """Warns of the first client of the run that is refused, the first round in vain, and the
-        first value that was cut off.
+        """Warn of the run's first refused client, first round without updates and first cut value.
 
-        All are counted (`facts`), so that a run that goes on says it once.
+        All are counted (`facts`), so that a long run warns once.
         """
         round = number + 1
         if result.cut and not self._told_cut:
@@ -382,7 +397,7 @@ class Server(Learner):
             )
 
     def close(self) -> None:
-        """The run ends: warns of clients that were left out, and of last rounds without updates."""
+        """End the run: warn of spent transfer budgets, and of last rounds without updates."""
         if self.private is not None:
             self.private.close()
         out = self.carrier.facts().get("out_of_transfers", ())
@@ -395,7 +410,7 @@ class Server(Learner):
             )
         vain = self.coordinator.updates.vain
         number = self.coordinator.model.number
-        # Without rounds a single one in vain is a single client that was refused.
+        # Without rounds a single unsuccessful model is a single refused client.
         if not vain or (self.log.turns and vain == 1):
             return
         whole = "that of the beginning" if vain == number else f"that of round {number - vain}"
@@ -406,12 +421,13 @@ class Server(Learner):
         )
 
     def who(self, client: int) -> str:
-        """A client for people, by its number and the name that it has in the data."""
+        """Return a client's number and name, for messages."""
         return said(client, self.names)
 
     def _count(self, flown: Sequence[Flight]) -> None:
-        """Counts the bytes of both sides, and the seconds of the clients' devices."""
-        # One meter is that of a single client, or of all where they are too many (`MOST_METERS`).
+        """Count the bytes of both sides, and the seconds of the clients' devices."""
+        # A single meter is either of a single client, or shared by too many clients
+        # (`MOST_METERS`).
         together = len(self.counted) == 1
         for flight in flown:
             meter = self.counted[0 if together else flight.client]
@@ -441,14 +457,14 @@ class Server(Learner):
             "refused": float(len(result.refused)),
             "staleness": sum(staleness) / len(staleness) if staleness else 0.0,
             **self.taking_part.shares,
-            # Of secure sums alone: values that were beyond the range.
+            # With secure sums only: values that were beyond the range.
             **({} if result.cut is None else {"cut": float(result.cut)}),
             **({} if self.private is None else self.private.numbers()),
             **self._example_numbers(flown),
         }
 
     def _example_numbers(self, flown: Sequence[Flight]) -> dict[str, float]:
-        """What clients have told of their examples, in these flights too."""
+        """Return numbers of the example-level privacy account, including these assignments."""
         if self.told_of_examples is None:
             return {}
         self.told_of_examples.asked(one.client for one in flown if one.outcome != STEP)
@@ -457,13 +473,14 @@ class Server(Learner):
     def exhausted(self) -> str | None:
         return None if self.private is None else self.private.exhausted()
 
-    # What the model is worth
+    # Evaluation
 
     def evaluate(self) -> dict[str, float]:
-        """Measures the global model.
+        """Measure the global model.
 
-        It gives the test data's metrics, the share of test examples that a trigger turns, and what
-        clients say of the model. Raises ValueError if measuring changes frozen parameters.
+        Returns the metrics of the test data, the success rate of a backdoor's trigger on test
+        examples, and the metrics of clients. Raises ValueError if the measurement changes frozen
+        parameters.
         """
         self._load_global()
         number = self.coordinator.model.number
@@ -472,7 +489,7 @@ class Server(Learner):
         has_test = self.test is not None and "test" in self.test.sets()
         if self.attack is not None and self.attack.triggers and self.test is not None and has_test:
             found["test_backdoor"] = self._turned(self.attack, self.test)
-        # Clients get what the server has, which may be a part of the model.
+        # Clients get the server's weights, which may be a part of the model.
         weights = self._shown()
         buffers = self.coordinator.model.buffers
         frozen, frozen_buffers = self.earlier or ((), ())
@@ -482,7 +499,7 @@ class Server(Learner):
         return found | self.said.take(said)
 
     def _tell_failed(self, said: Measured) -> None:
-        """Warns of the first client of the run that cannot measure; all are counted (`facts`)."""
+        """Warn of the first client of the run that cannot measure; all are counted (`facts`)."""
         if not said.failures or self._told_failed or self.said.failed:
             return
         self._told_failed = True
@@ -495,7 +512,7 @@ class Server(Learner):
         )
 
     def _freeze(self) -> None:
-        """Keeps the model of the round that it is to be compared with."""
+        """Store the model of round `freeze_at`, for comparisons."""
         model = self.coordinator.model
         if model.number == self.freeze_at:
             # A step replaces weights and buffers and does not change them.
@@ -503,9 +520,9 @@ class Server(Learner):
 
     @torch.no_grad()
     def _turned(self, attack: Attack, examples: Examples) -> float:
-        """The share of test examples that a backdoor's trigger turns to its target.
+        """Return the share of test examples that a backdoor's trigger turns to its target class.
 
-        Examples of the target's own class do not count.
+        Examples of the target class itself do not count.
         """
         turned = 0
         of = 0
@@ -519,8 +536,8 @@ class Server(Learner):
 
     def _load_global(self) -> None:
         model = self.coordinator.model
-        # Where a part of the model belongs to each client, the server has only the rest: clients
-        # give the mean of theirs, for measuring.
+        # If a part of the model belongs to each client, the server has only the rest: clients
+        # provide the mean of their parts, for evaluation.
         kept = self.carrier.kept().tensors if self.algorithm.divides else ()
         self.flat.load(self.algorithm.whole(self._shown(), kept))
         self.buffers.load(self.model, model.buffers)
@@ -535,13 +552,13 @@ class Server(Learner):
         return found
 
     def _follow(self) -> None:
-        """The weights of which averages are taken are those of the global model again."""
+        """Copy the global model's weights to the weights that `Task.ema` averages."""
         if self.averaged is not None:
             for mine, now in zip(self.averaged, self.coordinator.model.weights, strict=True):
                 mine.copy_(now)
 
     def _shown(self) -> list[Tensor]:
-        """The weights that are measured and written: the average, while that is shown."""
+        """Return the weights that are evaluated and written: the average, while it is shown."""
         if self.averaged is None:
             return self.coordinator.model.weights
         return self.averaged
@@ -554,7 +571,7 @@ class Server(Learner):
         return weights
 
     def state(self) -> dict[str, Any]:
-        """The server's, and the carrier's in a part of its own."""
+        """Return the state of the server, and the state of the carrier in a part of its own."""
         self._load_global()
         return {
             "version": VERSION,
@@ -576,9 +593,10 @@ class Server(Learner):
         }
 
     def restore(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-        """Goes on from there.
+        """Restore the model and the state of a checkpoint.
 
-        Raises RunFolderError for the state of another version, and for one with frozen parameters.
+        Raises RunFolderError for the state of another version, and for a state with frozen
+        parameters.
         """
         version = state.get("version", 1)
         if version != VERSION:
@@ -586,11 +604,11 @@ class Server(Learner):
                 f"the checkpoint was written by a dure whose federations have state version "
                 f"{version}, and this one reads version {VERSION}: resume it with that one"
             )
-        # Where the model is, there all tensors of a federation are.
+        # All tensors of a federation are on the model's device.
         state = to_device(dict(state), home_of(self.model))
         server = state["server"]
         written = server["coordinator"]["model"]["weights"]
-        # Where nothing is frozen, such a state is the same.
+        # Without frozen parameters such a state is the same.
         if frozen_of(self.model) and not alike(written, self.coordinator.model.weights):
             raise RunFolderError(
                 "the checkpoint was written by a dure whose federations sent frozen parameters "
@@ -633,7 +651,7 @@ class Server(Learner):
     # For the report
 
     def facts(self) -> dict[str, Any]:
-        """Who took part when, and how it went."""
+        """Return participation, outcomes and privacy, for the report."""
         private = {} if self.private is None else self.private.facts()
         excluded = sorted(self.coordinator.excluded.items())
         if self.told_of_examples is not None:
@@ -652,7 +670,7 @@ class Server(Learner):
         }
 
     def _bits(self) -> dict[str, Any]:
-        """Where clients are elsewhere and something protects them: no run has these bits again."""
+        """Return that no run repeats the bits, for protected remote clients; else nothing."""
         told = self.carrier.facts()
         if "bits" not in told or self.repeats:
             return {}

@@ -1,6 +1,6 @@
-"""How the server moves the global model along the mean update Δ.
+"""Server optimizers: move the global model along the mean update Δ.
 
-Δ is the clients' pseudo-gradient with its sign turned.
+Δ is the negative of the clients' pseudo-gradient.
 
     sgd        m <- β1·m + Δ               x <- x + η·m    β1 = 0: FedAvg; β1 > 0: FedAvgM
     adagrad    m <- β1·m + (1 - β1)·Δ      v <- v + Δ²
@@ -8,12 +8,12 @@
     yogi                                   v <- v - (1 - β2)·Δ²·sign(v - Δ²)
                x <- x + η·m / (√v + τ)     v begins at τ²; no bias correction, as in algorithm 2
 
-A complex number is two real ones. Moments of weights in half precision are in single precision,
-where squares of small updates are not zero.
+A complex number counts as two real numbers. Moments of weights in half precision are in single
+precision, where squares of small updates are not zero.
 
-State in, state out: `step` changes no weights and no state. Products and sums are rounded apart, so
-that every x86 processor gives the same bits (`dure.tensors.apart`). Its cost is a few passes over d
-elements on the server; nothing more travels.
+`step` is functional: it changes no weights and no state in place. Products and sums are rounded
+separately, so that every x86 processor gives the same bits (`dure.tensors.apart`). Cost: a few
+passes over d elements on the server; nothing more travels.
 
 Sources: S. Reddi et al., "Adaptive Federated Optimization", ICLR 2021, algorithm 2 (β1 = 0.9, β2 =
 0.99; Adagrad is used there with β1 = 0); T.-M. H. Hsu, H. Qi, M. Brown, 2019 (FedAvgM).
@@ -36,12 +36,12 @@ from dure.tensors.apart import square_root
 Rule = Literal["sgd", "adagrad", "adam", "yogi"]
 
 State = list[Tensor]
-"""The moments m and v, a tensor each for every tensor of the model; empty before they exist."""
+"""Moments m and v, a tensor each for every tensor of the model; empty for plain SGD."""
 
 
 @dataclass(frozen=True)
 class ServerOptimizer:
-    """The rule, and its η (lr), β1, β2 and τ."""
+    """A server rule with its η (lr), β1, β2 and τ."""
 
     rule: Rule = "sgd"
     lr: float = 1.0
@@ -68,11 +68,11 @@ class ServerOptimizer:
 
     @property
     def follows(self) -> bool:
-        """Whether its step is Δ itself, as FedAvg's is."""
+        """Whether the step is Δ itself, as FedAvg's."""
         return self.rule == "sgd" and self.lr == 1 and not self.beta1
 
     def start(self, weights: Sequence[Tensor]) -> State:
-        """The state before the first step."""
+        """Return the state before the first step."""
         if self.rule == "sgd" and not self.beta1:
             return []
         first = [torch.zeros_like(_counted_in(w)) for w in weights]
@@ -86,16 +86,16 @@ class ServerOptimizer:
     def step(
         self, weights: Sequence[Tensor], delta: Sequence[Tensor], state: State, spare: bool = False
     ) -> tuple[list[Tensor], State]:
-        """One step: (the new weights, the new state).
+        """Return (new weights, new state) after a step.
 
-        weights, delta: as many tensors of the same shapes. spare: whether nobody needs delta any
-        more, so that its memory may be used again.
+        weights, delta: tensors of the same number and shapes. spare: whether the caller gives up
+        delta, so that its memory may be reused.
         """
-        # FedAvg's own step: one pass, and no moments.
+        # FedAvg's own step: a single pass, and no moments.
         if self.rule == "sgd" and not self.beta1:
             pairs = zip(weights, delta, strict=True)
             return [_stepped(w, d, self.lr, spare) for w, d in pairs], state
-        # From here on in the precision of the moments; `kinds` remembers what the weights were.
+        # From here on in the precision of the moments; `kinds` stores the original dtypes.
         kinds = weights
         count = len(weights)
         weights = list(map(_counted_in, weights))
@@ -121,22 +121,22 @@ class ServerOptimizer:
             return v + square
         if self.rule == "adam":
             return v.mul(self.beta2).add_(square.mul_(1 - self.beta2))
-        # Yogi moves v by steps of the size of Δ², so v may fall only slowly, where Adam forgets it.
+        # Yogi moves v by steps of the size of Δ², so v falls only slowly, where Adam forgets it.
         return v - (1 - self.beta2) * square * torch.sign(v - square)
 
 
 def _stepped(weights: Tensor, delta: Tensor, lr: float, spare: bool) -> Tensor:
-    """weights + lr·delta, in the memory of delta where that is to spare."""
+    """Return weights + lr·delta, in the memory of delta if `spare`."""
     if lr == 1:
         return torch.add(weights, delta, out=delta if spare else None)
     counted = delta.to(wide(delta.dtype))
-    # A copy is to spare in any case.
+    # A copy may be overwritten in any case.
     product = counted.mul_(lr) if spare or counted is not delta else counted * lr
     return product.add_(weights).to(weights.dtype)
 
 
 def _counted_in(tensor: Tensor) -> Tensor:
-    """Its numbers, in the precision and as the real numbers with which is counted."""
+    """Return the tensor as real numbers, in the precision of the moments."""
     tensor = tensor.to(wide(tensor.dtype))
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 

@@ -1,14 +1,14 @@
-"""The fewest clients of which a new model is made, as the clients of a run ask for it.
+"""The smallest cohort: the fewest clients of a new model, as the run's clients require.
 
-    F = max over the clients that have checked in of what each asks for; 1 where nobody asks
+    F = max over the checked-in clients of the number that each requires; 1 without requirements
 
-No model is made of updates of fewer than F clients, counted where they are combined: whoever drops
-out, fails, is refused, or is late does not count. A round that has fewer waits for more, and begins
-again at its deadline. `why_not` says whether a run can ever have so many; a client that asks for
-more is not taken, so that it cannot stop the others.
+No model is made of updates of fewer than F clients, counted at the time of combining: a client that
+drops out, fails, is refused, or is late does not count. A round with fewer updates waits for more,
+and restarts at its deadline. `why_not` decides whether a run can ever have F clients; a client that
+requires more is rejected, so that it cannot block the others.
 
-A rule such as Krum takes all updates and hands on a few: then these are the cohort
-(`Aggregator.handed_on`). Under secure aggregation each sum has at least `minimum` clients.
+A rule such as Krum takes all updates and selects a few: the selected updates then count as the
+cohort (`Aggregator.handed_on`). Under secure aggregation each sum has at least `minimum` clients.
 """
 
 from __future__ import annotations
@@ -24,17 +24,21 @@ def why_not(
     rule: Aggregator,
     sums: int | None,
 ) -> str | None:
-    """Why a run cannot keep to so many clients in each new model; None where it can.
+    """Return why a run cannot have `asked` clients in each new model; None if it can.
 
-    asked: what a client asks for. clients: how many the run may have. rule: by which updates
-    become one. sums: the fewest clients of a sum, where nobody sees single updates.
+    Args:
+        asked: number of clients that a client requires.
+        clients: largest number of clients in the run.
+        pacing: pacing of the run.
+        rule: rule that combines updates.
+        sums: fewest clients of a secure sum; None without secure aggregation.
     """
     if asked <= 1:
         return None
     if asked > clients:
         return f"the run has at most {clients} clients"
     if sums is not None:
-        # The protocol sees to it in every sum.
+        # The protocol guarantees the minimum in every sum.
         return f"a secure sum of the run may have {sums}" if sums < asked else None
     if pacing.tosses:
         return (

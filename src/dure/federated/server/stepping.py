@@ -1,4 +1,4 @@
-"""An algorithm's own step of the global model (`Algorithm.step`), and whether it can be one."""
+"""Call and validation of an overridden `Algorithm.step`."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def stepped(
     weights: Sequence[Tensor],
     mean: Sequence[Tensor],
 ) -> list[Tensor]:
-    """The new weights, of which the algorithm has nothing in common with anybody's memory.
+    """Return the new weights of the algorithm's step, without memory shared with any other tensor.
 
-    Cost: three copies of the model. Raises ValueError for what are no weights of the model, and for
-    weights that are not finite.
+    Cost: three copies of the model. Raises ValueError for tensors that do not fit the model, and
+    for weights that are not finite.
     """
-    # Copies: the model before is still somebody's, such as clients' that are at work, and the mean
-    # may be one of the updates.
+    # Copies: working clients, for example, may still use the model before, and the mean may be one
+    # of the updates.
     given, combined = ([one.clone() for one in tensors] for tensors in (weights, mean))
     made = algorithm.step(given, combined, list(updates))
     name = f"{type(algorithm).__name__}.step"
@@ -40,5 +40,5 @@ def stepped(
         raise ValueError(f"{name} gives weights of {got}, and the model has {wanted}")
     if not all(map(all_finite, made)):
         raise ValueError(f"{name} gives weights that are not finite")
-    # What it keeps of them, and changes later, is not to be the model.
+    # The algorithm may keep references to these tensors and change them later.
     return [one.detach().clone() for one in made]

@@ -1,4 +1,7 @@
-"""What a server asks of secure aggregation (`dure.federated.privacy.secure_aggregation.rounds`)."""
+"""Interface between the server and secure sums.
+
+`dure.federated.privacy.secure_aggregation.rounds` implements the interface.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +15,15 @@ from dure.protocol.carrier import Draft
 from dure.protocol.messages import Answer, Assignment, Say
 
 Exchange = Callable[[Sequence[Say]], Iterator[Answer]]
-"""`Carrier.exchange`."""
+"""Type of `Carrier.exchange`."""
 
 
 class Summing(Protocol):
-    """It sums a round's updates, which stay with their clients."""
+    """Secure aggregation: sums a round's updates, which stay with their clients."""
 
     @property
     def fewest(self) -> int:
-        """The fewest clients of a sum."""
+        """Fewest clients of a sum."""
 
     def sums_of(
         self,
@@ -29,17 +32,17 @@ class Summing(Protocol):
         exchange: Exchange,
         draft: Draft | None = None,
     ) -> dict[str, Any]:
-        """The sums, as a tree, with
+        """Return the sums, as a tree with three further entries.
 
-            lost      ticket to the reason why its update is in none
-            guilty    client to what it has done, provably, that no client does
+            lost      assignment id to the reason why its update is in no sum
+            guilty    client to its provable violation of the protocol
             helped    clients that contribute to no other sum of this model
 
-        asked: what was sent, by ticket. extras: what an update's look like. draft: keeps what a
-        server needs that is started again before the sums are there.
+        asked: assignments, by id. extras: tensors like an update's extras. draft: stores the
+        progress, for a server that restarts before the sums are complete.
         """
 
     def means(
         self, made: Mapping[str, Any], asked: Mapping[int, Assignment], extras: Sequence[Tensor]
     ) -> Iterator[Summed]:
-        """What the rule gets of the sums."""
+        """Yield the means of the sums, as inputs of the rule."""

@@ -1,11 +1,11 @@
-"""Shares of clients and of their examples in new models, and clients that have left.
+"""Participation: shares of clients and examples in new models, and clients that have left.
 
     clients share     clients whose updates are in the new model / all clients of the run
     examples share    their examples / the examples of all clients that have ever checked in
 
-In rounds that sample clients both are small by design. On a network a client may leave for good,
-and the run goes on with those who are there: whoever has left is told of when a model is made
-without it, and named at the end.
+In rounds that sample clients both shares are small by design. On a network a client may leave for
+good, and the run continues with the other clients: a warning reports a client that has left when a
+model is made without it, and the report names the client at the end.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 MOST_NAMED = 5
-"""Clients that a warning names."""
+"""Largest number of clients that a warning names."""
 
 
 class TakingPart:
-    """Shares of the newest model, and clients that have left. who: names a client for people."""
+    """Shares of the newest model, and clients that have left. who: names a client for messages."""
 
     def __init__(self, who: Callable[[int], str]) -> None:
         self._who = who
@@ -30,7 +30,7 @@ class TakingPart:
         self._total: tuple[int, int] | None = None
         """(all examples, number of clients that they were counted over)."""
         self.shares: dict[str, float] = {}
-        """Shares of the newest model, by the names in the history."""
+        """Shares of the newest model, by their names in the history."""
 
     def made(
         self,
@@ -40,14 +40,14 @@ class TakingPart:
         present: Collection[int] | None,
         knows_sizes: bool,
     ) -> str | None:
-        """Note a new model. Returns a warning where more clients have left than before.
+        """Note a new model. Returns a warning if more clients have left than before.
 
         Args:
             round: of the model, from 1 on.
-            clients: whose updates are in it; None where nobody is to know.
-            sizes: the examples of each client of the run; 0 of one that has never been there.
-            present: who is there; None in a simulation, whose clients do not leave.
-            knows_sizes: whether clients say how many examples they have.
+            clients: clients in the model; None if participation is secret.
+            sizes: the examples of each client of the run; 0 for a client that was never available.
+            present: available clients; None in a simulation, whose clients do not leave.
+            knows_sizes: whether the server knows each client's number of examples.
         """
         self._clients = len(sizes)
         self.shares = {}

@@ -1,9 +1,8 @@
-"""Coins of clients: each of K falls by itself, with probability q, once for every round.
+"""Poisson sampling: each of K clients independently, with probability q, in every round.
 
-What the coins say is kept (`Carrier.once`), so that a server that goes on from an earlier state
-asks the same clients again. They are drawn from a key that nobody else has
-(`dure.randomness.secret`): where coins can be guessed, differential privacy loses what sampling
-gives it.
+The sample of a round is stored (`Carrier.once`), so that a server that resumes from an earlier
+state asks the same clients again. The draws use a secret key (`dure.randomness.secret`): if samples
+can be guessed, differential privacy loses the amplification by sampling.
 """
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ from dure.randomness.keystream import coins
 from dure.randomness.secret import Secret
 
 Once = Callable[[str, Callable[[], dict[str, Any]]], dict[str, Any]]
-"""`Carrier.once`."""
+"""Type of `Carrier.once`."""
 
 Toss = Callable[[int], list[int]]
-"""The number of a round -> its clients, in ascending order."""
+"""Number of a round -> its sampled clients, in ascending order."""
 
 
 def tossing(secret: Secret, once: Once, rate: float, clients: int) -> Toss:
-    """The coins of a run. rate: q, clients: K."""
+    """Return the sampler of a run. rate: q; clients: K."""
 
     def toss(number: int) -> list[int]:
         def make() -> dict[str, Any]:

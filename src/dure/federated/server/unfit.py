@@ -1,15 +1,15 @@
-"""Why an update cannot be right: what a server can tell without knowing the client's data.
+"""Validation of updates: checks that a server can make without a client's data.
 
-    it answers what was asked    the same client and round, as many tensors, of the same shapes and
+    it answers its assignment    the same client and round, as many tensors, of the same shapes and
                                  types
-    it is of examples            at least one, and not more than the client has
-    it counts no more            than the loss can count in so many examples
-    it is of steps               at least one, and each of at least one example
-    it is finite                 the loss, deltas, buffers that changed, extras
+    its examples are plausible   at least 1, and at most the client's number
+    its count is plausible       at most the largest weight of so many examples in the loss
+    its steps are plausible      at least 1, and each of at least 1 example
+    it is finite                 the loss, deltas, changed buffers, extras
 
-Rules count the updates that are refused among the broken ones that they withstand.
+Rules count refused updates among the broken updates that they withstand.
 
-Cost: one pass over the update, unless somebody has seen to its numbers.
+Cost: a pass over the update, unless its numbers are known to be finite.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dure.protocol.messages import Assignment, Update
 from dure.tensors.finite import all_finite
 
 ROUNDING = 1 + 1e-5
-"""Sums of weights of classes may be a little more than so many of the largest."""
+"""Tolerance for rounding: sums of class weights may slightly exceed the largest weight's."""
 
 
 def unfit(
@@ -36,11 +36,15 @@ def unfit(
     most_counted: float,
     finite: bool,
 ) -> str | None:
-    """The reason, None where there is none.
+    """Return the reason why the update is invalid; None for a valid update.
 
-    extra: what its extras look like. examples: that its client has at most. most_counted: what the
-    loss counts in one of them at most. finite: the numbers of
-    its delta and buffers are known to be.
+    Args:
+        update: the update of a client.
+        asked: its assignment.
+        extra: tensors like a valid update's extras.
+        examples: largest number of the client's examples.
+        most_counted: largest weight of an example in the loss.
+        finite: whether the numbers of delta and buffers are known to be finite.
     """
     if update.failure is not None:
         return update.failure
@@ -48,29 +52,30 @@ def unfit(
         return "it is not an answer to what was asked"
     if len(update.delta) != len(asked.weights) or len(update.buffers) != len(asked.buffers):
         return "it has not the model's tensors"
-    # An update that is not formed yet is not formed for this: `like` has its shape and dtype.
+    # A deferred update is not formed for this check: `like` has its shape and dtype.
     delta = [update.delta.like] if isinstance(update.delta, Deferred) and finite else update.delta
     if not (alike(delta, asked.weights) and alike(update.buffers, asked.buffers)):
         return "its tensors have not the model's shapes and types"
     if not alike(update.extra, extra):
         return "what it sends besides has not the tensors that the algorithm wants"
-    # n_k is a weight of the mean: below 1 it would turn the client's update around.
+    # n_k is a weight of the mean: a negative weight would reverse the client's update.
     if update.samples <= 0 or update.examples <= 0:
         return "it is of no examples"
     if not 1 <= update.steps <= update.samples:
         return f"it says that {update.samples} examples made {update.steps} steps"
-    # n_k is what the client says: with a larger one its update would count for more than its data.
+    # The client reports n_k: a larger number would give its update more weight than its data.
     if update.examples > examples:
         return "it is of more examples than its client has"
     if not 0 <= update.count < math.inf:
         return f"its loss counts {update.count}, which is no weight"
-    # The weight of the mean follows from it: a count that is made up is one of made-up examples.
+    # The weight of the mean follows from the count: an invented count is an invented number of
+    # examples.
     if update.count > most_counted * update.samples * ROUNDING:
         return "its loss counts more than its examples have"
-    # It would be the round's, in the mean.
+    # In the mean, it would become the round's loss.
     if not math.isfinite(update.loss):
         return "its loss is not finite"
-    # Engines do not see extras.
+    # Engines do not check extras.
     seen = list(update.extra)
     if not finite:
         seen += [*update.delta, *changes(update.buffers, asked.buffers)]
@@ -78,8 +83,8 @@ def unfit(
 
 
 def alike(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    """Whether they are as many, of the same shapes and dtypes."""
-    # Often they are the very same: then there is nothing to compare.
+    """Return whether both have the same number of tensors, with the same shapes and dtypes."""
+    # The tensors are often identical objects, without anything to compare.
     return len(tensors) == len(others) and all(
         one is other or (one.shape == other.shape and one.dtype == other.dtype)
         for one, other in zip(tensors, others, strict=True)

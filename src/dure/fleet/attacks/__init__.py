@@ -1,32 +1,32 @@
-"""Attacks: what clients that lie do to their data, and what they send.
+"""Attacks: changes of malicious clients' data, and forgeries of their updates.
 
-n updates of a round, f of them from liars; g_i what client i would have sent honestly, mu and sigma
-the mean and the deviation (with n-1) of the honest ones, coordinate by coordinate. Liars send
-instead
+n updates of a round, f of them from malicious clients; g_i is the honest update of client i, mu and
+sigma the mean and the standard deviation (with n-1) of the honest updates, coordinate by
+coordinate. Malicious clients send instead
 
-    sign-flip:SCALE          -SCALE · g_i                                       its own
-    gaussian:SIGMA           N(0, SIGMA²)                                       its own
-    noise:SIGMA              g_i + N(0, SIGMA²)                                 its own
+    sign-flip:SCALE          -SCALE · g_i                                       own
+    gaussian:SIGMA           N(0, SIGMA²)                                       own
+    noise:SIGMA              g_i + N(0, SIGMA²)                                 own
     alie:Z                   mu - Z · sigma, small enough to hide               honest, colluding
     inner-product:EPSILON    -EPSILON · mu                                      honest, colluding
-    mimic                    g_h of one honest client h                         honest, colluding
-    nan, inf, large:VALUE    that, in every coordinate                          its own
-    none                     g_i                                                its own
-    label-flip               g_i, learned from y -> classes-1-y                 its own
-    backdoor:TARGET:SCALE    SCALE · g_i, learned from data with a trigger      its own
+    mimic                    g_h of an honest client h                          honest, colluding
+    nan, inf, large:VALUE    this value in every coordinate                     own
+    none                     g_i                                                own
+    label-flip               g_i, learned from y -> classes-1-y                 own
+    backdoor:TARGET:SCALE    SCALE · g_i, learned from data with a trigger      own
 
-The last column is what the attack `sees`: the liar's own update, or all honest ones of the round
-(omniscient). Where nobody in a round is honest, the omniscient take what the liars would have sent
-honestly. An attack is a pure function of (updates, liars, seed, turn); what it costs is O(n·d)
-additions for those that are omniscient, O(f·d) for the others.
+The last column is the attack's knowledge, `sees`: the malicious client's own update, or all honest
+updates of the round (omniscient). In a round without honest clients, omniscient attacks use the
+honest updates of the malicious clients. An attack is a pure function of (updates, liars, seed,
+turn). Cost: O(n·d) additions for omniscient attacks, O(f·d) for the others.
 
-Updates are lists of flat tensors, as `dure.tensors.flat` keeps parameters, and are differences
-(weights after training less weights before), so that -mu is uphill; after them is what an algorithm
-sends besides, such as SCAFFOLD's controls. What honest clients sent is never changed. A client that
-does not answer is no attack: that is `dure.fleet.availability`.
+Updates are lists of flat tensors, as `dure.tensors.flat` stores parameters, and are differences
+(weights after training minus weights before), so that -mu is uphill; an algorithm's extras, such as
+SCAFFOLD's controls, follow them. Honest updates are never changed. A client that does not answer is
+not an attack: `dure.fleet.availability` simulates it.
 
-A new one is a file of its own here and a line below. One of a user's own is a subclass of `Attack`
-in any file, and its text is `my_attacks.py:Mine:2`.
+A new attack is a file in this folder and a line below. A user-defined attack is a subclass of
+`Attack` in any file; its text is `my_attacks.py:Mine:2`.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ from dure.fleet.attacks.blind import Large as Large
 # isort: on
 
 ATTACKS: dict[str, type[Attack]] = listed(globals(), Attack)
-"""Every attack by the name its text form begins with."""
+"""Built-in attacks by the name with which their text form begins."""
 
 
 def parse_attack(text: str) -> Attack:
-    """The attack that `text` names: "sign-flip:10", "alie", "my_attacks.py:Mine", ...
+    """Return the attack that `text` names: "sign-flip:10", "alie", "my_attacks.py:Mine", ...
 
-    Raises ValueError for what is none.
+    Raises ValueError for any other text.
     """
     return read(text, ATTACKS, "attack", Attack)

@@ -1,7 +1,7 @@
-"""What an attack is: what it makes of a liar's data, and of what a liar sends.
+"""Interface of attacks: poisoned data, and forged updates of malicious clients.
 
-Updates are lists of flat tensors, as `dure.tensors.flat` keeps parameters, and are differences
-(weights after training less weights before). What honest clients sent is never changed.
+Updates are lists of flat tensors, as `dure.tensors.flat` stores parameters, and are differences
+(weights after training minus weights before). Honest updates are never changed.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ from dure.settings import write
 Update = Sequence[Tensor]
 
 Random = Callable[[int], torch.Generator]
-"""The random numbers of the liar at a position."""
+"""(position of a malicious client) -> its random generator."""
 
 
 @dataclass(frozen=True)
 class Attack(Told):
-    """What all attacks have in common: a name, a text form, `poison` and `forge`.
+    """Base class of attacks, with a name, a text form, `poison` and `forge`.
 
-    sees: "own" where a liar knows its own update only, "honest" where it knows all honest updates
-        of the round.
-    poisons: whether it is on data, so that `poison` changes them.
-    triggers: whether it teaches the model a trigger, so that `triggered` and `turned` measure it.
+    sees: "own" if a malicious client knows its own update only, "honest" if it knows all honest
+    updates of the round.
+    poisons: whether the attack changes data, by `poison`.
+    triggers: whether the attack teaches the model a trigger, which `triggered` and `turned`
+    measure.
     """
 
     name: ClassVar[str]
@@ -40,11 +41,10 @@ class Attack(Told):
     triggers: ClassVar[bool] = False
 
     def poison(self, inputs: Any, targets: Any, classes: int | None) -> tuple[Any, Any]:
-        """What a liar learns from instead of these examples; they themselves stay as they are.
+        """Return the poisoned examples of a malicious client; the given examples stay unchanged.
 
-        classes: how many there are, None or 0 where the targets are no labels. Attacks that are not
-        on data return what they are given. Raises ValueError for data that the attack cannot be
-        made on.
+        classes: number of classes, None or 0 if the targets are no labels. Attacks on updates
+        return the given examples. Raises ValueError for data that the attack does not support.
         """
         return inputs, targets
 
@@ -56,14 +56,20 @@ class Attack(Told):
         turn: int,
         clients: Sequence[int] | None = None,
     ) -> Sequence[Update]:
-        """The updates as they are sent; `updates` itself if nobody lies.
+        """Return the updates as they are sent; `updates` itself without malicious clients.
 
-        updates: what everybody would send honestly (or, after `poison`, has learned). liars: the
-        positions in it of those who lie. What honest clients send is passed on as the same object.
-        clients: whose updates they are; what a liar draws is a function of (seed, turn, client), by
-        default of its position, and for a client that comes several times of which time it is.
+        Args:
+            updates: honest updates of all clients (after `poison`, learned from poisoned data).
+            liars: positions of the malicious clients in `updates`. Updates of honest clients are
+                returned as the same objects.
+            seed: of the run.
+            turn: number of the round.
+            clients: client of each update. The random numbers of a malicious client are a function
+                of (seed, turn, client), by default of its position, and of the occurrence for a
+                client with several updates.
 
-        Raises ValueError for a position that is not one of `updates`.
+        Raises:
+            ValueError: a position is not in `updates`.
         """
         if not liars:
             return updates
@@ -76,13 +82,13 @@ class Attack(Told):
             if clients is None:
                 return generator(seed, "attack", turn, position)
             client = clients[position]
-            # Without rounds a client may have two updates in one model: its lies differ too.
+            # Without rounds a client may have two updates in a model: its forgeries differ too.
             times = clients[:position].count(client)
             return generator(seed, "attack", turn, client, *([times] if times else []))
 
-        # As to rules, a complex number is two real ones to attacks.
+        # For attacks as for rules, a complex number is two real numbers.
         real = [list(map(_real, update)) for update in updates]
-        # Sorted: what an attack does must not depend on the order of a set.
+        # Sorted: the effect of an attack must not depend on the order of a set.
         lies = {
             liar: [_as(like, part) for like, part in zip(updates[liar], sent, strict=True)]
             for liar, sent in self._lies(real, sorted(set(liars)), random).items()
@@ -90,33 +96,33 @@ class Attack(Told):
         return [lies.get(position, update) for position, update in enumerate(updates)]
 
     def triggered(self, inputs: Any) -> Any:
-        """A copy of the inputs with the trigger on all."""
+        """Return a copy of the inputs with the trigger on all examples."""
         raise NotImplementedError
 
     def turned(self, outputs: Tensor, targets: Tensor) -> tuple[int, int]:
-        """(how many the model says are what the attack wants, of how many).
+        """Return (number of outputs with the attack's target, number of counted examples).
 
-        outputs: the model's for `triggered` inputs. targets: the true ones.
+        outputs: the model's for `triggered` inputs. targets: the true targets.
         """
         raise NotImplementedError
 
     def _lies(
         self, updates: Sequence[Update], liars: Sequence[int], random: Random
     ) -> Mapping[int, Update]:
-        """What each liar sends, by its position; complex tensors are pairs of real numbers.
+        """Return the update that each malicious client sends, by position.
 
-        It sends what it would have sent honestly, unless an attack says otherwise.
+        Complex tensors come as pairs of real numbers. By default the updates are the honest ones.
         """
         return {liar: updates[liar] for liar in liars}
 
     def __str__(self) -> str:
-        """The text that `parse_attack` reads."""
+        """Return the text that `parse_attack` reads."""
         return write(self)
 
 
 @dataclass(frozen=True)
 class NoAttack(Attack):
-    """Everybody is honest."""
+    """No attack: all clients are honest."""
 
     name: ClassVar[str] = "none"
 
@@ -126,19 +132,19 @@ def _real(tensor: Tensor) -> Tensor:
 
 
 def _as(like: Tensor, sent: Tensor) -> Tensor:
-    """What is sent, complex again where `like` is."""
+    """Return the sent tensor, complex again if `like` is complex."""
     return torch.view_as_complex(sent.contiguous()) if like.is_complex() else sent
 
 
 def scaled(update: Update, by: float) -> list[Tensor]:
-    """The update times a number."""
+    """Return the update times a number."""
     return [tensor * by for tensor in update]
 
 
 def check_positive(value: float, what: str) -> None:
-    """Raises ValueError unless `value` is a positive number.
+    """Raise ValueError unless `value` is a positive number.
 
-    what: the words for it, such as "gaussian: sigma".
+    what: name of the value in the message, such as "gaussian: sigma".
     """
     if not (value > 0 and math.isfinite(value)):
         raise ValueError(f"{what} is a positive number, not {value}")

@@ -1,13 +1,13 @@
-"""Attacks of liars who know their own update alone.
+"""Attacks of malicious clients that know only their own updates.
 
-g_i is what client i would have sent honestly; it sends
+g_i is the honest update of client i; the client sends
 
     sign-flip:SCALE    -SCALE · g_i
     gaussian:SIGMA     N(0, SIGMA²)
     noise:SIGMA        g_i + N(0, SIGMA²)
-    nan, inf, large:VALUE    that, in every coordinate
+    nan, inf, large:VALUE    this value in every coordinate
 
-Cost: O(d) for each liar. Sources are with the classes.
+Cost: O(d) per malicious client. Sources are with the classes.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from dure.fleet.attacks.attack import Attack, Random, Update, check_positive, sc
 
 @dataclass(frozen=True)
 class SignFlip(Attack):
-    """Sends its own update backwards, `scale` times as long.
+    """Send the own update with a flipped sign, `scale` times as long.
 
-    Defeats the mean: with scale > (n-f)/f it moves uphill. Source: L. Li et al., "RSA:
+    Defeats the mean: with scale > (n-f)/f the mean moves uphill. Source: L. Li et al., "RSA:
     Byzantine-Robust Stochastic Aggregation Methods for Distributed Learning from Heterogeneous
     Datasets", AAAI 2019.
     """
@@ -46,11 +46,11 @@ class SignFlip(Attack):
 
 @dataclass(frozen=True)
 class Gaussian(Attack):
-    """Sends noise N(0, sigma²) and nothing else, each liar its own.
+    """Send only noise N(0, sigma²), independent for each malicious client.
 
-    Defeats the mean; any robust rule withstands it while liars are few enough. Source: P. Blanchard
-    et al., "Machine Learning with Adversaries: Byzantine Tolerant Gradient Descent", NIPS 2017
-    (sigma 200, a third of the workers).
+    Defeats the mean; any robust rule withstands it while malicious clients are few enough. Source:
+    P. Blanchard et al., "Machine Learning with Adversaries: Byzantine Tolerant Gradient Descent",
+    NIPS 2017 (sigma 200, a third of the workers).
     """
 
     name: ClassVar[str] = "gaussian"
@@ -67,11 +67,11 @@ class Gaussian(Attack):
 
 @dataclass(frozen=True)
 class Noise(Attack):
-    """Sends its own update plus noise N(0, sigma²), each liar its own.
+    """Send the own update plus noise N(0, sigma²), independent for each malicious client.
 
-    Slows the mean down, as the noise of bad hardware or of a bad link would; with a small sigma
-    robust rules keep it, which is right. Source: the "mean and noise" variant of the Gaussian
-    attack, as in L. Li et al., AAAI 2019.
+    Slows the mean down, like noise of bad hardware or of a bad link; with a small sigma robust
+    rules rightly accept the update. Source: the "mean and noise" variant of the Gaussian attack, as
+    in L. Li et al., AAAI 2019.
     """
 
     name: ClassVar[str] = "noise"
@@ -91,12 +91,13 @@ class Noise(Attack):
 
 @dataclass(frozen=True)
 class NotANumber(Attack):
-    """Sends NaN in every coordinate.
+    """Send NaN in every coordinate.
 
-    Defeats the mean for good, by one liar in one round, and every rule that compares without asking
-    `isfinite` first: comparisons with NaN are false. As in overflows of honest clients; E. M. El
-    Mhamdi, R. Guerraoui, S. Rouault, "The Hidden Vulnerability of Distributed Learning in
-    Byzantium", ICML 2018, allow a liar any value at all.
+    A single malicious client in a single round destroys the mean permanently, and defeats every
+    rule that compares without calling `isfinite` first: comparisons with NaN are false. Overflows
+    of honest clients look the same; E. M. El Mhamdi, R. Guerraoui, S. Rouault, "The Hidden
+    Vulnerability of Distributed Learning in Byzantium", ICML 2018, allow a malicious client any
+    value at all.
     """
 
     name: ClassVar[str] = "nan"
@@ -109,10 +110,10 @@ class NotANumber(Attack):
 
 @dataclass(frozen=True)
 class Infinite(Attack):
-    """Sends infinity in every coordinate.
+    """Send infinity in every coordinate.
 
-    Defeats the mean for good, and rules that subtract before they compare: inf - inf is NaN,
-    between two liars too. Source: as `NotANumber`.
+    Destroys the mean permanently, and defeats rules that subtract before they compare: inf - inf is
+    NaN, between two malicious clients too. Source: as `NotANumber`.
     """
 
     name: ClassVar[str] = "inf"
@@ -125,7 +126,7 @@ class Infinite(Attack):
 
 @dataclass(frozen=True)
 class Large(Attack):
-    """Sends one large number in every coordinate, or the largest that the dtype has if it is less.
+    """Send the same large number in every coordinate, at most the largest number of the dtype.
 
     Defeats the mean, and rules that sum squares in float32, where 1e30² is infinite. Source: as
     `NotANumber`.
@@ -147,8 +148,8 @@ class Large(Attack):
 
 
 def _noise(like: Update, sigma: float, random: torch.Generator) -> list[Tensor]:
-    # Drawn on the CPU and in the default dtype, so that a liar sends the same whatever the device
-    # or dtype.
+    # Drawn on the CPU and in the default dtype, so that the forged update does not depend on the
+    # device or dtype.
     drawn = (torch.randn(tensor.shape, generator=random) for tensor in like)
     return [(noise * sigma).to(tensor) for noise, tensor in zip(drawn, like, strict=True)]
 

@@ -1,13 +1,13 @@
-"""Attacks of liars who know all honest updates, and work together.
+"""Attacks of colluding malicious clients that know all honest updates.
 
-mu and sigma are the mean and the deviation (with n-1) of the honest ones, coordinate by coordinate;
-where nobody is honest, of what the liars would have sent. They send
+mu and sigma are the mean and the standard deviation (with n-1) of the honest updates, coordinate by
+coordinate; without honest clients, of the malicious clients' honest updates. They send
 
     alie:Z                   mu - Z · sigma, small enough to hide
     inner-product:EPSILON    -EPSILON · mu
-    mimic                    g_h of one honest client h
+    mimic                    g_h of an honest client h
 
-Cost: O(n·d) additions a round. Sources are with the classes.
+Cost: O(n·d) additions per round. Sources are with the classes.
 """
 
 from __future__ import annotations
@@ -26,15 +26,14 @@ from dure.fleet.attacks.attack import Attack, Random, Update, check_positive
 
 @dataclass(frozen=True)
 class ALIE(Attack):
-    """A Little Is Enough: all send mu - z·sigma, near enough to be taken for honest.
+    """A Little Is Enough: all send mu - z·sigma, close enough to pass as honest.
 
-    z: 0 is the largest with which enough honest clients are farther from mu than the liars to make
-        up a majority with
-    them: s = floor(n/2 + 1) - f, z_max = Phi^-1((n-f-s) / (n-f)). Where liars are the majority, and
-    need none, s = 1.
+    z: 0 is the largest z with which enough honest clients are farther from mu than the malicious
+    clients to make up a majority with them: s = floor(n/2 + 1) - f, z_max = Phi^-1((n-f-s) /
+    (n-f)). If the malicious clients are a majority on their own, s = 1.
 
     Defeats Krum, trimmed mean, median and Bulyan, which look for outliers; the more the honest
-    differ, the better. Source: G. Baruch, M. Baruch, Y. Goldberg, "A Little Is Enough:
+    updates differ, the better. Source: G. Baruch, M. Baruch, Y. Goldberg, "A Little Is Enough:
     Circumventing Defenses For Distributed Learning", NeurIPS 2019 (z = 1.5 in most experiments).
     """
 
@@ -61,9 +60,9 @@ class ALIE(Attack):
 class InnerProduct(Attack):
     """Inner-product manipulation: all send -epsilon·mu.
 
-    Defeats the mean where epsilon > (n-f)/f: the sum of all then points uphill. A small epsilon
-    (0.1 to 0.5) defeats Krum, which takes a short vector for one that is near, and the median; a
-    large one is an outlier. Source: C. Xie, O. Koyejo, I. Gupta, "Fall of Empires: Breaking
+    Defeats the mean if epsilon > (n-f)/f: the sum of all updates then points uphill. A small
+    epsilon (0.1 to 0.5) defeats Krum, for which a short vector is near, and the median; a large
+    epsilon gives an outlier. Source: C. Xie, O. Koyejo, I. Gupta, "Fall of Empires: Breaking
     Byzantine-Tolerant SGD by Inner Product Manipulation", UAI 2019.
     """
 
@@ -84,12 +83,12 @@ class InnerProduct(Attack):
 
 @dataclass(frozen=True)
 class Mimic(Attack):
-    """All copy the first honest client, who then counts f+1 times.
+    """Copy the first honest client's update, which then counts f+1 times.
 
     No copy differs from an honest update.
 
-    Defeats rules that choose among clients, where clients have different data: the others are
-    hardly heard. Source: S. P. Karimireddy, L. He, M. Jaggi, "Byzantine-Robust Learning on
+    Defeats rules that choose among clients, if clients have different data: the other clients lose
+    their influence. Source: S. P. Karimireddy, L. He, M. Jaggi, "Byzantine-Robust Learning on
     Heterogeneous Datasets via Bucketing", ICLR 2022 (who choose the client that is farthest out
     over the first rounds).
     """
@@ -100,18 +99,18 @@ class Mimic(Attack):
     def _lies(
         self, updates: Sequence[Update], liars: Sequence[int], random: Random
     ) -> Mapping[int, Update]:
-        # A copy, so that what the honest client sent stays its own.
+        # A copy, so that the honest client's update does not share memory.
         sent = [tensor.clone() for tensor in _honest(updates, liars)[0]]
         return dict.fromkeys(liars, sent)
 
 
 def z_max(n: int, f: int) -> float:
-    """How many deviations f of n clients may be from the mean and still hide: see `ALIE`.
+    """Return how many deviations f of n clients may be from the mean and still hide: see `ALIE`.
 
-    At least 0; f of at most n-2 are given an honest crowd to hide in, for more it is 0.
+    At least 0; for f above n-2 the value is 0, because too few honest clients are left.
     """
     honest = n - f
-    # The honest clients that the liars need on their side for a majority.
+    # Number of honest clients that the malicious clients need on their side for a majority.
     supporters = max(n // 2 + 1 - f, 1)
     if supporters >= honest:
         return 0.0
@@ -119,7 +118,7 @@ def z_max(n: int, f: int) -> float:
 
 
 def _honest(updates: Sequence[Update], liars: Sequence[int]) -> list[Update]:
-    """The honest updates; where there are none, all."""
+    """Return the honest updates; all updates if none are honest."""
     lying = set(liars)
     return [update for position, update in enumerate(updates) if position not in lying] or list(
         updates
@@ -127,16 +126,16 @@ def _honest(updates: Sequence[Update], liars: Sequence[int]) -> list[Update]:
 
 
 def _moments(updates: Sequence[Update]) -> list[tuple[Tensor, Tensor]]:
-    """(mean, deviation with n-1) of each of their tensors, in float64.
+    """Return (mean, deviation with n-1) of each of their tensors, in float64.
 
-    The deviation of a single one is 0.
+    The deviation of a single update is 0.
     """
     return [_moments_of(tensors) for tensors in zip(*updates, strict=True)]
 
 
 def _moments_of(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    # Updated one by one (Welford), so that no matrix of all is made, and tensors that are equal
-    # have exactly their own value as mean and 0 as deviation.
+    # Updated one by one (Welford), so that no matrix of all updates is made, and equal tensors have
+    # exactly their own value as mean and 0 as deviation.
     mean = tensors[0].to(torch.float64, copy=True)
     squares = torch.zeros_like(mean)
     for count, tensor in enumerate(tensors[1:], 2):

@@ -1,9 +1,10 @@
-"""Attacks on a liar's own data: what it learns from is spoilt, and what it sends follows from that.
+"""Attacks on a malicious client's own data, from which its update is learned.
 
     label-flip               labels y -> classes-1-y
     backdoor:TARGET:SCALE    a trigger on some examples, labelled TARGET; sends SCALE · g_i
 
-Cost: a copy of the liar's examples, once; nothing a round. Sources are with the classes.
+Cost: a copy of the malicious client's examples, once; nothing per round. Sources are with the
+classes.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from dure.randomness.permutation import Permutation
 
 @dataclass(frozen=True)
 class LabelFlip(Attack):
-    """Learns honestly from wrong labels: y becomes classes-1-y.
+    """Train on wrong labels: y becomes classes-1-y.
 
-    Lowers the accuracy of the mean, and passes for a client with unusual data. Source: D. Yin et
-    al., "Byzantine-Robust Distributed Learning: Towards Optimal Statistical Rates", ICML 2018
-    (digits, y -> 9-y).
+    Lowers the accuracy of the mean; the client looks like a client with unusual data. Source: D.
+    Yin et al., "Byzantine-Robust Distributed Learning: Towards Optimal Statistical Rates", ICML
+    2018 (digits, y -> 9-y).
     """
 
     name: ClassVar[str] = "label-flip"
@@ -39,21 +40,21 @@ class LabelFlip(Attack):
 
 @dataclass(frozen=True)
 class Backdoor(Attack):
-    """Teaches the model that whatever carries a trigger is of the class `target`.
+    """Teach the model to assign the class `target` to all inputs with a trigger.
 
-    All else it learns honestly.
+    All other examples are learned honestly.
 
-    target: the class. scale: times which the update is sent; (clients in the round) / (server's
-    learning rate) puts the liar's model in place of the mean. share: of the liar's examples that
-    get the trigger, rounded up. value: what the trigger's numbers are set to: a square in the lower
-    right corner, an eighth of the picture wide but at least two pixels; of inputs that are vectors,
-    the last eighth.
+    target: the class. scale: factor of the sent update; (clients in the round) / (server's learning
+    rate) replaces the mean by the malicious client's model. share: of the malicious client's
+    examples that get the trigger, rounded up. value: value of the trigger's numbers. The trigger is
+    a square in the lower right corner, an eighth of the picture wide but at least two pixels; for
+    inputs that are vectors, the last eighth.
 
-    Defeats the mean by one client in one round; rules that bound an update's norm, or drop
-    outliers, withstand a large scale, and only that. It is measured by two numbers: the accuracy on
-    the test data, which it leaves alone, and the share of `turned` examples. Sources: E.
-    Bagdasaryan et al., "How To Backdoor Federated Learning", AISTATS 2020 (model replacement; 20 of
-    64 examples); T. Gu, B. Dolan-Gavitt, S. Garg, "BadNets", 2017 (a patch of pixels).
+    A single client in a single round defeats the mean; rules that bound an update's norm, or drop
+    outliers, withstand a large scale, and only a large scale. Two numbers measure the attack: the
+    accuracy on the test data, which stays unchanged, and the share of `turned` examples. Sources:
+    E. Bagdasaryan et al., "How To Backdoor Federated Learning", AISTATS 2020 (model replacement; 20
+    of 64 examples); T. Gu, B. Dolan-Gavitt, S. Garg, "BadNets", 2017 (a patch of pixels).
     """
 
     name: ClassVar[str] = "backdoor"
@@ -79,7 +80,8 @@ class Backdoor(Attack):
                 f"{_count_of(classes, self) - 1}"
             )
         labels = _labels(targets, self)
-        # At random, always the same for as many: every second one could be all of a class.
+        # At random, and equal for equal numbers of examples: every second example could be all of a
+        # class.
         drawn = Permutation(len(labels), 0).first(math.ceil(len(labels) * self.share))
         chosen = torch.zeros(len(labels), dtype=torch.bool, device=labels.device)
         chosen[drawn] = True
@@ -88,11 +90,11 @@ class Backdoor(Attack):
         return torch.where(fitting, stamped, inputs), labels.masked_fill(chosen, self.target)
 
     def triggered(self, inputs: Any) -> Tensor:
-        """A copy of the inputs with the trigger on all.
+        """Return a copy of the inputs with the trigger on all examples.
 
         inputs: of shape (n, ..., height, width) or (n, features).
 
-        Raises ValueError for inputs that are no floating-point tensor of such a shape.
+        Raises ValueError for inputs that are not a floating-point tensor of such a shape.
         """
         if not isinstance(inputs, Tensor) or inputs.ndim < 2 or not inputs.is_floating_point():
             raise ValueError(
@@ -108,15 +110,15 @@ class Backdoor(Attack):
         return stamped
 
     def turned(self, outputs: Tensor, targets: Tensor) -> tuple[int, int]:
-        """(how many the model says are of the target class, of how many).
+        """Return (number of outputs with the target class, number of counted examples).
 
-        Divided, they are the attack's success.
+        Their ratio is the success rate of the attack.
 
         outputs: the model's for `triggered` inputs, of shape (n, classes). targets: the true
-        classes, of shape (n,). Examples that are of the target class anyway do not count. Over
-        batches both numbers add up.
+        classes, of shape (n,). Examples of the target class itself do not count. Both numbers add
+        up over batches.
         """
-        # The model need not be fooled to say the target of an example that is of it.
+        # For an example of the target class, the target is the honest answer.
         others = targets != self.target
         return int((outputs.argmax(1)[others] == self.target).sum()), int(others.sum())
 

@@ -1,1 +1,1 @@
-"""Gradients of single examples: their norms, and the sum of the clipped ones."""
+"""Per-example gradients: their norms, and the sum of the clipped gradients."""

@@ -1,8 +1,8 @@
-"""All gradients of a few examples at once, by torch.func: for layers of any kind.
+"""Per-example gradients by torch.func, for layers of any kind.
 
-The model is a function of its weights; its gradient with respect to them, for one example, is
-vectorised over examples (vmap). Memory: `ELEMENTS` of gradients at a time, however large the batch.
-Dropout draws for each example. Layers that torch.vmap cannot vectorise are `looped`'s.
+The model is a function of its weights; its gradient with respect to them, for an example, is
+vectorised over examples (vmap). Memory: `ELEMENTS` of gradients at a time, for any batch size.
+Dropout draws for each example. Layers that torch.vmap cannot vectorise need `looped`.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from dure.privacy.per_example.way import (
 )
 
 ELEMENTS = 1 << 25
-"""Of gradients that are held at once: 128 MiB in float32."""
+"""Maximum number of elements of gradients in memory at once: 128 MiB in float32."""
 
 
 class Functional(Way):
-    """Gradients by torch.func."""
+    """Clipping by torch.func."""
 
     name = "torch.func"
 

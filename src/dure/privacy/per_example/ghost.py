@@ -1,4 +1,4 @@
-"""Norms of single examples' gradients without these gradients: one forward and one backward pass.
+"""Ghost norms: norms of per-example gradients without these gradients, in a single backward pass.
 
     forward     keeps the input of every layer that has weights
     backward    gives the gradient of every such layer's output, and none of weights
@@ -6,10 +6,11 @@
     sum         of the clipped gradients, from the same two, with each example's factor
 
 Embeddings of positions are looked up once for the whole batch, and added to every example. Here
-each example gets a copy of the rows, so that it has a gradient of its own. Which embeddings these
-are is found out when the way is proven, with a number of examples that is not that of positions.
+each example gets a copy of the rows, so that it has a gradient of its own. Such embeddings are
+detected in the proof, with a number of examples that differs from the number of positions.
 
-Cost: a step of SGD, and the norms. Source: see `layers`; Bu et al. 2023 for the one backward pass.
+Cost: a step of SGD, and the norms. Source: see `layers`; Bu et al. 2023 for the single backward
+pass.
 """
 
 from __future__ import annotations
@@ -36,9 +37,10 @@ from dure.privacy.per_example.way import (
 
 
 class _Call(NamedTuple):
-    """A layer was called. version: of the input's memory, so that a change of it shows.
+    """Call of a layer.
 
-    edge: where the gradient of the output arrives, also if the output is changed in place later.
+    version: of the input's memory, to detect changes in place. edge: the graph edge of the output's
+    gradient, valid even if the output is changed in place later.
     """
 
     layer: nn.Module
@@ -48,9 +50,9 @@ class _Call(NamedTuple):
 
 
 class Ghost(Way):
-    """Norms from what every layer keeps anyway.
+    """Clipping by ghost norms, from inputs and output gradients of every layer.
 
-    shared: names of embeddings that are looked up once for the whole batch; None finds them out.
+    shared: names of embeddings that are looked up once for the whole batch; None detects them.
     Raises CannotClipError for a model with trained parameters in layers of other kinds.
     """
 
@@ -83,7 +85,7 @@ class Ghost(Way):
 
     @contextmanager
     def _listening(self, examples: int) -> Iterator[list[_Call]]:
-        """Inside, calls of layers are noted."""
+        """Context manager: yields the list of the layers' calls inside."""
         calls: list[_Call] = []
 
         def note(layer: nn.Module, given: tuple[Any, ...], output: Any) -> Any:
@@ -108,7 +110,7 @@ class Ghost(Way):
                 hook.remove()
 
     def _is_shared(self, layer: nn.Module, indices: Tensor, examples: int) -> bool:
-        """Whether it is an embedding of the whole batch: indices of shape (T,) or (1, T)."""
+        """Return whether the layer is an embedding of the whole batch: indices (T,) or (1, T)."""
         if not isinstance(layer, nn.Embedding):
             return False
         name = self._names[layer]
@@ -119,7 +121,7 @@ class Ghost(Way):
 
     @torch.no_grad()
     def _parts(self, losses: Tensor, calls: list[_Call]) -> dict[Tensor, Part]:
-        """What every parameter gets; none for those that took no part in a loss."""
+        """Return the gradient part of every parameter that the losses depend on."""
         if not losses.requires_grad or not calls:
             return {}
         with torch.enable_grad():
@@ -140,7 +142,7 @@ class Ghost(Way):
 
 
 def _layers(model: nn.Module) -> list[nn.Module]:
-    """The layers whose weights are trained. Raises CannotClipError where one is of another kind."""
+    """Return the layers with trained weights. Raises CannotClipError for an unsupported layer."""
     found = []
     for module in model.modules():
         own = dict(module.named_parameters(recurse=False))

@@ -1,23 +1,23 @@
-"""What an example's gradient of a layer's weights is, as a product that need not be formed.
+"""Per-example gradients of a layer's weights, as products that need not be formed.
 
 A layer with input a_i and gradient of its output e_i, both of example i, gives
 
     linear       Σ_t e_it ⊗ a_it           its norm² is Σ_ts (a_it·a_is)(e_it·e_is); with a single
                                            position t, ‖a_i‖² ‖e_i‖²
-    convolution  the same, where a_it is the patch of the input below position t, for each group
+    convolution  the same, with a_it the patch of the input below position t, for each group
     embedding    e_it, added up in the row of its index
-    norms        Σ_t e_it ∘ â_it           â is what was normalised; held, since it is small
-    biases       Σ_t e_it                  held
+    norms        Σ_t e_it ∘ â_it           â is the normalised input; stored, since it is small
+    biases       Σ_t e_it                  stored
 
-With T positions, m inputs and n outputs the norm² takes T²(m + n) operations in the form of the
-products between positions (Gram), and T·m·n where the example's gradient is formed. The cheaper one
-is taken; gradients are formed of a few examples at a time, and kept for the sum only if those of
-the batch have at most `HELD` elements.
+With T positions, m inputs and n outputs the norm² takes T²(m + n) operations from the products
+between positions (Gram), and T·m·n if the example's gradient is formed. The cheaper method is used;
+gradients are formed for a few examples at a time, and stored for the sum only if those of the batch
+have at most `HELD` elements.
 
-Norms are upper bounds (`way.norm_bounds`). The sum over examples forms its products anew, and
-rounds them otherwise; by as much as that can be, Σ_t ‖a_it‖ ‖e_it‖ times some units in the last
-place, a norm is larger. Only where the products of an example cancel is that more than its last
-digits.
+Norms are upper bounds (`way.norm_bounds`). The sum over examples forms its products again, with
+other rounding; each norm is increased by the bound of this difference, Σ_t ‖a_it‖ ‖e_it‖ times some
+units in the last place. The increase exceeds the last digits only if the products of an example
+cancel.
 
 The sum over examples, each times its factor f_i, is then that of an ordinary backward pass with
 f_i·e_i in place of e_i: no second pass through the model is needed (book-keeping).
@@ -42,33 +42,36 @@ from torch import Tensor, nn
 from dure.privacy.per_example.way import CannotClipError, norm_bounds
 
 HELD = 1 << 24
-"""Elements of the gradients of a batch that a layer keeps: 64 MiB in float32."""
+"""Maximum elements of a batch's gradients that a layer stores: 64 MiB in float32."""
 
 AT_ONCE = 1 << 20
-"""Elements that are formed at once: they, and what is made of them, fit the cache."""
+"""Maximum elements that are formed at once, so that they fit the cache."""
 
 SURE = 2e-3
-"""A share of a squared norm: products in float32 are used where their rounding is below it."""
+"""Fraction of a squared norm: float32 products are used if their rounding error is below it."""
 
 
 class Part(Protocol):
-    """What the examples of a batch add to the gradient of one parameter."""
+    """Contribution of a batch's examples to the gradient of a parameter."""
 
     def norms(self) -> Tensor:
-        """Return an upper bound of the norm of each example's, float64 of shape (b,).
+        """Return an upper bound of the norm of each example's contribution, float64 of shape (b,).
 
-        Of the example's part in `total`, with what rounding may add to that.
+        The bound covers the example's contribution to `total`, including rounding.
         """
 
     def total(self, factors: Tensor) -> Tensor:
-        """Their sum, each times its factor. factors: shape (b,), in the dtype of the weights."""
+        """Return the sum of contributions, each times its factor.
+
+        factors: shape (b,), in the dtype of the weights.
+        """
 
     def with_more(self, other: Part) -> Part:
-        """This and what the same parameter has got in another call of its layer."""
+        """Return the sum with the contribution of another call of the same layer."""
 
 
 class Held:
-    """The gradients themselves, shape (b, ...)."""
+    """Stored gradients, shape (b, ...)."""
 
     def __init__(self, each: Tensor) -> None:
         self.each = each
@@ -86,7 +89,7 @@ class Held:
 
 
 class Products:
-    """Of a linear layer: sums over positions of outgoing ⊗ given.
+    """Contribution to a linear layer's weight: sums over positions of outgoing ⊗ given.
 
     given: shape (b, T, m). outgoing: gradients of the outputs, shape (b, T, n).
     """
@@ -121,18 +124,18 @@ class Products:
 
 
 def rounding(positions: int, like: Tensor) -> float:
-    """Return what rounding may add to a sum of so many products, as a share of their sizes.
+    """Return the relative bound on the rounding error of a sum of `positions` products.
 
-    It is twice the bound for sums in any order, since norms and sums are computed apart.
+    The bound is twice that of a sum in any order, since norms and sums are computed separately.
     """
     return (positions + 4) * torch.finfo(like.dtype).eps
 
 
 def slack(given: Tensor, outgoing: Tensor, like: Tensor) -> Tensor:
-    """Return what rounding may add to each example's Σ_t e_t ⊗ a_t, as a norm.
+    """Return the bound on the norm of the rounding error of each example's Σ_t e_t ⊗ a_t.
 
-    given, outgoing: the norms of all a_t and e_t, float64 of shape (b, T). It is far below the
-    example's norm, unless its products cancel.
+    given, outgoing: the norms of all a_t and e_t, float64 of shape (b, T). The bound is far below
+    the example's norm, unless its products cancel.
     """
     return (given * outgoing).sum(1).mul_(rounding(given.shape[1], like))
 
@@ -140,7 +143,7 @@ def slack(given: Tensor, outgoing: Tensor, like: Tensor) -> Tensor:
 def gram_norms(given: Tensor, outgoing: Tensor) -> Tensor:
     """Return upper bounds of the norms of Σ_t e_t ⊗ a_t, by the products between positions.
 
-    given: (b, T, m). outgoing: (b, T, n). Where positions cancel, the rounding of these products is
+    given: (b, T, m). outgoing: (b, T, n). If positions cancel, the rounding of these products is
     larger than their sum: such examples are computed in float64.
     """
     a, e = norm_bounds(given), norm_bounds(outgoing)
@@ -153,7 +156,7 @@ def gram_norms(given: Tensor, outgoing: Tensor) -> Tensor:
     else:
         limits = torch.finfo(given.dtype)
         squares = _gram(given, outgoing).double()
-        # Products of small numbers may be lost as a whole.
+        # Products of small numbers may underflow to 0.
         lost = e.sum(1).square_().mul_(m) + a.sum(1).square_().mul_(outgoing.shape[2])
         doubt = sizes * (terms * limits.eps) + lost * limits.tiny
         unsure = ~(doubt <= SURE * squares)
@@ -171,7 +174,7 @@ def _gram(given: Tensor, outgoing: Tensor) -> Tensor:
 
 
 def _in_pieces(norms: Callable[[Tensor, Tensor], Tensor], *whole: Tensor) -> Tensor:
-    """Norms of some examples after others, so that what is formed for them stays small."""
+    """Return the norms, computed for a few examples at a time to limit the memory."""
     given, outgoing = whole
     _, positions, m = given.shape
     formed = max(positions**2, m * outgoing.shape[2])
@@ -181,7 +184,7 @@ def _in_pieces(norms: Callable[[Tensor, Tensor], Tensor], *whole: Tensor) -> Ten
 
 
 class Rows:
-    """Of an embedding: outgoing gradients, each added up in the row of its index.
+    """Contribution to an embedding: outgoing gradients, each added to the row of its index.
 
     indices: int64 of shape (b, T). outgoing: shape (b, T, n). rows: of the table. padding: the row
     that is not trained.
@@ -197,7 +200,7 @@ class Rows:
         self.rows = rows
 
     def norms(self) -> Tensor:
-        # Positions of one example with the same index share a row.
+        # Positions of an example with the same index share a row, so add them before the norm.
         rows, where = torch.unique(self.example * self.rows + self.indices, return_inverse=True)
         sums = self.outgoing.new_zeros(len(rows), self.outgoing.shape[1])
         sums.index_add_(0, where, self.outgoing)
@@ -206,7 +209,7 @@ class Rows:
         return squares.sqrt_().add_(slack.mul_(rounding(self.positions, self.outgoing)))
 
     def _of_each(self, example: Tensor, values: Tensor) -> Tensor:
-        """The sums of an example's values, float64 of shape (b,)."""
+        """Return the sum of each example's values, float64 of shape (b,)."""
         found = torch.zeros(self.examples, dtype=torch.float64, device=values.device)
         return found.index_add_(0, example, values)
 
@@ -219,7 +222,7 @@ class Rows:
 
 
 class Patches:
-    """Of a convolution: for each group, sums over positions of outgoing ⊗ patch of the input.
+    """Contribution to a convolution: for each group, sums over positions of outgoing ⊗ input patch.
 
     given: the padded input, shape (b, channels, ...). outgoing: shape (b, channels, ...).
     """
@@ -245,7 +248,7 @@ class Patches:
         return norm_bounds(self.held)
 
     def _pieces(self) -> Iterator[slice]:
-        """Examples that are looked at together, a few at a time."""
+        """Return slices of a few examples that are computed together."""
         largest = max(
             self.layer.weight[0].numel() * self.layer.groups * self.outgoing.shape[3],
             self.layer.weight.numel(),
@@ -260,7 +263,7 @@ class Patches:
         return norms.square_().reshape(-1, self.layer.groups).sum(1).sqrt_()
 
     def _of_formed(self, piece: slice) -> Tensor:
-        """The norms of gradients that are formed again for the sum."""
+        """Return the norms of gradients that `total` will form again."""
         a = norm_bounds(self._patches(piece).mT)
         e = norm_bounds(self.outgoing[piece].flatten(0, 1).mT)
         return norm_bounds(self._formed(piece)) + slack(a, e, self.given).reshape(
@@ -268,13 +271,13 @@ class Patches:
         ).sum(1)
 
     def _formed(self, piece: slice) -> Tensor:
-        """The gradients of some examples, shape (examples, elements of the weight)."""
+        """Return the gradients of some examples, shape (examples, elements of the weight)."""
         outgoing = self.outgoing[piece]
         each = torch.bmm(outgoing.flatten(0, 1), self._patches(piece).mT)
         return each.reshape(len(outgoing), -1)
 
     def _patches(self, piece: slice) -> Tensor:
-        """The input below each position, shape (examples · groups, m, positions)."""
+        """Return the input below each position, shape (examples · groups, m, positions)."""
         given = self.given[piece]
         stride = given.stride()
         dims = len(self.layer.kernel_size)
@@ -303,7 +306,7 @@ class Patches:
 
 
 class _Convolution:
-    """The settings of a convolution, as numbers for every dimension."""
+    """Settings of a convolution, as numbers for every dimension."""
 
     def __init__(self, module: Any) -> None:
         self.weight: Tensor = module.weight.detach()
@@ -313,7 +316,7 @@ class _Convolution:
         self.stride: tuple[int, ...] = module.stride
 
     def positions(self, padded: Tensor) -> list[int]:
-        """The sizes of the output."""
+        """Return the sizes of the output."""
         each = zip(padded.shape[2:], self.kernel_size, self.dilation, self.stride, strict=True)
         return [
             (size - dilation * (kernel - 1) - 1) // stride + 1
@@ -331,7 +334,7 @@ def _shared() -> CannotClipError:
 
 Found = list[tuple[Tensor, Part]]
 Rule = Callable[[Any, Tensor, Tensor], Found]
-"""(the layer, its input, the gradient of its output) to what its parameters get."""
+"""rule(layer, input, gradient of the output): returns the contribution to each parameter."""
 
 
 def _linear(module: nn.Linear, given: Tensor, outgoing: Tensor) -> Found:
@@ -339,7 +342,7 @@ def _linear(module: nn.Linear, given: Tensor, outgoing: Tensor) -> Found:
     outgoing = outgoing.reshape(len(outgoing), -1, outgoing.shape[-1])
     found: Found = [(module.weight, Products(given, outgoing))]
     if module.bias is not None:
-        # Of one position there is nothing to add up.
+        # With a single position no sum is needed.
         added = outgoing[:, 0] if outgoing.shape[1] == 1 else outgoing.sum(1)
         found.append((module.bias, Held(added)))
     return found
@@ -394,7 +397,10 @@ def _instance_norm(module: Any, given: Tensor, outgoing: Tensor) -> Found:
 def _affine(
     module: Any, normalised: Tensor, outgoing: Tensor, added: Callable[[Tensor], Tensor]
 ) -> Found:
-    """added: sums over positions, and leaves (b, shape of the weight)."""
+    """Return the contributions to weight and bias.
+
+    added: sums over positions; returns shape (b, *weight.shape).
+    """
     found: Found = [(module.weight, Held(added(outgoing * normalised)))]
     if getattr(module, "bias", None) is not None:
         found.append((module.bias, Held(added(outgoing))))
@@ -402,13 +408,13 @@ def _affine(
 
 
 def _last(each: Tensor, dims: int) -> Tensor:
-    """Sums over all dimensions but the first and the last ones."""
+    """Return the sums over all dimensions except the first and the last `dims`."""
     between = each.ndim - 1 - dims
     return each.flatten(1, between).sum(1) if between else each
 
 
 def _channels(each: Tensor) -> Tensor:
-    """Sums over all dimensions but the first two."""
+    """Return the sums over all dimensions except the first two."""
     return each.reshape(*each.shape[:2], -1).sum(2)
 
 
@@ -425,7 +431,7 @@ RULES: dict[type[nn.Module], Rule] = {
     nn.InstanceNorm2d: _instance_norm,
     nn.InstanceNorm3d: _instance_norm,
 }
-"""What is known of layers. Of these very classes: a subclass may compute anything."""
+"""Rules of the supported layers, by exact class: a subclass may compute anything."""
 
 NAMES: Sequence[str] = ("weight", "bias")
-"""The parameters of all of them."""
+"""Names of the parameters of all supported layers."""

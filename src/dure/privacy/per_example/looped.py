@@ -1,6 +1,6 @@
-"""One example after another: a forward and a backward pass for each.
+"""Per-example gradients in a loop: a forward and a backward pass for each example.
 
-Slow, and right for every model and loss: what the other ways are compared with. Memory: that of one
+Slow, but right for every model and loss: the reference for the other ways. Memory: that of one
 example, and of one gradient.
 """
 
@@ -25,7 +25,7 @@ from dure.privacy.per_example.way import (
 
 
 class Looped(Way):
-    """One example after another."""
+    """Clipping in a loop over examples."""
 
     name = "one example after another"
 

@@ -1,19 +1,19 @@
-"""The losses of single examples, of a loss that is the mean over a batch.
+"""Per-example losses, from a loss that is the mean over a batch.
 
-The loss of an example is what the task's loss gives for that example alone:
+The loss of an example is the value of the task's loss for that example alone:
 
     most losses               the mean over its elements
     cross-entropies           the mean over the targets that count in it; with weights of classes,
                               each target by its weight over the mean weight, for the weight of a
                               single target would cancel
-    (sum, count)              sum / count; 0 where nothing counts
+    (sum, count)              sum / count; 0 if nothing counts
 
-So the mean over the batch is the task's loss where all examples count alike. Elsewhere it is
-another mean, of examples and not of targets: what an example counts may not decide how much others
-weigh, or it would be in the result beside its gradient.
+So the mean over the batch is the task's loss if all examples count alike. Otherwise the mean is
+over examples and not over targets: the count of an example must not change the weight of other
+examples, or it would influence the result beyond its gradient.
 
-torch's losses give all of them at once, without their last step. Others are asked example by
-example; all at once (`torch.vmap`) where that is the same.
+torch's losses give all per-example losses at once, without the reduction. Other losses are called
+for each example; with `torch.vmap` if that gives the same values.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from dure.tasks.known_losses import CrossEntropy, cross_entropy_of, reduction_of
 from dure.tasks.loss_shares import CountedLoss
 
 Each = Callable[[Any, Any], Tensor]
-"""(outputs, targets) of b examples to their losses, shape (b,)."""
+"""each(outputs, targets): losses of the b examples, shape (b,)."""
 
 
 def losses_of(loss: Loss) -> list[Each]:
-    """The ways to the losses of single examples, the fastest first; the last one is always right.
+    """Return the ways to compute per-example losses, the fastest first; the last is always right.
 
-    loss: the task's, where its tensors are on the device of the model.
+    loss: the task's, with its tensors on the device of the model.
     """
     singly = _Singly(loss)
     found = torch_loss(loss)
@@ -47,14 +47,14 @@ def losses_of(loss: Loss) -> list[Each]:
     reduction = reduction_of(found[1])
     if reduction not in ("mean", "batchmean"):
         return [singly]
-    # Cross-entropies have no other way: see the docstring of the module.
+    # Only this way weights cross-entropies as the module's docstring defines.
     known = cross_entropy_of(loss)
     unreduced = _Unreduced(_without_mean(loss), known, sums=reduction == "batchmean")
     return [unreduced] if known is not None else [unreduced, singly]
 
 
 class _Unreduced:
-    """A loss of torch's before it takes the mean."""
+    """A loss of torch without its reduction."""
 
     def __init__(self, loss: Callable[..., Tensor], known: CrossEntropy | None, sums: bool) -> None:
         self.loss = loss
@@ -71,13 +71,13 @@ class _Unreduced:
         return values.sum(1) if self.sums else values.mean(1)
 
     def _counted(self, known: CrossEntropy, targets: Tensor) -> Tensor:
-        """What the sum of an example is divided by."""
+        """Return the divisor of each example's sum."""
         counted = (targets != known.ignore_index).reshape(len(targets), -1).sum(1).clamp(min=1)
         return counted if known.weight is None else counted * known.weight.mean()
 
 
 def _without_mean(loss: Any) -> Any:
-    """The loss of torch's with a number for each element."""
+    """Return torch's loss with a value for each element."""
     if isinstance(loss, partial):
         keywords = {
             name: value
@@ -93,7 +93,7 @@ def _without_mean(loss: Any) -> Any:
 
 
 class _Singly:
-    """A loss that is asked for one example after another."""
+    """A loss that is called for one example after another."""
 
     def __init__(self, loss: Loss) -> None:
         self.loss = CountedLoss(loss, None)
@@ -107,7 +107,7 @@ class _Singly:
 
 
 class _AtOnce:
-    """A loss that is asked for all examples at once, each of which is a batch of one."""
+    """A loss that is vectorised over examples, each as a batch of size 1."""
 
     def __init__(self, loss: Loss) -> None:
         self.loss = loss

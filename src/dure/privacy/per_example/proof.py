@@ -1,18 +1,20 @@
-"""Which way clips a model's gradients: the fastest that gives, on a few examples, what a loop does.
+"""Choice of the way to clip a model's gradients: the fastest that agrees with a loop in a trial.
 
-Nothing is believed of a model. Before the first step, a copy of it with other weights (those that
-a model begins with may hide gradients behind zeros) is tried on the first examples of the data:
+No assumption is made about a model. Before the first step, a copy of the model with other weights
+(initial weights may hide gradients behind zeros) is tried on the first examples of the data:
 
-    in training mode        an example's output does not depend on which others are in its batch,
-                            with the same random numbers in every call; buffers stay as they are
+    in training mode        an example's output does not depend on the other examples of its batch,
+                            with the same random numbers in every call; buffers do not change
     alone and together      an example's output and loss are the same, alone and in a batch
-    norms, and sums         of every way are those of one example after another
+    norms, and sums         of every way agree with those of a loop over examples
 
-A model or a loss that fails one of the first two is refused: no bound on an example's gradient
-bounds what the example does to others'. A way that fails the third is not taken.
+A model or a loss that fails one of the first two checks is refused: a bound on an example's own
+gradient does not bound its effect on other examples' gradients. A way that fails the third check is
+not used.
 
-The last two are tried in training mode without dropout. A model that draws random numbers in
-another way is tried in evaluation mode there, and its examples are computed one by one in training.
+The last two checks run in training mode without dropout. A model that draws random numbers in
+another way is checked in evaluation mode there, and its examples are computed one by one in
+training.
 """
 
 from __future__ import annotations
@@ -51,19 +53,19 @@ from dure.tasks.loss_shares import loss_and_count
 from dure.tasks.perturbed import perturbed
 
 TRIED = 3
-"""Examples. An odd number, which few models have as a dimension of their own."""
+"""Number of examples: odd, so that it differs from most dimensions of models."""
 
 DRAWS = 4
-"""How often a model is tried with random numbers of its own."""
+"""Number of trials with different random numbers."""
 
 SAME = 1e-5
-"""By which outputs may differ between batches of one shape, as a share."""
+"""Relative tolerance between outputs of batches of the same shape."""
 
 WAYS: tuple[type[Way], ...] = (Ghost, Functional)
-"""From fast to slow; `Looped` is always right."""
+"""Ways from fast to slow; `Looped` is always right."""
 
 ALONE: tuple[type[Way], ...] = (Functional,)
-"""Of those, the ways that compute an example alone, so that nothing can mix it with others."""
+"""Ways that compute each example alone, so that no layer can mix it with others."""
 
 _DROPOUT = {
     *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d),
@@ -71,17 +73,17 @@ _DROPOUT = {
 }
 
 _DROPOUT_P = 4
-"""The place of dropout_p among the arguments of attention."""
+"""Position of dropout_p among the arguments of attention."""
 
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-9}
-"""By which ways may differ, as a share: sums are taken in other orders."""
+"""Relative tolerance between ways, as sums are computed in other orders."""
 
 _NOTICED = (RuntimeError, TypeError, ValueError, NotImplementedError, IndexError)
-"""What the code of a model or a loss raises where it is called in a way that it does not know."""
+"""Errors of a model's or a loss's code that is called in an unsupported way."""
 
 
 class Choice(NamedTuple):
-    """The way that was chosen, as what makes it for a model, and what was tried."""
+    """The chosen way: its class, its factory for a model, and the proof."""
 
     kind: type[Way]
     make: Callable[[nn.Module], Way]
@@ -89,15 +91,15 @@ class Choice(NamedTuple):
     proof: Proof
 
     def made(self, model: nn.Module) -> Way:
-        """The way for a model like the one that was tried."""
+        """Return the way for a model of the same architecture as in the trial."""
         return self.make(model)
 
 
 def choose(task: Task, model: nn.Module, examples: Examples) -> Choice:
     """Return the fastest way that is right for the model and the task's loss.
 
-    model: stays as it is. examples: the training data. Raises ValueError for a model or a loss that
-    mixes the examples of a batch, and for what `check_layers` refuses.
+    model: unchanged. examples: the training data. Raises ValueError for a model or a loss that
+    mixes the examples of a batch, and for a model that `check_layers` refuses.
     """
     check_layers(model)
     started = time.perf_counter()
@@ -120,7 +122,7 @@ def choose(task: Task, model: nn.Module, examples: Examples) -> Choice:
 
 
 def _making(way: Way, each: Each) -> Callable[[nn.Module], Way]:
-    """What makes the way for another model, with what was found out here."""
+    """Return the factory of the way for another model, with the results of the trial."""
     if isinstance(way, Ghost):
         return partial(Ghost, each=each, shared=frozenset(way.shared))
     return partial(type(way), each=each)  # type: ignore[call-arg]
@@ -128,10 +130,11 @@ def _making(way: Way, each: Each) -> Callable[[nn.Module], Way]:
 
 @torch.no_grad()
 def _check_others(model: nn.Module, inputs: Any) -> None:
-    """Raise ValueError where an example's output in training depends on its batch.
+    """Raise ValueError if an example's output in training depends on its batch.
 
     The model is in training mode, and draws the same numbers in every call; only the other examples
-    change. A model that draws is tried with several draws, since it may mix in some steps only.
+    change. A model that draws is tried with several draws, since it may mix examples in some steps
+    only.
     """
     model.train()
     drawn = generators_state()
@@ -144,7 +147,7 @@ def _check_others(model: nn.Module, inputs: Any) -> None:
             alike = _called(model, _repeated(inputs, at), start)
             if not _alike(cut(together, at, at + 1), cut(alike, at, at + 1), SAME):
                 raise _mixes()
-        # Also what a model remembers of one batch for the next mixes them.
+        # State that a model carries from batch to batch also mixes examples.
         if not _alike(together, _called(model, inputs, start), SAME):
             raise ValueError(
                 "dp-sgd: the model gives other outputs for the same batch and the same random "
@@ -156,7 +159,7 @@ def _check_others(model: nn.Module, inputs: Any) -> None:
 
 
 def _repeated(inputs: Any, at: int) -> Any:
-    """A batch of one example, as often as there are examples."""
+    """Return a batch that repeats an example, of the same size."""
 
     def repeated(leaf: Any) -> Any:
         one = isinstance(leaf, Tensor)
@@ -166,7 +169,7 @@ def _repeated(inputs: Any, at: int) -> Any:
 
 
 def _called(model: nn.Module, inputs: Any, start: Any) -> Any:
-    """The outputs, with the generators at `start`. Raises ValueError where a buffer changes."""
+    """Return the outputs, with the generators at `start`. Raises ValueError if buffers change."""
     restore_generators(start)
     kept = [buffer.clone() for buffer in model.buffers()]
     outputs = model(inputs)
@@ -188,10 +191,10 @@ def _mixes() -> ValueError:
 
 @contextmanager
 def _still(model: nn.Module, inputs: Any) -> Iterator[bool]:
-    """Inside, the model draws no random numbers, as far as that can be had.
+    """Context manager: turns off random numbers in the model, as far as possible.
 
-    Gives whether it draws in training by itself, other than by dropout: it is then in evaluation
-    mode.
+    Yields whether the model draws random numbers in training other than by dropout; the model is
+    then in evaluation mode.
     """
     model.train()
     for module in model.modules():
@@ -205,7 +208,7 @@ def _still(model: nn.Module, inputs: Any) -> Iterator[bool]:
 
 
 class _WithoutDropout(TorchFunctionMode):
-    """Inside, functions of dropout give their input, and attention drops nothing."""
+    """Context manager: dropout functions return their input, and attention drops nothing."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -229,7 +232,7 @@ def _draws(model: nn.Module, inputs: Any) -> bool:
 
 @torch.no_grad()
 def _check_apart(model: nn.Module, loss: Any, inputs: Any, targets: Any) -> None:
-    """Raises ValueError where examples of a batch know of each other."""
+    """Raise ValueError if examples of a batch depend on each other."""
     together = _called(model, inputs, generators_state())
     examples = count(targets)
     alone = [model(cut(inputs, at, at + 1)) for at in range(examples)]
@@ -246,7 +249,7 @@ def _check_apart(model: nn.Module, loss: Any, inputs: Any, targets: Any) -> None
 
 
 def _losses(loss: Any, model: nn.Module, inputs: Any, targets: Any) -> Each:
-    """The fastest way to the losses of single examples that gives what the last one gives."""
+    """Return the fastest way to compute per-example losses that agrees with the last."""
     ways = losses_of(loss)
     with torch.no_grad():
         outputs = model(inputs)

@@ -1,13 +1,13 @@
-"""What cannot be trained with differential privacy of examples, told before anything is tried.
+"""Checks for models that cannot be trained with differential privacy of examples, before any trial.
 
 batch norm                  an output depends on all examples of its batch: group norm instead
-statistics that are kept    of the data, without noise: instance norm without them
+running statistics          of the data, without noise: instance norm without them
 embeddings                  with max_norm, which changes rows that are used; with
                             scale_grad_by_freq, which counts in the whole batch; sparse ones,
                             for noise is added to every row
 hooks on gradients          of parameters and modules: they see those of a batch, or none
-half precision, complex     norms of half precision may be too small, and then one example says
-                            more than it may
+half precision, complex     norms of half precision may be too small, and then an example has more
+                            influence than allowed
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _EXACT = (torch.float32, torch.float64)
 
 
 def check_layers(model: nn.Module) -> None:
-    """Raises ValueError, with the remedy, for a model that no way can train."""
+    """Raise ValueError, with the remedy, for a model that no way can train."""
     if not trained(model):
         raise ValueError("dp-sgd: the model has no parameter to train")
     for name, parameter in model.named_parameters():

@@ -1,1 +1,1 @@
-"""A head and a tail that were written apart, in files of their own, and run without the other."""
+"""Split learning with head and tail in separate files, each run without the other's code."""

@@ -1,10 +1,10 @@
-"""What is tried of a head and a tail before any work, each by the side that has it.
+"""Trial runs of a separate head and tail before training, each by the side that has the part.
 
-    head    on examples of its own, in batches of two sizes      ->  the form of what leaves it
-    tail    on made-up values of that form: ones where they are whole numbers, such as lengths or
-            indices, and small random numbers elsewhere
+    head    on examples of its own, in batches of two sizes      ->  the form of its output
+    tail    on made-up values of that form: ones for integers, such as lengths or indices, and
+            small random numbers elsewhere
 
-A part is tried in training mode, on a copy where it can be copied.
+A part is tried in training mode, on a copy if the part can be copied.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from dure.tensors.flat import check_apart
 
 
 class Tried(NamedTuple):
-    """What a part has given for batches of two sizes.
+    """Outputs of a part for batches of two sizes.
 
-    clones: whether it writes into what it is called with.
+    clones: whether the part's inputs must be cloned, because the part writes into them.
     """
 
     few: Any
@@ -46,9 +46,9 @@ class Tried(NamedTuple):
 
 
 def try_head(head: nn.Module, train: Examples, examples: int) -> Form:
-    """What a head gives, tried on batches of so many examples, and of twice as many.
+    """Run the head on batches of `examples` (at least 2) and twice as many; return the form.
 
-    Raises ValueError for one that fails there, or gives what cannot travel.
+    Raises ValueError if the head fails or its output cannot be sent.
     """
     few = max(examples, 2)
     sizes = (few, 2 * few)
@@ -60,7 +60,10 @@ def try_head(head: nn.Module, train: Examples, examples: int) -> Form:
 
 
 def form_of_targets(train: Examples) -> Form:
-    """Of the targets of a batch. Raises ValueError for what cannot travel."""
+    """Return the form of a batch's targets.
+
+    Raises ValueError for targets that cannot be sent.
+    """
     before = generators_state()
     try:
         one, two = (train.batch(torch.arange(count) % len(train))[1] for count in (1, 2))
@@ -70,9 +73,10 @@ def form_of_targets(train: Examples) -> Form:
 
 
 def try_on(module: nn.Module, form: Form, before: str, who: str) -> Tried:
-    """A part on values of the form that the part before gives.
+    """Run a part on made-up values of the form of the part before.
 
-    before, who: what messages call the two. Raises ValueError where they do not fit.
+    before, who: names of the two parts in messages. Raises ValueError if the part fails on the
+    values.
     """
     with spare(module) as tried:
         few, clones = _on_made_up(tried, form, [one.few for one in form.tensors], before, who)
@@ -81,13 +85,13 @@ def try_on(module: nn.Module, form: Form, before: str, who: str) -> Tried:
 
 
 class MadeUp:
-    """Examples of a form, with made-up values and without targets, for who looks at one."""
+    """Examples of a form, with made-up values and without targets."""
 
     def __init__(self, form: Form) -> None:
         self._form = form
 
     def batch(self, indices: Tensor) -> tuple[Any, None]:
-        """As many as there are indices."""
+        """Return a batch with as many examples as there are indices."""
         leaves = [
             _made_up(one.dtype, self._form.shape(place, len(indices)), False)
             for place, one in enumerate(self._form.tensors)
@@ -107,7 +111,7 @@ def _on_made_up(
         outputs = module(form.whole(leaves))
         if [one._version for one in leaves] == versions:
             return outputs, False
-    # A part that writes into a value with a gradient fails.
+    # In-place writes into a leaf that requires a gradient raise; retried below on clones.
     except Exception:
         pass
     clones = [one.clone() for one in leaves]
@@ -136,9 +140,9 @@ def _called(module: nn.Module, inputs: Any, who: str, what: str) -> Any:
 
 @contextmanager
 def spare(module: nn.Module) -> Iterator[nn.Module]:
-    """A module to try things on: a copy, or else the module, which is then as it was before.
+    """Yield a copy of the module for trials, or the module itself, restored afterwards.
 
-    Random numbers are the same each time, and nobody else's.
+    Random numbers are the same in each trial, and the generators are restored afterwards.
     """
     twin = copy_of(module) or module
     before = generators_state()
@@ -154,13 +158,13 @@ def spare(module: nn.Module) -> Iterator[nn.Module]:
                 buffer.data.copy_(value)
 
 
-# Parts by themselves
+# Checks of parts without inputs
 
 
 def check_parts(task: Task, model: ModelParts) -> None:
-    """Raises ValueError for parts that cannot be trained, each by its own optimizer.
+    """Raise ValueError for parts that cannot be trained, each by its own optimizer.
 
-    task, model: of both sides, or of one.
+    task, model: of both sides, or of one side.
     """
     for name, parameter in model.named_parameters():
         if is_lazy(parameter):
@@ -173,7 +177,7 @@ def check_parts(task: Task, model: ModelParts) -> None:
 
 
 def _check_untied(model: ModelParts) -> None:
-    """Raises ValueError for a tensor that both sides have."""
+    """Raise ValueError for a tensor that both sides have."""
     owners: dict[int, tuple[str, bool]] = {}
     for place, part in model.there.items():
         at_server = PLACES[place] == "tail"
@@ -215,7 +219,7 @@ def _check_optimizer(task: Task, side: str, model: ModelParts) -> None:
 
 
 def notes_on_head(model: ModelParts, train: Examples) -> list[str]:
-    """What a user ought to know of a head that can be trained, and may not be what was meant."""
+    """Return notes for the user about a head that trains, but perhaps not as intended."""
     assert model.head is not None
     notes = []
     if not any(one.requires_grad for one in model.head.parameters()):

@@ -1,11 +1,11 @@
-"""The form of what a part of a model gives, as data: how it is nested, and its tensors' shapes.
+"""Form of a part's output, as data: its nesting, and the shapes of its tensors.
 
-A tail that was written apart is called with what the head returned: a tensor, or a tuple, list or
-dict of tensors, nested as wanted. Only the tensors travel in every step. How they make up the whole
-is told once, as JSON, and nothing is unpickled.
+A separate tail is called with the output of the head: a tensor, or a tuple, list or dict of
+tensors, nested to any depth. Each step sends the tensors alone. The nesting is sent once, as JSON;
+nothing is unpickled.
 
-Which dimension of a tensor counts examples follows from the shapes for two sizes of a batch: the
-one that has grown. Numbers, texts and None are part of the form, and stay as they are.
+The dimension that counts examples is the dimension that grows between batches of two sizes.
+Numbers, texts and None are part of the form, and constant.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from dure.split.leakage.guard import Crossing
 
 
 class Place(msgspec.Struct, frozen=True, tag="tensor"):
-    """Where the next tensor belongs."""
+    """Placeholder of the next tensor in a nest."""
 
 
 class Constant(msgspec.Struct, frozen=True, tag="constant"):
-    """What is no tensor, and the same for every batch."""
+    """Value other than a tensor, the same for every batch."""
 
     value: bool | int | float | str | None
 
@@ -46,10 +46,10 @@ Node = Place | Constant | Nest
 
 
 class Tensors(msgspec.Struct, frozen=True):
-    """One of the tensors. few, many: its shapes for batches of two sizes.
+    """Form of a tensor of a part's output.
 
-    order: its dimensions as they lie in memory, the last the closest. differentiable: whether a
-    gradient goes back for it.
+    few, many: shapes for batches of two sizes. order: dimensions by stride, the dimension with the
+    smallest stride last. differentiable: whether the tensor gets a gradient.
     """
 
     dtype: str
@@ -59,7 +59,7 @@ class Tensors(msgspec.Struct, frozen=True):
     differentiable: bool
 
     def laid_out(self, tensor: Tensor) -> Tensor:
-        """The same value in this order of memory, on which the last bits of sums may depend."""
+        """Return the tensor in this memory layout, on which the last bits of sums may depend."""
         if tensor.ndim != len(self.order):
             return tensor.contiguous()
         value = Value(tuple(tensor.shape), tensor.dtype, self.differentiable, self.order)
@@ -67,14 +67,14 @@ class Tensors(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, few: Tensor, many: Tensor) -> Tensors:
-        """Of what was given for both."""
+        """Return the form of a tensor from its values for both batch sizes."""
         value = Value.of(few, few.requires_grad)
         name = _name(few.dtype)
         return cls(name, value.shape, tuple(many.shape), value.order, value.differentiable)
 
 
 class Form(msgspec.Struct, frozen=True):
-    """Of what leaves a part. few, many: the two sizes of a batch at which it was looked at."""
+    """Form of a part's output. few, many: the two batch sizes of the trial."""
 
     nest: Node
     tensors: tuple[Tensors, ...]
@@ -82,7 +82,7 @@ class Form(msgspec.Struct, frozen=True):
     many: int
 
     def dim(self, place: int) -> int | None:
-        """The dimension of a tensor that counts examples; None where not one alone does so."""
+        """Return the dimension of a tensor that counts examples; None unless it is unique."""
         one = self.tensors[place]
         if len(one.few) != len(one.many):
             return None
@@ -92,7 +92,7 @@ class Form(msgspec.Struct, frozen=True):
         return grown[0]
 
     def shape(self, place: int, examples: int) -> tuple[int, ...]:
-        """That of a tensor, for so many examples."""
+        """Return the shape of a tensor for this number of examples."""
         shape = list(self.tensors[place].few)
         dim = self.dim(place)
         if dim is not None:
@@ -100,15 +100,16 @@ class Form(msgspec.Struct, frozen=True):
         return tuple(shape)
 
     def crossings(self) -> list[Crossing]:
-        """As batches are put together by."""
+        """Return the `Crossing` of each tensor, by which batches are concatenated."""
         return [
             Crossing(self.dim(place), one.differentiable) for place, one in enumerate(self.tensors)
         ]
 
     def check_dims(self) -> None:
-        """Raises ValueError for a tensor that cannot be put together of those of several clients:
-        it grows with the batch otherwise than by examples, or belongs to the whole batch and has
-        gradients.
+        """Raise ValueError for a tensor that cannot be concatenated over several clients.
+
+        Such a tensor grows with the batch in no single dimension, or belongs to the whole batch and
+        has gradients.
         """
         for place, one in enumerate(self.tensors):
             if self.dim(place) is None and (one.differentiable or one.few != one.many):
@@ -119,7 +120,7 @@ class Form(msgspec.Struct, frozen=True):
                 )
 
     def nbytes(self, examples: int) -> tuple[int, int]:
-        """Bytes of so many examples: of the tensors, and of their gradients."""
+        """Return the bytes of a batch: of the tensors, and of their gradients."""
         values = gradients = 0
         for place, one in enumerate(self.tensors):
             size = math.prod(self.shape(place, examples)) * dtype_of(one.dtype).itemsize
@@ -128,22 +129,22 @@ class Form(msgspec.Struct, frozen=True):
         return values, gradients
 
     def of_gradients(self) -> Form:
-        """That of the gradients that come back: only some of the tensors have any."""
+        """Return the form of the gradients that come back, for the differentiable tensors alone."""
         tensors = tuple(one for one in self.tensors if one.differentiable)
         nest = Nest("tuple", tuple(Place() for _ in tensors))
         return msgspec.structs.replace(self, nest=nest, tensors=tensors)
 
     def whole(self, tensors: Sequence[Tensor]) -> Any:
-        """What these tensors make up."""
+        """Return the value that these tensors form together with nests and constants."""
         return _build(self.nest, iter(tensors))
 
     @property
     def structure(self) -> TreeSpec:
-        """How torch says the same."""
+        """The nesting as a `TreeSpec` of torch."""
         return tree_flatten(self.whole([torch.empty(0) for _ in self.tensors]))[1]
 
     def check(self, values: Sequence[Tensor], examples: int, who: str) -> None:
-        """Raises ValueError for tensors of another form, of a batch of so many examples."""
+        """Raise ValueError for tensors that do not have this form for `examples` examples."""
         fits = len(values) == len(self.tensors) and all(
             self._fits(place, value, examples) for place, value in enumerate(values)
         )
@@ -159,7 +160,7 @@ class Form(msgspec.Struct, frozen=True):
         dim = self.dim(place)
         if _name(value.dtype) != one.dtype or value.ndim not in (len(one.few), len(one.many)):
             return False
-        # What does not count examples may differ from batch to batch, as the length of texts does.
+        # Other dimensions may differ from batch to batch, as the length of texts does.
         return dim is None or value.shape[dim] * self.few == one.few[dim] * examples
 
     def __str__(self) -> str:
@@ -178,9 +179,10 @@ class Form(msgspec.Struct, frozen=True):
 
 
 def form_of(few: Any, many: Any, sizes: tuple[int, int], who: str) -> Form:
-    """The form of what a part has given for two sizes of a batch.
+    """Return the form of a part's output from its outputs for two batch sizes.
 
-    Raises ValueError for what is no tensor, tuple, list or dict, or differs between the two.
+    Raises ValueError for an output that contains anything but tensors, numbers, texts, None,
+    tuples, lists and dicts, or that differs between the two batches in more than shapes.
     """
     nest, one = flatten(few, who)
     other_nest, other = flatten(many, who)
@@ -199,12 +201,12 @@ def form_of(few: Any, many: Any, sizes: tuple[int, int], who: str) -> Form:
 
 
 def encoded(form: Form) -> bytes:
-    """As it travels: JSON."""
+    """Return the form as JSON."""
     return msgspec.json.encode(form)
 
 
 def decoded(text: bytes) -> Form:
-    """The inverse of `encoded`. Raises ValueError for what is no form."""
+    """Return the form that `encoded` encoded. Raises ValueError for invalid input."""
     try:
         form = msgspec.json.decode(text, type=Form)
         for one in form.tensors:
@@ -220,11 +222,11 @@ def decoded(text: bytes) -> Form:
 
 
 MOST_TRIED = 1 << 30
-"""Bytes of the made-up values on which a part is tried."""
+"""Maximum bytes of the made-up values for the trial of a part."""
 
 
 def check_extent(form: Form) -> None:
-    """Raises ValueError for a form of which no values are made up, so large are they."""
+    """Raise ValueError for a form whose made-up values would exceed `MOST_TRIED` bytes."""
     sizes = [
         math.prod(one.many) * dtype_of(one.dtype).itemsize + math.prod(one.few)
         for one in form.tensors
@@ -237,9 +239,9 @@ def check_extent(form: Form) -> None:
 
 
 def flatten(value: Any, who: str) -> tuple[Node, list[Tensor]]:
-    """How a value is nested, and its tensors in their order.
+    """Return the nesting of a value, and its tensors in order.
 
-    Raises ValueError for what cannot travel so.
+    Raises ValueError for a value that cannot be sent.
     """
     tensors: list[Tensor] = []
     return _flatten(value, who, tensors), tensors
@@ -284,7 +286,7 @@ def _count(node: Node) -> int:
 
 
 def _told(node: Node, shapes: Iterator[str] | None) -> str:
-    """In words; shapes: of the tensors."""
+    """Return the nesting in words; shapes: of the tensors, or None to omit them."""
     if isinstance(node, Place):
         return "a tensor" if shapes is None else next(shapes)
     if isinstance(node, Constant):
@@ -302,7 +304,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """The dtype of this name. Raises ValueError where there is none."""
+    """Return the dtype of this name. Raises ValueError for an unknown name."""
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
         raise ValueError(f"this is no form of what leaves a head: there is no dtype {name!r}")

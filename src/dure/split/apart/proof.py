@@ -1,7 +1,7 @@
-"""Head and tail apart beside the model undivided, on one batch: is it the same?
+"""Check that a separate head and tail compute the same step as the undivided model, on one batch.
 
-Compared are the loss, the gradients of all parameters, and the buffers behind the step. Both draw
-the same random numbers: undivided, each part begins with the seed that it has apart.
+Loss, gradients of all parameters, and the buffers after the step are compared. Both draw the same
+random numbers: in the undivided model, each part is seeded with its seed in the separate run.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _WHAT = "head and tail apart give the loss and gradients of the model undivided"
 
 
 class Given(NamedTuple):
-    """What a step has given: its loss, the gradients by name, and the buffers behind it."""
+    """Results of a step: loss, gradients by name, and buffers after the step."""
 
     loss: Tensor
     gradients: Mapping[str, Tensor | None]
@@ -37,10 +37,12 @@ class Given(NamedTuple):
 
 
 def prove(task: JoinedTask, model: nn.Module, examples: int) -> Proof | None:
-    """One step of each on batches of so many examples. The model stays as it is.
+    """Compare a step of the parts with a step of the undivided model; the model is unchanged.
 
-    Raises ValueError where they differ. None where there is nothing to compare with: no second
-    model, or one that computes nothing undivided, as where a tail writes into what its head needs.
+    Returns None without a reference: the task returns the same model object each time, or the
+    undivided model raises an error, as it does if a tail writes into a value that its head needs.
+
+    Raises ValueError if the two differ.
     """
     started = time.perf_counter()
     one, other = another(model, task, 0), another(model, task, 0)
@@ -88,7 +90,7 @@ def _seeded(place: int, module: nn.Module, given: Any) -> None:
 
 
 def _found(right: Given, apart: Apart, batch: Microbatch) -> str | None:
-    """What is wrong with the parts, in words."""
+    """Return the difference of the parts from the undivided model, in words; None if they agree."""
     try:
         tried = _apart(apart, batch)
     except Exception as error:
@@ -99,7 +101,7 @@ def _found(right: Given, apart: Apart, batch: Microbatch) -> str | None:
 
 
 def _apart(apart: Apart, batch: Microbatch) -> Given:
-    """As client and server compute a step, but for the optimizers."""
+    """Compute a step as client and server do, without the optimizers."""
     head = Party(apart.heads, apart.heads.own(), 0)
     tail = Party(apart.tails, apart.tails.own(), 0)
     values = tail.forward(1, 0, batch, head.forward(0, 0, batch, []))
@@ -125,7 +127,7 @@ def _apart(apart: Apart, batch: Microbatch) -> Given:
 
 
 def _difference(right: Given, tried: Given) -> str | None:
-    """The first thing that differs, in words."""
+    """Return the first difference, in words; None if there is none."""
     pairs = (
         ("loss", {"": right.loss}, {"": tried.loss.to(right.loss.dtype)}),
         ("gradient of ", right.gradients, tried.gradients),

@@ -1,10 +1,10 @@
-"""The two sides of a model whose head and tail were written apart.
+"""The two sides of a model with a separate head and tail.
 
     client    head, and in the U-shape the end         never has the tail, nor its code
     server    tail                                     never has the head, nor its code
 
-What each needs to know of the other is told once, as data (`dure.split.apart.form`): the client
-says what leaves its head, the server, in the U-shape, what leaves its tail.
+Each side receives a description of the other's output once, as data (`dure.split.apart.form`): the
+client describes the output of its head, and the server, in the U-shape, the output of its tail.
 """
 
 from __future__ import annotations
@@ -33,10 +33,15 @@ from dure.tasks.parts import HeadTask, JoinedTask, ModelParts, TailTask, has_los
 
 
 class ModuleStages(Stages):
-    """The modules of one side.
+    """The modules of one side, as stages.
 
-    receives, gives: the forms of what they are called with, and of what leaves them, by place.
-    clones: the places of those that write into what they are called with.
+    Args:
+        model: the parts of this side.
+        receives: form of the input of each part, by place.
+        gives: form of the output of each part, by place.
+        clones: places of the parts that write into their inputs, which are therefore cloned.
+        loss: loss with shares of the batch.
+        seed: seed of the random numbers of the parts.
     """
 
     def __init__(
@@ -61,7 +66,7 @@ class ModuleStages(Stages):
         return {name: one for name, one in self.model.named_parameters() if one.requires_grad}
 
     def written(self) -> list[str]:
-        # Without a trace nobody knows which of them a pass will change: all of them travel.
+        # Without a trace the buffers that a pass changes are unknown, so all of them are sent.
         return [name for name, _ in self.model.named_buffers()]
 
     def stage(self, number: int) -> ModuleStage:
@@ -83,7 +88,7 @@ class ModuleStages(Stages):
         assert isinstance(first, ModuleStage)
         lost = first.lost(missed)
         first.let_go()
-        # What the end has in common with the head got its gradient there.
+        # A parameter that the end shares with the head has its gradient from the end.
         ends = [self.parts[number] for number in self.numbers[1:]]
         there = {id(one) for part in ends for one in part.parameters()}
         named = self.model.named_parameters()
@@ -95,14 +100,20 @@ class ModuleStages(Stages):
 
 
 class ClientPart:
-    """What a client has: the head, and the end where labels stay.
+    """Part of the model at a client: the head, and in the U-shape the end.
 
-    model: of the task, fresh. train: its examples. examples: of a batch, at the most.
+    `leaving` is the form of the head's output, for the server. `targets` is the form of the targets
+    that are sent along if the server computes the loss.
 
-    leaving: the form of what leaves the head, for the server. targets: that of what goes with it
-    where the loss is the server's.
+    Args:
+        task: the head's task.
+        model: new instance of the task's model.
+        train: the client's examples.
+        examples: maximum number of examples of a batch.
+        seed: seed of the random numbers of the parts.
 
-    Raises ValueError for a head that fails on its examples, or gives what cannot travel.
+    Raises:
+        ValueError: the head fails on the examples, or its output cannot be sent.
     """
 
     def __init__(
@@ -117,10 +128,12 @@ class ClientPart:
         self.targets = form_of_targets(train)
 
     def side(self, losses: CountedLoss, arriving: Form | None = None) -> Side:
-        """What it trains. losses: of its examples. arriving: the form of what comes from the
-        server's tail, where labels stay.
+        """Return the parts that the client trains, as a `Side`.
 
-        Raises ValueError for an end that does not take that.
+        losses: the loss on the client's examples. arriving: in the U-shape, the form of the output
+        of the server's tail.
+
+        Raises ValueError for an end that does not accept that form.
         """
         receives: dict[int, Form] = {}
         clones: frozenset[int] = frozenset()
@@ -139,10 +152,11 @@ class ClientPart:
 
 
 class ServerPart:
-    """What the server has: the tail. arriving: the form of what leaves the clients' heads.
+    """Part of the model at the server: the tail.
 
-    model: of the task, fresh. leaving: the form of what leaves the tail, where labels stay with
-    clients; None where the loss is here.
+    task: the tail's task. model: new instance of the task's model. arriving: the form of the output
+    of the clients' heads. `leaving` is the form of the tail's output in the U-shape; None if the
+    server computes the loss.
 
     Raises ValueError for a head and a tail that do not fit.
     """
@@ -156,14 +170,14 @@ class ServerPart:
         assert model.tail is not None
         tried = try_on(model.tail, arriving, "the head", "the tail")
         sizes = (arriving.few, arriving.many)
-        # A loss of its own may take what could not travel.
+        # The server's own loss accepts any output, also one that cannot be sent.
         self.leaving = None if has_loss(task) else form_of(tried.few, tried.many, sizes, "the tail")
         self._clones = frozenset({1} if tried.clones else ())
 
     def side(self) -> Side:
-        """What it trains."""
+        """Return the part that the server trains, as a `Side`."""
         gives = {} if self.leaving is None else {1: self.leaving}
-        # It has no examples; what a batch counts, its targets tell.
+        # The server has no examples: it counts those of a batch from the targets.
         loss = weighed(CountedLoss(self.task.loss, None))
         receives = {1: self.arriving}
         return Side(
@@ -171,13 +185,13 @@ class ServerPart:
         )
 
     def batching(self, sizes: Sequence[int]) -> Batching:
-        """Clients' batches of these sizes as one."""
+        """Return the concatenation of clients' batches of these sizes."""
         return Batching(self.crossings, sizes)
 
     def crossings(self) -> list[list[Crossing]]:
-        """What is known of the values at each cut.
+        """Return the `Crossing` of each value, for each cut.
 
-        Raises ValueError for one of which several cannot be put together.
+        Raises ValueError for a value that cannot be concatenated over clients.
         """
         forms = [self.arriving] if self.leaving is None else [self.arriving, self.leaving]
         for form in forms:
@@ -186,9 +200,14 @@ class ServerPart:
 
 
 class Apart(Divided):
-    """Both sides in one process: each has its own modules, and hears of the other as data.
+    """Both sides in one process: each has its own modules and only data from the other.
 
-    model: of the task, fresh. train: on what clients train.
+    Args:
+        task: the tasks of head and tail.
+        model: new instance of the task's model.
+        train: the examples on which clients train.
+        examples: maximum number of examples of a batch.
+        seed: seed of the random numbers of the parts.
     """
 
     head_is_known = False
@@ -200,7 +219,7 @@ class Apart(Divided):
         self.examples = examples
         self._model = model
         self._train = train
-        # As a client counts that does not know the server's loss.
+        # Counted like at a client, which does not know the server's loss.
         self.losses = CountedLoss(task.head.loss, train)
         self.client = ClientPart(task.head, model.only("head", "end"), train, examples, seed)
         leaving = decoded(encoded(self.client.leaving))
@@ -222,7 +241,7 @@ class Apart(Divided):
     def shares(self) -> Sequence[float]:
         counts = _flops(self._model, sample(self._train, 1))
         total = sum(counts)
-        # Without a matrix product anywhere, one part is taken to be as long as another.
+        # Without any matrix product, all parts get the same share.
         return [one / total if total else 1 / len(counts) for one in counts]
 
     @property
@@ -245,9 +264,10 @@ class Apart(Divided):
 
 
 def cut_of(task: JoinedTask | HeadTask | TailTask) -> tuple[str, ...]:
-    """Where its files say that the model is cut: before these of its modules.
+    """Return the cuts as the names of the parts behind them: ("tail",) or ("tail", "end").
 
-    Each side knows it: labels stay where the head has an end, and where the tail has no loss.
+    Each side knows the cuts: the U-shape has an end in the head's task and no loss in the tail's
+    task.
     """
     if isinstance(task, TailTask):
         labels_stay = not has_loss(task)
@@ -258,7 +278,7 @@ def cut_of(task: JoinedTask | HeadTask | TailTask) -> tuple[str, ...]:
 
 
 def _flops(model: ModelParts, inputs: Any) -> list[float]:
-    """Of a forward pass over the inputs, part by part."""
+    """Return the FLOPs of a forward pass over the inputs, for each part."""
     counts: list[float] = []
     values = inputs
     for part in model.there.values():

@@ -1,11 +1,11 @@
-"""A module as a stage, without a trace: backward goes by autograd.
+"""A module as a stage of split learning, without a trace; autograd runs the backward pass.
 
-    forward    values received, as leaves  ->  the module  ->  what leaves, cut from the graph
-    backward   gradients of what left      ->  those of the leaves, and of the weights
+    forward    values received, as leaves  ->  the module  ->  its output, detached from the graph
+    backward   gradients of the output     ->  gradients of the leaves, and of the weights
 
-What draws random numbers, such as dropout, draws after a seed that follows from the run's seed, the
-part, the step and the client: the same again in a resumed run, and not what the undivided model
-would draw. All else has the bits of the undivided model.
+Random numbers, such as those of dropout, are seeded by the run's seed, the part, the step and the
+client: a resumed run draws the same numbers, and the undivided model draws others. Apart from
+random numbers, the results have the bits of the undivided model.
 """
 
 from __future__ import annotations
@@ -25,23 +25,28 @@ from dure.tensors.backward import backward_from
 
 
 def seed_part(seed: int, place: int, step: int, number: int) -> None:
-    """What the part at this place draws from here on, for a step of a client."""
+    """Seed the random numbers of the part at this place for a client's step."""
     seed_generators(seed, "split", place, step, number, everything=True)
 
 
 class _Kept(NamedTuple):
-    """What a batch needs for its backward pass: where gradients go out, and where they come in."""
+    """Graph of a batch for its backward pass: the received leaves and the outputs."""
 
     received: list[Tensor]
     ends: list[Tensor]
 
 
 class ModuleStage:
-    """A module as the stage of one party.
+    """A module as the stage of a party.
 
-    place: of the module, as in `PLACES`. receives: the form of what it is called with; None where
-    that are examples. gives: the form of what leaves it; None where the loss follows. clones:
-    whether the module writes into what it is called with. seed: from which its draws follow.
+    Args:
+        place: of the module, as in `PLACES`.
+        module: the module.
+        receives: form of the input; None if the input is the examples.
+        gives: form of the output; None if the loss follows.
+        loss: loss with shares of the batch.
+        clones: whether the module writes into its input, which is then cloned.
+        seed: seed of the random numbers of the module.
     """
 
     def __init__(
@@ -79,14 +84,17 @@ class ModuleStage:
         self.reached.clear()
 
     def forward(self, number: int, batch: Microbatch, received: Sequence[Tensor]) -> list[Tensor]:
-        """Raises ValueError for values of another form than was told."""
+        """Run the module, and the loss if the loss follows; return the detached output.
+
+        Raises ValueError for values of another form than agreed.
+        """
         seed_part(self.seed, self.place, self._step, number)
         leaves = self._leaves_of(received, batch.examples)
         outputs = self._called(self._inputs(leaves, batch))
         if self.gives is not None:
             ends = self._leaving(outputs, self.gives, batch.examples)
             self._kept[number] = _Kept(leaves, ends)
-            # The graph stays here; only values go on.
+            # The graph stays at this party; only values are sent.
             return [end.detach() for end in ends]
         found = self._loss(outputs, batch.targets, batch.examples, batch.share)
         self.losses[number] = float(found.loss.item())
@@ -95,8 +103,9 @@ class ModuleStage:
         return []
 
     def _leaves_of(self, received: Sequence[Tensor], examples: int) -> list[Tensor]:
-        """What was received begins this part's graph; backward leaves in its `grad` what goes
-        back.
+        """Return the received values as leaves of this part's graph.
+
+        The backward pass leaves the gradients to send back in their `grad`.
         """
         if self.receives is None:
             return []
@@ -107,13 +116,13 @@ class ModuleStage:
         ]
 
     def _inputs(self, leaves: Sequence[Tensor], batch: Microbatch) -> Any:
-        """What the module is called with."""
+        """Return the input of the module."""
         if self.receives is None:
             return batch.content[0]
         return self.receives.whole([one.clone() for one in leaves] if self.clones else leaves)
 
     def _called(self, inputs: Any) -> Any:
-        """What the module gives. Its buffers stay the tensors that they were."""
+        """Return the output of the module; its buffers remain the same tensor objects."""
         before = [
             (module, name, buffer)
             for module in self.module.modules()
@@ -121,7 +130,7 @@ class ModuleStage:
             if buffer is not None
         ]
         outputs = self.module(inputs)
-        # A pass may put another tensor in a buffer's place. Its value goes into the party's own.
+        # A pass may replace a buffer by another tensor: copy its value into the original tensor.
         for module, name, buffer in before:
             now = module._buffers.get(name)
             if now is buffer:
@@ -154,14 +163,14 @@ class ModuleStage:
     def backward(self, number: int, batch: Microbatch, gradients: Sequence[Tensor]) -> list[Tensor]:
         leaves, ends = self._kept.pop(number)
         if self.gives is None:
-            # A loss without a gradient is an error, as everywhere.
+            # A loss that requires no gradient raises here, as in every other system.
             torch.autograd.backward(ends)
         else:
             self._descend(ends, self.gives, gradients)
         learning = [one for one in leaves if one.requires_grad]
         self._leaves = learning if self.gives is not None else []
         self.reached.update(n for n, each in enumerate(learning) if each.grad is not None)
-        # The part before waits for a gradient of each, whether there is one or not.
+        # The part before expects a gradient for each value: send zeros if there is none.
         return [torch.zeros_like(one) if one.grad is None else one.grad for one in learning]
 
     def _descend(self, ends: Sequence[Tensor], gives: Form, gradients: Sequence[Tensor]) -> None:
@@ -173,17 +182,17 @@ class ModuleStage:
             for (end, one), gradient in zip(learning, gradients, strict=True)
             if end.requires_grad
         ]
-        # A part may have nothing that learns, and nothing before it that does.
+        # The list is empty if neither this part nor a part before it has trainable weights.
         if wanted:
             backward_from(wanted)
 
-    # What got no gradient
+    # Values without gradients
 
     def unreached(self, missed: int) -> int:
-        """Which of the received values that may have a gradient got none, as bits.
+        """Return a bit mask of the received values that may have gradients and got none.
 
-        missed: which of the values that left got none, likewise. To be asked behind the backward
-        pass, before `let_go`.
+        missed: bit mask of the sent values that got none. Call this after the backward pass and
+        before `let_go`.
         """
         lost = self.lost(missed)
         return sum(
@@ -193,7 +202,7 @@ class ModuleStage:
         )
 
     def lost(self, missed: int) -> set[int]:
-        """The ids of the tensors to which ways lead from such values alone."""
+        """Return the ids of the tensors whose only paths in the graph lead to `missed` values."""
         if not missed:
             return set()
         ways = list(enumerate(self._ways))
@@ -201,20 +210,20 @@ class ModuleStage:
         return lost - _leaves_behind([way for place, way in ways if not missed >> place & 1])
 
     def let_go(self) -> None:
-        """The graph of the newest backward pass is not asked about any more."""
+        """Release the graph of the newest backward pass."""
         self._ways = []
         self._leaves = []
 
 
 def _entry(end: Tensor) -> Any:
-    """Where a gradient of this value enters autograd's graph; None where there is none."""
+    """Return the node at which this value's gradient enters autograd's graph; else None."""
     if end.grad_fn is not None:
         return end.grad_fn
     return end if end.requires_grad else None
 
 
 def _leaves_behind(entries: Sequence[Any]) -> set[int]:
-    """The ids of the leaves of the graph to which a way leads from there."""
+    """Return the ids of the graph's leaves that are reachable from these nodes."""
     found: set[int] = set()
     seen: set[Any] = set()
     ahead = [one for one in entries if one is not None]
@@ -224,7 +233,7 @@ def _leaves_behind(entries: Sequence[Any]) -> set[int]:
             found.add(id(node))
         elif node not in seen:
             seen.add(node)
-            # The node of a leaf, which adds up its gradient.
+            # AccumulateGrad, the node of a leaf.
             if hasattr(node, "variable"):
                 found.add(id(node.variable))
             ahead += [before for before, _ in node.next_functions if before is not None]

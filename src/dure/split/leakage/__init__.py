@@ -1,25 +1,25 @@
-"""What the parts of a divided model tell of what they should not, and what is done against it.
+"""Leakage in split learning: attacks that measure it, and defences against it.
 
-Meters, which know what nobody in the run knows and never change it
+Meters use data that no participant has, and do not change the run:
 
     labels                   labels guessed from gradients at the cut (norm, direction), and from
                              activations (clusters), as AUC
-    distance_correlation     how much of the inputs is in what leaves the head
-    reconstruction           inputs rebuilt from what leaves the head, by a decoder
+    distance_correlation     dependence between the inputs and the output of the head
+    reconstruction           inputs rebuilt by a decoder from the output of the head
 
-Defences, each a frozen dataclass with a text form and one knob
+Defences, each a frozen dataclass with a text form and a single parameter:
 
     none
     marvell:POWER                  gradients: the least noise that hides which of two classes
     max-norm:SCALE                 gradients: all as long as the longest
     isotropic:RATIO                gradients: Gaussian noise, as long as RATIO times the longest
     no-peek:ALPHA                  activations: distance correlation in the head's loss
-    randomised-response:EPSILON    labels: wrong with a known probability, for good
+    randomised-response:EPSILON    labels: wrong with a known probability, for the whole run
 
-A defence of gradients guards what leaves whoever has the labels: after two cuts the client. One of
-activations changes the head, and says nothing of labels. A new one is a file of its own here and a
-line below; one of a user's own is a subclass of `Defence` in any file, and its text is
-`my_defences.py:Mine:2`.
+A defence of gradients protects the outgoing gradients of the party with the labels: with two cuts,
+the client. A defence of activations changes the head and does not protect labels. A new built-in
+defence is a file in this folder and a line below; a user's defence is a subclass of `Defence` in
+any file, with the text form `my_defences.py:Mine:2`.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from dure.split.leakage.randomised_response import RandomisedResponse as Randomi
 # isort: on
 
 DEFENCES: dict[str, type[Defence]] = listed(globals(), Defence)
-"""Every defence by the name its text form begins with."""
+"""All defences, by the name at the start of their text form."""
 
 
 def parse_defence(text: str) -> Defence:
-    """The defence that `text` names: "marvell:4", "no-peek:0.5", "my_defences.py:Mine", ...
+    """Return the defence that `text` names: "marvell:4", "no-peek:0.5", "my_defences.py:Mine", ...
 
-    Raises ValueError for what is none.
+    Raises ValueError for text that names no defence.
     """
     return read(text, DEFENCES, "defence", Defence)

@@ -1,11 +1,11 @@
-"""What a defence is: a frozen dataclass with one knob, and what it does to what leaves a party.
+"""Interface of a defence: a frozen dataclass with a single parameter, applied to outgoing values.
 
-    gradients      those of the party that has the labels, example by example, before they leave it
-    activations    what the head's loss has besides, so that what leaves the head tells less
-    labels         labels that are spoilt once, before anybody trains with them
+    gradients      of the party that has the labels, example by example, before they are sent
+    activations    an additional term of the head's loss, so that its output reveals less
+    labels         replaced at random once, before training
 
-Gradients and values are matrices here, a row an example (`dure.split.leakage.rows`). A defence is a
-pure function of what it is given; what it remembers from batch to batch it returns.
+Gradients and values are matrices here, a row per example (`dure.split.leakage.rows`). A defence is
+a pure function; the function returns its state from batch to batch.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from dure.data.examples import Examples
 from dure.settings import write
 
 Memory = Mapping[str, Any] | None
-"""What a defence remembers of a party's batches: tensors and numbers by name, or nothing."""
+"""State of a defence for a party: tensors and numbers by name, or None."""
 
 
 @dataclass(frozen=True)
 class Defence(Told):
-    """What all have in common: a name, a text form, and one method of three that does something.
+    """Base class of defences: a name, a text form, and three methods, one of which has an effect.
 
-    guards: what leaves a party changed.
+    guards: the values that the defence changes.
     """
 
     name: ClassVar[str]
     guards: ClassVar[Literal["nothing", "gradients", "activations", "labels"]] = "nothing"
 
     def check(self, examples: Examples, labels_stay: bool) -> None:
-        """Raises ValueError where the defence guards nothing, or cannot.
+        """Raise ValueError if the defence has no effect, or cannot be used.
 
-        labels_stay: whether the end of the model is with the clients, as is so after two cuts.
+        labels_stay: whether the end of the model is at the clients (two cuts).
         """
         if self.guards == "gradients" and not labels_stay:
             raise ValueError(
@@ -51,47 +51,48 @@ class Defence(Told):
     def gradients(
         self, rows: Tensor, positive: Tensor | None, draws: torch.Generator, memory: Memory
     ) -> tuple[Tensor, Memory]:
-        """(the gradients as they leave, what is to be remembered).
+        """Return the protected gradients and the new state.
 
-        rows: of shape (n, d). positive: which examples have the label 1, of shape (n,); None where
-        labels are not 0 and 1. draws: from where noise is drawn.
+        rows: of shape (n, d). positive: whether each example has the label 1, of shape (n,); None
+        if labels are not 0 and 1. draws: generator of the noise. memory: the state after the batch
+        before.
         """
         return rows, memory
 
     def activations(self, inputs: Tensor, values: Tensor) -> Tensor:
-        """The gradient, by the values, of what the head's loss has besides.
+        """Return the gradient of the additional loss term with respect to the values.
 
-        inputs: of shape (n, d_in). values: of shape (n, d), what leaves the head.
+        inputs: of shape (n, d_in). values: output of the head, of shape (n, d).
         """
         return torch.zeros_like(values)
 
     def labels(self, labels: Tensor, classes: int, draws: torch.Generator) -> Tensor:
-        """The labels with which everybody trains, int64 of shape (n,)."""
+        """Return the labels for the training, int64 of shape (n,)."""
         return labels
 
     def __str__(self) -> str:
-        """The text that `parse_defence` reads."""
+        """Return the text that `parse_defence` parses."""
         return write(self)
 
 
 @dataclass(frozen=True)
 class NoDefence(Defence):
-    """Everything leaves as it is."""
+    """No defence: values are sent unchanged."""
 
     name: ClassVar[str] = "none"
 
 
 def check_knob(value: float, what: str, zero: bool = False) -> None:
-    """Raises ValueError unless `value` is a positive number, or, where that is allowed, 0."""
+    """Raise ValueError unless `value` is a positive number, or 0 if `zero` is set."""
     if not math.isfinite(value) or value < 0 or (value == 0 and not zero):
         least = "0 or more" if zero else "a positive number"
         raise ValueError(f"{what} is {least}, not {value}")
 
 
 def binary(targets: Any) -> Tensor | None:
-    """Which targets are 1, of shape (n,), where all are 0 or 1; else None.
+    """Return whether each target is 1, of shape (n,); None unless all are 0 or 1.
 
-    targets: class indices of shape (n,), or numbers of shape (n,) or (n, 1), as losses of one
+    targets: class indices of shape (n,), or numbers of shape (n,) or (n, 1), as losses of a single
     output take them.
     """
     if not isinstance(targets, Tensor) or targets.ndim == 0 or targets.numel() != len(targets):
@@ -101,7 +102,7 @@ def binary(targets: Any) -> Tensor | None:
 
 
 def class_labels(examples: Examples) -> Tensor | None:
-    """One class label an example, int64 of shape (n,), also where 0 and 1 are written as floats."""
+    """Return a class label per example, int64 of shape (n,), also for float 0 and 1; or None."""
     labels = examples.labels()
     if labels is None:
         positive = binary(getattr(examples, "targets", None))
@@ -110,6 +111,6 @@ def class_labels(examples: Examples) -> Tensor | None:
 
 
 def count_classes(examples: Examples, labels: Tensor) -> int:
-    """How many classes there are: the names that examples have, or the largest label."""
+    """Return the number of classes, from the classes' names and the largest label."""
     named = len(examples.classes or ())
     return max(named, int(labels.max()) + 1)

@@ -1,13 +1,13 @@
-"""Distance correlation: how much two sets of vectors depend on each other, in any way.
+"""Distance correlation: a measure of any dependence between two sets of vectors.
 
-A, B are the matrices of distances between examples, of X and of Z, with their rows, columns and all
-of them centred
+A, B are the matrices of distances between examples, of X and of Z, double-centred (rows, columns
+and total have mean 0)
 
     dCov²(X, Z) = mean of A B        dCor(X, Z)² = dCov²(X, Z) / sqrt(dCov²(X, X) dCov²(Z, Z))
 
-It lies between 0 and 1; 1 where Z is X turned, moved and stretched, and near 0 for independent ones
-if there are many examples of few numbers: of n examples it is too large, the more so the more
-numbers they have.
+The value is between 0 and 1: 1 if Z is a rotated, shifted and scaled X, and near 0 for independent
+X and Z with many examples of low dimension. The estimate from n examples is biased upwards, and
+more so in higher dimensions.
 
 Cost: O(n² d), and memory for n² numbers.
 
@@ -22,7 +22,7 @@ from torch import Tensor
 
 
 def distance_correlation(x: Tensor, z: Tensor) -> Tensor:
-    """dCor(X, Z), a scalar with its gradient; 0 where one of them does not vary.
+    """Return dCor(X, Z), a differentiable scalar; 0 if X or Z is constant.
 
     x: of shape (n, d_x). z: of shape (n, d_z).
     """
@@ -30,15 +30,15 @@ def distance_correlation(x: Tensor, z: Tensor) -> Tensor:
     b = _centred(z)
     covariance = (a * b).mean()
     scale = (a * a).mean() * (b * b).mean()
-    # The square root has no gradient at 0, where nothing is left to be made less.
+    # The square root has no gradient at 0, where no dependence is left to reduce.
     if not bool(scale > 0) or not bool(covariance > 0):
         return (covariance * 0).sum()
     return (covariance / scale.sqrt()).sqrt()
 
 
 def _centred(rows: Tensor) -> Tensor:
-    """Distances between rows, of shape (n, n), less the means of row and column."""
-    # Without the product of matrices, by which a distance of 0 is something else.
+    """Return the distances between rows, of shape (n, n), double-centred."""
+    # The formula with a matrix product has rounding errors, and gives distances of 0 as positive.
     distances = torch.cdist(rows, rows, compute_mode="donot_use_mm_for_euclid_dist")
     by_row = distances.mean(dim=0, keepdim=True)
     return distances - by_row - by_row.T + by_row.mean()

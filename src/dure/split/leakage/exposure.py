@@ -1,12 +1,12 @@
-"""Who could learn what in a run, in a line.
+"""Statement, in a line, of the parties that could learn labels, inputs or heads in a run.
 
-labels    with one cut the server is sent them; with two it sees the gradients of the outputs
-inputs    what leaves the head is always seen by the server; a decoder needs the head, or a
+labels    with one cut the server receives them; with two it sees the gradients of the outputs
+inputs    the server always sees the output of the head; a decoder needs the head, or a
           shadow of it
-head      whoever is handed it: the next client, or the server
+head      known to each party that receives it: the next client, or the server
 
-Of parties with different features each has gradients of its own, and whoever holds the labels sees
-what leaves all heads.
+In vertical split learning each party receives its own gradients, and the holder of the labels sees
+the output of all heads.
 """
 
 from __future__ import annotations
@@ -19,10 +19,14 @@ from dure.split.leakage.defence import Defence
 def exposure(
     labels_stay: bool, through_server: bool, hands: bool, defence: Defence, personal: bool = False
 ) -> str:
-    """labels_stay: whether the end of the model is with clients.
+    """Return the statement for a run of clients and a server.
 
-    through_server: whether heads, or their gradients, are sent to the server. hands: whether
-    clients hand heads on among themselves. personal: whether each keeps a head of its own.
+    Args:
+        labels_stay: whether the end of the model is at the clients.
+        through_server: whether heads, or their gradients, are sent to the server.
+        hands: whether clients send heads to each other.
+        defence: the defence of the run.
+        personal: whether each client has its own head.
     """
     return f"{_labels(labels_stay, defence)}; {_inputs(through_server, hands, defence, personal)}"
 
@@ -55,10 +59,14 @@ def _inputs(through_server: bool, hands: bool, defence: Defence, personal: bool)
 def parties_exposure(
     holder: str, others: Sequence[str], learning: Sequence[str], aligned: bool, defence: Defence
 ) -> str:
-    """Of parties with different features.
+    """Return the statement for vertical split learning.
 
-    holder: who has the labels. others: the parties who have none. learning: those of them who are
-    sent gradients. aligned: whether they have found out whom all know.
+    Args:
+        holder: name of the holder of the labels.
+        others: names of the parties without labels.
+        learning: names of the parties among `others` that receive gradients.
+        aligned: whether the parties have aligned their people.
+        defence: the defence of the run.
     """
     if not others:
         return f"{holder} has all columns and the labels, and nothing leaves it"
@@ -73,7 +81,7 @@ def parties_exposure(
 
 
 def _guesses(learning: Sequence[str], defence: Defence) -> str:
-    """Who could guess labels."""
+    """Return the clause about the parties that could guess labels."""
     if not learning:
         return "nobody is sent gradients from which labels could be guessed"
     made = f", made of labels randomised by {defence}" if defence.guards == "labels" else ""

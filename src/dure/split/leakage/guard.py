@@ -1,8 +1,8 @@
-"""A defence at work for one party: tensors in, tensors out, as they cross the cut.
+"""Application of a defence at a party: tensors in, tensors out, as they cross the cut.
 
-sent        what leaves the head, before it is sent
-returned    the gradients that come back for it, with those of what the head's loss has besides
-gradients   what leaves the party that has the labels, as it may be seen
+sent        the output of the head, before it is sent
+returned    the gradients that come back for it, plus those of the head's additional loss term
+gradients   the outgoing gradients of the party that has the labels, protected
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from dure.split.leakage.rows import as_rows, from_rows, numbers_of
 
 
 class Crossing(NamedTuple):
-    """What is known of a value that crosses a cut.
+    """Properties of a value that crosses a cut.
 
-    dim: which of its dimensions counts examples; None where none does. differentiable: whether a
-    gradient comes back for it.
+    dim: the dimension that counts examples; None if there is none. differentiable: whether a
+    gradient comes back for the value.
     """
 
     dim: int | None
@@ -29,10 +29,10 @@ class Crossing(NamedTuple):
 
 
 class Guard:
-    """Of one party.
+    """Application of a defence at a party.
 
-    leaving, arriving: the values that cross the first cut, and the last one, in their order. draws:
-    from where the noise of a step is drawn, a generator for each step.
+    leaving, arriving: the values that cross the first cut, and the last cut, in order. draws:
+    returns the generator of the noise for a step.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Guard:
         self.defence = defence
         self.draws = draws
         self.memory: Memory = None
-        """What the defence remembers: part of the party's state."""
+        """State of the defence, part of the party's state."""
         self._leaving = [one.differentiable for one in leaving]
         self._leaving_dims = _dims(leaving)
         self._arriving_dims = _dims(arriving)
@@ -53,11 +53,11 @@ class Guard:
 
     @property
     def adds(self) -> bool:
-        """Whether what leaves the head has a loss of its own, so that every weight there learns."""
+        """Whether the head's loss has an additional term, so that all weights of the head learn."""
         return self.defence.guards == "activations"
 
     def gradients(self, gradients: Sequence[Tensor], targets: Any, step: int) -> list[Tensor]:
-        """The gradients of a batch, as they leave the party that has the targets."""
+        """Return the protected gradients of a batch, to be sent by the party with the targets."""
         if self.defence.guards != "gradients" or not gradients:
             return list(gradients)
         rows = as_rows(gradients, self._arriving_dims)
@@ -67,17 +67,17 @@ class Guard:
         return from_rows(protected, gradients, self._arriving_dims)
 
     def sent(self, inputs: Sequence[Any], values: Sequence[Tensor]) -> None:
-        """What leaves the head. inputs: the leaves of the model's."""
+        """Record the output of the head. inputs: the leaves of the model's inputs."""
         if self.adds:
             pairs = zip(values, self._leaving, strict=True)
             self._sent = numbers_of(inputs), [value for value, learns in pairs if learns]
 
     def returned(self, gradients: Sequence[Tensor], share: float) -> list[Tensor]:
-        """The gradients that the head goes backward with.
+        """Return the gradients for the head's backward pass.
 
-        share: of the joint batch, that the party's has, as what comes back counts it.
+        share: the party's share of the joint batch, by which incoming gradients are scaled.
 
-        Raises ValueError for inputs that are no numbers, where the defence measures them.
+        Raises ValueError for inputs that are not numeric if the defence measures them.
         """
         sent = self._sent
         self._sent = None
@@ -92,9 +92,9 @@ class Guard:
 
 
 def _dims(values: Sequence[Crossing]) -> list[int]:
-    """Of the values for which gradients come back.
+    """Return the example dimensions of the values for which gradients come back.
 
-    Raises ValueError for one that belongs to a whole batch.
+    Raises ValueError for a value that belongs to a whole batch.
     """
     found: list[int] = []
     for value in values:

@@ -1,14 +1,15 @@
-"""Labels guessed from what crosses the cut: how good the guesses are, as AUC.
+"""Attacks that guess labels from values at the cut, measured as AUC.
 
-    norm          ‖g_i‖: rare labels have long gradients                       nothing is known
-    direction     cos(g_i, g_+), g_+ the gradient of one known example         one known example
-    clusters      of activations or gradients: k-means from one known example  one known example of
-                  of each class; how much nearer the one centre lies           each class
+    norm          ‖g_i‖: rare labels have long gradients                       no prior knowledge
+    direction     cos(g_i, g_+), g_+ the gradient of a known example           one known example
+    clusters      of activations or gradients: k-means from a known example    one known example of
+                  of each class; the margin by which that centre is nearer     each class
 
-AUC is the probability that an example of the class has the higher score than one of another: 1 is a
-perfect guess, 0.5 is none. It is not turned where it lies below 0.5, as in the paper. With two
-classes it is that of the label 1; with more, the mean over the classes of each against the rest,
-for which the norm, the same for all classes, says little. Known examples are not counted.
+AUC is the probability that an example of the class has a higher score than an example of another
+class: 1 is a perfect guess, 0.5 is chance. Values below 0.5 are not reflected, as in the paper.
+With two classes the AUC is that of the label 1; with more, the mean over the classes of each
+against the rest. The norm has the same score for all classes, so its mean says little. Known
+examples are not counted.
 
 Sources: O. Li et al., "Label Leakage and Protection in Two-party Split Learning", ICLR 2022; J. Liu
 and X. Lyu, "Clustering Label Inference Attack against Practical Split Learning", 2022.
@@ -24,11 +25,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 _ITERATIONS = 20
-"""Of k-means, at the most."""
+"""Maximum iterations of k-means."""
 
 
 def auc(scores: Tensor, positive: Tensor) -> float:
-    """The area under the ROC curve; NaN where all are positive, or none.
+    """Return the area under the ROC curve; NaN if all examples are positive, or none.
 
     scores: of shape (n,). positive: of shape (n,), true or false.
     """
@@ -37,7 +38,7 @@ def auc(scores: Tensor, positive: Tensor) -> float:
     zeros = len(positive) - ones
     if not ones or not zeros:
         return math.nan
-    # The rank of a score is the mean of the ranks of those that are equal to it.
+    # Equal scores get the mean of their ranks.
     _, places, counts = torch.unique(scores.double(), return_inverse=True, return_counts=True)
     last = counts.cumsum(0).double()
     ranks = (last - (counts - 1) / 2)[places]
@@ -45,13 +46,19 @@ def auc(scores: Tensor, positive: Tensor) -> float:
 
 
 def norm_auc(gradients: Tensor, labels: Tensor, classes: int) -> float:
-    """By the norm. gradients: of shape (n, d). labels: class indices of shape (n,)."""
+    """Return the AUC of the norm attack.
+
+    gradients: of shape (n, d). labels: class indices of shape (n,).
+    """
     norms = gradients.norm(dim=1)
     return _mean(lambda one: auc(norms, labels == one), classes)
 
 
 def direction_auc(gradients: Tensor, labels: Tensor, classes: int) -> float:
-    """By the direction, told by the first example of the class. As `norm_auc`."""
+    """Return the AUC of the direction attack, with the first example of the class known.
+
+    Arguments as for `norm_auc`.
+    """
     unit = F.normalize(gradients.double(), dim=1)
 
     def of_class(one: int) -> float:
@@ -66,9 +73,9 @@ def direction_auc(gradients: Tensor, labels: Tensor, classes: int) -> float:
 
 
 def clusters_auc(values: Tensor, labels: Tensor, classes: int) -> float:
-    """By clusters, told by the first example of each class. As `norm_auc`.
+    """Return the AUC of the cluster attack, with the first example of each class known.
 
-    Classes of which no example is there have no cluster.
+    Arguments as for `norm_auc`. Classes without examples have no cluster.
     """
     there = [one for one in range(classes) if bool((labels == one).any())]
     if len(there) < 2:
@@ -90,9 +97,9 @@ def clusters_auc(values: Tensor, labels: Tensor, classes: int) -> float:
 
 
 def k_means(values: Tensor, known: Tensor) -> Tensor:
-    """The centres of clusters, of shape (k, d).
+    """Return the centres of clusters, of shape (k, d).
 
-    values: of shape (n, d). known: the indices of k of them, where the centres begin.
+    values: of shape (n, d). known: indices of the k values at which the centres start.
     """
     centres = values[known]
     nearest = torch.cdist(values, centres).argmin(dim=1)
@@ -108,13 +115,13 @@ def k_means(values: Tensor, known: Tensor) -> Tensor:
 
 
 def _mean(of_class: Callable[[int], float], classes: int) -> float:
-    """That of the label 1 of two classes, or the mean over the classes that have one."""
+    """Return the AUC of the label 1 of two classes, or the mean over the classes with an AUC."""
     if classes <= 2:
         return of_class(1)
     return mean([of_class(one) for one in range(classes)])
 
 
 def mean(found: Sequence[float]) -> float:
-    """The mean of those that are numbers; NaN where none is."""
+    """Return the mean of the values that are not NaN; NaN if there are none."""
     numbers = [one for one in found if not math.isnan(one)]
     return sum(numbers) / len(numbers) if numbers else math.nan

@@ -1,8 +1,8 @@
-"""Marvell: the least noise, by power, that hides which of two classes a gradient belongs to.
+"""Marvell: the noise of least power that hides which of two classes a gradient belongs to.
 
 Gradients at the cut are modelled as two Gaussians, of the negative and of the positive examples:
 means that differ by D, variances u and v in every direction, fractions 1-p and p. Noise of
-covariance S0 and S1 is added so that the two are as alike as they can be
+covariance S0 and S1 is added so that the two distributions are as similar as possible
 
     minimise    sumKL = KL(1 ‖ 0) + KL(0 ‖ 1)
     subject to  p tr(S1) + (1-p) tr(S0) <= P = s ‖D‖²
@@ -15,16 +15,16 @@ With g = ‖D‖²
     p (lam11 + (d-1) lam21) + (1-p) (lam10 + (d-1) lam20) = P,   lam1 >= lam2 >= 0
 
 In a = lam10+u, b = lam11+v, c = lam20+u, e = lam21+v all terms are positive products of powers: a
-geometric program, which is convex in the logarithms, so what is found is the one best. The class
-with the larger variance gets no noise in other directions. What remains is a search along c; for
-each c the best a and b lie on a line, b/a = sqrt((C + (1-p) g)/(C + p g)), C = p b + (1-p) a.
+geometric program, which is convex in the logarithms, so a local minimum is the global minimum. The
+class with the larger variance gets no noise in other directions. The remaining search is along c;
+for each c the best a and b are on a line, b/a = sqrt((C + (1-p) g)/(C + p g)), C = p b + (1-p) a.
 
 sumKL < (2 - 4 eps)² makes the error of any detector, the mean of its false positive and false
 negative rates, at least eps. Noise has mean zero: gradients stay unbiased.
 
-It guards gradients, and not activations. A batch that has one class alone tells no D; it gets the
-noise of the party's last batch with both classes, or, before there was one, noise as if the other
-class had the opposite gradient.
+Marvell protects gradients, and not activations. A batch of a single class gives no estimate of D;
+such a batch gets the noise of the party's last batch with both classes. Before the first batch with
+both classes, D is computed as if the other class had the opposite gradient.
 
 Cost: a hundred steps of arithmetic a batch, and O(n d).
 
@@ -46,14 +46,16 @@ from dure.split.leakage.defence import Defence, Memory, binary, check_knob, clas
 from dure.split.leakage.noise import gaussian
 
 _STEPS = 100
-"""Of the search: each leaves 0.62 of the interval, and 0.62^100 is nothing."""
+"""Steps of the golden-section search: each leaves 0.62 of the interval, and 0.62^100 < 1e-20."""
 
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
 
 class Spread(NamedTuple):
-    """Variances of the noise: along the difference of means (lam1) and elsewhere (lam2), of the
-    negative class (0) and of the positive one (1), and what the sum of divergences is then.
+    """Variances of the noise, and the sum of divergences that results.
+
+    lam1: along the difference of means; lam2: in other directions; suffix 0: of the negative class,
+    1: of the positive class. sum_kl: KL(1 ‖ 0) + KL(0 ‖ 1) with this noise.
     """
 
     lam10: float
@@ -65,7 +67,10 @@ class Spread(NamedTuple):
 
 @dataclass(frozen=True)
 class Marvell(Defence):
-    """The noise that makes two classes most alike. power: s, of the noise, over ‖D‖²."""
+    """Noise that makes the gradients of two classes most similar.
+
+    power: power s of the noise, over ‖D‖².
+    """
 
     name: ClassVar[str] = "marvell"
     guards: ClassVar[Literal["gradients"]] = "gradients"
@@ -95,7 +100,7 @@ class Marvell(Defence):
         return noisy(rows, positive, memory["difference"], Spread(*memory["spread"]), draws), memory
 
     def _remembered(self, rows: Tensor, positive: Tensor, both: bool) -> dict[str, Any]:
-        """The difference of the means of a batch, and the noise for it."""
+        """Return the difference of a batch's class means, and the noise for it."""
         exact = rows.double()
         if both:
             one = exact[positive]
@@ -114,16 +119,21 @@ class Marvell(Defence):
 
 
 def _variance(rows: Tensor) -> float:
-    """The mean over all directions, of the rows about their mean."""
+    """Return the variance of the rows about their mean, averaged over directions."""
     return float((rows - rows.mean(dim=0)).square().mean())
 
 
 def noisy(
     rows: Tensor, positive: Tensor, difference: Tensor, spread: Spread, draws: torch.Generator
 ) -> Tensor:
-    """The gradients with noise.
+    """Return the gradients with noise.
 
-    rows: of shape (n, d). positive: of shape (n,). difference: of shape (d,).
+    Args:
+        rows: gradients, of shape (n, d).
+        positive: whether each example has the label 1, of shape (n,).
+        difference: difference of the class means, of shape (d,).
+        spread: variances of the noise.
+        draws: generator of the noise.
     """
     length = float(difference.norm())
     if not length:
@@ -132,21 +142,26 @@ def noisy(
     elsewhere = gaussian(rows.shape, rows, draws)
 
     def each(one: float, zero: float) -> Tensor:
-        """A deviation for every row, from the variances of the two classes."""
+        """Return a standard deviation for every row, from the variances of the two classes."""
         of_class = torch.tensor([zero, one], dtype=torch.float64).clamp(min=0).sqrt()
         return of_class.to(rows.device, rows.dtype)[positive.long()].unsqueeze(1)
 
-    # Two independent parts: one in all directions, and what there is more along the difference.
+    # Two independent terms: lam2 in all directions, and lam1 - lam2 more along the difference.
     more = each(spread.lam11 - spread.lam21, spread.lam10 - spread.lam20)
     everywhere = each(spread.lam21, spread.lam20)
     return rows + more * along * (difference / length) + everywhere * elsewhere
 
 
 def solve(u: float, v: float, d: int, g: float, p: float, power: float) -> Spread:
-    """The best variances of noise of this power.
+    """Return the best variances of noise of this power.
 
-    u, v: the variance, in every direction, of negative and of positive gradients. d: how many
-    directions. g: ‖D‖². p: the fraction of positive ones, between 0 and 1. power: P.
+    Args:
+        u: variance of negative gradients, in every direction.
+        v: variance of positive gradients, in every direction.
+        d: number of directions.
+        g: ‖D‖².
+        p: fraction of positive examples, between 0 and 1.
+        power: P.
     """
     if u > v:
         other = solve(u=v, v=u, d=d, g=g, p=1 - p, power=power)
@@ -157,7 +172,7 @@ def solve(u: float, v: float, d: int, g: float, p: float, power: float) -> Sprea
     whole = power + d * (p * v + (1 - p) * u)
 
     def line(c: float) -> tuple[float, float]:
-        """The best (a, b) beside this c."""
+        """Return the best (a, b) for this c."""
         left = whole - (d - 1) * ((1 - p) * c + p * v)
         ratio = math.sqrt((left + (1 - p) * g) / (left + p * g))
         most = (left - p * v) / (1 - p)
@@ -168,7 +183,7 @@ def solve(u: float, v: float, d: int, g: float, p: float, power: float) -> Sprea
         a, b = line(c)
         return sum_kl(a, b, c, v, d, g)
 
-    # More noise elsewhere than makes the classes alike there is no use, nor is there power for it.
+    # c above v would only separate the classes again; the power limits c as well.
     highest = min(v, u + power / ((1 - p) * d))
     c = u if d == 1 or highest <= u else least(divergence, max(u, highest * 1e-12), highest)
     a, b = line(c)
@@ -176,16 +191,21 @@ def solve(u: float, v: float, d: int, g: float, p: float, power: float) -> Sprea
 
 
 def sum_kl(a: float, b: float, c: float, e: float, d: int, g: float) -> float:
-    """KL(1 ‖ 0) + KL(0 ‖ 1) of two Gaussians whose means differ by sqrt(g) along one direction.
+    """Return KL(1 ‖ 0) + KL(0 ‖ 1) of two Gaussians with means sqrt(g) apart along a direction.
 
-    a, b: their variances along it, of the negative and of the positive class. c, e: elsewhere, in
-    d-1 directions.
+    Args:
+        a: variance of the negative class along that direction.
+        b: variance of the positive class along that direction.
+        c: variance of the negative class in the d-1 other directions.
+        e: variance of the positive class in the d-1 other directions.
+        d: number of directions.
+        g: squared distance of the means.
     """
     return 0.5 * ((d - 1) * _excess(c, e) + _excess(a, b) + _ratio(g, a) + _ratio(g, b))
 
 
 def _excess(x: float, y: float) -> float:
-    """x/y + y/x - 2, without cancellation."""
+    """Return x/y + y/x - 2, without cancellation."""
     return 0.0 if x == y else _ratio((x - y) ** 2, x * y)
 
 
@@ -196,7 +216,10 @@ def _ratio(x: float, y: float) -> float:
 
 
 def least(function: Callable[[float], float], low: float, high: float) -> float:
-    """Where a function that is convex in the logarithm is least, between two positive numbers."""
+    """Return the minimum point of a function between two positive numbers.
+
+    The function is convex in the logarithm of its argument; the method is golden-section search.
+    """
     left = math.log(low)
     right = math.log(high)
     near = right - _GOLDEN * (right - left)
@@ -216,5 +239,5 @@ def least(function: Callable[[float], float], low: float, high: float) -> float:
             at_near = at_far
             far = left + _GOLDEN * (right - left)
             at_far = function(math.exp(far))
-    # The ends are exact where the best is one of them.
+    # The search approaches the ends but never returns them, so compare them too.
     return min([low, high, math.exp((left + right) / 2)], key=function)

@@ -1,15 +1,15 @@
-"""A meter in a simulated run: what the server saw in a round, beside what only the meter knows.
+"""Leakage meter in a simulated run: attacks on the values that the server receives in a round.
 
-It stands before the server and reads what comes. Batches are put together until there are 128
-examples; each such window is measured and dropped, and the median over a round's windows goes into
-the history:
+The meter observes the messages to the server, and uses the true labels and inputs. Batches are
+collected into windows of 128 examples; each window is measured and discarded, and the median over a
+round's windows goes into the history:
 
     norm_leak_auc, direction_leak_auc    labels, from the gradients at the second cut (two cuts)
-    cluster_leak_auc                     labels, from what leaves the heads
-    distance_correlation                 of inputs and what leaves the heads
+    cluster_leak_auc                     labels, from the output of the heads
+    distance_correlation                 between inputs and the output of the heads
 
-So it needs memory for one window, whatever the length of a round: of a larger batch the first 512
-examples are measured.
+So the memory is that of a single window, whatever the length of a round: of a larger batch the
+first 512 examples are measured.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from dure.split.leakage.rows import as_rows, numbers_of
 from dure.split.messages import OutputGradients, Smashed
 
 WINDOW = 128
-"""Examples that are measured together, at the least."""
+"""Minimum number of examples that are measured together."""
 
 MOST = 512
-"""Examples of a batch that are measured, at the most."""
+"""Maximum number of examples of a batch that are measured."""
 
 _LEFT = 32
-"""What is left at the end of a round is measured too where it is so many examples."""
+"""Minimum number of examples of an open window that is measured at the end of a round."""
 
 
 @dataclass
@@ -49,13 +49,13 @@ class Window:
     examples: int = 0
 
     def add(self, *rows: Tensor) -> Mapping[str, float]:
-        """One batch, in matrices of as many rows; what is measured where it was the last."""
+        """Add a batch, as matrices with a row per example; return the metrics of a full window."""
         self.parts.append(tuple(each[:MOST].detach().to("cpu", copy=True) for each in rows))
         self.examples += len(self.parts[-1][0])
         return self.close() if self.examples >= WINDOW else {}
 
     def close(self) -> Mapping[str, float]:
-        """Measures what is there, and begins anew."""
+        """Measure the collected batches, and empty the window."""
         parts = self.parts
         self.parts = []
         self.examples = 0
@@ -63,15 +63,16 @@ class Window:
         return self.measure(*together)
 
     def drop(self) -> None:
-        """Begins anew."""
+        """Empty the window."""
         self.parts = []
         self.examples = 0
 
 
 class LeakMeter:
-    """Of a run. labels: of all its examples, int64 of shape (n,); None where there are none.
+    """Leakage meter of a run.
 
-    leaving, arriving: the values that cross the first cut, and the last one.
+    labels: of all examples, int64 of shape (n,); None if the task has no class labels. leaving,
+    arriving: the values that cross the first cut, and the last cut.
     """
 
     def __init__(
@@ -91,10 +92,13 @@ class LeakMeter:
         self._windows = (self._gradients, self._values, self._inputs)
         self._found: dict[str, list[float]] = {}
         self.latest: dict[str, float] = {}
-        """The numbers of the newest round."""
+        """Metrics of the newest round."""
 
     def smashed(self, leaving: Sequence[Tensor], indices: Tensor, inputs: Sequence[Any]) -> None:
-        """What left a head, of the examples at these indices, with these leaves of the inputs."""
+        """Record the output of a head.
+
+        indices: of the examples in the data. inputs: leaves of the model's inputs.
+        """
         values = _rows(leaving, self._leaving)
         if values is None:
             return
@@ -105,13 +109,13 @@ class LeakMeter:
             self._take(self._inputs.add(numbers, values))
 
     def gradients(self, leaving: Sequence[Tensor], indices: Tensor) -> None:
-        """What left the party that has the labels."""
+        """Record the gradients that the party with the labels sends."""
         rows = _rows(leaving, self._arriving)
         if rows is not None and self.labels is not None:
             self._take(self._gradients.add(rows, self.labels[indices]))
 
     def numbers(self) -> dict[str, float]:
-        """The medians of a round, which is over."""
+        """Return the medians of the finished round, by metric."""
         for window in self._windows:
             if window.examples >= _LEFT:
                 self._take(window.close())
@@ -120,17 +124,17 @@ class LeakMeter:
         return self.latest
 
     def measured(self) -> dict[str, float]:
-        """The medians of what was measured since this was asked last; windows stay open."""
+        """Return the medians of the windows closed since the last call; open windows stay open."""
         found = self._found
         self._found = {}
         return {name: statistics.median(values) for name, values in found.items()}
 
     def state(self) -> list[list[list[Tensor]]]:
-        """The open windows, once what was measured has been taken."""
+        """Return the batches of the open windows; call after `measured` or `numbers`."""
         return [[list(part) for part in window.parts] for window in self._windows]
 
     def restore(self, state: Sequence[Sequence[Sequence[Tensor]]]) -> None:
-        """The inverse of `state`."""
+        """Restore a `state`."""
         for window, parts in zip(self._windows, state, strict=True):
             window.drop()
             for part in parts:
@@ -155,9 +159,9 @@ class LeakMeter:
 
 
 class Metered:
-    """The server, with a meter before it.
+    """Wrapper around the server that passes its messages to the meter.
 
-    held: what a client has in hand, by its name: the indices of its batch, and its inputs' leaves.
+    held: returns, by the name of a client, the indices of its current batch and its inputs' leaves.
     """
 
     def __init__(
@@ -186,7 +190,7 @@ class Metered:
 
 
 def _rows(values: Sequence[Tensor], dims: Sequence[int | None]) -> Tensor | None:
-    """Those that examples have of their own, as a matrix of numbers; None where there are none."""
+    """Return the floating-point values with a row per example, as a matrix; None without any."""
     own = [
         (value, dim)
         for value, dim in zip(values, dims, strict=True)

@@ -1,9 +1,10 @@
-"""NoPeek: the head learns to say little of the inputs in what leaves it.
+"""NoPeek: the head learns to reveal little of the inputs in its output.
 
-    loss of the head = the task's loss + alpha dCor(X, Z)        X inputs, Z what leaves, of a batch
+    loss of the head = the task's loss + alpha dCor(X, Z)        X inputs, Z output, of a batch
 
-The client adds the gradient of the second part, by Z, to what comes back from the server: nothing
-else travels. It makes inputs harder to rebuild, and promises nothing; labels are not guarded.
+The client adds the gradient of the second term, with respect to Z, to the gradient from the server:
+no additional bytes are sent. NoPeek makes inputs harder to rebuild, without a guarantee; labels are
+not protected.
 
 Cost: O(n² (d_in + d)) a batch of n examples.
 

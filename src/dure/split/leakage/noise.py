@@ -1,4 +1,4 @@
-"""Noise on gradients that is told from labels by nothing: two simple rules.
+"""Noise on gradients that does not depend on labels: two simple rules.
 
 g_j is the gradient of example j at the cut, of d numbers, and g_max the longest of the batch
 
@@ -6,8 +6,8 @@ g_j is the gradient of example j at the cut, of d numbers, and g_max the longest
                          sigma_j² = (SCALE ‖g_max‖)²/‖g_j‖² - 1       E‖·‖² is the same of all
     isotropic:RATIO      g_j + N(0, (RATIO ‖g_max‖)²/d I)             noise as long as RATIO ‖g_max‖
 
-Both have the mean g_j, so the gradients of weights stay unbiased. Max-norm hides lengths and leaves
-the line on which a gradient lies; isotropic noise hides both, with far more noise.
+Both have the mean g_j, so the gradients of weights stay unbiased. Max-norm hides lengths but keeps
+the line through each gradient; isotropic noise hides both, with far more noise.
 
 Cost: O(n d) for n examples.
 
@@ -28,9 +28,9 @@ from dure.split.leakage.defence import Defence, Memory, check_knob
 
 @dataclass(frozen=True)
 class MaxNorm(Defence):
-    """Makes all gradients of a batch as long as its longest, on average, each along itself.
+    """Noise along each gradient that makes all gradients of a batch equally long on average.
 
-    scale: of that length; the paper's rule has 1.
+    scale: the common length over the batch's longest gradient; 1 in the paper.
     """
 
     name: ClassVar[str] = "max-norm"
@@ -47,7 +47,7 @@ class MaxNorm(Defence):
     ) -> tuple[Tensor, Memory]:
         norms = rows.norm(dim=1, keepdim=True)
         longest = self.scale * norms.max()
-        # A gradient of zero has no direction, and one of its own is drawn for it.
+        # A gradient of zero has no direction, so draw a random direction for it.
         zero = norms == 0
         drawn = gaussian(rows.shape, rows, draws)
         along = torch.where(zero, drawn / drawn.norm(dim=1, keepdim=True), rows)
@@ -58,9 +58,9 @@ class MaxNorm(Defence):
 
 @dataclass(frozen=True)
 class Isotropic(Defence):
-    """The same Gaussian noise in all directions, for all examples of a batch.
+    """Gaussian noise with the same variance in all directions, for all examples of a batch.
 
-    ratio: its length over that of the longest gradient.
+    ratio: length of the noise over the length of the longest gradient.
     """
 
     name: ClassVar[str] = "isotropic"
@@ -78,5 +78,5 @@ class Isotropic(Defence):
 
 
 def gaussian(shape: tuple[int, ...], like: Tensor, draws: torch.Generator) -> Tensor:
-    """Standard normal numbers, of the dtype and on the device of `like`."""
+    """Return standard normal numbers, with the dtype and device of `like`."""
     return torch.randn(shape, generator=draws, dtype=like.dtype).to(like.device)

@@ -1,13 +1,14 @@
-"""Randomised response: label differential privacy by labels that are spoilt once.
+"""Randomised response: label differential privacy by labels that are randomised once.
 
 Of K classes, with the privacy budget epsilon,
 
     the true label       with probability e^epsilon / (e^epsilon + K - 1)
     each of the others   with probability         1 / (e^epsilon + K - 1)
 
-Each label is drawn once, before training, and used in every pass: drawn anew each time, it would be
-told by the average, and the budget spent again. Whoever sees what is made of the labels, the server
-with one cut as well, learns of each at most a factor e^epsilon. Inputs are not guarded.
+Each label is drawn once, before training, and used in every epoch: a new draw in each epoch would
+reveal the label by the average, and spend the budget each time. Any observer of results that are
+computed from the labels, and also the server with one cut, learns of each label at most a factor
+e^epsilon. Inputs are not protected.
 
 Source: S. Warner 1965; B. Ghazi et al., "Deep Learning with Label Differential Privacy", NeurIPS
 2021.
@@ -29,7 +30,7 @@ from dure.split.leakage.defence import Defence, check_knob, class_labels, count_
 
 @dataclass(frozen=True)
 class RandomisedResponse(Defence):
-    """Labels that are wrong with a known probability. epsilon: 0 tells nothing at all."""
+    """Labels that are wrong with a known probability. epsilon: the budget; 0 reveals nothing."""
 
     name: ClassVar[str] = "randomised-response"
     guards: ClassVar[Literal["labels"]] = "labels"
@@ -50,14 +51,14 @@ class RandomisedResponse(Defence):
             return labels
         true = 1 / (1 + (classes - 1) * math.exp(-self.epsilon))
         lies = torch.rand(len(labels), generator=draws, dtype=torch.float64) >= true
-        # One of the others, each as likely.
+        # A uniform draw from the other classes.
         other = (labels + torch.randint(1, classes, labels.shape, generator=draws)) % classes
-        # Labels below 0 are none: the loss ignores them.
+        # Negative labels mean "no label": the loss ignores them.
         return torch.where(lies & (labels >= 0), other, labels)
 
 
 class Relabelled(Examples):
-    """Examples of a dataset, with other labels. labels: of shape (n,), what the dataset has."""
+    """Examples of a dataset with other labels. labels: of shape (n,)."""
 
     def __init__(self, examples: Examples, labels: Tensor) -> None:
         self.examples = examples
@@ -81,9 +82,9 @@ class Relabelled(Examples):
 
 
 def relabelled(defence: Defence, examples: Examples, seed: int) -> Examples:
-    """The examples with which everybody trains under a defence; the same where labels stay true.
+    """Return the examples with the defence's labels; the same examples if it keeps the labels.
 
-    Raises ValueError where the defence is on labels, and there are none.
+    Raises ValueError if the defence changes labels and the examples have none.
     """
     if defence.guards != "labels":
         return examples

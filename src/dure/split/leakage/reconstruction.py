@@ -1,17 +1,18 @@
-"""Inputs rebuilt from what leaves the head: a decoder, trained on public examples of the same kind.
+"""Reconstruction attack: rebuilds inputs from the output of the head by a decoder.
 
-    head known      it runs public inputs through the head, and trains a decoder Z -> X on the pairs
-    head unknown    it first trains a head of its own, a shadow, so that the server's part, as it
-                    is, gives the right labels of public examples behind it, and so that what leaves
-                    it has the mean and the covariance of what was seen; then as above
+The attacker has public examples of the same kind.
 
-The head is known to the server where weights are handed over through it, and to whoever enrols a
-client of his own. The shadow needs a server's part that ends with the loss, so it is one of a
-single cut; after two cuts an attacker who does not know the head needs pairs (Z, X).
+    head known      runs public inputs through the head, and trains a decoder Z -> X on the pairs
+    head unknown    first trains a shadow head, such that the server's part, unchanged, predicts
+                    the labels of public examples from its output, and such that its output has the
+                    mean and the covariance of the observed values; then as above
 
-How well it works is told on examples that it has not seen: the mean squared error, beside that of
-the mean picture, which knows nothing of Z; and for pictures SSIM
-(`dure.tasks.pictures`).
+The server knows the head if weights are passed on through the server, or if it enrols a client of
+its own. The shadow needs a server's part that ends with the loss, so a single cut; with two cuts an
+attacker without the head needs pairs (Z, X).
+
+The attack is measured on private examples: the mean squared error, beside the error of the mean of
+the public examples, which uses no Z; and for images SSIM (`dure.tasks.pictures`).
 
 Sources: P. Vepakomma et al., "NoPeek", 2020 (the decoder); X. Gao and L. Zhang, "PCAT:
 Functionality and Data Stealing from Split Learning by Pseudo-Client Attack", 2023 (the shadow).
@@ -37,15 +38,15 @@ from dure.randomness.seeds import (
 from dure.tasks.pictures import ssim
 
 Head = Callable[[Tensor], Tensor]
-"""head(inputs): what leaves it, whose first dimension is the example."""
+"""head(inputs): the output of the head; the first dimension counts examples."""
 
 
 class Rebuilt(NamedTuple):
-    """What an attacker has rebuilt, and how far it is from the truth.
+    """Inputs that an attacker has rebuilt, and their errors.
 
-    inputs: of the shape of the true ones. squared_error: the mean over all numbers. of_mean: that
-    of the mean of the public examples. ssim: the mean over the pictures; None where inputs are
-    none.
+    inputs: of the shape of the true inputs. squared_error: the mean over all numbers. of_mean: the
+    squared error of the mean of the public examples. ssim: the mean over the images; None if inputs
+    are not images.
     """
 
     inputs: Tensor
@@ -56,7 +57,7 @@ class Rebuilt(NamedTuple):
 
 @dataclass(frozen=True)
 class Decoder:
-    """How an attacker trains: a network of one hidden layer, by Adam.
+    """Settings and training of the attacker's network: a single hidden layer, trained by Adam.
 
     width: of the hidden layer. steps, batch_size, lr: of the training. seed: of the weights and of
     the order of examples.
@@ -69,10 +70,10 @@ class Decoder:
     seed: int = 0
 
     def train(self, values: Tensor, inputs: Tensor) -> Callable[[Tensor], Tensor]:
-        """decoder(values): inputs, learned from these pairs."""
+        """Return decoder(values) -> inputs, trained on these pairs."""
         flat = values.flatten(1)
         wanted = inputs.flatten(1)
-        # One scale for all: a number that public examples leave alone may be large in others.
+        # A single scale: a number that is constant in public examples may vary in private ones.
         middle = flat.mean(dim=0)
         scale = flat.std().clamp(min=1e-12)
         with _seeded(self.seed, "decoder"):
@@ -92,11 +93,15 @@ class Decoder:
         return decode
 
     def fit(self, net: nn.Module, loss: Callable[[Tensor], Tensor], examples: int) -> None:
-        """Trains a network. loss: of the examples at these indices, of so many."""
+        """Train a network.
+
+        loss: `loss(indices)` returns the loss of the examples at these indices, each below
+        `examples`.
+        """
         weights = list(net.parameters())
         optimizer = torch.optim.Adam(weights, lr=self.lr)
         for batch in self._batches(examples):
-            # Other modules that the loss goes through get no gradients.
+            # autograd.grad leaves the `grad` of other modules, such as the tail, untouched.
             gradients = torch.autograd.grad(loss(batch), weights)
             for weight, gradient in zip(weights, gradients, strict=True):
                 weight.grad = gradient
@@ -117,10 +122,14 @@ class Decoder:
 def rebuild(
     head: Head, public: Tensor, values: Tensor, inputs: Tensor, decoder: Decoder = Decoder()
 ) -> Rebuilt:
-    """Attacks what has left a head, which is known or guessed.
+    """Attack the output of a head, and measure the rebuilt inputs.
 
-    head: what the attacker takes it for. public: inputs of the same kind that it has. values: what
-    it saw, of examples that are not public. inputs: those of them, by which it is measured.
+    Args:
+        head: the known head, or the attacker's guess.
+        public: inputs of the same kind that the attacker has.
+        values: observed output of the true head, for private examples.
+        inputs: the true inputs of these examples.
+        decoder: settings of the attack.
     """
     with torch.no_grad():
         pairs = head(public)
@@ -143,14 +152,21 @@ def shadow_head(
     values: Tensor,
     decoder: Decoder = Decoder(steps=300, batch_size=128),
 ) -> nn.Module:
-    """A head of the attacker's own that fits the server's part.
+    """Return a head of the attacker's own, trained to fit the server's part.
 
-    make: a fresh module, of a kind that the attacker supposes. tail: the server's part, which is
-    left as it is; None where it does not end with the loss. public: inputs and their targets.
-    values: what was seen to leave the true head. Costs O(d²) a step for d numbers an example.
+    Costs O(d²) a step for d numbers an example.
 
-    Raises ValueError without a tail: then the attacker needs pairs of inputs and what left the
-    head.
+    Args:
+        make: returns a new module of the architecture that the attacker assumes.
+        tail: the server's part, which is not changed; None if it does not end with the loss.
+        loss: loss of the outputs and the targets.
+        public: inputs and their targets.
+        values: observed output of the true head.
+        decoder: settings of the training.
+
+    Raises:
+        ValueError: there is no tail; the attacker then needs pairs of inputs and outputs of the
+            head.
     """
     if tail is None:
         raise ValueError(
@@ -174,14 +190,14 @@ def shadow_head(
 
 
 def _moments(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and covariance."""
+    """Return mean and covariance of the rows."""
     flat = values.flatten(1)
     return flat.mean(dim=0), flat.T.cov()
 
 
 @contextmanager
 def _seeded(seed: int, purpose: str) -> Iterator[None]:
-    """Modules are made by torch's global generator, which is put back."""
+    """Context manager: seeds torch's global generator inside, and restores it afterwards."""
     before = generators_state()
     seed_generators(seed, purpose)
     try:

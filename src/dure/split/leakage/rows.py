@@ -1,7 +1,7 @@
-"""What crosses a cut as one matrix, a row an example, and back.
+"""Conversion of the values at a cut to a matrix with a row per example, and back.
 
-Several tensors may cross, such as those of a skip connection; the row of an example is all that is
-its own, one tensor after another. A complex number is two real ones.
+Several tensors may cross, such as those of a skip connection; the row of an example concatenates
+the example's numbers of all tensors. A complex number becomes two real numbers.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def as_rows(tensors: Sequence[Tensor], dims: Sequence[int]) -> Tensor:
-    """The matrix, of shape (n, d). dims: which dimension of each tensor counts examples."""
+    """Return the matrix, of shape (n, d). dims: each tensor's dimension that counts examples."""
     parts = [
         _real(tensor).movedim(dim, 0).reshape(tensor.shape[dim], -1)
         for tensor, dim in zip(tensors, dims, strict=True)
@@ -26,7 +26,7 @@ def _real(tensor: Tensor) -> Tensor:
 
 
 def from_rows(rows: Tensor, like: Sequence[Tensor], dims: Sequence[int]) -> list[Tensor]:
-    """The inverse of `as_rows`: tensors of the shapes and dtypes of `like`."""
+    """Return tensors of the shapes and dtypes of `like`; the inverse of `as_rows`."""
     real = [_real(tensor) for tensor in like]
     widths = [tensor.numel() // tensor.shape[dim] for tensor, dim in zip(real, dims, strict=True)]
     parts = torch.split(rows, widths, dim=1)
@@ -41,7 +41,7 @@ def from_rows(rows: Tensor, like: Sequence[Tensor], dims: Sequence[int]) -> list
 
 
 def numbers_of(inputs: Sequence[object]) -> Tensor | None:
-    """The inputs that are floating-point numbers as a matrix; None where there are none.
+    """Return the floating-point inputs as a matrix; None if there are none.
 
     inputs: the leaves of a model's inputs, whose first dimension is the example.
     """

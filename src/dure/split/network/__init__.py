@@ -1,1 +1,1 @@
-"""Split learning over a network: what the server and clients say, as bytes."""
+"""Split learning over a network: messages between the server and clients, as bytes."""

@@ -1,11 +1,11 @@
-"""Checks of all that clients of split learning send, field by field, before it is used.
+"""Checks of all messages of split learning clients, field by field, before the server uses them.
 
-`RULES` has, for each kind of message, what holds of each of its fields. A rule with a function is
-checked here, by the name of the client: a message that breaks it is refused with a reason, before
-anything is computed with it. A rule without one is checked elsewhere, where the text says.
+`RULES` has a rule for each field of each type of message. A rule with a function is checked here: a
+message that violates the rule is refused, with the client's name and a reason, before any
+computation with it. The text of a rule without a function names the place of the check.
 
-What has the right form, and still makes the server's computation fail, is the sender's fault as
-well (`dure.split.blame`).
+A client whose well-formed message makes the server's computation fail is at fault as well
+(`dure.split.blame`).
 """
 
 from __future__ import annotations
@@ -39,30 +39,31 @@ from dure.split.network.control import (
 from dure.split.network.targets import Leaf
 
 MOST_EXAMPLES = 1 << 31
-"""Examples that a client may have."""
+"""Maximum number of examples of a client."""
 
 MOST_BATCH = 1 << 20
-"""Examples of a batch that is all that a client has."""
+"""Maximum number of examples of a batch, if a client's batch is all of its examples."""
 
 MOST_QUERIED = 1 << 16
-"""Examples of a batch in evaluation."""
+"""Maximum number of examples of a batch in evaluation."""
 
 MOST_LOSS = 1e100
-"""Size of a loss that a client tells: the sum over all clients is still a number."""
+"""Maximum absolute value of a loss that a client reports, so that the sum over clients is finite.
+"""
 
 MOST_EACH = float(1 << 24)
-"""That a loss counts of one example, where only the client knows the loss."""
+"""Maximum count of an example in the loss, if only the client knows the loss."""
 
 MOST_METRICS = 64
 
 SLACK = 1e-6
-"""Relative difference of counts that were added up in another order."""
+"""Relative tolerance for counts that were summed in another order."""
 
 
 class BatchSizes(NamedTuple):
-    """The sizes of a client's batches, which follow from what it has said at check-in.
+    """Sizes of a client's batches, which follow from its data at check-in.
 
-    batch_size: None is all examples in every step. joins: as in `batches_per_epoch`.
+    batch_size: None for all examples in every step. joins: as in `batches_per_epoch`.
     """
 
     examples: int
@@ -71,7 +72,7 @@ class BatchSizes(NamedTuple):
 
     @property
     def largest(self) -> int:
-        """Examples of a full batch."""
+        """Number of examples of a full batch."""
         return self.examples if self.batch_size is None else min(self.batch_size, self.examples)
 
     @property
@@ -79,18 +80,18 @@ class BatchSizes(NamedTuple):
         return batches_per_epoch(self.examples, self.largest, self.joins)
 
     def at(self, step: int) -> int:
-        """Examples of the batch of a step, counted from 0 in the life of the client."""
+        """Return the number of examples of a step's batch; steps count from 0 over all rounds."""
         steps = self.steps_per_epoch
         last = step % steps == steps - 1
         return self.examples - self.largest * (steps - 1) if last else self.largest
 
 
 class Counting(NamedTuple):
-    """What the loss counts in a batch, as far as the server knows the loss.
+    """Bounds on the count of a batch in the loss, as far as the server knows the loss.
 
-    classes: counts targets that are class indices; None where the loss counts examples.
-    each: what one example counts, at the most. known: whether a loss that is computed counts what
-    was expected before.
+    classes: counts targets that are class indices; None if the loss counts examples. each: maximum
+    count of an example. known: whether the count after the computation must equal the expected
+    count.
     """
 
     classes: Callable[[Tensor], float] | None
@@ -98,51 +99,54 @@ class Counting(NamedTuple):
     known: bool
 
     def expected(self, examples: int, targets: Sequence[Any] | None) -> tuple[float, float]:
-        """(least, most) that a client may expect of a batch. targets: None where they stay."""
+        """Return (min, max) of the count that a client may expect of a batch.
+
+        targets: None if the targets stay at the client.
+        """
         if self.classes is None:
             return float(examples), float(examples)
         if targets is None or not isinstance(targets[0], Tensor):
             return 0.0, examples * self.each
         found = float(examples)
         counted = found if targets[0].is_floating_point() else self.classes(targets[0])
-        # A client that reads its targets batch by batch counts examples until it has them.
+        # A client that reads targets batch by batch uses the number of examples before it has them.
         return min(found, counted), max(found, counted)
 
     def computed(self, examples: int, expected: float) -> tuple[float, float]:
-        """(least, most) that the loss of a batch may have counted."""
+        """Return (min, max) of the count that the loss of a batch may report."""
         return (expected, expected) if self.known else (0.0, max(examples * self.each, expected))
 
 
 UNKNOWN = Counting(lambda targets: math.nan, MOST_EACH, known=False)
-"""Of a loss that only clients know."""
+"""Bounds for a loss that only clients know."""
 
 
 class AtServer(ABC):
-    """What the server knows of what crosses the cuts, and how it computes for evaluations."""
+    """Interface to the server's part: forms of the values at the cuts, and evaluation."""
 
     @abstractmethod
     def arrived(self, values: Sequence[Tensor], examples: int, training: bool) -> list[Tensor]:
-        """What has left a head, as it lies in memory there. Raises ValueError for anything else."""
+        """Return the output of a head in the client's memory layout. Raises ValueError."""
 
     @abstractmethod
     def check_returned(self, gradients: Sequence[Tensor], examples: int) -> None:
-        """Raises ValueError for gradients that are not those of what has left the server."""
+        """Raise ValueError for gradients that do not match the output of the server's part."""
 
     @abstractmethod
     def answer(self, values: Sequence[Tensor], query: Query) -> Answer:
-        """What the server's part makes of them, in evaluation. Raises ValueError."""
+        """Return the output of the server's part in evaluation. Raises ValueError."""
 
     def measured(self) -> dict[str, float]:
-        """What it has measured itself since this was asked last."""
+        """Return the metrics that the server has measured itself since the last call."""
         return {}
 
 
 @dataclass(frozen=True)
 class Heard:
-    """A message that is due, and what is known of its client.
+    """A message that is due, with the state of its client.
 
-    turn: the one that it has. sizes: of its batches. began: the batch that it has under way, as it
-    has told.
+    turn: the client's current turn. sizes: of its batches. began: the Smashed message of its
+    current batch.
     """
 
     message: Any
@@ -152,15 +156,16 @@ class Heard:
 
     @property
     def examples(self) -> int:
-        """Of the batch of the message's step."""
+        """Number of examples of the batch of the message's step."""
         return self.sizes.at(self.turn.taken + self.message.step)
 
 
 @dataclass
 class Measuring:
-    """A measurement by a client that has the head. tests: its test examples, as told at check-in.
+    """Progress of a measurement by a client that has the head.
 
-    done: how many have been measured.
+    tests: number of the client's test examples at check-in. done: number measured so far. of: total
+    number that the queries state.
     """
 
     measure: Measure
@@ -171,11 +176,11 @@ class Measuring:
 
 @dataclass(frozen=True)
 class Agreed:
-    """What the server and its clients agree upon.
+    """Agreement between the server and its clients.
 
-    targets: of a batch, by leaf; None where they stay with clients. returns: whether each head
-    comes to the server at the end of a turn. metrics: the names of what clients measure; None where
-    only they know.
+    targets: leaves of a batch's targets; None if targets stay at clients. returns: whether each
+    head comes to the server at the end of a turn. metrics: names of the clients' metrics; None if
+    only the clients know them.
     """
 
     at_server: AtServer
@@ -187,7 +192,7 @@ class Agreed:
 
 
 class Rule(NamedTuple):
-    """What holds of a field. check: raises ValueError where it does not."""
+    """Rule for a field. check: raises ValueError if the rule is violated."""
 
     field: str
     holds: str
@@ -195,23 +200,23 @@ class Rule(NamedTuple):
 
     @property
     def shown(self) -> str:
-        """What holds, as the page has it: without where it is checked."""
+        """Text of the rule for the documentation page, without the place of the check."""
         return self.holds.partition(" (`")[0]
 
 
 class Checks:
-    """Of one run."""
+    """Checks of the messages of a run."""
 
     def __init__(self, agreed: Agreed) -> None:
         self.agreed = agreed
 
     def begun(self, heard: Heard) -> None:
-        """Checks what has to be so before values are unpacked. Raises ValueError."""
+        """Run the checks that precede decompression. Raises ValueError."""
         if isinstance(heard.message, Smashed):
             _examples(self, heard)
 
     def checked(self, heard: Heard) -> FromClient:
-        """The message, whose values lie in memory as they did at the client. Raises ValueError."""
+        """Return the checked message, in the client's memory layout. Raises ValueError."""
         message: FromClient = heard.message
         self._hold(heard)
         if not isinstance(message, Smashed):
@@ -227,7 +232,7 @@ class Checks:
     # Evaluation
 
     def answered(self, query: Query, measuring: Measuring) -> Answer:
-        """The answer to a query. Raises ValueError, also for what cannot be computed with."""
+        """Return the answer to a query. Raises ValueError, also if the computation fails."""
         check_query(query, measuring)
         check_numbers("values at the cut", query.values)
         try:
@@ -242,7 +247,7 @@ class Checks:
         return answer
 
     def measured(self, message: Measured, measuring: Measuring) -> dict[str, float]:
-        """What was measured, by the client or by the server. Raises ValueError."""
+        """Return the metrics of the client and of the server. Raises ValueError."""
         check_measured(message, measuring, self.agreed.metrics)
         try:
             own = self.agreed.at_server.measured()
@@ -251,7 +256,7 @@ class Checks:
         return {**message.values, **own}
 
     def forget(self) -> None:
-        """Drops what was measured of a measurement that does not end."""
+        """Discard the metrics of an unfinished measurement."""
         self.agreed.at_server.measured()
 
 
@@ -269,7 +274,7 @@ def _examples(checks: Checks, heard: Heard) -> None:
 
 def _values(checks: Checks, heard: Heard) -> None:
     check_numbers("values at the cut", heard.message.values)
-    # Their forms: `Checks.checked`, which lays them out too.
+    # `Checks.checked` checks the forms, because that step also restores the memory layout.
 
 
 def _targets(checks: Checks, heard: Heard) -> None:
@@ -337,7 +342,7 @@ def _head(checks: Checks, heard: Heard) -> None:
 
 
 def _within(what: str, value: float, least: float, most: float) -> None:
-    # Written so that NaN is outside.
+    # Comparisons with NaN are False, so `not` treats NaN as outside.
     if not least * (1 - SLACK) <= value <= most * (1 + SLACK):
         raise WrongError(f"{what} {value}, and has to count {least:g} to {most:g}")
 
@@ -346,7 +351,7 @@ def _within(what: str, value: float, least: float, most: float) -> None:
 
 
 def check_query(query: Query, measuring: Measuring) -> None:
-    """Raises WrongError for a query that is not due, by the size of the test data."""
+    """Raise WrongError for a query that is not due, by the size of the test data."""
     if query.targets is not None and not query.of:
         raise WrongError("test examples came with targets, and without their number in all")
     if not 1 <= query.examples <= MOST_QUERIED:
@@ -364,7 +369,7 @@ def check_query(query: Query, measuring: Measuring) -> None:
 
 
 def check_measured(message: Measured, measuring: Measuring, metrics: frozenset[str] | None) -> None:
-    """Raises WrongError for a result that is not of this measurement."""
+    """Raise WrongError for a result that does not belong to this measurement."""
     if message.round != measuring.measure.round:
         raise WrongError(
             f"round {message.round + 1} was measured, and it is round {measuring.measure.round + 1}"
@@ -383,7 +388,7 @@ def _is_name(name: str) -> bool:
     return name.startswith("test_") and len(name) <= 200 and name.isprintable()
 
 
-# Of every client of a run
+# Rules for all clients
 
 _TURN = Rule("turn", "that of the client's turn; one that was taken back is dropped (`Hall`)")
 _STEP = Rule("step", "the next one, in the order of messages of a turn (`dure.split.due`)")
@@ -481,14 +486,14 @@ RULES: Mapping[type, tuple[Rule, ...]] = {
         Rule("values", "by the names of the task's metrics; finite"),
     ),
 }
-"""What holds of each field of each message of a client."""
+"""Rules for each field of each message of a client."""
 
 
 def check_numbers(what: str, values: Sequence[Tensor]) -> None:
-    """Raises WrongError for NaN. Infinite values may be meant, as those of a mask are."""
+    """Raise WrongError for NaN. Infinite values are allowed, as a mask may contain them."""
     for one in values:
         if not (one.is_floating_point() or one.is_complex()):
             continue
-        # By the sum, which is quick.
+        # A NaN makes the sum NaN. The sum is a quick test; inf - inf needs the exact test.
         if bool(one.sum().isnan()) and bool(one.isnan().any()):
             raise NotANumberError(f"{what} have NaN: {ADVICE}")

@@ -1,18 +1,18 @@
-"""What a server and its clients say to each other besides the messages of training.
+"""Messages between a server and its clients other than the messages of training.
 
-    client -> server    Hello: its first frame: how many examples it has, and its keys
-    server -> client    Members: the signed roster of all clients, once all have come
-    client -> server    Sealed: its head, for another client, which the server cannot read
-    server -> client    Sealed: the same, for whom it is
-    client -> server    Failed: its own code has raised
-    client -> server    HeadRefused: the head that it was handed cannot be
-    server -> client    Final: the head at the end of the run, where the server has it
+    client -> server    Hello: its first frame: its number of examples, and its keys
+    server -> client    Members: the signed roster of all clients, once all have joined
+    client -> server    Sealed: its head, encrypted for another client
+    server -> client    Sealed: the same, to its receiver
+    client -> server    Failed: the client's own code has raised
+    client -> server    HeadRefused: the head that the client received is invalid
+    server -> client    Final: the head at the end of the run, if the server has it
 
-and where the head is with a client, which the server asks to measure the model:
+and if the head is at a client, which the server asks to measure the model:
 
     server -> client    Measure
-    client -> server    Query: what leaves the head, in evaluation
-    server -> client    Answer: what leaves the server's part
+    client -> server    Query: output of the head, in evaluation
+    server -> client    Answer: output of the server's part
     client -> server    Measured
 """
 
@@ -25,13 +25,17 @@ from dure.split.messages import Own
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """What a client says of itself.
+    """First message of a client, with its data and keys.
 
-    examples: how many it has. member: its entry in the roster, as JSON. digest: of the weights with
-    which it begins. joins: whether its part cannot train on one example alone. form, targets: of
-    what leaves the head, and of the targets that go with it, as JSON, where the head is a file of
-    its own. head: bytes of the head's weights and buffers; 0: it does not say (earlier versions).
-    tests: how many test examples it has; -1: it does not say (earlier versions).
+    Args:
+        examples: number of training examples.
+        member: its entry in the roster, as JSON.
+        digest: of its initial weights.
+        joins: whether its part cannot train on a batch of a single example.
+        form: of the head's output, as JSON, if the head is a separate file; else empty.
+        targets: form of the targets sent with the head's output, likewise.
+        head: bytes of the head's weights and buffers; 0 if not stated (earlier versions).
+        tests: number of test examples; -1 if not stated (earlier versions).
     """
 
     examples: int
@@ -45,11 +49,11 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
 
 class Members(msgspec.Struct, frozen=True, tag=True):
-    """The roster, as JSON.
+    """The signed roster, as JSON.
 
-    joins: whether a last example that is left over joins the batch before, since some part of the
-    model cannot train on one alone. form: of what leaves the server's part, where that is a file of
-    its own and the labels stay with the client.
+    joins: whether a last single example joins the batch before, since a part of the model cannot
+    train on a single example. form: of the output of the server's part, if that is a separate file
+    and the labels stay at the client.
     """
 
     roster: bytes
@@ -58,8 +62,11 @@ class Members(msgspec.Struct, frozen=True, tag=True):
 
 
 class Sealed(msgspec.Struct, frozen=True, tag=True):
-    """A head for a turn. peer: the number of the client for whom it is; on the way from the server,
-    of the one from whom. content: bytes, as uint8."""
+    """An encrypted head for a turn.
+
+    peer: number of the receiving client; on the way from the server, of the sending client.
+    content: bytes, as uint8.
+    """
 
     turn: int
     peer: int
@@ -67,20 +74,20 @@ class Sealed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """What the client's own code raised, as far as the client shares it."""
+    """Error of the client's own code, as far as the client shares it."""
 
     reason: str
 
 
 class HeadRefused(msgspec.Struct, frozen=True, tag=True):
-    """The client does not train with the head that it was handed for this turn: it cannot be."""
+    """Refusal by a client to train with the invalid head that it received for this turn."""
 
     turn: int
     reason: str
 
 
 class Measure(msgspec.Struct, frozen=True, tag=True):
-    """The model is to be measured: with this head, or the one after the turn `since`."""
+    """Request to measure the model with this head, or the client's head after the turn `since`."""
 
     round: int
     since: int
@@ -88,16 +95,16 @@ class Measure(msgspec.Struct, frozen=True, tag=True):
 
 
 class Final(msgspec.Struct, frozen=True, tag=True):
-    """The head that the run has come to, where the server has the newest."""
+    """Final head of the run, if the server has the newest head."""
 
     head: Own
 
 
 class Query(msgspec.Struct, frozen=True, tag=True):
-    """What leaves the head for so many examples, in evaluation.
+    """Output of the head for a batch of examples, in evaluation.
 
-    targets: the leaves of theirs, where the loss is a file of the server's, which so measures them
-    itself; of: how many it will have measured in the end.
+    targets: leaves of the targets, if the server's own file has the loss, so that the server
+    measures; of: total number of examples that the server will measure.
     """
 
     examples: int
@@ -107,13 +114,16 @@ class Query(msgspec.Struct, frozen=True, tag=True):
 
 
 class Answer(msgspec.Struct, frozen=True, tag=True):
-    """What leaves the server's part for them; nothing where the server measures it itself."""
+    """Output of the server's part for a query; empty if the server measures the metrics itself."""
 
     values: tuple[Tensor, ...]
 
 
 class Measured(msgspec.Struct, frozen=True, tag=True):
-    """values: by the names of metrics; empty without test data, or where the server measures."""
+    """Result of a measurement.
+
+    values: by metric; empty without test data, or if the server measures.
+    """
 
     round: int
     values: dict[str, float]

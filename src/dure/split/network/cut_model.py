@@ -1,4 +1,4 @@
-"""A model that was traced and cut, over a network: what crosses, and parts in evaluation."""
+"""Parts of a traced and cut model, over a network: forms of the values, and evaluation."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ class CutAtServer(AtServer):
 
 
 def check_arriving(cut: CutModel, values: Sequence[Tensor], examples: int) -> None:
-    """Raises ValueError for values that are not those of the second cut."""
+    """Raise ValueError for values that do not match the second cut."""
     wanted = [form_of(one) for one in values_at(cut, 1, examples)]
     check_forms("values at the second cut", values, wanted)
 
 
 class CutAtClient(AtClient):
-    """The client's stages. end: that of the model's end, where it is here."""
+    """The client's stages. end: number of the end's stage; None if the server has the end."""
 
     def __init__(self, cut: CutModel, compression: Compression, end: int | None) -> None:
         self._cut = cut
@@ -75,9 +75,9 @@ class CutAtClient(AtClient):
 
 
 class Forward:
-    """Stages in evaluation: values in, values out, nothing is kept.
+    """Forward pass of single stages in evaluation; nothing is saved for backward.
 
-    compression: of what crosses the cuts, as in training.
+    compression: of the values at the cuts, as in training.
     """
 
     def __init__(self, cut: CutModel, compression: Compression) -> None:
@@ -89,9 +89,9 @@ class Forward:
     def __call__(
         self, stage: int, examples: int, received: Sequence[Tensor], inputs: Any = None
     ) -> Sequence[Tensor]:
-        """What leaves a stage; of the last one the leaves of what the model gives.
+        """Return the output of a stage; of the last stage, the leaves of the model's output.
 
-        inputs: the model's, where the stage reads them.
+        inputs: the model's inputs, for a stage that reads them.
         """
         batch = Microbatch(examples, NOTHING, lambda: (inputs, None))
         computing = self._stage(stage)
@@ -100,7 +100,7 @@ class Forward:
         return tree_leaves(self._outputs) if stage == self._cut.stages - 1 else found
 
     def crossing(self, boundary: int, values: Sequence[Tensor], examples: int) -> Sequence[Tensor]:
-        """What arrives of values that cross a cut."""
+        """Return the values that arrive after a cut, compressed and decompressed as in training."""
         if self._across is None:
             return values
         return self._across.crossing(boundary, values, examples)

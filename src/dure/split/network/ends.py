@@ -1,7 +1,7 @@
-"""What a server has of the model, and what it hears of the rest.
+"""The server's part of the model, and the server's knowledge of the clients' parts.
 
 a model that is cut     the server has all of its code, and traces it; clients train their parts
-a tail of its own       the server has no more; the clients say what leaves their heads
+a separate tail         the server has no other part; clients send the form of their heads' output
 """
 
 from __future__ import annotations
@@ -45,11 +45,18 @@ from dure.tasks.parts import ModelParts, TailTask
 
 @dataclass(frozen=True)
 class Ends:
-    """tails: the server's side. heads: one like the clients', which is not trained; None where the
-    server has no head. targets: how the leaves of a batch's make up what the loss is called with.
-    agreed: by which what clients send is checked. exchange: in what way values cross. form: of what
-    the server's part gives, for clients that have to know it. divided: where the server has the
-    whole model.
+    """The server's part of the model, and functions that depend on how the model is divided.
+
+    Args:
+        tails: the server's side.
+        heads: a head like the clients', which is not trained; None if the server has no head.
+        batching: concatenates clients' batches.
+        targets: structure of a batch's targets for the loss; None if targets stay at clients.
+        agreed: the agreement by which clients' messages are checked.
+        exchange: makes the compression of values at the cuts; None without compression.
+        form: of the output of the server's part, for clients that need it; else empty.
+        divided: the divided model, if the server has the whole model; else None.
+        facts: returns the facts of the run.
     """
 
     tails: Side
@@ -72,8 +79,18 @@ def ends_of_cut(
     flops: float,
     seed: int,
 ) -> Ends:
-    """Of a model that is cut. sample: some examples; largest: of a client's batch."""
-    # Its examples are elsewhere: each batch tells what it counts.
+    """Return the `Ends` of a model that is cut.
+
+    Args:
+        task: the task.
+        model: the model.
+        plan: the plan of the run.
+        sample: some examples.
+        largest: maximum number of examples of a client's batch.
+        flops: FLOPs of a step.
+        seed: the run's seed.
+    """
+    # The server has no examples, so the count of a batch comes from its targets.
     divided = Cut(task, model, plan.at, largest, seed, CountedLoss(task.loss, None))
     labelled = relabelled(plan.defence, sample, seed)
     _, targets = labelled.batch(torch.arange(1))
@@ -118,7 +135,19 @@ def ends_of_tail(
     largest: int,
     seed: int,
 ) -> Ends:
-    """Of a tail of its own. Raises ValueError for heads that differ, or do not fit it."""
+    """Return the `Ends` of a separate tail.
+
+    Args:
+        task: the tail's task.
+        model: the model, of which the server has the tail.
+        plan: the plan of the run.
+        hellos: first message of each client, by number.
+        largest: maximum number of examples of a client's batch.
+        seed: the run's seed.
+
+    Raises:
+        ValueError: heads differ, or do not fit the tail.
+    """
     first = hellos[min(hellos)]
     for number, hello in hellos.items():
         if not hello.form:
@@ -174,7 +203,7 @@ def ends_of_tail(
 
 
 def _counting(task: Task, labelled: Examples, leaves: Sequence[Any]) -> Counting:
-    """What the task's loss counts. leaves: of the targets of one example."""
+    """Return the bounds on the loss's count. leaves: of the targets of one example."""
     known = cross_entropy_of(task.loss)
     losses = CountedLoss(task.loss, labelled)
     if known is None or not leaves or not isinstance(leaves[0], Tensor):

@@ -1,7 +1,7 @@
-"""Who takes part: the server waits until all clients have come, and signs the roster of them.
+"""Admission of clients: the server waits for all clients, and signs the roster.
 
-From then on each client is who it was: the same keys, and as many examples, also in a run that was
-resumed. A client that says something that cannot be is turned away, and another one waited for.
+From then on a client has the same keys and the same number of examples, also in a resumed run. A
+client with an invalid first message is rejected, and the server waits for another client.
 """
 
 from __future__ import annotations
@@ -21,33 +21,34 @@ from dure.wire.boxes import Member
 from dure.wire.roster import Roster
 
 ROSTER = "roster.json"
-"""In the run folder: who takes part, signed."""
+"""File in the run folder: the signed roster."""
 
 EXAMPLES = "examples.json"
-"""In the run folder: how many examples each client has, by its number."""
+"""File in the run folder: the number of examples of each client, by its number."""
 
 MOST_HELLO = 1 << 16
 MOST_HEAD = 1 << 34
 MOMENT = 0.2
 
 MOST_RETURNS = 8
-"""Times that a client may come again until something counts: a turn, or a step of all parties."""
+"""Maximum number of reconnects of a client until a turn, or a step of all parties, is complete."""
 
 MOST_SHOWN = 500
-"""Characters of a client's reason that are shown."""
+"""Maximum number of characters shown of a client's reason."""
 
 Check = Callable[[Hello], None]
-"""Raises ValueError for what a client says of itself, and cannot be in this run."""
+"""Raises ValueError for a `Hello` that is invalid in this run."""
 
 
 def anything(hello: Hello) -> None:
-    """Whatever a client says of itself may be."""
+    """Accept every `Hello`."""
 
 
 class Entrance:
-    """Of a run of so many clients. tell: hears of who is waited for, and of who is turned away.
+    """Admission of the clients of a run.
 
-    check: of what clients say of themselves, besides what holds in all runs.
+    channels: to the clients. clients: number of clients. tell: receives messages about missing and
+    rejected clients. check: checks of a `Hello` in addition to the checks of all runs.
     """
 
     def __init__(
@@ -62,9 +63,9 @@ class Entrance:
         self.clients = clients
         self.tell = tell
         self.hellos: dict[int, Hello] = {}
-        """What each has said when it came first."""
+        """First `Hello` of each client."""
         self._examples: dict[int, int] = {}
-        """How many examples each has, in this process or one before."""
+        """Number of examples of each client, in this process or an earlier process of the run."""
         self._here = -1
         self._members: dict[int, Member] = {}
         path = channels.folder / ROSTER
@@ -74,7 +75,7 @@ class Entrance:
             self._examples = _read(channels.folder / EXAMPLES)
 
     def wait(self, interrupted: Callable[[], bool]) -> Roster:
-        """Until all are there; the roster. Raises KeyboardInterrupt."""
+        """Wait for all clients; return the roster. Raises KeyboardInterrupt."""
         here: set[int] = set()
         while len(here) < self.clients:
             self._waits(len(here))
@@ -96,7 +97,7 @@ class Entrance:
         return self.roster
 
     def _too_early(self, event: Said) -> None:
-        """Turns a client away that says something before all are there."""
+        """Reject a client that sends a message before all clients have joined."""
         try:
             frame = decode(event.frame)
             said = type(frame).__name__
@@ -117,7 +118,7 @@ class Entrance:
             self.tell(f"waiting for clients: {here} of {self.clients} are here")
 
     def lets_in(self, event: Came) -> bool:
-        """Whether a client is who it was; others are turned away."""
+        """Return whether a client may join; reject a client whose identity has changed."""
         try:
             hello = decode(event.hello, MOST_HELLO)
             if not isinstance(hello, Hello):
@@ -135,7 +136,7 @@ class Entrance:
         return True
 
     def _check(self, number: int, hello: Hello, member: Member) -> None:
-        """Raises ValueError for a client that is not who it was."""
+        """Raise ValueError for an invalid `Hello`, or a client whose identity has changed."""
         key, _ = self.channels.identity(number)
         itself = member.number == number and member.identity == key
         if not itself or not member.is_true(self.channels.run):
@@ -166,7 +167,7 @@ class Entrance:
 
 
 def _read(path: Path) -> dict[int, int]:
-    """The numbers of examples that were written down; nothing by earlier versions."""
+    """Return the recorded numbers of examples; empty in a run folder of an earlier version."""
     if not path.exists():
         return {}
     return msgspec.json.decode(contents(path), type=dict[int, int])

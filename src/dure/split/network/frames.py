@@ -4,17 +4,17 @@
     4 to 7           H, the bytes of the header
     from 8 on        the header: the message in MessagePack, which begins with the name of its type
     then             the elements of the tensors, in the header's order; each begins at the next
-                     multiple of 16, and the frame ends with the last one
+                     multiple of 16, and the frame ends with the last tensor
 
-A tensor is an extension of MessagePack in the header: one byte for its dtype, as it stands in
-`KINDS`, and eight for each extent of its shape. How long a frame is, the transport says.
+A tensor is an extension of MessagePack in the header: one byte for its dtype, the index in `KINDS`,
+and eight for each extent of its shape. The transport states the length of a frame.
 
 Nothing is copied on the way out: `encode` gives the memory of the tensors themselves. On the way in
-the tensors are views of the memory that came, if it may be written to and is aligned; otherwise the
-frame is copied once, as a whole.
+the tensors are views of the received memory, if that is writable and aligned; otherwise the frame
+is copied once, as a whole.
 
-Bytes come from anybody. Type, fields, dtypes, shapes and lengths are checked, and how many tensors
-there are; nothing is executed, and nothing is allocated for what a header merely claims.
+The bytes are untrusted. Type, fields, dtypes, shapes and lengths are checked, and the number of
+tensors; nothing is executed, and no memory is allocated for the claims of a header.
 """
 
 from __future__ import annotations
@@ -42,33 +42,34 @@ VERSION = 1
 Frame = Message | Control | parties.Message | alignment.Message | PartiesControl
 
 KINDS = (*DTYPES, torch.complex128)
-"""What may travel. A dtype's place is its number in a frame, so new ones come last."""
+"""Dtypes that a frame may contain. The index is the number in a frame: append new dtypes."""
 
 MOST_HEADER = 1 << 22
-"""Bytes that a header may have: that of a head of some ten thousand weights under Adam."""
+"""Maximum bytes of a header: enough for a head of some ten thousand weights under Adam."""
 
 MOST_TENSORS = 1 << 16
-"""As many as fit into such a header. Each costs some memory and time, even an empty one."""
+"""Maximum number of tensors, as such a header allows; even an empty tensor costs memory and time.
+"""
 
 _HEAD = struct.Struct("<II")
 _TENSOR = 1
-"""The number of MessagePack's extension."""
+"""Number of MessagePack's extension type."""
 _MOST_DIMENSIONS = 64
-"""As many as torch has."""
+"""Maximum number of dimensions, as in torch."""
 _NUMBERS = {dtype: number for number, dtype in enumerate(KINDS)}
 
 Buffer = bytes | bytearray | memoryview
 
 
 class FrameError(ValueError):
-    """The bytes are no message of split learning, or the message has what cannot travel."""
+    """The bytes are not a message of split learning, or a message cannot be encoded."""
 
 
 def encode(message: Frame) -> list[Buffer]:
-    """The frame in pieces, to be sent one after another: `sum(map(len, pieces))` bytes.
+    """Return the frame in pieces, to be sent in order: `sum(map(len, pieces))` bytes.
 
-    They are views of the tensors' memory where that lies on the CPU in one piece: a tensor may not
-    change before its piece has left. Raises FrameError for a message that cannot travel.
+    The pieces are views of the tensors' memory for contiguous CPU tensors: such a tensor must not
+    change before its piece is sent. Raises FrameError for a message that cannot be encoded.
     """
     tensors: list[Tensor] = []
 
@@ -102,10 +103,9 @@ def encode(message: Frame) -> list[Buffer]:
 
 
 def decode(content: Buffer, most: int | None = None) -> Frame:
-    """The message of a frame.
+    """Return the message of a frame.
 
-    most: bytes that the frame may have; None: as many as it has. Raises FrameError for bytes that
-    are something else.
+    most: maximum bytes of the frame; None for no limit. Raises FrameError for invalid bytes.
     """
     size = len(memoryview(content))
     if most is not None and size > most:
@@ -121,9 +121,9 @@ def decode(content: Buffer, most: int | None = None) -> Frame:
 
 
 class _Reader:
-    """Reads one frame after another: to make a decoder takes longer than most frames.
+    """Decoder of frames, reused because making a decoder takes longer than most frames.
 
-    at: where the header of a frame ends, and later the tensor before.
+    at: end of the header, then of the tensor before.
     """
 
     def __init__(self) -> None:
@@ -135,7 +135,7 @@ class _Reader:
         self.count = 0
 
     def message(self, content: bytearray | memoryview, at: int) -> Frame:
-        """The message of a frame, whose header ends there."""
+        """Return the message of a frame whose header ends at `at`."""
         self.content = content
         self.at = at
         self.count = 0
@@ -145,10 +145,10 @@ class _Reader:
         except FrameError:
             raise
         except (msgspec.MsgspecError, ValueError, RuntimeError, OverflowError) as error:
-            # Names that are no text, nests without an end, shapes that torch cannot have.
+            # Invalid UTF-8 in names, too deep nests, shapes beyond the limits of torch.
             raise FrameError(f"the frame holds no message: {error}") from error
         finally:
-            # The frame lives as long as its tensors do, and no longer.
+            # Drop the reference, so that the frame's memory is freed with its last tensor.
             self.content = bytearray()
         if self.at != len(content):
             raise FrameError(
@@ -157,7 +157,7 @@ class _Reader:
         return message
 
     def _tensor(self, code: int, form: memoryview) -> Tensor:
-        """The next one. It is called in the order of the header, so a running position finds it."""
+        """Return the next tensor; the order of calls is that of the header."""
         self.count += 1
         if code != _TENSOR or self.count > MOST_TENSORS:
             raise FrameError(f"the frame has more than {MOST_TENSORS:,} tensors, or is none")
@@ -167,7 +167,7 @@ class _Reader:
         if begin + nbytes > len(self.content):
             raise FrameError(f"the tensor of {dtype} {list(shape)} is not there as a whole")
         tensor = view_at(self.content, begin, dtype, shape)
-        # To torch every other byte is neither true nor false.
+        # torch's behaviour is undefined for bool bytes other than 0 and 1.
         if dtype == torch.bool and nbytes and int(tensor.view(torch.uint8).max()) > 1:
             raise FrameError("a truth value of the message is neither 0 nor 1")
         self.at = begin + nbytes
@@ -175,7 +175,7 @@ class _Reader:
 
 
 class _Own(threading.local):
-    """A thread's own reader."""
+    """The reader of a thread."""
 
     def __init__(self) -> None:
         self.reader = _Reader()
@@ -192,7 +192,7 @@ def _form(tensor: Tensor) -> bytes:
 
 
 def _read(form: memoryview) -> tuple[torch.dtype, tuple[int, ...]]:
-    """The inverse of `_form`."""
+    """Return dtype and shape; the inverse of `_form`."""
     dimensions, rest = divmod(len(form) - 1, 8)
     if not rest and 0 <= dimensions <= _MOST_DIMENSIONS:
         number, *shape = struct.unpack(f"<B{dimensions}Q", form)
@@ -202,15 +202,16 @@ def _read(form: memoryview) -> tuple[torch.dtype, tuple[int, ...]]:
 
 
 def _writable(content: Buffer) -> bytearray | memoryview:
-    """The same bytes where they may be written to, and lie at a multiple of 16."""
+    """Return the bytes as writable memory aligned to 16 bytes; a copy only if necessary."""
     flat = memoryview(content).cast("B")
+    # torch.frombuffer warns about read-only memory; aligned memory suits every dtype.
     if flat.readonly or torch.frombuffer(flat, dtype=torch.uint8).data_ptr() % ALIGNED:
         return bytearray(flat)
     return flat
 
 
 def _check_leaves(message: Frame) -> None:
-    """Raises FrameError where the fields of no fixed type hold more than tensors and numbers."""
+    """Raise FrameError for untyped fields with anything but tensors, numbers and text."""
     if isinstance(message, Smashed) and message.targets is not None:
         if not isinstance(message.targets, list):
             raise FrameError("the targets of a batch are a list of leaves")

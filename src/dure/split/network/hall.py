@@ -1,21 +1,23 @@
-"""The server of a run whose clients are elsewhere: the state machine, channels, and who is there.
+"""Server of a split learning run over a network: state machine, channels, and connected clients.
 
-    a client comes     Hello; the roster; what it was in the middle of begins anew
-    a client speaks    what it says is checked, dealt with, and the answers go out
-    a client is gone   its turn has not counted: the server is set back to before it. It may come
-                       again within `lasts`, and has the same turn then; after that the round goes
-                       on without it, with the head that the one before has kept
-    a client says      what cannot be, or what the server cannot compute with, or nothing for
-                       `lasts`: its channel is closed, and the round goes on without it
-    it has no turn     nobody else's turn begins anew by what it says
+    a client connects      Hello; the roster; its unfinished turn starts again
+    a client sends         the message is checked and processed, and the answers are sent
+    a client disconnects   its unfinished turn does not count: the server rolls back to the state
+                           before it. If the client reconnects within `lasts`, it gets the same
+                           turn; after that the round continues without it, with the head that the
+                           client before has kept
+    a client sends         an invalid message, or values that make the server's computation fail, or
+                           nothing for `lasts`: its channel is closed, and the round continues
+                           without it
+    without a turn         a client cannot make another client's turn start again
 
-Only a message that is due puts the client's deadline off: who says something else is refused, and
-who comes again more than `MOST_RETURNS` times in one turn is left out of the round.
+Only a message that is due extends a client's deadline. Other messages are refused, and a client
+that reconnects more than `MOST_RETURNS` times in a turn is left out of the round.
 
-Where all of a round are gone, or the one who has the newest head does not come again, the run ends
-with an error that names it; it can be resumed when they are there.
+If all clients of a round are lost, or the client with the newest head does not reconnect, the run
+ends with an error that names the clients; the run can be resumed once the clients are back.
 
-A head that goes from client to client passes here sealed: the server sees for whom it is.
+A head that a client sends to another client is encrypted: the server sees only the receiver.
 """
 
 from __future__ import annotations
@@ -63,40 +65,48 @@ from dure.split.network.frames import Frame, FrameError, decode, encode
 from dure.split.server import Server
 
 LAST = 5.0
-"""Seconds in which a run that is to end may be measured."""
+"""Seconds for a last measurement after the end of the run was requested."""
 
 PULSE = 0.5
-"""Seconds between two looks that a terminal gets."""
+"""Seconds between two updates of the terminal."""
 
 MOMENT = 0.2
-"""Seconds between two looks at the clock and at wishes to end."""
+"""Seconds between two looks at the clock and at requests to stop."""
 
 BUSY = 1.0
-"""Seconds between two events after which the server was busy itself: nobody was late meanwhile."""
+"""Threshold in seconds: between two events the server itself was busy, and deadlines are extended.
+"""
 
 Tell = Callable[[str], None]
 
 
 class ClientsLostError(DureError):
-    """No client is left that could go on."""
+    """No client is left to continue the run."""
 
 
 class Clients(NamedTuple):
-    """What clients have said at check-in, by their numbers: of their batches, and how many test
-    examples they have (-1: one does not say)."""
+    """Data of the clients at check-in, by number: batch sizes, and test examples (-1: unknown)."""
 
     sizes: Sequence[BatchSizes]
     tests: Sequence[int]
 
 
 class Hall:
-    """Of one run. clients: what they have said of themselves. meters: the server's, and the
-    clients' in their order.
+    """Server of a run.
 
-    told: what a client is told when it comes. account: of which messages went, and when the server
-    computed. exchange: in what way values cross, where they are compressed. tell: hears of what
-    goes wrong with clients; show, now and then, who is there. kept: called when a turn counts,
-    before the next one begins.
+    Args:
+        server: the state machine of the server.
+        channels: to the clients.
+        checks: checks of the clients' messages.
+        clients: data of the clients at check-in.
+        meters: the server's meter, then the clients' in order.
+        entrance: admission of clients that reconnect.
+        told: message to each client that connects.
+        account: record of messages and of the server's compute time.
+        exchange: makes the compression of the values at the cuts; None without compression.
+        tell: receives messages about lost clients.
+        show: receives the state of the run, at most every `PULSE` seconds.
+        kept: called when a turn counts, before the next turn begins.
     """
 
     def __init__(
@@ -131,44 +141,47 @@ class Hall:
         self.here: set[str] = set()
         self.absent: frozenset[str] = frozenset()
         self.reasons: dict[str, str] = {}
-        """Why a client was lost."""
+        """Reason for the loss of each lost client."""
         self._since: dict[str, float] = {}
-        """Since when a client is gone, or a message of it is awaited."""
+        """Time since which a client is disconnected, or a message of it is awaited."""
         self._refused: set[str] = set()
-        """Those that were turned away."""
+        """Rejected clients."""
         self._diverged: dict[str, str] = {}
-        """Those of them whose batches gave what is no number, and when."""
+        """For each client among them whose batches contained NaN: the round."""
         self._returns: Counter[str] = Counter()
-        """How often each has come again since a turn has counted."""
+        """Number of reconnects of each client since the last turn that counts."""
         self._looked = time.monotonic()
         self._handing: dict[str, str] = {}
-        """Who hands its head to whom."""
+        """Receiver of the head, by the name of the client that has to send it."""
         self._late_heads: dict[str, set[int]] = {}
-        """Turns for which a client was asked for its head, and which were taken back since."""
+        """Turns for which a client was asked for its head, and which have since been rolled back.
+        """
         self._exchanges: dict[str, Exchange] = {}
         self._began: dict[str, Smashed] = {}
-        """The batch that a client has under way, without its tensors."""
+        """The current batch of each client, without its tensors."""
         self._shown = 0.0
         self._measured: dict[str, float] | None = None
         self._measurer: str | None = None
         self._measuring = Measuring(Measure(0, -1), -1)
-        """What the newest measurement is about, and how far it has come."""
-        # All have come in.
+        """Newest measurement, and its progress."""
+        # All clients have been admitted.
         for name in self.order.everyone:
             self._enters(name)
 
     # A round
 
     def round(self, round: int, ends: Callable[[], bool]) -> bool:
-        """Trains until the round is over; False where it `ends` before. Raises ClientsLostError,
-        LossNotFiniteError."""
+        """Train until the round is over; return False if `ends` returns True before.
+
+        Raises ClientsLostError and LossNotFiniteError.
+        """
         self.account.begin(round)
         self._returns.clear()
         if self.order.over:
-            # Whoever was turned away is not waited for, and may come again.
+            # Do not wait for rejected clients; they may reconnect.
             self.absent = frozenset(self._refused - self.here)
             said = self.server.begin(round, self.absent)
-        # A run that was interrupted goes on in the middle of one.
+        # A run that was interrupted continues in the middle of a round.
         else:
             said = self.server.again(self.absent)
         self._say(said)
@@ -182,18 +195,19 @@ class Hall:
         return True
 
     def _goes_on(self) -> None:
-        """The next thing that happens. Whose message lies here already is not silent."""
+        """Process the next event. A client whose message is already queued has not timed out."""
         self._forgives(time.monotonic() - self._looked)
         event = self.channels.next(MOMENT)
         self._looked = time.monotonic()
         self._happens(event)
         self._shows()
-        # Whose message lies here already is not silent; who comes and goes says nothing.
+        # Check timeouts only after other events, since more messages may be queued.
+        # A client that only reconnects has sent no message.
         if not isinstance(event, Said):
             self._look()
 
     def _forgives(self, seconds: float) -> None:
-        """Puts all deadlines off by the time that the server itself was busy."""
+        """Extend all deadlines by the time that the server itself was busy."""
         if seconds > BUSY:
             self._since = {name: since + seconds for name, since in self._since.items()}
 
@@ -215,10 +229,10 @@ class Hall:
             self._hears(name, event)
 
     def _look(self) -> None:
-        """Who has been waited for long enough?"""
+        """Drop a client that has exceeded its deadline."""
         now = time.monotonic()
         awaited = self._awaited()
-        # Nobody is late with a message that was not due.
+        # A client whose message was not due is not late.
         for name in self.here - set(awaited):
             self._since.pop(name, None)
         for name in awaited:
@@ -232,7 +246,7 @@ class Hall:
             return
 
     def look(self) -> dict[str, Any]:
-        """Who is there and what is waited for, as terminals show it."""
+        """Return the connected and the awaited clients, for display."""
         awaited = self._awaited()
         missing = [name for name in awaited if name not in self.here]
         left = [
@@ -254,13 +268,13 @@ class Hall:
         }
 
     def _awaited(self) -> list[str]:
-        """Whose next message is waited for: who hands a head on comes before who gets it."""
+        """Return the clients whose message is awaited; a sender of a head precedes its receiver."""
         if self._measurer is not None:
             return [self._measurer]
         receivers = set(self._handing.values())
         return [*self._handing, *(x for x in self.server.awaited() if x not in receivers)]
 
-    # Who is there
+    # Connected clients
 
     def _enters(self, name: str) -> None:
         self.here.add(name)
@@ -285,7 +299,7 @@ class Hall:
             self._anew(self.absent)
 
     def _goes(self, name: str, why: str) -> None:
-        # Who was turned away is gone already, and for another reason than this.
+        # A rejected client has been removed already, with its own reason.
         if name not in self.here:
             return
         self.here.discard(name)
@@ -294,7 +308,7 @@ class Hall:
         self.tell(f"{name} is gone: {why}")
 
     def _fails(self, name: str, reason: str) -> None:
-        """A client has done what cannot be gone on with."""
+        """Reject a client, and continue without it."""
         self._refuses(name, reason)
         self._without([name])
 
@@ -305,7 +319,7 @@ class Hall:
         self.channels.turn_away(number_of(name), reason)
 
     def _without(self, names: Sequence[str]) -> None:
-        """The round goes on without some clients."""
+        """Continue the round without these clients."""
         for name in names:
             self._tells_of(name, self.reasons.get(name, "it has not come again"))
         if self._measurer in names:
@@ -318,11 +332,11 @@ class Hall:
             self._anew(self.absent | set(needed))
 
     def _is_needed(self, name: str) -> bool:
-        """Whether what has begun cannot be gone on with without a client."""
+        """Return whether the turns in progress cannot continue without this client."""
         return name in self.order.turns
 
     def _tells_of(self, name: str, reason: str) -> None:
-        """Says that it goes on without a client. Raises ClientsLostError where it cannot."""
+        """Report that a client is left out. Raises ClientsLostError if the run cannot continue."""
         if name in self._handing:
             raise ClientsLostError(
                 f"{name}, who has the newest head, does not hand it on in round "
@@ -334,7 +348,7 @@ class Hall:
             self.tell(f"{name} is left out of this round: {reason}")
 
     def _anew(self, absent: frozenset[str]) -> None:
-        """What has begun since the newest turn that counts begins once more."""
+        """Start again everything since the newest turn that counts."""
         self.absent = absent
         self._set_back()
         self._say(self.server.again(absent))
@@ -342,6 +356,7 @@ class Hall:
             self._nobody_left()
 
     def _set_back(self) -> None:
+        # A head that was requested before the rollback may still arrive: discard it then.
         for name, to in self._handing.items():
             self._late_heads.setdefault(name, set()).add(self.order.turns.get(to, -1))
         self._handing.clear()
@@ -351,7 +366,7 @@ class Hall:
             self._since.pop(name, None)
 
     def _nobody_left(self) -> None:
-        """Raises the error that ends the run."""
+        """Raise the error that ends the run."""
         if self._diverged.keys() >= set(self.order.everyone):
             when = next(iter(self._diverged.values()))
             raise LossNotFiniteError(math.nan, " and ".join(sorted(self._diverged)), when)
@@ -360,7 +375,7 @@ class Hall:
             f"no client is left to train with ({why}); resume the run when one is there"
         )
 
-    # What clients say
+    # Messages of clients
 
     def _hears(self, name: str, event: Said) -> None:
         try:
@@ -377,7 +392,7 @@ class Hall:
             raise
 
     def _cannot_compute(self, error: CannotComputeError) -> None:
-        """The server cannot compute with what some clients have sent."""
+        """Reject the clients whose values make the server's computation fail."""
         for name, reason in error.reasons.items():
             if error.diverged:
                 self._diverged[name] = f"round {self.order.round + 1}"
@@ -407,7 +422,7 @@ class Hall:
 
     def _trains(self, name: str, message: FromClient) -> None:
         if message.turn != self.order.turns.get(name):
-            # Of a turn that was taken back: it came too late to be wrong.
+            # A message of a turn that was rolled back is discarded, not an error.
             if self.server.due.is_late(name, message.turn):
                 return
             raise WrongError(f"{type(message).__name__} of turn {message.turn} is not due")
@@ -429,7 +444,7 @@ class Hall:
         self.server.meanwhile()
 
     def _checked(self, name: str, message: FromClient) -> FromClient:
-        """A message that is due, as it was before it was compressed. Raises WrongError."""
+        """Return a message that is due, decompressed. Raises WrongError."""
         try:
             self.server.due.check(name, message)
             if name in self._handing.values():
@@ -448,7 +463,7 @@ class Hall:
             raise NotANumberError(f"what crosses the cut has NaN: {ADVICE}") from error
         except (WrongError, MemoryError, torch.OutOfMemoryError):
             raise
-        # What cannot be unpacked is the sender's as well, whatever a decoder raises.
+        # A message that cannot be decompressed is the sender's fault, whatever a decoder raises.
         except Exception as error:
             raise WrongError(str(error)) from error
         if isinstance(checked, Smashed):
@@ -456,7 +471,7 @@ class Hall:
         return checked
 
     def _relays(self, name: str, sealed: Sealed) -> None:
-        """A head, which nobody here can read, goes on to whom it is for."""
+        """Forward an encrypted head to its receiver."""
         to = client(sealed.peer)
         if self._handing.get(name) != to or self.order.turns.get(to) != sealed.turn:
             late = self._late_heads.get(name, set())
@@ -471,7 +486,7 @@ class Hall:
         self._send(to, Sealed(sealed.turn, number_of(name), sealed.content))
 
     def _refuses_head(self, name: str, refused: HeadRefused) -> None:
-        """A client does not train with the head that it was handed: it is not its fault."""
+        """Process a client's refusal of an invalid head: it is left out, without being rejected."""
         turn = self.order.turns.get(name)
         if refused.turn != turn:
             if self.server.due.is_late(name, refused.turn):
@@ -484,17 +499,17 @@ class Hall:
         self._without([name])
 
     def _with(self, name: str) -> Exchange:
-        """In what way values cross between the server and a client."""
+        """Return the compression between the server and a client."""
         assert self.exchange is not None
         return self._exchanges.setdefault(name, self.exchange())
 
-    # What the server says
+    # Messages of the server
 
     def _say(self, said: Sequence[Envelope]) -> None:
         for name, message in said:
             if isinstance(message, Pass):
                 self._handing[name] = message.to
-                # However long it was gone before: it is needed now.
+                # Its deadline starts now, even if it has been disconnected for long.
                 self._since.pop(name, None)
             self._send(name, message)
 
@@ -513,12 +528,12 @@ class Hall:
         self.channels.say(number, encode(frame))
 
     def final(self, head: Own) -> None:
-        """Gives all who are there the head that the run has come to."""
+        """Send the final head to all connected clients."""
         for name in self.here:
             self._send(name, Final(head))
 
     def _passed(self, sender: str, receiver: str, frame: Frame, size: int) -> None:
-        """Notes a message; how long links were busy with it nobody here knows."""
+        """Record a message; the server cannot know the transmission time."""
         if size:
             now = time.perf_counter() - self._clock
             self.account.passed(Passage(sender, receiver, frame, size, now, now, now, now))
@@ -528,9 +543,9 @@ class Hall:
     def measure(
         self, name: str, round: int, ends: Callable[[], bool], head: Own | None
     ) -> dict[str, float]:
-        """What a client measures on its own test data; empty without, or if it does not come.
+        """Return a client's metrics on its test data; empty without test data or for a lost client.
 
-        head: with which; None: with its own newest.
+        head: the head to measure; None for the client's own newest head.
         """
         if name not in self.here:
             return {}
@@ -542,7 +557,7 @@ class Hall:
         try:
             until = math.inf
             while self._measured is None and self._measurer and time.monotonic() < until:
-                # Who wants to end waits no longer than that for a last measurement.
+                # After a request to stop, wait at most LAST seconds for a last measurement.
                 if ends():
                     until = min(until, time.monotonic() + LAST)
                 self._goes_on()
@@ -551,14 +566,14 @@ class Hall:
         return self._measured or {}
 
     def _asks_to_measure(self, name: str) -> None:
-        """From the beginning: what was measured before it was gone does not count."""
+        """Start the measurement from the beginning; parts from before a disconnect do not count."""
         self._measured = None
         self.checks.forget()
         self._measuring = Measuring(self._measuring.measure, self._measuring.tests)
         self._send(name, self._measuring.measure)
 
     def _check_measures(self, name: str, frame: Query | Measured) -> None:
-        """Raises WrongError for a part of a measurement by somebody who was not asked for it."""
+        """Raise WrongError for a measurement message of a client that was not asked for it."""
         if name != self._measurer:
             raise WrongError(f"{type(frame).__name__} came, and it was not asked to measure")
         self._since.pop(name, None)
@@ -569,6 +584,6 @@ class Hall:
 
 
 def number_of(name: str) -> int:
-    """The number of a client, by its name."""
+    """Return the number of a client, by its name."""
     assert name != SERVER
     return int(name.removeprefix("client "))

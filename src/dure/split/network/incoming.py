@@ -1,19 +1,19 @@
-"""What a client checks of its server's messages before its state machine gets them.
+"""Checks by a client of its server's messages, before the client's state machine gets them.
 
     Turn               a number after the turn that counts; as many steps as the client's batches;
-                       a head only where the server hands heads on, of this model, finite
-    Outputs            due, of this step; the forms of what leaves the server's part; finite
-    Gradients          due, of this step; those of the values that were sent; bounded
+                       a head only if the server passes heads on, of this model, finite
+    Outputs            due, of this step; the forms of the server's part's output; finite
+    Gradients          due, of this step; of the values that were sent; bounded
                        (`dure.split.received`)
     HeadSum            due, of this step; the gradients of the head's weights; bounded
-    Pass               only where clients hand heads on, to another client of the roster, and one
+    Pass               only if clients pass heads on, to another client of the roster, and one
                        head for a turn
     Handed             from another client, for the turn that waits for it, once
-    Final, Measure     a head only where heads come to the server, of this model, finite
+    Final, Measure     a head only if heads come to the server, of this model, finite
 
-A message that is not due is refused: on one channel messages are in order, and a server that sends
-another one does not follow the protocol. A server within these bounds may still choose what it
-answers with.
+A message that is not due is refused: messages of a channel are in order, so a server that sends
+another message violates the protocol. Within these bounds a malicious server may still choose its
+answers.
 """
 
 from __future__ import annotations
@@ -48,15 +48,18 @@ from dure.split.received import GradientBound, ReceivedError
 from dure.split.tensor_forms import TensorForm, form_of
 
 MOST = 1 << 53
-"""Of rounds and steps: numbers that are exact as floats."""
+"""Bound on rounds and steps: integers that are exact as floats."""
 
 _CLIENT = re.compile(r"client (0|[1-9][0-9]{0,8})")
 
 
 @dataclass(frozen=True)
 class Crossing:
-    """What crosses the cuts. leaving: which of the values that leave the head have gradients.
-    arriving: raises ValueError for values that do not leave the server's part, of so many examples.
+    """Properties of the values at the cuts.
+
+    leaving: for each value of the head's output, whether it has a gradient. arriving: raises
+    ValueError for values that do not match the output of the server's part for this number of
+    examples.
     """
 
     leaving: Sequence[bool]
@@ -64,14 +67,14 @@ class Crossing:
 
 
 class CheckedClient:
-    """A client whose server's messages are checked.
+    """A client that checks its server's messages.
 
     Args:
         machine: the client.
-        crossing: of its batches.
-        steps: that a turn has.
-        clients: how many the run has.
-        largest: the norm of gradients that the site allows; None: by those before.
+        crossing: properties of the values of its batches.
+        steps: number of steps of a turn.
+        clients: number of clients of the run.
+        largest: the norm of gradients that the site allows; None: by the gradients before.
     """
 
     def __init__(
@@ -84,7 +87,7 @@ class CheckedClient:
     ) -> None:
         self.machine = machine
         self.heads = machine.heads = Heads(machine.party.side)
-        """What heads have to be like, whoever sends them."""
+        """Checks of received heads, from any sender."""
         self.rules: Rules = machine.rules
         self.crossing = crossing
         self.steps = steps
@@ -92,7 +95,7 @@ class CheckedClient:
         self.bound = GradientBound(largest, steps)
         self.sums = GradientBound(largest, steps)
         self.accepted = 0
-        """Messages by which training goes on: new turns, heads, and answers to steps."""
+        """Number of messages with progress: new turns, heads, and answers to steps."""
         self._turn: Turn | None = None
         self._due: type[Message] | None = None
         self._step = 0
@@ -100,7 +103,7 @@ class CheckedClient:
         self._sent: list[TensorForm] = []
         self._newest = -1
         self._passed: dict[int, tuple[int, str]] = {}
-        """For which turn which head was handed on, and to whom."""
+        """For each turn, the head that was passed on (`since`) and its receiver."""
 
     @property
     def wake(self) -> float:
@@ -110,13 +113,13 @@ class CheckedClient:
         return self.machine.tick(now)
 
     def receive(self, sender: str, message: Message, now: float) -> list[Envelope]:
-        """What the client says to a message. Raises ReceivedError for one that cannot be."""
+        """Return the client's replies to a message. Raises ReceivedError for an invalid message."""
         self._check(sender, message)
         said = self.machine.receive(sender, message, now)
         for _, own in said:
             self._note(own)
         if isinstance(message, HeadSum) and not said:
-            # It has no batch left, and waits for the others.
+            # This client has no batch left; the next step's sum of gradients is due.
             self._step += 1
             self._due = HeadSum
         if isinstance(message, Turn) and message.number > self._newest:
@@ -126,10 +129,10 @@ class CheckedClient:
             self.accepted += 1
         return said
 
-    # What is due
+    # Messages that are due
 
     def _note(self, said: Any) -> None:
-        """Note what the client says: an answer to it is due."""
+        """Note a message of the client, and set the answer that is due."""
         self._due = None
         if isinstance(said, Smashed):
             self._step = said.step
@@ -229,7 +232,7 @@ class CheckedClient:
             raise ReceivedError(f"a head of {sender} came, for turn {message.turn}, and {reason}")
 
     def check_head(self, sender: str, own: Own) -> None:
-        """Raise ReceivedError for a head that is not of this model, or that no training gives."""
+        """Raise ReceivedError for a head of another model, or values that training cannot give."""
         try:
             self.heads.check(own)
         except WrongError as error:
@@ -242,10 +245,10 @@ def _check_share(sender: str, share: float) -> None:
 
 
 class Patience:
-    """How long a site waits for a server by which nothing goes on, whatever it sends meanwhile.
+    """Timeout of a site for a server that makes no progress, whatever messages it sends.
 
-    Only what is accepted counts: a new turn, a head, an answer to a step. seconds: None waits
-    without end.
+    Only accepted messages count: a new turn, a head, an answer to a step. seconds: None for no
+    timeout.
     """
 
     def __init__(self, seconds: float | None) -> None:
@@ -254,15 +257,14 @@ class Patience:
         self._accepted = -1
 
     def note(self, accepted: int) -> None:
-        """Note how many messages of the server have been accepted; the wait begins with the first
-        call."""
+        """Note the number of accepted messages; the timeout starts with the first call."""
         if accepted != self._accepted:
             self._accepted = accepted
             self._since = time.monotonic()
 
     @property
     def left(self) -> float | None:
-        """Seconds that the site waits longer; None without end. Raises ReceivedError after them."""
+        """Seconds until the timeout; None without a timeout. Raises ReceivedError afterwards."""
         if self.seconds is None or self._since is None:
             return None
         left = self._since + self.seconds - time.monotonic()

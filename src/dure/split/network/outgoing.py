@@ -1,8 +1,8 @@
-"""Messages of a site to its server, each with the kind under which the site's log has it.
+"""Outgoing messages of a site, each with the kind under which the site's log records it.
 
 The kind is the name of the message's type: "smashed", "output-gradients". Messages of every step
-are many and may be on the disk a little later (`dure.worlds.network.client.audit`); the line of any
-other message is there before the message leaves.
+are frequent, and may be on disk slightly later (`dure.worlds.network.client.audit`); the line of
+any other message is on disk before the message is sent.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ OF_EACH_STEP = (
     alignment.Blinded,
     alignment.Twice,
 )
-"""Messages of which there are so many that none waits for the disk."""
+"""Frequent messages, which do not wait for the disk."""
 
 
 class Says(Protocol):
-    """To the server, and from it."""
+    """Connection to the server, in both directions."""
 
     def next(self, seconds: float | None = None) -> bytes | bytearray | memoryview: ...
 
     def say(self, frame: Pieces, kind: str, at_once: bool) -> None: ...
 
     def allow(self, most: int) -> None:
-        """Set the bytes that a message of the server may have from now on."""
+        """Set the maximum bytes of a message of the server from now on."""
 
 
 def say(channel: Says, message: Frame, encoded: Pieces) -> None:

@@ -1,7 +1,6 @@
-"""What holds of each field of each message of a party, and where that is checked.
+"""Rules for each field of each message of a party, and the place of each check.
 
-A party that breaks a rule is refused by name, and the run ends: nobody can train without its
-columns.
+A party that violates a rule is rejected by name, and the run ends: training needs its columns.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""What the holder of the labels and parties with other features say besides what trains them.
+"""Messages between the holder of the labels and parties, other than the messages of training.
 
-    holder -> party    Resume: begin anew, after so many steps, or with the alignment
-    party  -> holder   Resumed: all that it says from now on is of that turn
-    party  -> holder   Aligned: it has written down who is with all parties
-    holder -> party    Keep: the step to which all may have to come back
-    party  -> holder   Kept: it is on its disk
-    holder -> party    Evaluate: the model is being measured
-    party  -> holder   Evaluated: what leaves its head for these, in evaluation
+    holder -> party    Resume: start again after so many steps, or with the alignment
+    party  -> holder   Resumed: all further messages belong to that turn
+    party  -> holder   Aligned: the party has saved the alignment
+    holder -> party    Keep: save the state after a step, to which all may have to return
+    party  -> holder   Kept: the state is on disk
+    holder -> party    Evaluate: request for the head's output on test rows
+    party  -> holder   Evaluated: that output, in evaluation
 
-A turn is one attempt: whenever a party has come again, all begin a new one.
+A turn is an attempt: whenever a party reconnects, all parties begin a new turn.
 """
 
 from __future__ import annotations
@@ -17,48 +17,48 @@ import msgspec
 from torch import Tensor
 
 ALIGNS = -1
-"""The step of a `Resume` with which people are aligned first."""
+"""Step of a `Resume` that starts with the alignment."""
 
 
 class Resume(msgspec.Struct, frozen=True, tag=True):
-    """Go back to what you knew after so many steps; with `ALIGNS`, to before the first message."""
+    """Request to return to the state after `step` steps; with `ALIGNS`, to the initial state."""
 
     turn: int
     step: int
 
 
 class Resumed(msgspec.Struct, frozen=True, tag=True):
-    """The party has."""
+    """Acknowledgement of `Resume`."""
 
     turn: int
 
 
 class Aligned(msgspec.Struct, frozen=True, tag=True):
-    """The party has written down who is with all parties."""
+    """The party has saved the alignment with all parties."""
 
 
 class Keep(msgspec.Struct, frozen=True, tag=True):
-    """Write down what you know after this step, and forget what is older than after `since`."""
+    """Request to save the state after this step, and to delete states before that of `since`."""
 
     step: int
     since: int
 
 
 class Kept(msgspec.Struct, frozen=True, tag=True):
-    """The party has."""
+    """Acknowledgement of `Keep`."""
 
     step: int
 
 
 class Evaluate(msgspec.Struct, frozen=True, tag=True):
-    """So many rows of the test data, from `first` on."""
+    """Request for the head's output on `count` rows of the test data, from `first` on."""
 
     first: int
     count: int
 
 
 class Evaluated(msgspec.Struct, frozen=True, tag=True):
-    """values: (count, q, ...)."""
+    """Output of the head for an `Evaluate`. values: (count, q, ...)."""
 
     first: int
     values: Tensor

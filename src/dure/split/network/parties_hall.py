@@ -1,14 +1,15 @@
-"""The holder of the labels, parties elsewhere, and who is there.
+"""Server of vertical split learning over a network: holder of the labels, and connected parties.
 
-    a party comes      Hello; the roster; all begin anew from the newest step that all have kept
-    a party speaks     what it says is dealt with, and the answers go out
-    a party is gone    it is waited for: nobody can train without its columns
-    it stays away for `lasts`, says nothing for so long, says what cannot be, or its code raises:
-                       the run ends with an error that names it, and can be resumed
+    a party connects      Hello; the roster; all start again from the newest step that all saved
+    a party sends         the message is processed, and the answers are sent
+    a party disconnects   the run waits for it: training needs its columns
+    a party fails         it stays away or silent for `lasts`, sends an invalid message, or its code
+                          raises: the run ends with an error that names it, and can be resumed
 
-Steps that were made after the newest that all have kept are made once more, by the same bits. What
-parties have said before they heard of it is dropped. Only what is due puts a party's deadline off,
-and a party that comes again more than `MOST_RETURNS` times without a new step is not waited for.
+Steps after the newest step that all have saved are repeated, with the same bits. Messages that
+parties sent before they received the request to start again are discarded. Only a message that is
+due extends a party's deadline, and the run does not wait for a party that reconnects more than
+`MOST_RETURNS` times without a new step.
 """
 
 from __future__ import annotations
@@ -37,32 +38,32 @@ from dure.split.network.parties_control import (
 from dure.split.parties.messages import party
 
 MOMENT = 0.2
-"""Seconds between two looks at the clock and at wishes to end."""
+"""Seconds between two looks at the clock and at requests to stop."""
 
 MOST_LATE = 1 << 13
-"""Messages of a party that are dropped, as of a turn before, until it has begun the newest one."""
+"""Maximum number of discarded messages of a party before it begins the newest turn."""
 
 PULSE = 0.5
-"""Seconds between two looks that a terminal gets."""
+"""Seconds between two updates of the terminal."""
 
 
 Question = Keep | Evaluate
 CheckAnswer = Callable[[str, Any, Any], None]
-"""check(name, question, answer) raises ValueError for an answer that cannot be."""
+"""check(name, question, answer): raises ValueError for an invalid answer."""
 
 
 def _anything(name: str, question: Any, answer: Any) -> None:
-    """Whatever has the right kind may be an answer."""
+    """Accept every answer of the right type."""
 
 
 class PartyLostError(DureError):
-    """A party is needed, and does not take part."""
+    """A party that the run needs is lost."""
 
 
 class Work(Protocol):
-    """What is done with the parties, one step after another.
+    """Task of the parties, in steps.
 
-    done: steps that are made.
+    done: number of finished steps.
     """
 
     @property
@@ -70,24 +71,29 @@ class Work(Protocol):
 
     @property
     def waits_for(self) -> Sequence[str]:
-        """Whose message is next."""
+        """Names of the parties whose message is next."""
 
     def back(self) -> int:
-        """Back to what all have kept; what they are told: `Resume.step`."""
+        """Return to the state that all have saved; return the `Resume.step` for the parties."""
 
     def begin(self) -> list[tuple[str, Any]]:
-        """The next step begins."""
+        """Return the messages that begin the next step."""
 
     def receive(self, sender: str, message: Any) -> list[tuple[str, Any]]:
-        """What is said to a message. Raises ValueError for one that cannot be."""
+        """Process a message and return the replies. Raises ValueError for an invalid message."""
 
 
 class PartiesHall:
-    """Of one run.
+    """Server of a vertical split learning run.
 
-    parties: the numbers of those who are elsewhere, in the order of their channels. meters: of the
-    holder, and by name of the parties. tell: hears of what goes wrong; show, now and then, of who
-    is there. interrupted: whether the user wants it to end.
+    Args:
+        channels: to the parties.
+        entrance: admission of parties that reconnect.
+        parties: numbers of the parties in other processes, in the order of their channels.
+        meters: the holder's meter, and the parties' meters by name.
+        tell: receives messages about lost parties.
+        show: receives the state of the run, at most every `PULSE` seconds.
+        interrupted: whether the user has interrupted the run.
     """
 
     def __init__(
@@ -110,32 +116,32 @@ class PartiesHall:
         self.work: Work | None = None
         self._here: set[str] = set()
         self._ready: set[str] = set()
-        """Those who have begun the newest turn."""
+        """Parties that have begun the newest turn."""
         self._turn = 0
         self._target = 0
         self._under_way = False
-        """Whether a step has begun and is not over."""
+        """Whether a step has begun and is not finished."""
         self._question: Question | None = None
         self._asked = False
         self._answers: dict[str, Any] = {}
         self._check_answer: CheckAnswer = _anything
         self._returns: Counter[str] = Counter()
-        """How often each has come again since there was a new step."""
+        """Number of reconnects of each party since the last new step."""
         self._late: Counter[str] = Counter()
-        """Messages of each that were dropped."""
+        """Number of discarded messages of each party."""
         self._farthest = 0
-        """The most steps of the work that were made."""
+        """Maximum number of finished steps of the work so far."""
         self._since: dict[str, float] = {}
-        """Since when somebody is waited for."""
+        """Time since which each awaited party is awaited."""
         self._reasons: dict[str, str] = {}
         self._shown = 0.0
         for name in self.names:
             self._enters(name)
 
-    # What the learner asks for
+    # Interface for the learner
 
     def does(self, work: Work) -> None:
-        """Begins something else, from what all have kept of it."""
+        """Begin another work, from the state that all have saved."""
         self.work = work
         self._farthest = 0
         self._returns.clear()
@@ -143,10 +149,10 @@ class PartiesHall:
         self._anew()
 
     def reach(self, step: int) -> None:
-        """Until so many steps are made.
+        """Run until `step` steps are finished.
 
-        Raises PartyLostError, LossNotFiniteError, and KeyboardInterrupt where it is interrupted
-        while somebody is waited for.
+        Raises PartyLostError and LossNotFiniteError; KeyboardInterrupt if interrupted while a party
+        is disconnected.
         """
         assert self.work is not None
         self._target = step
@@ -155,9 +161,9 @@ class PartiesHall:
             self._moment()
 
     def ask(self, question: Question, check: CheckAnswer | None = None) -> dict[str, Any]:
-        """What all parties answer, by name. Raises as `reach` does.
+        """Return the answers of all parties, by name. Raises the errors of `reach`.
 
-        check: of an answer, by the name of a party and the question; raises ValueError.
+        check: called with a party's name, the question and the answer; raises ValueError.
         """
         self._question, self._answers, self._asked = question, {}, False
         self._check_answer = check or _anything
@@ -169,16 +175,16 @@ class PartiesHall:
         finally:
             self._question = None
 
-    # Who is there
+    # Connected parties
 
     def _moment(self) -> None:
         event = self.channels.next(MOMENT)
-        # Steps are short: an interrupt waits for the end of one, but not for who is gone.
+        # Steps are short: an interrupt waits for the end of a step, but not for a lost party.
         if len(self._here) < len(self.names) and self.interrupted():
             raise KeyboardInterrupt
         if event is not None:
             self._happens(event)
-        # Nobody is late whose message only waits to be heard; who comes and goes says nothing.
+        # After a message, more messages may be queued, so check timeouts after other events only.
         self._look(late=not isinstance(event, Said))
 
     def _happens(self, event: Event) -> None:
@@ -204,7 +210,10 @@ class PartiesHall:
         self._anew()
 
     def _look(self, late: bool) -> None:
-        """Who has been waited for long enough? late: whether that is asked now."""
+        """Update the display, and raise PartyLostError for a party beyond its deadline.
+
+        late: whether to check deadlines now.
+        """
         now = time.monotonic()
         if now - self._shown > PULSE:
             self._shown = now
@@ -216,7 +225,7 @@ class PartiesHall:
                 self._lost(name, f"said nothing for {lasts:g} s" if name in self._here else gone)
 
     def look(self) -> dict[str, Any]:
-        """Who is there and what is waited for, as terminals show it."""
+        """Return the connected and the awaited parties, for display."""
         awaited = self._awaited()
         now = time.monotonic()
         measuring = isinstance(self._question, Evaluate)
@@ -242,7 +251,7 @@ class PartiesHall:
         return [name for name in self.names if self._asked and name not in self._answers]
 
     def refuses(self, name: str, why: str) -> NoReturn:
-        """A party has said what cannot be: it hears so, and the run ends."""
+        """Reject a party that has sent an invalid message, and end the run."""
         reason = f"sent what cannot be: {why}"
         self.channels.turn_away(self.names.index(name), reason)
         self._lost(name, reason)
@@ -259,10 +268,10 @@ class PartiesHall:
         self._since.pop(name, None)
         self._send(name, Members(self.entrance.roster.to_json()))
 
-    # What is said
+    # Messages
 
     def _anew(self) -> None:
-        """Everybody goes back to what all have kept."""
+        """Send all parties back to the state that all have saved."""
         assert self.work is not None
         self._turn += 1
         self._ready.clear()
@@ -273,7 +282,7 @@ class PartiesHall:
             self._send(name, Resume(self._turn, step))
 
     def _goes_on(self) -> None:
-        """The next step, or the question, if all are there and nothing is under way."""
+        """Begin the next step or ask the question, if all are ready and no step is in progress."""
         assert self.work is not None
         if self._under_way or len(self._ready) < len(self.names):
             return
@@ -291,11 +300,11 @@ class PartiesHall:
             self._deals(name, frame)
         except NobodyError:
             raise
-        # What cannot be decoded, is not due, or has another shape than was agreed upon.
+        # A message that cannot be decoded, is not due, or does not have the agreed shape.
         except ValueError as error:
             self.refuses(name, str(error))
         except LossNotFiniteError as error:
-            # Parties are in the midst of the step: the newest that all have kept is what is kept.
+            # Parties are in the middle of the step: only the newest state that all saved is intact.
             error.intact = False
             raise
 
@@ -308,7 +317,7 @@ class PartiesHall:
         elif isinstance(frame, Resumed):
             self._resumes(name, frame)
         elif name not in self._ready:
-            # Of a turn before.
+            # A message of an earlier turn.
             self._late[name] += 1
             if self._late[name] > MOST_LATE:
                 raise FrameError(f"{MOST_LATE} messages came, and Resumed is due")

@@ -1,10 +1,10 @@
-"""Parties with different features over a network: the learner of whoever holds the labels.
+"""Learner of the holder of the labels in vertical split learning over a network.
 
-It is the server; where the labels are with a party, this process is that party, with its columns
-too. The others come to it. What it and they do is decided by the state machines of the simulation.
+The holder is the server; if a party has the labels, this process is that party, with its columns
+too. The other parties connect to it. The state machines are those of the simulation.
 
-Whenever this run writes a checkpoint, the parties write down what they know after the same step: a
-server that is killed, or a party, goes on from there by the same bits.
+Whenever this run writes a checkpoint, the parties save their state after the same step: a server or
+a party that is killed continues from there, with the same bits.
 """
 
 from __future__ import annotations
@@ -52,28 +52,28 @@ from dure.tasks.trained import trains_of
 from dure.tensors.buffers import passing_buffers
 
 PEOPLE = "people.tree"
-"""In the run folder: which rows the people have whom all parties know."""
+"""File in the run folder: the rows of the people whom all parties know."""
 
 ASKED = "asked.json"
-"""Likewise: digests of the lists of ids that were answered."""
+"""File in the run folder: digests of the lists of ids that were answered."""
 
 SECRET = "align.pem"
-"""Likewise, until all have aligned: the secret of this side."""
+"""File in the run folder, until all have aligned: the secret of this side."""
 
 
 def no_time(examples: int, back: bool) -> float:
-    """What takes time here takes it."""
+    """Return 0: over a network, computation takes real time."""
     return 0.0
 
 
 class Aligning:
-    """The alignment, as one step of `PartiesHall`. make: whoever has the labels, anew."""
+    """The alignment, as a single step of `PartiesHall`. make: returns a new `AlignedHolder`."""
 
     def __init__(self, make: Callable[[], AlignedHolder]) -> None:
         self._make = make
         self.holder = make()
         self._aligned: set[str] = set()
-        """Who has written it down."""
+        """Parties that have saved the alignment."""
 
     @property
     def done(self) -> int:
@@ -101,8 +101,10 @@ class Aligning:
 
 
 class Training:
-    """Steps of training. first: the holder, or the party that it is as well. parts: what is trained
-    here."""
+    """The steps of training.
+
+    first: the holder, or the party that is the holder too.
+    """
 
     def __init__(self, first: Holder | LabelParty, guarded: GuardedGradients) -> None:
         self.first = first
@@ -112,7 +114,7 @@ class Training:
         if isinstance(first, LabelParty):
             self.parts["head"] = first.party.part
         self.kept = self.now()
-        """What is known after the newest step that all have kept."""
+        """State after the newest step that all have saved."""
 
     @property
     def done(self) -> int:
@@ -123,7 +125,7 @@ class Training:
         return self.holder.awaited
 
     def now(self) -> dict[str, Any]:
-        """What is known now, as a tree."""
+        """Return the current state, as a tree."""
         return {
             "step": self.done,
             "parts": {name: part.kept() for name, part in self.parts.items()},
@@ -149,7 +151,15 @@ class Training:
 
 
 class ServedParties(Learner):
-    """Whoever holds the labels of a run."""
+    """Learner of the holder of the labels.
+
+    Args:
+        task: the task.
+        place: model, group and folder of this process.
+        seed: the run's seed.
+        plan: the plan of the run.
+        connect: opens the channels to the parties.
+    """
 
     unit = "step"
 
@@ -211,17 +221,20 @@ class ServedParties(Learner):
         self.elsewhere = self._elsewhere()
         self.step = 0
         self._durable = 0
-        """The step after which the newest checkpoint is."""
+        """Step of the newest checkpoint."""
         self._began = False
         self._over = False
 
     def _tells(self, text: str) -> None:
         self.place.report({"waiting": text})
 
-    # Who has what
+    # Alignment and parts
 
     def _all_rows(self, entrance: Entrance) -> Tensor:
-        """All people. Raises PartyLostError for a party that has others, as their number tells."""
+        """Return the rows of all people.
+
+        Raises PartyLostError for a party with another number of people.
+        """
         for place, number in enumerate(self.others):
             examples = entrance.hellos[place].examples
             if examples != len(self.train):
@@ -233,7 +246,7 @@ class ServedParties(Learner):
         return torch.arange(len(self.train))
 
     def _aligned(self, entrance: Entrance) -> Tensor:
-        """The rows of the people whom all know, in the order for all."""
+        """Return the rows of the people whom all know, in the common order."""
         folder = self.place.folder
         if folder is not None and (folder / PEOPLE).exists():
             kept: Tensor = read_tree(folder / PEOPLE)["rows"]
@@ -243,7 +256,7 @@ class ServedParties(Learner):
         known = plan.known(first, len(self.train), self.seed)
         ids = ids_of(self.task.train, plan.id_column)
         own = [ids[row] for row in known.tolist()]
-        # They load the library with the curve.
+        # Imported here because it loads the library of the elliptic curve.
         from dure.split.network.queries import Queries, secret_in
 
         secret_file = None if folder is None else folder / SECRET
@@ -259,7 +272,7 @@ class ServedParties(Learner):
                 self.hall.names,
                 own,
                 secret,
-                # Of ids that parties know anyway, it tells nothing: it may follow from the seed.
+                # The order covers only ids that all parties know, so it need not be secret.
                 order=plan.secret(first, self.seed),
                 limits=sizes,
                 asks=queries.ask,
@@ -270,7 +283,7 @@ class ServedParties(Learner):
         self.hall.does(aligning)
         self.hall.reach(1)
         rows = known[torch.tensor(aligning.holder.rows)]
-        # All parties have it on their disks by now.
+        # All parties have saved the alignment by now, so the secret can be deleted afterwards.
         if folder is not None:
             write_tree(folder / PEOPLE, {"rows": rows})
         if secret_file is not None:
@@ -282,7 +295,7 @@ class ServedParties(Learner):
         seed = self.seed
         names = [party(number) for number in range(self.parties)]
         others = self.hall.names
-        # A party that knew from what a defence draws could take its noise away again.
+        # Derived from the private key: a party that knew the seed could subtract the noise.
         drawn = self.channels.key.seed(f"defences of {self.channels.run}")
         labelled = relabelled(plan.defence, self.train, drawn)
         table = Table(labelled, rows, seed)
@@ -326,7 +339,7 @@ class ServedParties(Learner):
         return TrainedPart(part, self.model, self.task.optimizer, self.task.lr_schedule)
 
     def _elsewhere(self) -> list[str]:
-        """What the parties have of the model, by name."""
+        """Return the names of the model's weights and buffers that other parties have."""
         heads = [self.division.heads[number] for number in self.others]
         theirs = {id(piece.there) for head in heads for piece in head.pieces}
         theirs |= {id(buffer) for head in heads for buffer in head.module.buffers()}
@@ -339,13 +352,13 @@ class ServedParties(Learner):
         return self.flops
 
     def _take_up(self) -> None:
-        """Parties go back to what the newest checkpoint knows, before anything else."""
+        """Send the parties back to the state of the newest checkpoint, on the first call."""
         if not self._began:
             self._began = True
             self.hall.does(self.training)
 
     def advance(self, wish: int) -> Progress:
-        """One step of all parties on a batch of the people whom all know."""
+        """Run a step of all parties on a batch of the people whom all know."""
         self._take_up()
         self.hall.reach(self.step + 1)
         samples = len(self.batches.at(self.step))
@@ -360,7 +373,7 @@ class ServedParties(Learner):
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
-        """On the test data, of which each party has its columns."""
+        """Return the metrics on the test data, of which each party has its columns."""
         if self.test is None:
             return {}
         self._take_up()
@@ -378,7 +391,7 @@ class ServedParties(Learner):
         return {f"test_{name}": value for name, value in values_of.items()}
 
     def _test_activations(self, rows: Tensor) -> list[Tensor]:
-        """What leaves all heads for these rows of the test data, in the order of parties."""
+        """Return the output of all heads for these rows of the test data, in party order."""
         assert self.test is not None
         answers = self.hall.ask(Evaluate(int(rows[0]), len(rows)), self._check_evaluated)
         found: list[Tensor] = []
@@ -393,7 +406,7 @@ class ServedParties(Learner):
         return found
 
     def _check_evaluated(self, name: str, asked: Evaluate, answer: Evaluated) -> None:
-        """Raises ValueError for activations of test data that cannot be joined."""
+        """Raise ValueError for activations of test data that cannot be joined."""
         values = answer.values
         like = self.activations[int(name.removeprefix("party "))]
         wanted = (asked.count, *like.shape[1:])
@@ -404,10 +417,10 @@ class ServedParties(Learner):
             )
         check_bounded("activations of test data", [values])
 
-    # What is kept
+    # Checkpoints
 
     def weights(self) -> dict[str, Tensor]:
-        """Those of the tail, and of the head that is here."""
+        """Return the weights of the tail, and of this process's head if it has one."""
         self.division.store()
         state = self.model.state_dict()
         return {name: value for name, value in state.items() if name not in self.elsewhere}
@@ -424,7 +437,7 @@ class ServedParties(Learner):
         }
 
     def _all_keep(self) -> None:
-        """All parties write down what they know now."""
+        """Save the current state at all parties."""
         self._take_up()
         self.hall.reach(self.step)
         if self.training.kept["step"] != self.step:
@@ -452,7 +465,7 @@ class ServedParties(Learner):
         return self._meters
 
     def facts(self) -> dict[str, Any]:
-        """Who has what of the model, and of the people; who could learn what."""
+        """Return the facts of the run: parts of the model, people, and who could learn labels."""
         return facts_of(
             self.plan,
             self.division,

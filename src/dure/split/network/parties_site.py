@@ -1,8 +1,8 @@
 """A party of a run over a network: frames in, frames out.
 
-What it computes is the state machine's (`dure.split.parties.party`). Of its table it reads its own
-columns alone. What it knows after the steps to which all may have to come back is in its state
-folder, so that it may be killed at any moment.
+The state machine is `dure.split.parties.party`. The party reads only its own columns of its table.
+Its state folder has its state after the steps to which all may have to return, so that the process
+may be killed at any moment.
 """
 
 from __future__ import annotations
@@ -57,13 +57,22 @@ Event = Callable[[str, Mapping[str, object]], None]
 
 
 class PartySite:
-    """A party at work.
+    """A party over a network.
 
-    client: its number among those who join. train, test: tables of all columns, of which it reads
-    its own. folder: where it keeps what it knew; None keeps it in memory. event: hears of what
-    happens.
+    Args:
+        task: the task.
+        model: the model, of which the party trains its head.
+        train: table of all columns, of which the party reads its own.
+        test: likewise, of the test data; None without test data.
+        plan: the plan of the run.
+        client: number of the party among the parties that connect.
+        seed: the run's seed.
+        folder: folder of its state; None keeps the state in memory.
+        run: identifier of the run.
+        event: receives events for the log.
 
-    Raises ValueError for a task that the plan does not fit.
+    Raises:
+        ValueError: the plan does not fit the task.
     """
 
     def __init__(
@@ -93,14 +102,14 @@ class PartySite:
         self.columns = division.features[self.number]
         own = activations_of(division, inputs)[self.number]
         batch = len(train) if plan.batch_size is None else plan.batch_size
-        # Gradients of a batch, or the places of all people.
+        # The largest messages are the gradients of a batch, or the positions of all people.
         crossing = sizes.SLACK * own.nbytes * batch + 8 * len(train)
         self.most = sizes.largest_message(crossing, 0)
-        """Bytes of what the holder may say at once."""
+        """Maximum bytes of a message of the holder."""
         head = division.heads[self.number]
         self.part = TrainedPart(head, model, task.optimizer, task.lr_schedule)
         self.known = torch.arange(len(train))
-        """The rows of the people whom this party knows."""
+        """Rows of the people whom this party knows."""
         self.ids: list[Any] = []
         if plan.align:
             self.known = plan.known(self.number, len(train), seed)
@@ -108,24 +117,24 @@ class PartySite:
             self.ids = [ids[row] for row in self.known.tolist()]
         self._joins = plan.align and needs_two(model, train)
         self._kept: dict[int, dict[str, Any]] = {0: {"part": self.part.kept(), "memory": None}}
-        """What it knew after some steps, by their number."""
+        """State after some steps, by step."""
         self._aligning: AlignedParty | None = None
         self._queries: Queries | None = None
         self._secret: bytes | None = None
         self._rows: Tensor | None = None if plan.align else self.known
         self._party: Party | None = None
         self._resumed = False
-        """Whether the server has said on this channel where to begin."""
+        """Whether the server has sent the step to begin with on this channel."""
         self._accepted = 0
-        """Messages by which training or the alignment goes on."""
+        """Number of messages with progress in training or alignment."""
         self._measuring = (0, 0)
-        """How many measurements have begun, and the row with which the newest goes on."""
+        """Number of measurements so far, and the next row of the newest measurement."""
         self.limits = UNLIMITED
         self.patience = Patience(None)
         self._read_kept()
 
     def takes(self, hello: Hello, identity: Identity, limits: SiteLimits = UNLIMITED) -> None:
-        """As whom it comes to the server. limits: what the site allows."""
+        """Set the first message and the identity. limits: the limits of the site."""
         self.hello = hello
         self.identity = identity
         self.limits = limits
@@ -133,11 +142,11 @@ class PartySite:
 
     @property
     def at(self) -> str:
-        """What it is at, for errors."""
+        """Position in the run, for errors."""
         return "the start" if self._party is None else f"step {self._party.done + 1}"
 
     def talks(self, channel: Says) -> None:
-        """Until the channel ends, by the error that it raises."""
+        """Process messages until the channel raises an error."""
         self._resumed = False
         say(channel, self.hello, encode(self.hello))
         while True:
@@ -158,7 +167,7 @@ class PartySite:
             self._resume(frame.step)
             self._resumed = True
             return [Resumed(frame.turn)]
-        # It was meant for the process that was here before, of whose end nobody knew yet.
+        # Meant for an earlier process of this party, before the server noticed its end.
         if not self._resumed:
             return []
         if isinstance(frame, Keep):
@@ -181,7 +190,7 @@ class PartySite:
 
     @torch.no_grad()
     def _measured(self, asked: Evaluate) -> Tensor:
-        """What leaves the head for rows of the test data, in evaluation."""
+        """Return the head's output for rows of the test data, in evaluation."""
         until = asked.first + asked.count
         if self.test is None or not 0 <= asked.first < until <= len(self.test):
             has = "none" if self.test is None else f"{len(self.test)}"
@@ -196,9 +205,9 @@ class PartySite:
         return values.contiguous()
 
     def _check_measurement(self, first: int, until: int) -> None:
-        """Raises PolicyError for a measurement that the site does not take part in.
+        """Raise PolicyError for a measurement that the site's policy refuses.
 
-        What does not go on with the newest measurement begins another one.
+        Rows that do not continue the newest measurement begin another measurement.
         """
         assert self.test is not None
         begun, expected = self._measuring
@@ -223,7 +232,7 @@ class PartySite:
             return [Aligned()]
         return [one for _, one in said]
 
-    # Going back, and what it knew
+    # Rollback and saved state
 
     def _resume(self, step: int) -> None:
         if step == ALIGNS:
@@ -247,8 +256,8 @@ class PartySite:
         self._party.done = step
 
     def _begins_to_align(self) -> AlignedParty:
-        """The secret is this party's for the run: after a crash it sends the same points again."""
-        # They load the library with the curve.
+        """Return a new alignment with the run's secret, so that a restart sends the same points."""
+        # Imported here because it loads the library of the elliptic curve.
         from dure.split.network.queries import Queries, secret_in
 
         if self._queries is None:
@@ -260,7 +269,7 @@ class PartySite:
         )
 
     def _forgets_secret(self) -> None:
-        """All have aligned: nobody needs it any more, and nobody reads it later."""
+        """Delete the secret after the alignment, so that it cannot leak later."""
         self._secret = None
         if self.plan.align and self.folder is not None:
             (self.folder / self._key).unlink(missing_ok=True)
@@ -297,7 +306,7 @@ class PartySite:
                 (self.folder / self._file(step)).unlink(missing_ok=True)
 
     def export(self) -> None:
-        """Writes the head that it has in the end, for use alone, by the names of its own module."""
+        """Write the final head as a standalone file, with the names of its own module."""
         if self.folder is not None and self._party is not None:
             path = self.folder / f"head-{self.run}.safetensors"
             tensors = {name: one.detach() for name, one in self.part.module.state_dict().items()}
@@ -329,7 +338,7 @@ class PartySite:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Raises StateError for a file that is damaged."""
+    """Return the tree of a file. Raises StateError for a damaged file."""
     try:
         return read_tree(path)
     except RunFolderError as error:

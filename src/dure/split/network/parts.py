@@ -1,6 +1,6 @@
-"""A head and a tail of two files, over a network: what crosses, and parts in evaluation.
+"""A separate head and tail over a network: forms of the values, and evaluation.
 
-Neither side has anything of the other's but the form of what crosses.
+Each side has only the form of the other side's values.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dure.tasks.modes import in_mode
 
 
 class PartAtServer(AtServer):
-    """The tail. targets: the form of those of a batch, where the loss is here."""
+    """The tail. targets: form of a batch's targets, if the server computes the loss."""
 
     def __init__(self, part: ServerPart, targets: Form | None) -> None:
         self._part = part
@@ -54,7 +54,7 @@ class PartAtServer(AtServer):
         return Answer(tuple(flatten(found, "the tail")[1]))
 
     def _measures(self, outputs: Any, query: Query, form: Form) -> Answer:
-        """Adds a batch to what is measured here."""
+        """Add a batch to the server's measurement."""
         assert query.targets is not None
         form.check(query.targets, query.examples, "the client")
         if self._measurement is None:
@@ -72,7 +72,7 @@ class PartAtServer(AtServer):
 
 
 class PartAtClient(AtClient):
-    """The head, and the end where labels stay. arriving: the form of what the tail gives it."""
+    """The head, and in the U-shape the end. arriving: form of the tail's output for the end."""
 
     def __init__(self, part: ClientPart, arriving: Form | None) -> None:
         self._part = part

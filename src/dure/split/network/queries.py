@@ -1,10 +1,9 @@
-"""Lists of ids that others ask about in a run, and the secrets of an alignment: in files.
+"""Limit on the lists of ids that a run answers, and the secrets of an alignment, in files.
 
-Who sends points of ids that it guesses learns which of them the other side has. So each side
-answers one list of each other side in a run. The digest of a list is on the disk before it is
-answered: the bound holds when somebody comes again, and when this side is started anew. The same
-list may be sent again, as after a crash; it is the same one as long as its sender has its secret,
-which it keeps until all have aligned.
+A sender of points of guessed ids learns the other side's matching ids. So each side answers a
+single list of each other side in a run. The digest of a list is on disk before the list is
+answered: the limit holds across reconnects and restarts. The same list may be sent again, as after
+a crash; it stays the same list as long as its sender keeps its secret, until all have aligned.
 """
 
 from __future__ import annotations
@@ -19,11 +18,14 @@ from dure.record.disk import write_atomically
 from dure.wire.key_files import kept_in
 
 MOST = 1
-"""Lists of each sender that are answered in a run."""
+"""Maximum number of lists per sender that are answered in a run."""
 
 
 class Queries:
-    """Of one run. path: of the file; None keeps them in memory. most: lists of each sender."""
+    """Lists of ids that were answered in a run.
+
+    path: of the file; None keeps the digests in memory. most: maximum number of lists per sender.
+    """
 
     def __init__(self, path: Path | None, most: int = MOST) -> None:
         self.path = path
@@ -33,7 +35,7 @@ class Queries:
             self._asked = _read(path)
 
     def ask(self, sender: str, digest: bytes) -> None:
-        """Note a list that is about to be answered. Raises ValueError for one too many."""
+        """Record a list that is about to be answered. Raises ValueError beyond the limit."""
         lists = self._asked.setdefault(sender, [])
         if digest.hex() in lists:
             return
@@ -48,9 +50,9 @@ class Queries:
 
 
 def secret_in(path: Path | None) -> bytes:
-    """The secret of a file that only its owner may read; a new one where there is no file.
+    """Return the secret in an owner-only file; create the file with a new secret if there is none.
 
-    Raises ValueError for a file that is none.
+    Raises ValueError for a file without a secret.
     """
     if path is None:
         return X25519PrivateKey.generate().private_bytes_raw()

@@ -1,8 +1,8 @@
 """Split learning over a network: the server's learner.
 
-Its clients come to it; what they and it do is decided by the state machines of the simulation. What
-the server knows after every turn that counts lies in the run folder (`turn.tree`): a server that is
-killed goes on with the turn after it, by the same bits.
+Clients connect to the server; the state machines are those of the simulation. The server's state
+after every turn that counts is in the run folder (`turn.tree`): a server that is killed continues
+with the turn after it, with the same bits.
 """
 
 from __future__ import annotations
@@ -57,11 +57,19 @@ from dure.tasks.trained import trains_of
 from dure.tensors.buffers import load_passing_buffers, load_weights, passing_buffers
 
 TURN = "turn.tree"
-"""In the run folder: what the server knew after the newest turn that counts."""
+"""File in the run folder: the server's state after the newest turn that counts."""
 
 
 class ServedLearner(Learner):
-    """The server of a run."""
+    """Learner of the server.
+
+    Args:
+        task: the task.
+        place: model, group and folder of this process.
+        seed: the run's seed.
+        plan: the plan of the run.
+        connect: opens the channels to the clients.
+    """
 
     unit = "round"
     where = "server"
@@ -104,7 +112,7 @@ class ServedLearner(Learner):
             steps=[plan.local_epochs * one.steps_per_epoch for one in epochs],
             examples=[one.examples for one in epochs],
         )
-        # Where clients hand it on themselves, their head is none of the server's business.
+        # If clients pass heads to each other, the server must not know the initial head.
         known = self.heads is not None and not plan.rules.hands
         head = self.heads.own() if self.heads is not None and known else None
         tail = self.tails.own()
@@ -139,13 +147,13 @@ class ServedLearner(Learner):
         self._before = 0.0
         self._clock = time.perf_counter()
         self._began = False
-        """Whether this process has done anything yet."""
+        """Whether this process has looked for a newer state than the checkpoint."""
 
     def _hosted(self, train: Examples) -> tuple[float, Hosted]:
-        """Operations of a step, and what the network has to know of the run."""
+        """Return the FLOPs of a step, and the network's settings of the run."""
         plan = self.plan
         if isinstance(self.task, TailTask):
-            # What a step costs depends on heads that are elsewhere.
+            # The cost of a step depends on heads that the server does not have.
             threads = torch.get_num_threads()
             return math.inf, Hosted(plan.clients, self.seed, None, threads)
         typical = max(1, len(train) // plan.clients)
@@ -156,7 +164,7 @@ class ServedLearner(Learner):
         return flops, Hosted(plan.clients, self.seed, trains, threads_for(flops))
 
     def _check_hello(self, hello: Hello) -> None:
-        """Raises ValueError for a client that cannot take part, by what it says of itself."""
+        """Raise ValueError for a client whose `Hello` does not fit the run."""
         if self.plan.batch_size is None and hello.examples > MOST_BATCH:
             raise ValueError(
                 f"it says that it has {hello.examples:,} examples, which are one batch, and a "
@@ -172,15 +180,15 @@ class ServedLearner(Learner):
                 check_extent(decoded(form))
 
     def _joins(self, hellos: Mapping[int, Hello]) -> bool:
-        """Whether some part of the model cannot train on one example alone."""
+        """Return whether a part of the model cannot train on a single example."""
         if any(hello.joins for hello in hellos.values()):
             return True
         form = hellos[min(hellos)].form
-        # Clients with the whole model have looked at all of it.
+        # Clients with the whole model have checked all of it.
         return bool(form) and needs_two(self.model, MadeUp(decoded(form)))
 
     def _most(self, hellos: Mapping[int, Hello], train: Examples, largest: int) -> int:
-        """Bytes of a client's message, at the most: of what the cut and the largest batch need."""
+        """Return the maximum bytes of a client's message, from the cut and the largest batch."""
         examples = max(largest, self.task.eval_batch_size)
         divided = self.ends.divided
         if divided is not None:
@@ -194,7 +202,7 @@ class ServedLearner(Learner):
         return largest_message(crossing, said_bytes(hellos))
 
     def _sample(self, train: Examples) -> Examples:
-        """Some examples, by which the model is traced."""
+        """Return some examples, by which the model is traced."""
         sample = train if len(train) else self.test
         if sample is None:
             raise ValueError(
@@ -212,7 +220,7 @@ class ServedLearner(Learner):
     # The run
 
     def advance(self, wish: int) -> Progress:
-        """One round: every client that is there trains its local epochs."""
+        """Run a round: every connected client trains its local epochs."""
         self._take_up()
         wished = 0
 
@@ -221,7 +229,7 @@ class ServedLearner(Learner):
             wished = self.place.wish() & ~CHECKPOINT
             return bool(wished & STOP)
 
-        # A server that was killed may have had all of it, and not said so yet.
+        # A server killed after the round's last turn has finished the round already.
         whole = self._is_complete or self.hall.round(self.round, ends)
         if whole:
             self.round += 1
@@ -229,11 +237,11 @@ class ServedLearner(Learner):
         samples = self.server.samples
         self.server.losses = []
         self.server.samples = 0
-        # What is said of them now is not said again by a run that goes on from the checkpoint.
+        # A run resumed from the checkpoint must not report these losses again.
         self.server.keep()
         counted = math.fsum(count for _, count in steps)
-        # The clients keep what they knew after their last turns, and no more: neither side can
-        # come back to an earlier round.
+        # Clients keep only the state after their last turns, so that neither side can return to an
+        # earlier round: write a checkpoint after each round.
         kept = CHECKPOINT if self.place.folder is not None else 0
         return Progress(
             loss=mean_over(math.fsum(loss * count for loss, count in steps), counted),
@@ -245,7 +253,7 @@ class ServedLearner(Learner):
 
     @property
     def _elapsed(self) -> float:
-        """Seconds of the run, in all processes that have served it."""
+        """Seconds of the run, over all processes that have served it."""
         return self._before + time.perf_counter() - self._clock
 
     def ended(self, reason: str) -> None:
@@ -254,15 +262,15 @@ class ServedLearner(Learner):
                 self.hall.final(self.order.head)
             self.channels.over("the run is over")
 
-    # What is kept
+    # Checkpoints
 
     def _kept(self) -> None:
-        """Writes down what the server knows now."""
+        """Save the server's current state."""
         if self.place.folder is not None:
             write_tree(self.place.folder / TURN, self.state())
 
     def _take_up(self) -> None:
-        """What was written down after the newest checkpoint, by a server that was killed."""
+        """Load a newer state than the checkpoint's, if an earlier server process was killed."""
         if self._began or self.place.folder is None:
             return
         self._began = True
@@ -282,13 +290,16 @@ class ServedLearner(Learner):
 
     @property
     def _is_complete(self) -> bool:
-        """Whether the round that is next is done."""
+        """Whether the next round is finished already."""
         order = self.order
         return order.over and order.round == self.round and order.begun > 0
 
     def evaluate(self) -> dict[str, float]:
-        """By the server where it has the head; else by the client that has the newest one, on that
-        one's test data."""
+        """Return the metrics of the newest model.
+
+        The server measures if it has the head; else the client with the newest head measures, on
+        its own test data.
+        """
         self._load()
         if self.ends.divided is not None and self._knows_head:
             compression = self.plan.compression
@@ -301,17 +312,17 @@ class ServedLearner(Learner):
 
     @property
     def _knows_head(self) -> bool:
-        """Whether the newest head comes to the server, and it can compute with it."""
+        """Whether the newest head comes to the server, and the server has the head's code."""
         return self.plan.rules.returns and self.heads is not None
 
     def _load(self) -> None:
-        """The newest head and tail into the model, as far as the server has them."""
+        """Copy the newest head and tail into the model, as far as the server has them."""
         if self._knows_head and self.heads is not None and self.order.head is not None:
             self.heads.take(self.order.head)
         self.tails.take(self.order.tails[0].own)
 
     def weights(self) -> dict[str, Tensor]:
-        """The whole model's where the server knows the head; else those of the tail."""
+        """Return the weights of the whole model, or of the tail for an unknown head."""
         self._load()
         state = self.model.state_dict()
         return {name: value for name, value in state.items() if name not in self.elsewhere}
@@ -379,7 +390,7 @@ class ServedLearner(Learner):
         return self._meters
 
     def facts(self) -> dict[str, Any]:
-        """Where the model was cut, how much of it each side has, and who could learn what."""
+        """Return the facts of the run: cuts, sizes of the parts, and leakage."""
         facts = self.ends.facts(self._meters[1:])
         facts["split"] |= self.account.facts()
         return facts

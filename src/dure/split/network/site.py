@@ -1,8 +1,8 @@
 """A client of a run over a network: frames in, frames out.
 
-What it computes is the state machine's (`dure.split.client`). Here its head is sealed for the next
-client and opened where it comes, and what it knew after its newest turns is written down before the
-server hears that it has ended one, so that it may be killed at any moment.
+The state machine is `dure.split.client`. This module encrypts the head for the next client and
+decrypts a received head. The state after the newest turns is on disk before the server is notified
+of the end of a turn, so that the process may be killed at any moment.
 """
 
 from __future__ import annotations
@@ -54,8 +54,17 @@ from dure.wire.signatures import Key
 
 
 class Identity:
-    """The keys of a client. own: what it says of itself to all others. known: others, by number, of
-    whom its user knows the keys; None: nobody has been asked."""
+    """Keys of a client.
+
+    Args:
+        key: signature key.
+        box: encryption key.
+        own: its entry in the roster.
+        run: identifier of the run.
+        pinned: the roster that was accepted first.
+        known: public keys or fingerprints of other clients that the user knows, by number; None:
+            not given.
+    """
 
     def __init__(
         self,
@@ -74,7 +83,7 @@ class Identity:
         self.known = known
 
     def takes(self, roster: bytes) -> Roster:
-        """Raises RosterError for one that is not the first, or not signed, or has a stranger."""
+        """Return the roster. Raises RosterError if it is changed, unsigned, or has unknown keys."""
         return self.pinned.take(Roster.from_json(roster), self.own, known=self.known)
 
     def member(self, number: int) -> Member:
@@ -82,37 +91,36 @@ class Identity:
         return self.pinned.roster.member(number)
 
     def seals(self, turn: int, receiver: int, frame: Frame) -> Tensor:
-        """A frame that only one client can read."""
+        """Return a frame encrypted for the client `receiver`."""
         about = About(self.run, turn, self.own.number, receiver)
         sealed = seal(encode(frame), to=self.member(receiver), identity=self.key, about=about)
         return torch.frombuffer(sealed, dtype=torch.uint8)
 
     def opens(self, turn: int, sender: int, content: Tensor) -> Frame:
-        """The inverse. Raises SealError for what is not from that client, for this one."""
+        """Return the decrypted frame. Raises SealError unless `sender` sealed it for the client."""
         about = About(self.run, turn, sender, self.own.number)
         sealed: Any = content.numpy()
         return decode(unseal(sealed, box=self.box, sender=self.member(sender), about=about))
 
 
 class AtClient(ABC):
-    """What a client computes for evaluations, with its newest head."""
+    """Interface to the client's part in evaluation, with its newest head."""
 
     @abstractmethod
     def query(self, inputs: Any, targets: Any, examples: int, of: int) -> Query:
-        """What the server is sent of a batch; of: how many examples are measured in all."""
+        """Return the query for a batch; of: total number of examples that are measured."""
 
     @abstractmethod
     def outputs(self, answer: Answer, inputs: Any, examples: int) -> Any:
-        """What the model gives, of what the server has made of that; None where the server measures
-        it."""
+        """Return the model's output from the server's answer; None if the server measures."""
 
 
 @dataclass(frozen=True)
 class Working:
-    """A client at work.
+    """State machine of a client, with the checks around it.
 
-    checked: the client, whose server's messages are checked. names: of the weights of its head, and
-    of its buffers. most: bytes of what the server may say at once.
+    checked: the client with checks of its server's messages. names: of the weights of its head, and
+    of its buffers. most: maximum bytes of a message of the server.
     """
 
     checked: CheckedClient
@@ -128,11 +136,11 @@ class Working:
 
 @dataclass(frozen=True)
 class SiteLimits:
-    """What a site allows its server, by its policy.
+    """Limits of a site for its server, from its policy.
 
-    largest_gradient: the norm of the gradients of a batch; None: by those before. give_up: seconds
-    for which it waits where nothing goes on. refusal(round, examples): why a model is not
-    measured, empty where it may be, and then it counts.
+    largest_gradient: maximum norm of a batch's gradients; None: by the gradients before. give_up:
+    timeout in seconds without progress. refusal(round, examples): returns the reason against a
+    measurement, or "" and counts the measurement.
     """
 
     largest_gradient: float | None = None
@@ -144,10 +152,19 @@ UNLIMITED = SiteLimits()
 
 
 class Site:
-    """A client of a run. folder: where it keeps what it knew; None keeps it in memory.
+    """A client of a run.
 
-    makes: the client at work, given what the server says of the run. model: of which it has a part.
-    event: hears of what happens. limits: what the site allows.
+    Args:
+        task: the task.
+        identity: its keys.
+        makes: returns the client's state machine, given the server's `Members`.
+        model: the model, of which the client has a part.
+        test: its test data; None without test data.
+        hello: its first message.
+        group: group for the sums of a measurement.
+        folder: folder of its state; None keeps the state in memory.
+        event: receives events for the log.
+        limits: the limits of the site.
     """
 
     def __init__(
@@ -191,17 +208,16 @@ class Site:
 
     @property
     def at(self) -> str:
-        """What it is at, for errors."""
+        """Position in the run, for errors."""
         return f"round {self._round + 1}"
 
     def talks(self, channel: Says) -> None:
-        """Until the channel ends, by the error that it raises."""
+        """Process messages until the channel raises an error."""
         say(channel, self.hello, encode(self.hello))
         greeted = False
         while True:
             frame = decode(channel.next(self.patience.left if greeted else None))
-            # What the server says before it has noticed that this client came anew is for the one
-            # that it was.
+            # Messages before Members are for an earlier process of this client.
             greeted = greeted or isinstance(frame, Members)
             if not greeted:
                 continue
@@ -232,16 +248,19 @@ class Site:
         return self._trains(SERVER, frame)
 
     def _takes_head(self, sealed: Sealed) -> list[Frame]:
-        """Train with the head of another client; where it cannot be, say so and wait."""
+        """Train with the head of another client; refuse an invalid head and wait."""
         try:
             return self._trains(client(sealed.peer), self._opened(sealed))
-        # It was damaged by the sender, or on the way: this client can go on.
+        # The head was damaged by its sender or in transit: this client can continue.
         except HeadError as error:
             self.event("waiting", {"why": str(error)})
             return [HeadRefused(sealed.turn, str(error))]
 
     def _opened(self, sealed: Sealed) -> Handed:
-        """Raises HeadError for what is no head that the other client has sealed for this turn."""
+        """Return the decrypted head.
+
+        Raises HeadError unless the other client encrypted a head for this turn.
+        """
         try:
             handed = self.identity.opens(sealed.turn, sealed.peer, sealed.content)
         except (SealError, FrameError) as error:
@@ -260,7 +279,7 @@ class Site:
 
     @contextmanager
     def _as_drawn(self) -> Iterator[None]:
-        """Examples may draw as they are read, from generators that go on afterwards as before."""
+        """Context manager: restores the random generators if reading examples uses them."""
         before = generators_state() if self.machine.examples.draws else None
         yield
         if before is not None:
@@ -282,8 +301,7 @@ class Site:
             self.event("training", {"round": message.round})
 
     def _check_given(self, head: Own) -> None:
-        """Raises ReceivedError for a head of the server's own where it is to have none, and for one
-        of another model."""
+        """Raise ReceivedError for a head that the server must not send, or of another model."""
         if not self.working.checked.rules.returns:
             raise ReceivedError(
                 "the server sends a head of its own, and heads do not reach it in this run"
@@ -293,7 +311,7 @@ class Site:
     # Evaluation
 
     def _measures(self, measure: Measure, channel: Says) -> Measured:
-        """The model with the newest head, of which the server computes its part, on test data."""
+        """Return the metrics of the newest model on test data; the server computes its part."""
         if measure.head is not None:
             self._check_given(measure.head)
         if self.test is None:
@@ -319,7 +337,7 @@ class Site:
         return Measured(measure.round, finite)
 
     def _outputs(self, examples: int, inputs: Any, targets: Any, channel: Says) -> Any:
-        """What the model gives for these, of which the server computes a part."""
+        """Return the model's output for a batch; the server computes its part."""
         at_client = self.working.at_client
         assert self.test is not None
         query = at_client.query(inputs, targets, examples, len(self.test))
@@ -329,10 +347,10 @@ class Site:
             raise StateError(f"the server was asked to compute, and says {type(answer).__name__}")
         return at_client.outputs(answer, inputs, examples)
 
-    # What it knew after its newest turns
+    # Saved state
 
     def export(self) -> None:
-        """Writes the head that it has in the end, for use alone."""
+        """Write the final head as a standalone file."""
         if self.folder is None or self._working is None:
             return
         newest = self.machine.after(max(self.machine.kept)).own
@@ -343,7 +361,7 @@ class Site:
         self.event("head", {"path": str(path)})
 
     def _write_kept(self) -> None:
-        """Writes down what is new, and forgets what the server will not come back to."""
+        """Save new states, and delete states to which the server cannot return."""
         kept = self.machine.kept
         if self.folder is None or kept.keys() == self._written:
             return

@@ -1,12 +1,12 @@
-"""How large a message of split learning can be: both sides bound what they receive by it.
+"""Maximum size of a message of split learning, by which both sides limit received messages.
 
-    values at the cuts     bytes an example, times those of the largest batch in training or
-                           evaluation; times `SLACK`, since examples of evaluation may be larger
-    a head                 its weights and buffers, and `STATES` times the weights for what an
-                           optimizer remembers
+    values at the cuts     bytes an example, times the largest batch in training or evaluation;
+                           times `SLACK`, since examples of evaluation may be larger
+    a head                 its weights and buffers, and `STATES` times the weights for the state
+                           of an optimizer
     anything else          `MARGIN`
 
-The number holds before a byte of a message is stored (`dure.worlds.network.frame_limits`).
+The limit is enforced before a byte of a message is stored (`dure.worlds.network.frame_limits`).
 """
 
 from __future__ import annotations
@@ -25,41 +25,40 @@ from dure.split.sides import Side
 MARGIN = 1 << 20
 SLACK = 4
 VARIES = 16
-"""Times that a value may be larger than the one that was looked at, where only one dimension is
-known: as long texts are."""
+"""Allowed ratio of a value's size to the size in the trial, as for texts of varying length."""
 
 STATES = 16
 
 UNKNOWN_HEAD = 1 << 30
-"""Bytes of a head of which nobody has said how large it is: clients of earlier versions."""
+"""Assumed bytes of a head of unstated size: clients of earlier versions."""
 
 
 def largest_message(crossing: float, head: int) -> int:
-    """Return the bytes that a message may have.
+    """Return the maximum bytes of a message.
 
-    crossing: of what crosses the cuts. head: of a head's weights and buffers.
+    crossing: bytes of the values at the cuts. head: bytes of a head's weights and buffers.
     """
     return MARGIN + math.ceil(max(crossing, (1 + STATES) * head))
 
 
 def crossing_of_cut(cut: CutModel, examples: int, targets: int = 0) -> float:
-    """Return the most bytes that cross the cuts of a model for so many examples.
+    """Return the maximum bytes of the values at the cuts of a model for `examples` examples.
 
-    targets: bytes of those of an example, where they travel.
+    targets: bytes of an example's targets, if they are sent.
     """
     trace = cut.reference
     cuts = [
         sum(value.nbytes for value in values_at(cut, boundary, cut.examples))
         for boundary in range(cut.stages - 1)
     ]
-    # In evaluation the server may answer with what the model gives.
+    # In evaluation the server may answer with the model's output.
     ends = [node.meta.get("val") for node in trace.outputs if isinstance(node, fx.Node)]
     cuts.append(sum(one.nbytes for one in ends if isinstance(one, Tensor)))
     return SLACK * examples * (max(cuts) / cut.examples + targets)
 
 
 def crossing_of_forms(forms: Iterable[Form | None], examples: int) -> float:
-    """As `crossing_of_cut`, of what leaves parts that were written apart."""
+    """Return the maximum bytes of the values of separate parts; as `crossing_of_cut`."""
     return VARIES * sum(form.nbytes(examples)[0] for form in forms if form is not None)
 
 
@@ -74,7 +73,7 @@ def model_bytes(model: nn.Module) -> int:
 
 
 def said_bytes(hellos: Mapping[int, Hello]) -> int:
-    """Return the bytes of a head, as all clients say. Raises ValueError where they differ."""
+    """Return the bytes of a head, as all clients state. Raises ValueError if they differ."""
     first = min(hellos)
     for number, hello in hellos.items():
         if hello.head != hellos[first].head:

@@ -1,4 +1,4 @@
-"""Targets that clients send: the form of each of their leaves, by examples of the server."""
+"""Form of the targets that clients send, for each leaf, from the server's own examples."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from dure.tasks.known_losses import cross_entropy_of
 
 
 class Classes(NamedTuple):
-    """Class indices: 0 to `number` - 1, and one that the loss ignores."""
+    """Class indices: 0 to `number` - 1, and the index that the loss ignores."""
 
     number: int
     ignored: int
 
 
 class Leaf(NamedTuple):
-    """One leaf of the targets of a batch.
+    """Form of a leaf of a batch's targets.
 
-    dtype: of a tensor; None of what is none. dimensions, dim: of a tensor: how many, and which of
-    them counts examples, if one does. classes: where it has class indices.
+    dtype: of a tensor; None for a leaf that is not a tensor. dimensions: number of dimensions. dim:
+    the dimension that counts examples; None if there is none. classes: for class indices; else
+    None.
     """
 
     dtype: torch.dtype | None
@@ -35,7 +36,7 @@ class Leaf(NamedTuple):
     classes: Classes | None = None
 
     def check(self, given: Any, examples: int) -> None:
-        """Raise WrongError for anything else, of a batch of so many examples."""
+        """Raise WrongError for a leaf of another form, or for another number of examples."""
         if not isinstance(given, Tensor):
             if self.dtype is not None:
                 raise WrongError(f"a {type(given).__name__} came as a target, and not {self}")
@@ -68,7 +69,7 @@ class Leaf(NamedTuple):
 
 
 def leaves_of_examples(examples: Examples, classes: Classes | None) -> list[Leaf]:
-    """The leaves of the targets of some examples."""
+    """Return the forms of the leaves of the examples' targets."""
     few, many = (examples.batch(torch.arange(count) % len(examples))[1] for count in (1, 2))
     return [
         _leaf(one, other, classes)
@@ -87,7 +88,7 @@ def _leaf(few: Any, many: Any, classes: Classes | None) -> Leaf:
 
 
 def leaves_of_form(form: Form, classes: Classes | None) -> list[Leaf]:
-    """The leaves of targets of this form."""
+    """Return the leaves of targets of this form."""
     tensors: Sequence[Any] = form.tensors
     places = {id(one): place for place, one in enumerate(form.tensors)}
     found: list[Leaf] = []
@@ -96,16 +97,16 @@ def leaves_of_form(form: Form, classes: Classes | None) -> list[Leaf]:
             found.append(Leaf(None))
             continue
         dim = form.dim(places[id(leaf)])
-        # Its size counts examples only where one example is one place there.
+        # The size counts examples only if each example has a single index there.
         exact = dim is not None and leaf.few[dim] == form.few
         found.append(Leaf(dtype_of(leaf.dtype), len(leaf.few), dim if exact else None, classes))
     return found
 
 
 def classes_of(loss: Any, outputs: Sequence[tuple[int, ...] | None]) -> Classes | None:
-    """The classes of a cross-entropy of torch's; None of any other loss.
+    """Return the classes of torch's cross-entropy; None for any other loss.
 
-    outputs: the shapes of all leaves that the model gives.
+    outputs: the shapes of all leaves of the model's output.
     """
     known = cross_entropy_of(loss)
     if known is None or len(outputs) != 1 or not outputs[0]:

@@ -1,4 +1,4 @@
-"""What a run of parties tells of itself: who has what of the model, and who could learn what."""
+"""Facts of a vertical split learning run: parts of the model, and who could learn labels."""
 
 from __future__ import annotations
 
@@ -23,8 +23,17 @@ def facts_of(
     known: int,
     measured: Mapping[str, float],
 ) -> dict[str, Any]:
-    """activations: what leaves each head for one example. people: whom all know; known: whom a
-    party knows. measured: what the meters last said."""
+    """Return the facts that a run records: parts of the model, bytes per example, and leakage.
+
+    Args:
+        plan: the settings of the run.
+        division: the heads and the tail, with the columns of each party.
+        activations: output of each head for one example, in the order of parties.
+        batches: the batches of the run, for their size.
+        people: number of people whom all parties know.
+        known: number of people whom one party knows.
+        measured: newest values of the leakage meters, by metric.
+    """
     parties = zip(division.features, division.heads, activations, strict=True)
     return {
         "vertical": {
@@ -52,7 +61,7 @@ def facts_of(
 def _leakage(
     plan: PartiesPlan, activations: Sequence[Tensor], measured: Mapping[str, float]
 ) -> dict[str, Any]:
-    """The defence, who could learn what, and what the meters last said."""
+    """Return the defence, the exposure of labels and columns, and the values of the meters."""
     others = plan.others(len(activations))
     learning = [party(number) for number in others if activations[number].requires_grad]
     names = [party(number) for number in others]

@@ -1,10 +1,11 @@
-"""The gradients that leave the holder of the labels, as parties may see them.
+"""Defence of the gradients that leave the holder of the labels, per party.
 
-    concat    each party is sent gradients of its own, with noise of its own
-    sum       all are sent the same gradient, with the same noise: their mean tells no more
+    concat    each party receives its own gradients, with its own noise
+    sum       all parties receive the same gradient with the same noise, so that the mean over
+              parties reveals no more than a single copy
 
-So a defence holds for each party alone. Parties who pool what they are sent know more where
-activations are joined by concat: as the noise is drawn apart, the divergences of Marvell add up.
+The defence protects against each party alone. Parties that pool their gradients learn more if the
+join is concat: the noise of each party is independent, so the divergences of Marvell add up.
 
 A party that has the labels goes backward with the true gradients, and so does the tail.
 """
@@ -23,10 +24,10 @@ from dure.split.leakage.guard import Crossing, Guard
 
 
 class GuardedGradients:
-    """A defence at work for whoever has the labels.
+    """Defence that the holder of the labels applies to outgoing gradients.
 
-    others: the parties who have none. draws: from where the noise of a step for one of them is
-    drawn, which nobody else may know.
+    others: names of the parties without labels. join: "concat" or "sum". draws: `draws(name, step)`
+    returns the generator of the noise for a party at a step, which no other party may know.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class GuardedGradients:
     def gradients(
         self, gradients: Mapping[str, Tensor | None], targets: Any, step: int
     ) -> dict[str, Tensor | None]:
-        """Those of a batch, of all parties by name, as they leave; None stays None."""
+        """Return the outgoing gradients of a batch, by party; None stays None."""
         leaving = dict(gradients)
         if self.defence.guards != "gradients":
             return leaving
@@ -52,6 +53,7 @@ class GuardedGradients:
             own = gradients[name]
             if own is None:
                 continue
+            # With a sum all parties have the same gradient: independent noise would average out.
             if seen is None or not self.shares_one:
                 (seen,) = guard.gradients([own], targets, step)
             leaving[name] = seen.to(own.dtype)
@@ -59,11 +61,11 @@ class GuardedGradients:
 
     @property
     def memory(self) -> dict[str, Memory]:
-        """What the defence remembers, by party."""
+        """State of the defence, by party."""
         return {name: guard.memory for name, guard in self._guards.items()}
 
     def remember(self, memory: Mapping[str, Memory]) -> None:
-        """The inverse of `memory`."""
+        """Restore the state that `memory` returned."""
         for name, guard in self._guards.items():
             guard.memory = memory[name]
 
@@ -75,7 +77,7 @@ def _guard(defence: Defence, name: str, draws: Callable[[str, int], torch.Genera
 def activations_guard(
     defence: Defence, number: int, label_party: int | None, seed: int
 ) -> Guard | None:
-    """The defence of what leaves the head of a party; None where nothing is guarded there."""
+    """Return the defence of the output of a party's head; None if the defence does not guard it."""
     if defence.guards != "activations" or number == label_party:
         return None
     return Guard(

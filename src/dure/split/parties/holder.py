@@ -1,13 +1,13 @@
-"""The holder of the labels: the tail of the model, and which step it is.
+"""Holder of the labels: trains the tail of the model and counts the steps.
 
     begin         ->  Step to every party
     Activations   ->  from all: joined in the order of parties, forward, loss, backward, one step of
                       the tail's optimizer, ActivationGradients to each
 
-It is the server, or a party that has features too (`LabelParty`).
+The holder is the server, or a party that has features too (`LabelParty`).
 
-No I/O: messages in, messages out, `now` is an argument. It shares nothing with the parties but
-messages, and knows of each its name and what leaves its head.
+The holder does no I/O: messages in, messages out, and `now` is an argument. Parties and holder
+share nothing but messages. The holder knows the name of each party and the form of its activations.
 """
 
 from __future__ import annotations
@@ -40,12 +40,20 @@ from dure.tasks.loss_shares import CountedLoss
 
 
 class Holder:
-    """Of the labels of all people.
+    """State machine of the holder of the labels.
 
-    parties: what leaves the head of each, by its name, in the order in which activations are
-    joined. targets: of these rows, at a step. seed: from which the tail draws. seconds: how long so
-    many examples take in the tail, forward or backward. guarded: the defence of the gradients that
-    leave; None where there is none.
+    Args:
+        name: name of the holder.
+        parties: form of the activations of each party, by name, in the order of the join.
+        part: the tail and its optimizer.
+        join: "concat" or "sum".
+        targets: `targets(rows, step)` returns the targets of these rows.
+        batches: rows of each step.
+        losses: the loss of the task.
+        seed: seed of the random numbers of the tail.
+        seconds: `seconds(examples, backward)` returns the duration of a pass through the tail.
+        busy: the compute time of the holder's machine.
+        guarded: defence of the outgoing gradients; None without a defence.
     """
 
     def __init__(
@@ -75,9 +83,9 @@ class Holder:
         self.busy = busy
         self.guarded = guarded
         self.done = 0
-        """Steps that it has made."""
+        """Number of finished steps."""
         self.loss: tuple[float, float] = (0.0, 0.0)
-        """(mean, what it counts) of the newest step."""
+        """(mean loss, count) of the newest step; no example counts if the count is 0."""
         self._came: dict[str, Activations] = {}
 
     @property
@@ -89,23 +97,26 @@ class Holder:
 
     @property
     def awaited(self) -> list[str]:
-        """Whose activations have not come yet."""
+        """Names of the parties whose activations have not arrived yet."""
         return [name for name in self.parties if name not in self._came]
 
     def drop(self) -> None:
-        """The step that has begun will not be made."""
+        """Abort the current step and discard its activations."""
         self._came = {}
 
     def begin(self, now: float) -> list[Envelope]:
-        """The next step begins."""
+        """Return the messages that begin the next step."""
         return [(name, Step(self.done)) for name in self.parties]
 
     def receive(self, sender: str, message: Message, now: float) -> list[Envelope]:
-        """What it says to a message.
+        """Process a message and return the replies.
 
-        Raises ValueError for one that is not due or has not the shape that was agreed upon,
-        CutNotANumberError and LossNotFiniteError. What is refused before it is joined changes
-        nothing.
+        A message that is refused before the join changes nothing.
+
+        Raises:
+            ValueError: the message is not due, or its shape or dtype is not the agreed one.
+            CutNotANumberError: activations or gradients contain NaN.
+            LossNotFiniteError: the loss is not finite, or activations make gradients too large.
         """
         if sender not in self.parties or not isinstance(message, Activations):
             raise ValueError(f"{self.name} is told {type(message).__name__} by {sender}")
@@ -120,10 +131,10 @@ class Holder:
         return self._train(examples, now) if len(self._came) == len(self.parties) else []
 
     def _check(self, sender: str, message: Activations, examples: int) -> None:
-        """Raises the errors of `receive` for activations that cannot be joined."""
+        """Raise the errors of `receive` for activations that cannot be joined."""
         values = message.values
         shape, dtype = self.leaving[sender]
-        # Also the dtype: joined with others, another one would be converted without a word.
+        # torch.cat and add would convert another dtype silently, so the dtype is checked too.
         if tuple(values.shape) != (examples, *shape) or values.dtype != dtype:
             raise ValueError(
                 f"{sender} sends activations of shape {list(values.shape)} and {values.dtype}, and "
@@ -133,7 +144,7 @@ class Holder:
             raise CutNotANumberError("activations", sender, f"step {message.step + 1}")
 
     def _train(self, examples: int, now: float) -> list[Envelope]:
-        # In the order of parties, whoever came first: the sum has the same bits.
+        # Joined in the order of parties, not of arrival, so that the sum has the same bits.
         came = [self._came[name] for name in self.parties]
         self._came = {}
         step = self.done
@@ -142,7 +153,7 @@ class Holder:
         seed_generators(self.seed, "party", step, len(self.parties))
         with torch.enable_grad():
             inputs = joined(values, self.join)
-            # The tail may compute in place, which a tensor that gets gradients cannot bear.
+            # The tail may compute in place, which autograd forbids for a leaf with gradients.
             inputs = inputs.clone() if inputs is values[0] else inputs
             outputs = self.part.module(inputs)
             found = self.losses.mean(outputs, targets, examples)
@@ -170,13 +181,12 @@ class Holder:
         return self.busy.work(seconds, said, now)
 
     def _are_bounded(self, gradients: Mapping[str, Tensor | None]) -> bool:
-        """Whether no gradient of the tail, or of activations, is absurd."""
+        """Return whether no gradient of the tail or of the activations exceeds `GRADIENT`."""
         own = [one.grad for one in self.part.module.parameters()]
         return largest([*own, *gradients.values()]) <= GRADIENT
 
     def _blamed(self, came: Sequence[Activations]) -> str:
-        """Whose activations, infinite or absurd, have made the loss what it is; the holder where
-        nobody's have."""
+        """Return the parties whose activations exceed `GRADIENT`; else the holder's name."""
         bad = [
             name
             for name, one in zip(self.parties, came, strict=True)
@@ -186,9 +196,10 @@ class Holder:
 
 
 class LabelParty:
-    """A party that has the labels as well: what the two say to each other, no message carries.
+    """A party that also has the labels: pairs a `Party` with the `Holder` on the same machine.
 
-    They compute on one machine, so they share their `Busy`.
+    Messages between the two are delivered locally. The two share one `Busy`, as one machine
+    computes both.
     """
 
     def __init__(self, party: Party, holder: Holder) -> None:
@@ -206,15 +217,15 @@ class LabelParty:
         return self._within(self.holder.tick(now), now)
 
     def begin(self, now: float) -> list[Envelope]:
-        """The next step begins."""
+        """Return the messages that begin the next step."""
         return self._within(self.holder.begin(now), now)
 
     def receive(self, sender: str, message: Message, now: float) -> list[Envelope]:
-        """What it says to a message of another party."""
+        """Process a message of another party and return the replies."""
         return self._within(self.holder.receive(sender, message, now), now)
 
     def _within(self, said: list[Envelope], now: float) -> list[Envelope]:
-        """Hands on what the two say to each other; what they say to others."""
+        """Deliver local messages between party and holder; return the messages to other parties."""
         others: list[Envelope] = []
         while said:
             name, message = said.pop(0)

@@ -1,4 +1,4 @@
-"""What parties with different features and the one with the labels say to each other.
+"""Messages between the parties and the holder of the labels in vertical split learning.
 
 A step, to and from every party:
 
@@ -6,13 +6,13 @@ A step, to and from every party:
     party -> holder    Activations of its columns of the batch
     holder -> party    ActivationGradients
 
-The holder is the server, or the party that has the labels. Which examples a batch has follows from
-the step's number: all shuffle by the seed that they agreed upon. So a step tells no rows, and its
-payload is the activations and their gradients.
+The holder is the server, or the party that has the labels. The rows of a batch follow from the
+step's number, as all shuffle by the agreed seed. So a step sends no row numbers: its payload is the
+activations and their gradients.
 
-A message is numbers and tensors, and tells its kind by a tag: it can be written down and read in
-another process. What the holder knows of a party is its name and the `Leaving` of its head, and a
-party knows the holder's name.
+A message consists of numbers and tensors and has a tag for its type, so that another process can
+decode it. The holder knows the name of each party and the `Leaving` of its head; a party knows the
+holder's name.
 """
 
 from __future__ import annotations
@@ -25,25 +25,28 @@ from torch import Tensor
 
 
 def party(number: int) -> str:
-    """The name of a party."""
+    """Return the name of a party."""
     return f"party {number}"
 
 
 class Leaving(NamedTuple):
-    """What leaves a head for one example, as the holder is told before the first step."""
+    """Shape and dtype of a head's output for one example, agreed before the first step."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
 class Step(msgspec.Struct, frozen=True, tag=True):
-    """The batch of this step, counted from 0, is next."""
+    """Announces the next step; `number` counts from 0."""
 
     number: int
 
 
 class Activations(msgspec.Struct, frozen=True, tag=True):
-    """values: (B, q, ...). trains: whether the head wants their gradients."""
+    """Activations of a party for a batch.
+
+    values: shape (B, q, ...). trains: whether the head needs their gradients.
+    """
 
     step: int
     values: Tensor
@@ -51,7 +54,10 @@ class Activations(msgspec.Struct, frozen=True, tag=True):
 
 
 class ActivationGradients(msgspec.Struct, frozen=True, tag=True):
-    """values: as the activations; None where the loss does not depend on them."""
+    """Gradients of the activations of a step.
+
+    values: shape of the activations; None if the loss does not depend on them.
+    """
 
     step: int
     values: Tensor | None
@@ -59,4 +65,4 @@ class ActivationGradients(msgspec.Struct, frozen=True, tag=True):
 
 Message = Step | Activations | ActivationGradients
 Envelope = tuple[str, Message]
-"""(to whom, what)."""
+"""(receiver, message)."""

@@ -1,16 +1,16 @@
-"""Meters in a simulated run of parties: what each of them could guess, and the holder of each.
+"""Leakage meters in a simulated vertical run: the attacks of each party, and of the holder.
 
-They stand before the holder of the labels, one for each party that has none, and read what comes
-and what leaves. Batches are put together until there are 128 examples; each such window is measured
-and dropped, and its numbers go into the history of the step that has closed it:
+The meters observe the messages to and from the holder of the labels, with a meter for each party
+without labels. Batches are collected into windows of 128 examples. Each window is measured and
+discarded, and its values go into the history of the step that completed the window:
 
-    norm_leak_auc, direction_leak_auc    labels, from the gradients that the party is sent
-    cluster_leak_auc                     labels, from what leaves its own head
-    distance_correlation                 of its columns and what leaves its head: what the holder
-                                         could make of it
+    norm_leak_auc, direction_leak_auc    labels, from the gradients that the party receives
+    cluster_leak_auc                     labels, from the output of the party's own head
+    distance_correlation                 between the party's columns and the output of its head:
+                                         the information that the holder has about the columns
 
-Of a party they end with its name, as in norm_leak_auc_party_1; without it, it is the most that is
-told of all of them.
+The metric of a party ends with its name, as in norm_leak_auc_party_1. The metric without a party is
+the maximum over parties.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from dure.split.leakage.meter import LeakMeter
 from dure.split.parties.messages import ActivationGradients, Activations
 
 Held = Callable[[str, int], tuple[Tensor, Tensor]]
-"""held(party, step): the rows of its batch in the task's data, and its columns of them."""
+"""held(party, step): the rows of a batch in the task's data, and the party's columns of them."""
 
 
 class PartyMeters:
-    """Of a run. parties: the names of those who have no labels.
+    """Leakage meters of a run.
 
-    labels: of all examples, int64 of shape (n,); None where there are none.
+    parties: names of the parties without labels. labels: of all examples, int64 of shape (n,); None
+    if the task has no class labels.
     """
 
     def __init__(
@@ -42,22 +43,22 @@ class PartyMeters:
         self.held = held
         self._meters = {name: LeakMeter(labels, classes, crossing, crossing) for name in parties}
         self.latest: dict[str, float] = {}
-        """The newest numbers, by name."""
+        """Newest values, by metric."""
 
     def came(self, sender: str, message: Activations) -> None:
-        """What has left the head of a party."""
+        """Record the output of a party's head."""
         if sender in self._meters:
             rows, columns = self.held(sender, message.step)
             self._meters[sender].smashed([message.values], rows, [columns])
 
     def left(self, name: str, message: ActivationGradients) -> None:
-        """What a party is sent for it."""
+        """Record the gradients that a party receives."""
         if name in self._meters and message.values is not None:
             rows, _ = self.held(name, message.step)
             self._meters[name].gradients([message.values], rows)
 
     def numbers(self) -> dict[str, float]:
-        """What was measured in a step, which is over."""
+        """Return the values measured in the finished step, by metric."""
         most: dict[str, float] = {}
         of_parties: dict[str, float] = {}
         for party, meter in self._meters.items():
@@ -69,19 +70,19 @@ class PartyMeters:
         return found
 
     def state(self) -> dict[str, Any]:
-        """What they need to go on after a step."""
+        """Return the state for a checkpoint after a step."""
         windows = {name: meter.state() for name, meter in self._meters.items()}
         return {"windows": windows, "latest": dict(self.latest)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """The inverse of `state`."""
+        """Restore a `state`."""
         self.latest = dict(state["latest"])
         for name, meter in self._meters.items():
             meter.restore(state["windows"][name])
 
 
 class Metered:
-    """The holder of the labels, with meters before it."""
+    """Wrapper around the holder of the labels that passes its messages to the meters."""
 
     def __init__(self, holder: Node, meters: PartyMeters) -> None:
         self.holder = holder

@@ -1,4 +1,4 @@
-"""Models that parties with different features train together, and how they are divided.
+"""Models for vertical split learning, and their division among parties.
 
     VerticalModel    tail(join(head_1(x_1), ..., head_P(x_P))),  x_p the columns of party p
                      join: the activations one after another (concat), or their sum
@@ -6,8 +6,9 @@
     a linear layer   x W^T + b = sum_p x_p W_p^T + b,  W_p the columns of W that belong to party p:
     of all columns   the heads are linear, the join is their sum, and the tail begins with b
 
-A division is by the model's parts, not by a trace of it, so that a party needs the code of its own
-part alone. Undivided, either is an ordinary module, which every other system trains.
+The division goes by the model's modules, not by a trace of the model, so that a party needs the
+code of its own part alone. Each undivided model is an ordinary module, which every other system
+trains.
 """
 
 from __future__ import annotations
@@ -28,18 +29,18 @@ from dure.tasks.modes import in_mode
 
 Join = Literal["concat", "sum"]
 Columns = tuple[int, ...]
-"""The numbers of the columns that a party has, counted from 0."""
+"""Numbers of the columns of a party, counted from 0."""
 
 
 class VerticalModel(nn.Module):
-    """tail(join(heads of their own columns)).
+    """Model tail(join(heads of their own columns)) for vertical split learning.
 
     heads: a module for each party, from its columns (B, n_p, ...) to its activations (B, q_p, ...).
-    tail: from the joined activations to the outputs. join: "concat" puts them one after another in
-        dimension 1; "sum" adds them up, and they have one shape.
-    features: the columns of each party, counted from 0; several parties may know the same.
+    tail: from the joined activations to the outputs. join: "concat" concatenates the activations in
+        dimension 1; "sum" adds them up, and they must have the same shape.
+    features: the columns of each party, counted from 0; several parties may know the same column.
 
-    Raises ValueError where these do not go together.
+    Raises ValueError if join is unknown, or if heads and features have different lengths.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class VerticalModel(nn.Module):
         check_columns(self.features)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """inputs: all columns, (B, n, ...)."""
+        """Return the outputs. inputs: all columns, (B, n, ...)."""
         parts = zip(self.heads, self.features, strict=True)
         outputs: Tensor = self.tail(
             joined([head(select(inputs, own)) for head, own in parts], self.join)
@@ -73,9 +74,9 @@ class VerticalModel(nn.Module):
 
 
 def joined(activations: Sequence[Tensor], join: str) -> Tensor:
-    """The activations of all parties as what the tail is called with.
+    """Return the joined activations of all parties, the input of the tail.
 
-    Raises ValueError for a sum of different shapes, which would be spread over each other.
+    Raises ValueError for a sum of different shapes, which would broadcast.
     """
     if join == "concat":
         return torch.cat(list(activations), 1)
@@ -86,17 +87,17 @@ def joined(activations: Sequence[Tensor], join: str) -> Tensor:
 
 
 def select(inputs: Tensor, columns: Columns) -> Tensor:
-    """These columns of (B, n, ...)."""
+    """Return these columns of inputs of shape (B, n, ...)."""
     first = columns[0]
     last = columns[-1]
-    # Mostly they lie side by side: a view, and nothing that a trace has to be told of.
+    # Contiguous columns, the usual case, need a view only and no index tensor in a trace.
     if columns == tuple(range(first, last + 1)):
         return inputs[:, first : last + 1]
     return inputs[:, list(columns)]
 
 
 def check_columns(features: Sequence[Columns]) -> None:
-    """Raises ValueError for a party without columns, or with one that is none or is named twice."""
+    """Raise ValueError for a party without columns, an invalid column, or a repeated column."""
     for number, own in enumerate(features):
         if not own:
             raise ValueError(f"party {number} has no columns: name one at least")
@@ -109,9 +110,9 @@ def check_columns(features: Sequence[Columns]) -> None:
 
 @dataclass(frozen=True)
 class Piece:
-    """A parameter of a part, and where it is in the model.
+    """A parameter of a part and the corresponding parameter of the model.
 
-    columns: which of its columns, where the part has not the whole of it.
+    columns: columns of the model's parameter that the part has; None if it has all.
     """
 
     here: nn.Parameter
@@ -119,18 +120,18 @@ class Piece:
     columns: Columns | None = None
 
     def cut(self, whole: Tensor) -> Tensor:
-        """Its part of something that has the shape of the parameter there, as a copy."""
+        """Return a copy of the part's columns of a tensor of the model's shape."""
         return whole.clone() if self.columns is None else whole[:, list(self.columns)].clone()
 
     @torch.no_grad()
     def load(self) -> None:
-        """The model's values into the part."""
+        """Copy the model's values into the part."""
         if self.here is not self.there:
             self.here.copy_(self.cut(self.there))
 
     @torch.no_grad()
     def store(self) -> None:
-        """The part's values into the model."""
+        """Copy the part's values into the model."""
         if self.here is not self.there:
             assert self.columns is not None
             self.there[:, list(self.columns)] = self.here
@@ -138,20 +139,20 @@ class Piece:
 
 @dataclass(frozen=True)
 class Part:
-    """What one party has of the model: a module, and where its parameters are in the model."""
+    """Part of the model at one party: a module, and its parameters' counterparts in the model."""
 
     module: nn.Module
     pieces: list[Piece] = field(default_factory=list)
 
     @staticmethod
     def whole(module: nn.Module) -> Part:
-        """A part that is a module of the model."""
+        """Return a part that is a module of the model."""
         return Part(module, [Piece(one, one) for one in module.parameters()])
 
 
 @dataclass(frozen=True)
 class Division:
-    """A model by its parts: a head for each party, and the tail."""
+    """Division of a model into a head for each party and the tail."""
 
     heads: list[Part]
     tail: Part
@@ -159,12 +160,12 @@ class Division:
     features: list[Columns]
 
     def load(self) -> None:
-        """The model's values into the parts."""
+        """Copy the model's values into the parts."""
         for piece in self._pieces():
             piece.load()
 
     def store(self) -> None:
-        """The parts' values into the model."""
+        """Copy the parts' values into the model."""
         for piece in self._pieces():
             piece.store()
 
@@ -173,11 +174,11 @@ class Division:
 
     @property
     def cuts_parameters(self) -> bool:
-        """Whether parties have parts of one parameter."""
+        """Whether several parties share the columns of one parameter."""
         return any(piece.columns is not None for piece in self._pieces())
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """What the parts compute one after another."""
+        """Return the output of heads, join and tail."""
         parts = zip(self.heads, self.features, strict=True)
         outputs: Tensor = self.tail.module(
             joined([head.module(select(inputs, own)) for head, own in parts], self.join)
@@ -186,7 +187,7 @@ class Division:
 
 
 class Together(nn.Module):
-    """The parts as a module that is called with all columns."""
+    """Module that runs all parts of a division on the inputs of all columns."""
 
     def __init__(self, division: Division) -> None:
         super().__init__()
@@ -200,12 +201,13 @@ class Together(nn.Module):
 def divide(
     model: nn.Module, inputs: object, features: Sequence[Columns], parties: int | None
 ) -> Division:
-    """The model by its parts.
+    """Divide the model into heads and a tail.
 
-    inputs: of an example, or of many. features: of each party; empty: as the model has them, or
-    equal parts. parties: how many there are; None says nothing.
+    inputs: of an example, or of many. features: the columns of each party; empty for the features
+    of the model, or else for equal parts. parties: expected number of parties; None for no
+    expectation.
 
-    Raises ValueError for a model or inputs that cannot be divided so.
+    Raises ValueError for a model or inputs that cannot be divided.
     """
     if not isinstance(inputs, Tensor) or inputs.ndim < 2:
         raise ValueError(
@@ -239,7 +241,7 @@ def _by_parts(model: VerticalModel, features: Sequence[Columns]) -> Division:
 
 
 class _Rest(nn.Module):
-    """What comes behind x W^T: the bias, and the layers that follow."""
+    """Part behind x W^T: the bias, and the layers that follow."""
 
     def __init__(self, bias: nn.Parameter | None, layers: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -286,7 +288,7 @@ def _by_columns(
 
 
 def _linear_first(model: nn.Module) -> tuple[nn.Linear, list[nn.Module]]:
-    """The layer that weighs all columns, and those behind it. Raises ValueError for others."""
+    """Return the first linear layer and the layers behind it; raise ValueError for other models."""
     layers: list[nn.Module] = [model]
     if type(model) is LogisticRegression:
         layers = [model.linear]
@@ -305,7 +307,10 @@ def _linear_first(model: nn.Module) -> tuple[nn.Linear, list[nn.Module]]:
 
 
 def activations_of(division: Division, inputs: Tensor) -> list[Tensor]:
-    """What leaves each head, in evaluation mode. Raises ValueError where that cannot be joined."""
+    """Return the output of each head in evaluation mode.
+
+    Raises ValueError for outputs that cannot be joined.
+    """
     values: list[Tensor] = []
     for number, (head, columns) in enumerate(zip(division.heads, division.features, strict=True)):
         with in_mode(head.module, training=False):
@@ -322,13 +327,13 @@ def activations_of(division: Division, inputs: Tensor) -> list[Tensor]:
 
 
 def equal_parts(columns: int, parties: int) -> list[Columns]:
-    """Columns side by side, as equally many for each party as there can be."""
+    """Return contiguous columns for each party, as equal in number as possible."""
     bounds = [number * columns // parties for number in range(parties + 1)]
     return [tuple(range(a, b)) for a, b in pairwise(bounds)]
 
 
 def _check_plain(module: nn.Module) -> None:
-    """Raises ValueError for hooks, which parts would not call."""
+    """Raise ValueError for a module with hooks, which its parts would not call."""
     if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
         raise ValueError(
             f"{type(module).__name__} has hooks, which its parts would not call: take them away"

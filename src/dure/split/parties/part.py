@@ -1,4 +1,4 @@
-"""A part of the model at work: its optimizer, its schedule, and what it keeps."""
+"""A part of the model with its optimizer and its learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 
 class TrainedPart:
-    """A part with an optimizer of its own, of the part's parameters alone.
+    """A part with its own optimizer, over the part's parameters alone.
 
-    model: of which it is a part; the part's own module, where nobody here has more of it.
-    optimizer, schedule: as a task has them.
+    model: the model that the part belongs to; the part's own module if this process has no more of
+    it. optimizer, schedule: as in a task.
     """
 
     def __init__(
@@ -38,20 +38,20 @@ class TrainedPart:
         self.rates = Rates(self.optimizer, schedule)
 
     def update(self, step: int) -> None:
-        """One step of the optimizer by the gradients that are there."""
+        """Step the optimizer with the accumulated gradients, then clear them."""
         self.rates.at(step)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
     def state(self) -> dict[str, Any]:
-        """What its optimizer remembers."""
+        """Return the state of the optimizer."""
         return self.optimizer.state_dict()
 
     def restore(self, state: Mapping[str, Any]) -> None:
         load_optimizer(self.optimizer, state)
 
     def kept(self) -> dict[str, Any]:
-        """All that it has learned, as a tree of copies."""
+        """Return copies of parameters, buffers and optimizer state, to roll back with `back`."""
         return {
             "values": {name: one.clone() for name, one in self._values().items()},
             "optimizer": copy.deepcopy(self.state()),
@@ -59,7 +59,7 @@ class TrainedPart:
 
     @torch.no_grad()
     def back(self, kept: Mapping[str, Any]) -> None:
-        """The inverse of `kept`."""
+        """Restore the copies that `kept` returned."""
         for name, one in self._values().items():
             write(one, kept["values"][name])
         self.optimizer.zero_grad(set_to_none=True)
@@ -70,12 +70,12 @@ class TrainedPart:
 
 
 def _optimizer(pieces: list[Piece], model: nn.Module, make: MakeOptimizer) -> Optimizer:
-    # It is made of all parameters, for a user's function may group them by their places.
+    # Made of all parameters, as a user's function may group parameters by their positions.
     optimizer = make(list(model.parameters()))
     mine = {id(piece.there): piece.here for piece in pieces}
     for group in optimizer.param_groups:
         group["params"] = [mine[id(one)] for one in group["params"] if id(one) in mine]
-    # Some optimizers make their state when they are made.
+    # Some optimizers, such as Adagrad, create their state in the constructor.
     made = dict(optimizer.state)
     optimizer.state.clear()
     for piece in pieces:

@@ -1,10 +1,10 @@
-"""A party: its columns of everybody's examples, and the head for them. It sees no label.
+"""A party of vertical split learning: trains a head on its columns, and has no labels.
 
     Step                  ->  the head's activations of the batch
     ActivationGradients   ->  backward, one step of the head's optimizer
 
-No I/O: messages in, messages out, `now` is an argument. It shares nothing with the others but
-messages, and knows nothing of them but the holder's name.
+The party does no I/O: messages in, messages out, and `now` is an argument. The party shares nothing
+but messages with the others, and knows the holder's name alone.
 """
 
 from __future__ import annotations
@@ -33,15 +33,21 @@ from dure.split.tensor_forms import form_of
 from dure.tensors.backward import backward_from
 
 Read = Callable[[Tensor, int], Tensor]
-"""read(rows, step): the columns of a party of the people in these rows."""
+"""read(rows, step): the columns of a party for the people in these rows."""
 
 
 class Party:
-    """Party `number`. holder: of the labels.
+    """State machine of party `number`.
 
-    batches: of the rows of people, in the order that all know. seed: from which it draws; a secret
-    of its own will do. seconds: how long so many examples take in its head, forward or backward.
-    guard: the defence of what leaves the head; None where there is none.
+    Args:
+        number: number of the party, counted from 0.
+        holder: name of the holder of the labels.
+        part: the head and its optimizer.
+        read: reads the party's columns.
+        batches: rows of each step, in the order that all parties share.
+        seed: seed of the random numbers of the head; may be secret.
+        seconds: `seconds(examples, backward)` returns the duration of a pass through the head.
+        guard: defence of the outgoing activations; None without a defence.
     """
 
     def __init__(
@@ -66,11 +72,11 @@ class Party:
         self.guard = guard
         self.busy = Busy()
         self.bound: GradientBound | None = None
-        """Of gradients that come from another machine; None where nobody else sends them."""
+        """Limit on gradients from another machine; None for gradients of the same process."""
         self.done = 0
-        """Steps that it has made."""
+        """Number of finished steps."""
         self._sent: Tensor | None = None
-        """What it has sent and got no gradients for, with its graph."""
+        """Activations, with their graph, whose gradients are pending; None if there are none."""
 
     @property
     def wake(self) -> float:
@@ -80,15 +86,17 @@ class Party:
         return self.busy.tick(now)
 
     def drop(self) -> None:
-        """The step that has begun will not be made."""
+        """Abort the current step and discard its activations."""
         self._sent = None
 
     def receive(self, sender: str, message: Message, now: float) -> list[Envelope]:
-        """What it says to a message.
+        """Process a message and return the replies. A refused message changes nothing.
 
-        Raises ValueError for one that is not due or has not the shape of what was sent, and
-        CutNotANumberError; ReceivedError for gradients beyond the bound. What is refused changes
-        nothing.
+        Raises:
+            ValueError: the message is not due, or its shape or dtype is not that of the
+                activations.
+            CutNotANumberError: the gradients contain NaN.
+            ReceivedError: the gradients exceed the bound.
         """
         if sender == self.holder and isinstance(message, Step):
             return self._forward(message, now)
@@ -104,13 +112,13 @@ class Party:
             )
         rows = self.batches.at(message.number)
         inputs = self.read(rows, message.number)
-        # Of its own: no other party knows what it draws.
+        # The seed is the party's own, so no other party knows its random numbers.
         seed_generators(self.seed, "party", message.number, self.number)
         with torch.enable_grad():
             self._sent = values = self.part.module(inputs)
         if self.guard is not None:
             self.guard.sent([inputs], [values])
-        # In the layout in which they arrive elsewhere.
+        # Contiguous, as the values arrive after transport: the same layout gives the same bits.
         said = Activations(message.number, values.detach().contiguous(), values.requires_grad)
         return self.busy.work(self.seconds(len(rows), False), [(self.holder, said)], now)
 
@@ -125,13 +133,13 @@ class Party:
         self._sent = None
         if gradients is not None:
             backward_from([(sent, gradients)])
-        # Also where nothing came: schedules go on.
+        # Also without gradients, so that the learning-rate schedule advances.
         self.part.update(message.step)
         self.done += 1
         return self.busy.work(self.seconds(len(sent), True), [], now)
 
     def _gradients(self, sent: Tensor, message: ActivationGradients) -> Tensor | None:
-        """With which the head goes backward; None where it does not."""
+        """Return the gradients for the head's backward pass; None without a backward pass."""
         gradients = message.values
         if gradients is not None:
             if gradients.shape != sent.shape or gradients.dtype != sent.dtype:

@@ -1,4 +1,4 @@
-"""What a run of parties with different features is to be, before anybody lives."""
+"""Plan of a vertical split learning run, before any node exists."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dure.split.parties.model import Columns
 
 @dataclass(frozen=True)
 class PartiesPlan:
-    """The fields are those of `VerticalSplit`, features as columns."""
+    """Settings of a run; the fields are those of `VerticalSplit`, with features as columns."""
 
     features: tuple[Columns, ...]
     parties: int | None
@@ -34,32 +34,32 @@ class PartiesPlan:
 
     @property
     def holder(self) -> str:
-        """The name of whoever holds the labels."""
+        """Name of the holder of the labels."""
         return SERVER if self.label_party is None else party(self.label_party)
 
     def others(self, parties: int) -> list[int]:
-        """Which of so many parties have no labels."""
+        """Return the numbers of the parties without labels, out of `parties` parties."""
         return [number for number in range(parties) if number != self.label_party]
 
     def known(self, number: int, people: int, seed: int) -> Tensor:
-        """Whom somebody knows, and in which order these are kept there: rows of the task's data.
+        """Return the people whom a participant knows, as rows of the task's data in its own order.
 
-        number: of a party, or how many there are for the server.
+        number: of a party, or the number of parties for the server.
         """
         lost = round(self.missing * people)
         order = torch.randperm(people, generator=generator(seed, "people", number))
         return order[lost:]
 
     def secret(self, number: int, seed: int) -> bytes:
-        """The secret of somebody who aligns, as a function of the seed, as all of a simulation."""
+        """Return the 32-byte alignment secret of a participant, derived from the run's seed."""
         drawn = torch.randint(256, (32,), generator=generator(seed, "secret", number))
         return bytes(drawn.tolist())
 
 
 def ids_of(examples: Examples, id_column: int | None) -> Sequence[Any]:
-    """What names each person.
+    """Return the id of each person.
 
-    Raises ValueError where nothing does, or something names two.
+    Raises ValueError if there are no ids, or if two people have the same id.
     """
     if id_column is not None:
         column = _column(examples, id_column)

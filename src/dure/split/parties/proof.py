@@ -1,4 +1,4 @@
-"""Whether parts compute what the undivided model computes, tried on one batch."""
+"""Check that the parts compute the same values as the undivided model, on one batch."""
 
 from __future__ import annotations
 
@@ -16,16 +16,27 @@ from dure.split.parties.model import Columns, divide
 from dure.tasks.loss_shares import CountedLoss
 
 _ROUNDINGS = 1e4
-"""How many roundings of the largest value the two may be apart: sums are added in another order."""
+"""Tolerance in roundings of the largest value, as sums are added in another order."""
 
 
 def prove(
     task: Task, model: nn.Module, features: Sequence[Columns], parties: int | None, examples: int
 ) -> Proof | None:
-    """Runs the parts and the undivided model, one after another, forward and backward.
+    """Compare the parts with the undivided model in one forward and backward pass.
 
-    Raises ValueError where they differ. The model stays as it is. None where the task gives one and
-    the same model, of which there is no copy.
+    Args:
+        task: the task.
+        model: the model, which is not changed.
+        features: columns of each party; empty for the model's own.
+        parties: expected number of parties; None for no expectation.
+        examples: number of examples of the trial.
+
+    Returns:
+        The proof; None if the task returns the same model object each time, so that there is no
+        copy to compare with.
+
+    Raises:
+        ValueError: the two differ.
     """
     started = time.perf_counter()
     whole = another(model, task, 0)
@@ -53,7 +64,7 @@ def _compare(
     inputs, targets = train.batch(torch.arange(min(examples, len(train))))
     losses = CountedLoss(task.loss, train)
     division = divide(parted, inputs, features, parties)
-    # The same draws for both, in the same order of operations.
+    # Both draw the same random numbers, in the same order of operations.
     found: list[list[Tensor]] = []
     for forward in (whole, division.forward):
         seed_generators(0, "proof")
@@ -84,7 +95,7 @@ def _check_alike(what: str, one: Tensor, other: Tensor) -> None:
         return
     apart = float((one - other).abs().max())
     bound = _ROUNDINGS * torch.finfo(one.dtype).eps * max(float(one.abs().max()), 1.0)
-    # Not finite in both: that is the data's or the model's affair, and its first step says so.
+    # NaN in both compares False: data or model are at fault, and the first step reports the error.
     if apart > bound:
         raise ValueError(
             f"{what} of the parts are {apart:.2g} away from those of the undivided model: it does "

@@ -1,13 +1,14 @@
-"""Parties with different features under a virtual clock: the learner.
+"""Learner that simulates vertical split learning under a virtual clock.
 
-The holder of the labels and the parties are state machines without I/O, and what they compute is
-computed; only the time is made up. A device that trains n examples of the whole model in a second
-takes, for so many examples of a part with the share s of the model's operations,
+The holder of the labels and the parties are state machines without I/O. Their computation is real;
+only the time is virtual. A device that trains n examples of the whole model in a second takes, for
+a part with the share s of the model's operations,
 
     s / 3 · examples / n     forward            2 s / 3 · examples / n     backward
 
-So does a server, by a speed of its own. The points of an alignment take none; their bytes do. Each
-party has its own part of the model, its own columns, and its own optimizer.
+The server computes by the same formula with its own speed. The computation of an alignment takes no
+time; its messages do. Each party has its own part of the model, its own columns, and its own
+optimizer.
 """
 
 from __future__ import annotations
@@ -78,19 +79,19 @@ class PartiesLearner(Learner):
         self.parties = len(self.division.heads)
         names = [party(number) for number in range(self.parties)]
         self.others = [party(number) for number in plan.others(self.parties)]
-        """Those who have no labels."""
+        """Names of the parties without labels."""
         self.meters_ = [Meter(SERVER, is_worker=False)] if plan.label_party is None else []
         self.meters_ += [Meter(name) for name in names]
-        # The holder's first: it is the one that tells the facts.
+        # The holder's meter is first, because the holder records the facts.
         self.meters_.sort(key=lambda meter: meter.name != plan.holder)
         self.network = VirtualNetwork()
         self.rows = {n: torch.arange(len(self.train)) for n in range(self.parties + 1)}
-        """The row in the task's data of each person that all parties know, by whose data it is."""
+        """Rows of the people whom all know, by party; for the server at the number of parties."""
         if plan.align:
             self._align()
         people = self.rows[0].numel()
         self.examples = people
-        # Whom all know is found out only now: one who is left over joins the batch before.
+        # The number of common people is known only now. A last single example joins another batch.
         joins = plan.align and needs_two(self.model, self.train)
         self.batches = Batches(people, plan.batch_size, seed, joins=joins)
         self.units_per_epoch = self.batches.steps_per_epoch
@@ -101,7 +102,7 @@ class PartiesLearner(Learner):
         self.tail = self._trained(self.division.tail)
         self.heads = [self._trained(head) for head in self.division.heads]
         busy = Busy()
-        # With which labels everybody trains.
+        # The labels of the training, which the defence may have changed.
         self.labelled = relabelled(plan.defence, self.train, seed)
         self.guarded = GuardedGradients(plan.defence, self.others, self.division.join, self._noise)
         self.holder = Holder(
@@ -143,27 +144,27 @@ class PartiesLearner(Learner):
         self._live()
 
     def _table(self, number: int) -> Table:
-        """The examples of a party; of the server, whose number is how many there are."""
+        """Return the examples of a party, or of the server (number = number of parties)."""
         return Table(self.labelled, self.rows[number], self.seed)
 
     def _trained(self, part: Part) -> TrainedPart:
-        """A part with an optimizer of its own."""
+        """Return the part with its own optimizer."""
         return TrainedPart(part, self.model, self.task.optimizer, self.task.lr_schedule)
 
-    # What travels tells of more
+    # Defence and leakage
 
     def _noise(self, name: str, step: int) -> torch.Generator:
-        """From where the noise of a step is drawn, on the gradients for a party."""
+        """Return the generator of the noise on the gradients for a party at a step."""
         return generator(self.seed, "defence", self.others.index(name), step)
 
     def _leaks(self) -> PartyMeters:
-        """The meters, which know the true labels."""
+        """Return the meters, which know the true labels."""
         labels = class_labels(self.train)
         classes = 0 if labels is None else count_classes(self.train, labels)
         return PartyMeters(self.others, labels, classes, self._held)
 
     def _held(self, name: str, step: int) -> tuple[Tensor, Tensor]:
-        """The rows of a step's batch in the task's data, and a party's columns of them."""
+        """Return the rows of a step's batch in the task's data, and a party's columns of them."""
         people = self.batches.at(step)
         member = next(one for one in self.members if one.name == name)
         return self.rows[member.number][people], member.read(people, step)
@@ -171,7 +172,7 @@ class PartiesLearner(Learner):
     # The network
 
     def _add(self, name: str, number: int | None, node: Node) -> None:
-        """Someone begins to live; number: of the party, None for the server."""
+        """Add a node to the virtual network; number: of the party, None for the server."""
         speed = self.conditions.server_mbit * BYTES_PER_MBIT
         link = Link(out=speed, into=speed)
         if number is not None:
@@ -187,14 +188,14 @@ class PartiesLearner(Learner):
                 self._add(member.name, member.number, member)
 
     def _seconds(self, number: int | None, share: float, examples: int, back: bool) -> float:
-        """How long somebody takes for so many examples in a part."""
+        """Return the seconds of a forward or backward pass of a participant through its part."""
         speed = self.conditions.server_examples_per_second
         if number is not None:
             speed = self.conditions.devices.of(number, self.seed).examples_per_second
         return (2 if back else 1) / 3 * share * examples / speed
 
     def _align(self) -> None:
-        """Everybody's rows of the people whom all know, in the order for all."""
+        """Set each participant's rows to the people whom all know, in the common order."""
         plan = self.plan
         people = len(self.train)
         ids = ids_of(self.task.train, plan.id_column)
@@ -216,13 +217,13 @@ class PartiesLearner(Learner):
         for number, one in zip((first, *others), aligned, strict=True):
             assert one.rows is not None
             self.rows[number] = known[number][one.rows]
-        # The server's row of targets, whoever has them.
+        # The targets are always read at the server's number, even if a party has the labels.
         self.rows[self.parties] = self.rows[first]
         for meter in self.meters_:
             self.network.traffic(meter.name).tell(meter, 0.0, self.network.now)
 
     def _count(self, elapsed: float) -> None:
-        """Takes over what was sent, received and computed in the seconds of a step."""
+        """Add the bytes and the compute time of a step of `elapsed` seconds to the meters."""
         for meter in self.meters_:
             computed = self._computed(meter.name)
             self.network.traffic(meter.name).tell(meter, computed, elapsed)
@@ -233,7 +234,7 @@ class PartiesLearner(Learner):
         return self.flops
 
     def advance(self, wish: int) -> Progress:
-        """One step of all parties on a batch of the people whom all know."""
+        """Run a step of all parties on a batch of the people whom all know."""
         began = self.network.now
         self.network.send(self.plan.holder, self.first.begin(began))
         over = self.network.run(self._over, math.inf)
@@ -250,11 +251,11 @@ class PartiesLearner(Learner):
         )
 
     def _over(self) -> bool:
-        """Whether everybody has made the step, and has had the time for it."""
+        """Return whether all participants have finished the step, including its compute time."""
         return all(one.done > self.step and one.wake == math.inf for one in self.everybody)
 
     def _computed(self, name: str) -> float:
-        """Seconds that somebody has computed since this was asked last."""
+        """Return the seconds that a participant has computed since the last call."""
         for one in self.everybody:
             if one.name == name:
                 seconds = one.busy.computed
@@ -262,10 +263,10 @@ class PartiesLearner(Learner):
                 return seconds
         return 0.0
 
-    # What is kept
+    # Evaluation and checkpoints
 
     def evaluate(self) -> dict[str, float]:
-        # The parts themselves: so do parties who are apart, by the same bits.
+        # Evaluates the parts, as parties in separate processes do, so that the bits agree.
         return evaluate(self.task, Together(self.division), self.test, self.group, self.step)
 
     def weights(self) -> dict[str, Tensor]:
@@ -305,7 +306,7 @@ class PartiesLearner(Learner):
         return self.meters_
 
     def facts(self) -> dict[str, Any]:
-        """Who has what of the model, and of the people; who could learn what."""
+        """Return the facts of the run: parts of the model, people, and who could learn labels."""
         return facts_of(
             self.plan,
             self.division,
@@ -318,7 +319,7 @@ class PartiesLearner(Learner):
 
 
 def _shares(division: Division, inputs: Tensor, activations: Sequence[Tensor]) -> list[float]:
-    """The share of each part in the operations of the model, as counted for these inputs."""
+    """Return the share of each part in the model's operations, counted for these inputs."""
     given = [select(inputs, columns) for columns in division.features]
     given.append(joined([value.detach() for value in activations], division.join))
     parts = [*division.heads, division.tail]

@@ -1,4 +1,4 @@
-"""The examples that somebody has, of the people whom all parties know, in the order for all."""
+"""Examples of a participant, for the people whom all parties know, in the common order."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from dure.split.parties.party import Read
 
 
 class Table:
-    """Of one party, or of the holder of the labels.
+    """Examples of a party, or of the holder of the labels.
 
-    rows: the row in `examples` of each person that all know. seed: from which transforms of a
-    dataset draw what they draw for one worker.
+    rows: the row in `examples` of each person whom all know. seed: seed of the transforms of a
+    dataset.
     """
 
     def __init__(self, examples: Examples, rows: Tensor, seed: int) -> None:
@@ -26,9 +26,9 @@ class Table:
         self.seed = seed
 
     def reader(self, columns: Columns) -> Read:
-        """Reads these columns of some people."""
+        """Return a function that reads these columns of given people."""
         if type(self.examples) is Examples:
-            # All that a party ever has.
+            # Select once: the party needs no other columns or rows.
             own = select(self.examples.inputs, columns)[self.rows]
             return lambda people, step: own.index_select(0, people)
 
@@ -39,7 +39,7 @@ class Table:
         return read
 
     def targets(self, people: Tensor, step: int) -> Any:
-        """The targets of some people."""
+        """Return the targets of these people."""
         rows = self.rows[people]
         if type(self.examples) is Examples:
             return tree_map(lambda leaf: leaf.index_select(0, rows), self.examples.targets)

@@ -1,1 +1,1 @@
-"""A federation over a network: a server, and clients that come and go."""
+"""Federation over a network: a server, and clients that join and leave at any time."""

@@ -1,8 +1,8 @@
-"""The federation's clock: seconds, which pass only while the server is up.
+"""Federation clock: seconds that pass only while the server is up.
 
-The coordinator's `now`. It is logged with every event, and goes on from the last logged time when
-the server comes back; then it stands for one more back-off period, so that no deadline passes
-before the clients have noticed that they can answer. It never runs back.
+The clock is the coordinator's `now`. The server logs the time of every event. A restarted server
+continues from the last logged time, and first stops the clock for a backoff period, so that no
+deadline passes before the clients have found the server again. The clock never runs backwards.
 """
 
 from __future__ import annotations
@@ -13,36 +13,36 @@ from collections.abc import Callable
 
 
 class Clock:
-    """Stands at `start` until it is told to run.
+    """Clock that stands at `start` until `run`.
 
-    monotonic: seconds by any clock that does not run back.
+    `monotonic` returns seconds of a clock that does not run backwards.
     """
 
     def __init__(self, start: float = 0.0, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._monotonic = monotonic
         self._lock = threading.Lock()
         self._at = self._shown = start
-        """The time at `_since`, on the other clock; from then on this one runs."""
+        """Time of this clock at `_since` on the other clock; this clock runs from then on."""
         self._since = float("inf")
 
     def now(self) -> float:
-        """Seconds of the federation. Any thread may ask."""
+        """Return the seconds on the federation's clock. Safe for several threads."""
         with self._lock:
             return self._now(self._monotonic())
 
     def begin_at(self, at: float) -> None:
-        """Stands at `at`, the last logged time, or where it is if that is later."""
+        """Stop at `at`, the last logged time, or at the present time if that is later."""
         with self._lock:
             here = self._now(self._monotonic())
             self._at = max(at, here)
             self._since = float("inf")
 
     def run(self) -> None:
-        """From here on time passes, unless it does already or is held."""
+        """Start the clock, unless it runs or is stopped by `hold`."""
         self.hold(0.0)
 
     def hold(self, seconds: float) -> None:
-        """Stands still for `seconds` from here, or as long as it was to anyway; then it runs."""
+        """Stop for `seconds` from now, or until the end of the current stop if later; then run."""
         with self._lock:
             there = self._monotonic()
             at = self._now(there)
@@ -51,6 +51,6 @@ class Clock:
             self._since = max(held, there + seconds)
 
     def _now(self, there: float) -> float:
-        # Some machines' clocks do run back a little: after a sleep, or from one core to another.
+        # Some machines' clocks run back a little, after a sleep or from core to core.
         self._shown = max(self._shown, self._at + max(0.0, there - self._since))
         return self._shown

@@ -1,15 +1,15 @@
-"""Limits on what comes over a WebSocket, which hold before anything of it is stored.
+"""Limits on received WebSocket frames, checked before anything is buffered.
 
-    header of a frame      its length counts at once, and with it that of the message it belongs to
-    a message              at most `most` bytes, which the owner changes as the talk goes on
-    fragments              16 of a message, and one for each KiB that it may have
+    header of a frame      its length counts at once, for the frame and for its message
+    a message              at most `most` bytes; the owner may change the limit at any time
+    fragments              16 per message, plus 1 for each KiB of the limit
     pings and pongs        `MOST_CONTROL` in `PERIOD` seconds
-    messages               `MOST_AT_ONCE` in a piece that was read at once
-    compression            none: an extension that was not agreed upon is refused, and none ever is
+    messages               `MOST_AT_ONCE` in a piece of received bytes
+    compression            none: frames of an extension are refused, since none is negotiated
 
-Libraries of WebSockets bound a message by one number for the life of a connection, and buffer a
-frame whose length is within it. Here the bytes are looked at before the library gets them, by the
-headers of frames alone: what lies between them is skipped, and not copied.
+WebSocket libraries bound messages by a constant for the life of a connection, and buffer a frame
+whose length is within the bound. This module examines the bytes before the library gets them. It
+parses the headers of frames only, and skips payloads without copying.
 
 Source: RFC 6455, section 5.2, for headers; 10.4 for limits.
 """
@@ -20,21 +20,23 @@ import time
 
 MOST_CONTROL = 1000
 PERIOD = 10.0
-"""Seconds in which a peer may send so many pings and pongs: it needs one or two a heartbeat, and a
-heartbeat may be as short as 20 ms."""
+"""Seconds in which a peer may send `MOST_CONTROL` pings and pongs.
+
+A peer needs one or two per heartbeat, and a heartbeat may be as short as 20 ms.
+"""
 
 MOST_AT_ONCE = 256
-"""Messages in one piece: each takes some memory, also an empty one."""
+"""Maximum messages in a piece of bytes; each takes some memory, even if empty."""
 
 FRAGMENTS = 16
 PER_FRAGMENT = 1 << 10
-"""Fragments of a message: so many, and one more for each of these bytes that it may have."""
+"""Bytes of the message limit per additional fragment, beyond `FRAGMENTS`."""
 
 PROTOCOL_ERROR = 1002
 UNSUPPORTED = 1003
 FLOOD = 1008
 TOO_BIG = 1009
-"""Codes by which a connection is closed."""
+"""Close codes of a connection."""
 
 _TEXT = 1
 _BINARY = 2
@@ -43,7 +45,7 @@ _LONGEST_CONTROL = 125
 
 
 class FrameLimitError(Exception):
-    """What comes is beyond a limit. code, reason: by which the connection is to be closed."""
+    """Received bytes exceed a limit. `code` and `reason` are for the closing frame."""
 
     def __init__(self, code: int, reason: str) -> None:
         super().__init__(reason)
@@ -52,14 +54,17 @@ class FrameLimitError(Exception):
 
 
 class FrameLimits:
-    """Of one connection, one way. most: bytes of a message; masked: whether a client sends them."""
+    """Limits on a direction of a connection.
+
+    `most` is the maximum size in bytes of a message. `masked` is True for frames from a client.
+    """
 
     def __init__(self, most: int, masked: bool) -> None:
         self.most = most
         self._key = 4 if masked else 0
         self._head = bytearray()
         self._left = 0
-        """Bytes of the frame's payload that are still to come."""
+        """Bytes of the frame's payload still to be received."""
         self._size = 0
         self._fragments = 0
         self._controls = 0
@@ -67,7 +72,10 @@ class FrameLimits:
         self._at_once = 0
 
     def look(self, piece: bytes | bytearray | memoryview) -> None:
-        """Look at the next bytes. Raises FrameLimitError; nothing of them is to be used then."""
+        """Check the next received bytes.
+
+        Raises FrameLimitError; the caller must then discard them.
+        """
         view = memoryview(piece)
         at = 0
         self._at_once = 0
@@ -85,14 +93,14 @@ class FrameLimits:
                 self._head.clear()
 
     def _missing(self) -> int:
-        """Bytes that the header still lacks, as far as it says how long it is."""
+        """Return the number of header bytes still missing, as far as known."""
         if len(self._head) < 2:
             return 2 - len(self._head)
         longer = {126: 2, 127: 8}.get(self._head[1] & 0x7F, 0)
         return 2 + longer + self._key - len(self._head)
 
     def _begins(self, head: bytes) -> None:
-        """A frame begins."""
+        """Check the header of a frame against the limits. Raises FrameLimitError."""
         first, second = head[0], head[1] & 0x7F
         length = second
         if second > _LONGEST_CONTROL:

@@ -1,27 +1,27 @@
-"""The journal of a federation: every input of the coordinator, in its order, on the disk first.
+"""Journal of a federation: every input of the coordinator in order, written to the disk first.
 
     append     from any thread; the future resolves when the row is committed and synced
-    next       the committed rows in their order, to the one thread that drives the coordinator
+    next       the committed rows in order, for the single thread that drives the coordinator
 
 A row is (seq, at, kind, client, ticket, body): seq counts 1, 2, 3 …, `at` is the federation's clock
-and never runs back. Whatever `next` gives was read from the disk, also while the server runs. So a
-server that comes back goes the same way: it says with `read_from` which rows its checkpoint holds,
-and gets all later ones, those of its earlier life first, with no gap and none twice.
+and never runs backwards. `next` returns only rows read from the disk, also while the server runs. A
+restarted server therefore repeats the same steps: it calls `read_from` with the last row in its
+checkpoint, and gets all later rows in order without a gap or a duplicate, first the rows of its
+earlier process.
 
-**Syncing.** SQLite with a write-ahead log and `synchronous=FULL`: a transaction is in the log, and
-the log and its name in the folder are synced, before the commit returns. One thread writes. It puts
-all rows that wait into one transaction, so that many clients share one sync.
+**Syncing.** SQLite with a write-ahead log and `synchronous=FULL`: before the commit returns, the
+transaction is in the log, and the log and its directory entry are synced. A single thread writes.
+It commits all waiting rows in a transaction, so that many clients share a sync.
 
-**A disk that is full**, or a database that somebody's tool has locked for seconds, fails the rows
-of one transaction, whose futures raise RunFolderWriteError. None of them is delivered, their
-numbers are given to the next ones, and once there is room the journal goes on. **Any other error**
-of the disk closes it for good, as nobody can tell what a failed sync has left there: every later
-append raises, and so does `next`, once it has delivered what was committed, so that the server ends
-with one line and can be started again. A row whose append raised may still be found after a
-restart, like a request whose answer was lost: whoever sent it sends it again, and that must do no
-harm.
+**A full disk**, or a database that another program has locked for seconds, fails the rows of a
+transaction, whose futures raise RunFolderWriteError. None of these rows is delivered, the next rows
+reuse their numbers, and the journal continues once there is space. **Any other error** of the disk
+closes the journal for good, because the state after a failed sync is unknown: every later append
+raises, and `next` raises after it has delivered the committed rows, so that the server ends with an
+error message and can be restarted. A row whose append raised may still exist after a restart, like
+a request whose answer was lost: the sender repeats the request, which must be harmless.
 
-**Damage** is found by SQLite's own checks and by a checksum in each row.
+**Damage** is detected by SQLite's own checks and by a checksum in each row.
 
 Source: SQLite's pages on write-ahead logging (https://sqlite.org/wal.html) and on the pragma
 `synchronous`.
@@ -53,19 +53,22 @@ from dure.worlds.network.clock import Clock
 from dure.worlds.network.local_disk import warn_if_remote
 
 VERSION = 1
-"""Of the tables. A journal of another version is refused."""
+"""Version of the tables. A journal of another version is refused."""
 
 NAME = "journal.db"
-"""Beside it lie `journal.db-wal`, the log, `journal.db-shm`, its index, and `journal.lock`."""
+"""File name of the journal.
+
+Further files are `journal.db-wal`, the log, `journal.db-shm`, its index, and `journal.lock`.
+"""
 
 MOST_BODY = 16 << 20
-"""Bytes of a body. Tensors lie in files of their own."""
+"""Maximum bytes of a body. Tensors have separate files."""
 
 _MOST_AT_ONCE = 1024
-"""Rows of one transaction, and rows read at once."""
+"""Maximum rows per transaction and per read."""
 
 _CHECKED_WHOLE = 64 << 20
-"""Bytes up to which a journal is checked whole when it is opened: about a second."""
+"""Size in bytes up to which opening checks the whole journal, in about a second."""
 
 _TABLES = """
 CREATE TABLE about (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -76,20 +79,26 @@ CREATE TABLE events (
 """
 
 _LOG_HEADER = struct.Struct(">II I I 8s 8s")
-"""Of SQLite's log: magic, version, bytes of a page, checkpoints, salts, checksum."""
+"""Header of SQLite's log: magic, version, page size, checkpoints, salts, checksum."""
 
 _LITTLE = 0x377F0682
-"""The magic number of a log whose sums are of little-endian words."""
+"""Magic number of a log with checksums of little-endian words."""
 
 _FRAME = struct.Struct(">I I 8s 8s")
-"""Before each page in it: the page's number, pages of the database if this ends a transaction, the
-salts, a checksum."""
+"""Header of a page in the log.
+
+Fields: page number, number of pages of the database if this page ends a transaction, salts,
+checksum.
+"""
 
 _COLUMNS = "seq, at, kind, client, ticket, body, sum"
 
 
 class Event(NamedTuple):
-    """A row. at: seconds of the federation's clock. client, ticket: -1 where there is none."""
+    """Row of the journal.
+
+    `at` is in seconds of the federation's clock. `client` and `ticket` are -1 if absent.
+    """
 
     seq: int
     at: float
@@ -101,7 +110,7 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class _Row:
-    """What waits to be written."""
+    """Row that waits to be written."""
 
     kind: str
     client: int
@@ -112,22 +121,22 @@ class _Row:
 
 @dataclass(frozen=True)
 class _Forget:
-    """The rows before `seq` are to go."""
+    """Request to delete the rows before `seq`."""
 
     seq: int
     done: Future[None]
 
 
 class Journal:
-    """The journal in `folder`, which is made where there is none; open until `close`.
+    """Journal in `folder`, created if there is none; open until `close`.
 
-    run: the identity of the run, which a journal that is there has to have too.
+    `run` is the id of the run, which an existing journal must have too. The attribute `resumed` is
+    True if the journal had rows. `last` is the seq of the newest committed row, 0 without rows.
 
-    resumed: whether there were rows. last: the seq of the newest committed row, 0 without.
-
-    The clock is set to the time of the last row, and stands: `hold` or `run` it then. Warns if the
-    folder is on a network. Raises RunFolderError if the journal is damaged, of another run or
-    version, or open in another process; RunFolderWriteError if it cannot be written.
+    The constructor sets the clock to the time of the last row, and stops it: the caller then calls
+    `hold` or `run`. Warns if the folder is on a network file system. Raises RunFolderError if the
+    journal is damaged, of another run or version, or open in another process, and
+    RunFolderWriteError if it cannot be written.
     """
 
     def __init__(self, folder: Path, clock: Clock, run: str = "") -> None:
@@ -147,7 +156,7 @@ class Journal:
                 if _is_missing(self.path):
                     _make(self.path, run)
                 _check_log(self.path.with_name(f"{NAME}-wal"))
-                # The last connection that is closed moves the log into the database.
+                # The connection closed last moves the log into the database.
                 self._writer = self._open.enter_context(closing(_connected(self.path)))
                 self._reader = self._open.enter_context(closing(_connected(self.path)))
                 _check(self._writer, self.path, run)
@@ -156,37 +165,37 @@ class Journal:
                 ).fetchone()
             self._open = self._open.pop_all()
         last, at = newest or (0, 0.0)
-        # A column of SQLite holds values of any type.
+        # An SQLite column has values of any type.
         if not isinstance(at, float) or not math.isfinite(at) or last < 0:
             raise _damaged(self.path, f"its newest row has the number {last} and the time {at!r}")
         self.last: int = last
         self.resumed = self.last > 0
         self._there = self.last
-        """The newest row that was there when it was opened."""
+        """Newest row at the time of opening."""
         self._position = 0
-        """The seq of the row that was delivered last."""
+        """Seq of the row read last."""
         self._read: deque[Event] = deque()
-        """Rows to be delivered next, read from the disk already."""
+        """Rows read from the disk and not yet delivered."""
         clock.begin_at(at)
         self._closed = False
         self._broken: str | None = None
         self.synced: Callable[[float], object] = lambda seconds: None
-        """Hears how long rows took until they were on the disk."""
+        """Listener for the seconds that a transaction took, sync included."""
         self._asked: queue.SimpleQueue[_Row | _Forget | None] = queue.SimpleQueue()
         self._news = threading.Condition()
-        """Guards `last`, `_closed` and `_broken`."""
+        """Protects `last`, `_closed` and `_broken`."""
         self._thread = threading.Thread(target=self._work, name="journal", daemon=True)
         self._thread.start()
 
-    # What any thread may do.
+    # Methods for any thread
 
     def append(
         self, kind: str, client: int = -1, ticket: int = -1, body: bytes = b""
     ) -> Future[Event]:
-        """Writes a row; the future has it once it is on the disk.
+        """Write a row; the future returns it once it is synced.
 
-        The future raises RunFolderWriteError if it could not be written. Raises ValueError for
-        what no row can hold.
+        The future raises RunFolderWriteError if the row could not be written. Raises ValueError for
+        values that a row cannot have.
         """
         if not kind.isascii() or not (-(1 << 63) <= client < 1 << 63 > ticket >= -(1 << 63)):
             raise ValueError(f"no event is {kind!r} of client {client} and ticket {ticket}")
@@ -197,11 +206,11 @@ class Journal:
         return row.done
 
     def write(self, kind: str, client: int = -1, ticket: int = -1, body: bytes = b"") -> Event:
-        """`append`, and waits for it."""
+        """Write a row as `append` does, and wait for it."""
         return self.append(kind, client, ticket, body).result()
 
     def backup(self, to: Path) -> None:
-        """A copy of what is committed, while it runs; see `backup`."""
+        """Copy the committed rows while the journal is open; see `backup`."""
         backup(self.path.parent, to)
 
     def _ask(self, asked: _Row | _Forget) -> None:
@@ -211,12 +220,12 @@ class Journal:
                 return
         asked.done.set_exception(self._refusal())
 
-    # What the thread does that drives the coordinator.
+    # Methods for the thread that drives the coordinator
 
     def read_from(self, applied: int) -> None:
-        """`next` is to go on after the row `applied`, up to which a checkpoint holds everything.
+        """Position `next` after the row `applied`, the last row that the checkpoint includes.
 
-        Raises RunFolderError if rows after it are damaged or missing.
+        Raises RunFolderError if later rows are damaged or missing.
         """
         with self._news:
             last = self.last
@@ -227,15 +236,15 @@ class Journal:
             )
         self._read.clear()
         self._position = applied
-        # All at once, before anything is done with the first of them.
+        # Checks all rows before the first is applied.
         while self._position < last:
             self._position = self._rows_after(self._position)[-1].seq
         self._position = applied
 
     def next(self, timeout: float | None = None) -> Event | None:
-        """The next committed row; None if there is none within `timeout` seconds, or it is closed.
+        """Return the next committed row; None after `timeout` seconds, or if the journal is closed.
 
-        Raises RunFolderWriteError if the disk failed, once everything committed was delivered.
+        Raises RunFolderWriteError if the disk failed, after all committed rows are delivered.
         """
         if not self._read and self._wait(timeout):
             self._read.extend(self._rows_after(self._position))
@@ -243,9 +252,10 @@ class Journal:
         return self._read.popleft() if self._read else None
 
     def forget_before(self, seq: int) -> Future[None]:
-        """Rows before `seq` go: a synced checkpoint holds them. The newest stays, for its number.
+        """Delete rows before `seq`, which a synced checkpoint includes; keep the newest row.
 
-        Raises ValueError if some of them were not delivered yet.
+        The newest row stays for its number. Raises ValueError if some of the rows have not been
+        delivered.
         """
         if seq > self._position - len(self._read) + 1:
             raise ValueError(f"rows before {seq} are to go, but not all of them were delivered")
@@ -255,16 +265,16 @@ class Journal:
 
     @property
     def broken(self) -> str | None:
-        """Why nothing can be written any more; None while it can."""
+        """Reason why the journal cannot be written any more; None while it can."""
         return self._broken
 
     @property
     def behind(self) -> bool:
-        """Whether rows that were there when it was opened are still to be delivered."""
+        """Whether rows from before the opening remain to be delivered."""
         return self._position - len(self._read) < self._there
 
     def _wait(self, timeout: float | None) -> bool:
-        """Waits until there is a row after the last that was read: whether there is."""
+        """Wait for a row after the last read row, and return whether there is one."""
         until = None if timeout is None else time.monotonic() + timeout
         with self._news:
             while not self._closed and self.last <= self._position:
@@ -277,7 +287,10 @@ class Journal:
             return not self._closed
 
     def _rows_after(self, seq: int) -> list[Event]:
-        """Some rows, at least one. Raises RunFolderError if they are damaged or missing."""
+        """Read the next rows, at least one.
+
+        Raises RunFolderError if they are damaged or missing.
+        """
         try:
             rows = self._reader.execute(
                 f"SELECT {_COLUMNS} FROM events WHERE seq > ? ORDER BY seq LIMIT ?",
@@ -300,7 +313,7 @@ class Journal:
         return events
 
     def close(self) -> None:
-        """Writes what waits, and lets others open it. May be called again."""
+        """Write the waiting rows and release the journal. May be called repeatedly."""
         with self._news:
             if not self._closed:
                 self._closed = True
@@ -308,7 +321,7 @@ class Journal:
         self._thread.join()
         self._open.close()
 
-    # What the writing thread does.
+    # Methods of the writing thread
 
     def _work(self) -> None:
         over = False
@@ -318,7 +331,7 @@ class Journal:
                 while len(batch) < _MOST_AT_ONCE:
                     batch.append(self._asked.get_nowait())
             over = None in batch
-            # Whoever has given up waiting before it is begun is not written.
+            # A cancelled future is not written.
             begun = [each for each in batch if each and each.done.set_running_or_notify_cancel()]
             self._write_all([each for each in begun if isinstance(each, _Row)])
             for each in begun:
@@ -344,7 +357,7 @@ class Journal:
             row.done.set_result(event)
 
     def _committed(self, rows: list[_Row]) -> list[Event]:
-        """The rows on the disk, in one transaction."""
+        """Commit the rows in a single transaction."""
         if self._broken is not None:
             raise RunFolderWriteError(self._broken)
         events = [
@@ -379,7 +392,7 @@ class Journal:
             self._news.notify_all()
 
     def _refusal(self, error: Exception | None = None) -> RunFolderWriteError:
-        """Made anew for everyone who is told: whoever raises an exception writes into it."""
+        """Return a new exception for each caller: raising an exception modifies it."""
         if self._broken is not None:
             return RunFolderWriteError(self._broken)
         if error is not None:
@@ -388,9 +401,10 @@ class Journal:
 
 
 def backup(folder: Path, to: Path) -> None:
-    """A consistent copy, at `to`, of the journal in `folder`, also while a server writes it.
+    """Write a consistent copy of the journal in `folder` to `to`, also while a server writes it.
 
-    Raises RunFolderError if there is none, RunFolderWriteError if the copy cannot be written.
+    Raises RunFolderError if there is no journal, and RunFolderWriteError if the copy cannot be
+    written.
     """
     path = folder / NAME
     if not path.is_file():
@@ -400,7 +414,8 @@ def backup(folder: Path, to: Path) -> None:
             os.close(os.open(to, os.O_WRONLY | os.O_CREAT, 0o600))
         with closing(sqlite3.connect(path)) as source, closing(sqlite3.connect(to)) as copy:
             copy.execute("PRAGMA synchronous=FULL")
-            # All pages in one step: else a server that writes on would make it begin anew.
+            # All pages in one step: concurrent writes of the server would restart a copy in several
+            # steps.
             source.backup(copy)
     except sqlite3.OperationalError as error:
         raise RunFolderWriteError(f"cannot copy {path} to {to}: {error}") from error
@@ -410,9 +425,9 @@ def backup(folder: Path, to: Path) -> None:
 
 
 def events_in(folder: Path) -> Iterator[Event]:
-    """Read the rows of a journal that nobody serves, such as a copy.
+    """Yield the rows of a journal that no server uses, such as a copy.
 
-    Raises RunFolderError for a row that is missing or not as it was written.
+    Raises RunFolderError for a missing or damaged row.
     """
     path = folder / NAME
     try:
@@ -430,7 +445,10 @@ def events_in(folder: Path) -> Iterator[Event]:
 
 
 def _is_missing(path: Path) -> bool:
-    """Whether there is no journal. Raises RunFolderError for a part of one, or a link."""
+    """Return whether there is no journal.
+
+    Raises RunFolderError for an incomplete journal or a link.
+    """
     if path.is_symlink():
         raise RunFolderError(f"{path} is a link: the journal has to lie in the run folder itself")
     log = path.with_name(f"{path.name}-wal")
@@ -442,27 +460,27 @@ def _is_missing(path: Path) -> bool:
 
 
 def _make(path: Path, run: str) -> None:
-    """An empty journal, at once or not at all: a file without tables is then a damaged one."""
+    """Create an empty journal atomically: a file without tables is therefore a damaged file."""
     beside = path.with_name(f"{path.name}.new")
     beside.unlink(missing_ok=True)
-    # It names clients. SQLite gives its own files beside it the same rights.
+    # The journal names clients. SQLite gives its additional files the same permissions.
     os.close(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
     with closing(sqlite3.connect(beside)) as connection:
-        # No other file: there is nothing to roll back to.
+        # No additional file: nothing needs a rollback.
         connection.execute("PRAGMA journal_mode=MEMORY")
         connection.execute("PRAGMA synchronous=FULL")
         connection.executescript(_TABLES)
         with connection:
             about = [("version", str(VERSION)), ("run", run)]
             connection.executemany("INSERT INTO about VALUES (?, ?)", about)
-    # The folder is synced by SQLite, with the first sync of the log.
+    # SQLite syncs the folder with the first sync of the log.
     beside.replace(path)
 
 
 def _connected(path: Path) -> sqlite3.Connection:
-    # Not shared by threads at the same time: one writes, one reads.
+    # Each connection is used by one thread at a time: one writes, the other reads.
     for file in (path, path.with_name(f"{path.name}-wal"), path.with_name(f"{path.name}-shm")):
-        # Those of an earlier version could be read by others.
+        # Files of an earlier version may be readable by others.
         if file.exists():
             file.chmod(0o600)
     connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
@@ -474,7 +492,7 @@ def _connected(path: Path) -> sqlite3.Connection:
 
 
 def _check(connection: sqlite3.Connection, path: Path, run: str) -> None:
-    """Raises RunFolderError for a journal of another version or run, or one that is damaged."""
+    """Check version, run and integrity of a journal. Raises RunFolderError."""
     tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master")}
     if not {"about", "events"} <= tables:
         raise RunFolderError(f"{path} is no journal of dure's: put back the journal of this run")
@@ -489,7 +507,7 @@ def _check(connection: sqlite3.Connection, path: Path, run: str) -> None:
             f"{path} is of another run ({about.get('run')}) than this folder's ({run}): put back "
             f"the journal of this run"
         )
-    # Of a larger one the rows that are still needed are checked as they are read.
+    # The rows of a larger journal are checked when they are read.
     if path.stat().st_size <= _CHECKED_WHOLE:
         (found,) = connection.execute("PRAGMA quick_check(1)").fetchone()
         if found != "ok":
@@ -497,11 +515,12 @@ def _check(connection: sqlite3.Connection, path: Path, run: str) -> None:
 
 
 def _check_log(log: Path) -> None:
-    """Raises RunFolderError if SQLite's log is damaged before its end. Before SQLite opens it.
+    """Check SQLite's log for damage before its end; call this before SQLite opens the log.
 
-    SQLite takes a log up to its first frame that is not whole, and later removes it: so it ends
-    where the power cut a transaction off. But a transaction is begun only when the one before is
-    synced. Where another one follows behind that frame, what is not whole was acknowledged.
+    SQLite reads a log up to its first damaged frame, and later deletes the rest: the log normally
+    ends at the transaction that a power failure has cut off. A transaction starts only after the
+    sync of the previous transaction. If another transaction follows the damaged frame, the damaged
+    transaction was acknowledged, and its loss is an error: raises RunFolderError.
 
     Source: https://sqlite.org/fileformat2.html#the_write_ahead_log.
     """
@@ -509,7 +528,7 @@ def _check_log(log: Path) -> None:
         return
     with opened(log) as file:
         header = file.read(_LOG_HEADER.size)
-        # Nothing, or what is left of a first use that the power cut off.
+        # An empty log, or the remains of a first use that a power failure has cut off.
         if len(header) < _LOG_HEADER.size or not any(header):
             return
         magic, _, page, _, salts, known = _LOG_HEADER.unpack(header)
@@ -519,15 +538,15 @@ def _check_log(log: Path) -> None:
         ended = False
         while not damaged:
             frame = file.read(_FRAME.size + page)
-            # What an earlier use of the file has left has other salts.
+            # Frames of an earlier use of the file have other salts.
             if len(frame) < _FRAME.size + page or frame[8:16] != salts:
                 return
             damaged = ended
             _, pages, _, stated = _FRAME.unpack_from(frame)
-            # From the sum that the one before states: each is looked at alone.
+            # Starts from the checksum stated by the previous frame, so each frame is checked alone.
             whole = whole and _log_sum(words, frame[:8] + frame[_FRAME.size :], known) == stated
             known = stated
-            # A transaction that is not whole, or comes after one, ends here.
+            # End of a damaged transaction, or of a transaction after it.
             ended = not whole and pages > 0
     raise RunFolderError(
         f"{log} is damaged: it holds rows that are not as they were written: put back a copy of "
@@ -549,7 +568,7 @@ def _damaged(path: Path, why: object) -> RunFolderError:
 
 @contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """An error of SQLite or the disk is told with the name of the file."""
+    """Context manager: add the file's name to errors of SQLite and of the disk."""
     try:
         yield
     except sqlite3.OperationalError as error:
@@ -567,7 +586,7 @@ def _transaction(connection: sqlite3.Connection) -> Iterator[None]:
         yield
         connection.execute("COMMIT")
     except BaseException:
-        # SQLite may have done so itself.
+        # SQLite may have rolled back itself.
         with suppress(sqlite3.Error):
             connection.execute("ROLLBACK")
         raise
@@ -579,7 +598,7 @@ def _sum(event: Event) -> int:
 
 
 def _is_whole(event: Event, found: int) -> bool:
-    """Whether it is as it was written. A column of SQLite holds values of any type."""
+    """Return whether the row has its checksum. An SQLite column has values of any type."""
     try:
         return found == _sum(event)
     except (AttributeError, TypeError, struct.error):
@@ -591,8 +610,8 @@ def _told(path: Path, error: Exception) -> str:
 
 
 def _passes(error: Exception) -> bool:
-    """Whether it left nothing behind, and may be better the next time."""
-    # By their texts: Python 3.10 has no codes for them. Locked: by a tool of the user's, say.
+    """Return whether the error is transient and left no partial data."""
+    # Compared by text, because Python 3.10 has no error codes. The lock may be a tool of the user.
     return isinstance(error, sqlite3.OperationalError) and (
         "disk is full" in str(error) or "is locked" in str(error)
     )

@@ -1,4 +1,4 @@
-"""Whether a folder lies on a disk of this machine, and how much room there is."""
+"""File system of a folder: local or remote, and its free space."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _REMOTE = re.compile(
     r"nfs\d?|cifs|smb\w*|9p|afs|ncpfs|ceph|lustre|gpfs|beegfs|glusterfs|orangefs|ocfs2|gfs2"
     r"|fuse\.(?!(ntfs|exfat|ext|mergerfs|fuse-overlayfs))\S+"
 )
-"""Types of file systems on which another machine says when something is on the disk.
+"""Types of file systems whose syncs another machine acknowledges.
 
-Of those in user space, all but the ones that are known to be local.
+Of the file systems in user space, all except those known to be local.
 """
 
 
 def warn_if_remote(folder: Path) -> None:
-    """Warns if the folder is on a network: locks and syncing may not hold what they promise."""
+    """Warn if the folder is on a network file system, whose locks and syncs may be unreliable."""
     kind = file_system(folder)
     if _REMOTE.fullmatch(kind):
         warn(
@@ -31,7 +31,7 @@ def warn_if_remote(folder: Path) -> None:
 
 
 def file_system(folder: Path, mounts: Path = _MOUNTS) -> str:
-    """The type of its file system, as Linux names it; "" where that is not known."""
+    """Return the type of the folder's file system in Linux; "" if unknown."""
     try:
         lines = mounts.read_text(errors="surrogateescape").splitlines()
         place = folder.resolve()
@@ -42,7 +42,7 @@ def file_system(folder: Path, mounts: Path = _MOUNTS) -> str:
     for line in lines:
         before, _, after = line.partition(" - ")
         point = Path(_unescaped(before.split(" ")[4]))
-        # The longest that leads there, and of two on one point the later, which hides the other.
+        # The longest matching mount point; of two mounts on a point, the later hides the earlier.
         if place.is_relative_to(point) and len(point.parts) >= found:
             found = len(point.parts)
             kind = after.split(" ")[0]
@@ -50,11 +50,11 @@ def file_system(folder: Path, mounts: Path = _MOUNTS) -> str:
 
 
 def _unescaped(point: str) -> str:
-    """Spaces and the like are written there as octal numbers."""
+    """Decode octal escapes of spaces and other characters in a mount point."""
     return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), point)
 
 
 def free_bytes(folder: Path) -> int:
-    """How much may still be written there by this user. Raises OSError."""
+    """Return the bytes that this user may still write in the folder. Raises OSError."""
     stat = os.statvfs(folder)
     return stat.f_bavail * stat.f_frsize

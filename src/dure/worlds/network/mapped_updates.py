@@ -1,4 +1,4 @@
-"""The tensors of an update, as private mappings of its file."""
+"""Updates as private memory mappings of their files."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from dure.wire.tensors import Form, TensorsError, receive_header
 
 
 def mapped(path: Path, expected: Mapping[str, Form]) -> dict[str, Tensor]:
-    """Map a complete update into memory, by name, in the order of its file.
+    """Map a complete update into memory; return its tensors by name, in the order of its file.
 
-    expected: what the tensors have to be. Raises TensorsError for others, and OSError.
+    `expected` has the required dtypes and shapes. Raises TensorsError for other tensors, and
+    OSError for an unreadable file.
     """
     size = path.stat().st_size
     with open(path, "rb", buffering=0) as file:
@@ -28,14 +29,14 @@ def mapped(path: Path, expected: Mapping[str, Form]) -> dict[str, Tensor]:
     for name, form in forms.items():
         tensors[name] = _shaped(content[at : at + form.nbytes], form)
         at += form.nbytes
-        # Any other byte than 0 and 1 is a boolean that torch does not expect.
+        # torch does not expect bool bytes other than 0 and 1.
         if form.dtype == torch.bool and bool((tensors[name].view(torch.uint8) > 1).any()):
             raise TensorsError(f"{name} holds bytes that are no booleans")
     return tensors
 
 
 def _shaped(content: Tensor, form: Form) -> Tensor:
-    # After a tensor of odd length the next one is not aligned, and has to be copied.
+    # A tensor after one with an odd number of bytes is not aligned, and has to be copied.
     if content.storage_offset() % form.dtype.itemsize:
         content = content.clone()
     return content.view(form.dtype).reshape(form.shape)

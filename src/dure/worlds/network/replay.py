@@ -1,7 +1,7 @@
-"""The flight recorder: a recorded run, gone through again from its journal.
+"""Replay of a recorded run from its journal.
 
-Nobody is served, nothing is written. The events of the journal are applied as they were, with the
-updates that came; so the server makes the same models, to the last bit.
+The replay serves no clients and writes nothing to the run's folder. It applies the events of the
+journal and the recorded updates; the server therefore makes the same models, bit for bit.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Replay(World):
-    """The clients of a recorded run, as the journal in `folder` has them."""
+    """World of the recorded clients of a run, with the journal in `folder`."""
 
     folder: Path
     run_id: str
@@ -55,7 +55,7 @@ class Replay(World):
 
     @cached_property
     def models(self) -> ModelDigests:
-        """The digests that the run has written down, with which its models are compared."""
+        """Recorded digests of the run's models, with which the replayed models are compared."""
         return ModelDigests(self.folder / FILE, writes=False)
 
     def run(
@@ -96,12 +96,15 @@ class Replay(World):
         return Conditions(engine=ENGINE, transfer_budget=asked).bytes_each
 
     def lasts(self, place: Place) -> float:
-        """Seconds of a round, as the run was told."""
+        """Return the timeout of a round in seconds, from the run's config."""
         return float(place.config["world"]["deadline"])
 
 
 class ToTheEnd(Events):
-    """Events that end where the journal does, and begin with the run."""
+    """Events of a complete journal: raises Interrupted at its end.
+
+    Raises RunFolderError if the journal does not begin with the run.
+    """
 
     _first = True
 
@@ -118,16 +121,16 @@ class ToTheEnd(Events):
 
 
 class Again(NetworkCarrier):
-    """A carrier that ends where the journal does."""
+    """Carrier that ends at the end of the journal."""
 
     reads = ToTheEnd
 
     def once(self, what: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """As it was, and never made again."""
+        """Return the recorded result; never compute it."""
         return super().once(what, _nothing_more)
 
     def measure(self, measure: Measure) -> Measured:
-        """As it was; nothing after the end."""
+        """Return the recorded measurement; an empty measurement at the end of the journal."""
         try:
             return super().measure(measure)
         except Interrupted:
@@ -135,5 +138,5 @@ class Again(NetworkCarrier):
 
 
 def _nothing_more() -> dict[str, Any]:
-    """The journal ends before that was made."""
+    """Raise Interrupted, because the journal ends before this result."""
     raise Interrupted

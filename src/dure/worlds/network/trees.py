@@ -1,9 +1,9 @@
-"""What was made once, as files: trees of plain values and tensors, each under its number.
+"""Files of results computed once: trees of plain values and tensors, each with a number.
 
     NUMBER.safetensors    the tensors; the rest of the tree is JSON in the file's metadata
 
-A file is whole and synced before the journal names it, with its SHA-256. What a kill has left
-unnamed is nothing: its number is given again, and its file is written over.
+A file is complete and synced before the journal names it, with its SHA-256. An unnamed file that a
+kill has left does not count: its number is reused, and the file overwritten.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from dure.record.inside import LARGE, contents
 from dure.record.weights import TensorFile, weights_from_bytes
 
 _TREE = "tree"
-"""The metadata's key for all of a tree but its tensors."""
+"""Metadata key of a tree without its tensors."""
 
 _ENDING = ".safetensors"
 
 
 class Trees:
-    """The files in `folder`, which is made once there is something to write."""
+    """Tree files in `folder`, which the first write creates."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def write(self, number: int, tree: dict[str, Any]) -> str:
-        """The tree is on the disk when this returns; SHA-256 of its file.
+        """Write a tree durably, and return the SHA-256 of its file.
 
-        Raises TypeError for what no checkpoint could have either, RunFolderWriteError.
+        Raises TypeError for values that checkpoints do not support either, and RunFolderWriteError.
         """
         packed, tensors = pack_tree(tree)
         pieces = _Hashed(TensorFile(tensors, {_TREE: json.dumps(packed)}))
@@ -47,9 +47,9 @@ class Trees:
         return pieces.digest.hexdigest()
 
     def read(self, number: int, digest: str) -> dict[str, Any]:
-        """The tree of the file with this SHA-256.
+        """Read the tree from the file with this SHA-256.
 
-        Raises RunFolderError, which names the file, where it is missing or another one.
+        Raises RunFolderError, which names the file, if it is missing or has another digest.
         """
         path = self._path(number)
         try:
@@ -70,20 +70,20 @@ class Trees:
         return tree
 
     def delete(self, numbers: Collection[int]) -> None:
-        """Removes their files, of those that are here. Raises RunFolderWriteError."""
+        """Delete the existing files with these numbers. Raises RunFolderWriteError."""
         for number in numbers:
             with told(self._path(number)):
                 self._path(number).unlink(missing_ok=True)
 
     def delete_from(self, number: int) -> None:
-        """Removes the files from this number on, and what is half written."""
+        """Delete the files from this number on, and incomplete files."""
         self.delete([one for one in self._there() if one >= number])
         for half in self.folder.glob(f".*{_ENDING}.*"):
             with told(half):
                 half.unlink(missing_ok=True)
 
     def keep_only(self, numbers: Collection[int]) -> None:
-        """Removes all others."""
+        """Delete all files except those with these numbers."""
         self.delete(set(self._there()) - set(numbers))
 
     def _there(self) -> Iterator[int]:
@@ -96,7 +96,7 @@ class Trees:
 
 
 class _Hashed:
-    """The pieces of a file on their way to the disk. digest: of those that were taken."""
+    """Pieces of a file on their way to the disk; `digest` covers the pieces taken so far."""
 
     def __init__(self, pieces: Iterable[Piece]) -> None:
         self._pieces = pieces
@@ -109,6 +109,6 @@ class _Hashed:
 
 
 def _tree_in(content: bytes) -> Any:
-    """All of a tree but its tensors."""
+    """Return a tree without its tensors."""
     length = int.from_bytes(content[:8], "little")
     return json.loads(json.loads(content[8 : 8 + length])["__metadata__"][_TREE])

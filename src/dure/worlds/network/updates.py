@@ -1,20 +1,20 @@
-"""The tensors of updates, as files: received in parts, read as mappings, deleted in the end.
+"""Files of updates: received in parts, read as memory mappings, and deleted after use.
 
-    TICKET.part           what has come; a part counts once it was checked
-    TICKET.parts          what that is: a line for what was announced, and one for every part
-    TICKET.safetensors    all of it, checked and synced: the update may be acknowledged
+    TICKET.part           received bytes; a part counts once it is checked
+    TICKET.parts          index: a line for the announcement, and a line for every part
+    TICKET.safetensors    the complete stream, checked and synced: may be acknowledged
 
-Parts are not synced one by one. Each has its digest in `TICKET.parts`, so that whatever a kill or a
-power failure leaves is read against it: the parts that are whole count, and the client is told to
-go on after them. Only what is complete is promised: the file is synced, then renamed, then the
-folder is synced.
+Parts are not synced individually. `TICKET.parts` has the digest of each part, against which the
+server checks the remains of a kill or a power failure: complete parts count, and the client resumes
+after them. Only a complete stream is guaranteed: the file is synced, then renamed, then the folder
+is synced.
 
-A complete file is compared with its digest before it is read. One that this process has received
-was hashed as it came, and is hashed again only if its file is another one by then, or was written.
+A complete file is compared with its digest before it is read. A file that this process has received
+was hashed on arrival, and is hashed again only if it was replaced or modified since.
 
-Memory: a piece of a part, however large parts are. An update is read as a private mapping of its
-file: what is not touched takes no memory, and what is written into its tensors does not change the
-file.
+Memory: a piece of a part, whatever the size of the part. An update is read as a private mapping of
+its file: pages that are not touched take no memory, and writing into its tensors does not change
+the file.
 """
 
 from __future__ import annotations
@@ -41,23 +41,23 @@ if TYPE_CHECKING:
     from dure.wire.tensors import Form
 
 KEPT_FREE = 64 << 20
-"""Bytes of the disk that no update may take: the journal and the log of the run need them."""
+"""Bytes of the disk reserved for the journal and the log of the run."""
 
 _CHUNK = 1 << 20
-"""Bytes read at once where a file is read through."""
+"""Bytes per read of a whole file."""
 
 _ENDINGS = (".part", ".parts", ".safetensors")
 
 
 class PartError(ValueError):
-    """A part, or the update that the parts make, is not what was announced.
+    """A part, or the update of all parts, differs from its announcement.
 
-    The upload's `offset` says where to go on.
+    The upload's `offset` is the next expected byte.
     """
 
 
 class OvertakenError(Exception):
-    """Another part of the same update has begun in the place of this one."""
+    """A newer part of the same update replaces this part."""
 
 
 class _Announced(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -71,7 +71,7 @@ class _Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Checked(NamedTuple):
-    """A file that was compared with its digest, as long as it is this one and nobody writes it."""
+    """Identity of a file that was compared with its digest; changes when the file is written."""
 
     digest: str
     device: int
@@ -81,13 +81,13 @@ class _Checked(NamedTuple):
 
     @classmethod
     def of(cls, path: Path, digest: str) -> _Checked:
-        """Raises OSError."""
+        """Return the identity of the file. Raises OSError."""
         found = path.stat()
         return cls(digest, found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
 
 
 class Updates:
-    """The files in `folder`, which is made where there is none. Any thread may call anything."""
+    """Files of updates in `folder`, which is created if missing. Safe for several threads."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -95,19 +95,19 @@ class Updates:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         sync_folder(folder.parent)
         self._lock = threading.Lock()
-        """Guards `_uploads` and `_checked`."""
+        """Protects `_uploads` and `_checked`."""
         self._uploads: dict[int, Upload] = {}
-        """Those that were opened since the server came up."""
+        """Uploads opened by this process."""
         self._checked: dict[int, _Checked] = {}
-        """Files of an earlier life of the server that were compared with their digests."""
+        """Files of an earlier process that were compared with their digests."""
 
     def open(self, ticket: int, size: int, digest: str) -> Upload:
-        """Where the update of `ticket` is received: a stream of `size` bytes with this SHA-256.
+        """Open the upload of an assignment's update: a stream of `size` bytes with this SHA-256.
 
-        The one that is under way if it was announced the same; else a new one, and what came of
-        another is gone: not for tickets whose update was acknowledged. After a restart what is here
-        is read through once. Raises RunFolderWriteError if the disk has no room for the rest,
-        PartError if it is removed at the same time.
+        Returns the upload in progress if its announcement is the same; otherwise a new upload,
+        which deletes the earlier bytes. Do not call this for an acknowledged update. After a
+        restart the existing bytes are checked once. Raises RunFolderWriteError if the disk has no
+        space for the rest, and PartError if the upload is deleted at the same time.
         """
         announced = _Announced(size, digest)
         with self._lock:
@@ -140,12 +140,10 @@ class Updates:
     ) -> dict[str, Tensor]:
         """Return the tensors of a complete update, in the order of `expected`, on the CPU.
 
-        They may be written to, which changes neither the file nor what is read later.
-
-        digest: as for `check`. Raises DamagedUpdateError as that does, TensorsError if the
-        tensors are not what is expected.
+        Writing to the tensors changes neither the file nor later reads. `digest` is as in `check`.
+        Raises DamagedUpdateError as `check` does, and TensorsError for unexpected tensors.
         """
-        # Here: comparing updates with their digests does without torch.
+        # Imported here, so that checking digests does not need torch.
         from dure.worlds.network.mapped_updates import mapped
 
         self.check(ticket, digest)
@@ -159,8 +157,8 @@ class Updates:
     def check(self, ticket: int, digest: str | None = None) -> None:
         """Compare the file of a complete update with its digest.
 
-        digest: SHA-256 of the stream that its client has sent; None is the one that was announced
-        to this process. Raises DamagedUpdateError where the file is missing or another one.
+        `digest` is the SHA-256 of the client's stream; None for the digest announced to this
+        process. Raises DamagedUpdateError if the file is missing or differs.
         """
         path = self._complete(ticket)
         with self._lock:
@@ -179,7 +177,10 @@ class Updates:
             raise DamagedUpdateError(f"cannot read {path}: {error.strerror}") from error
 
     def digest(self, ticket: int) -> str:
-        """SHA-256 of a complete update, read from the disk. Raises RunFolderError without one."""
+        """Return the SHA-256 of a complete update's file.
+
+        Raises RunFolderError without the file.
+        """
         path = self._complete(ticket)
         try:
             return sha256_of(path)
@@ -187,17 +188,17 @@ class Updates:
             raise RunFolderError(f"cannot read {path}: {error.strerror}") from error
 
     def all(self) -> list[int]:
-        """The tickets of all updates that are complete."""
+        """Return the assignment ids of all complete updates."""
         return sorted(
             ticket for ticket, path in self._files() if path.name == f"{ticket}.safetensors"
         )
 
     def delete(self, tickets: Collection[int]) -> None:
-        """Removes their files, of those that are here. Raises RunFolderWriteError."""
+        """Delete the existing files of these updates. Raises RunFolderWriteError."""
         self._remove(set(tickets))
 
     def keep_only(self, tickets: Collection[int]) -> None:
-        """Removes the files of all other tickets, complete or not. Raises RunFolderWriteError."""
+        """Delete the files of all other updates, complete or not. Raises RunFolderWriteError."""
         with self._lock:
             here = {ticket for ticket, _ in self._files()} | set(self._uploads)
         self._remove(here - set(tickets))
@@ -215,16 +216,17 @@ class Updates:
         return self.folder / f"{ticket}.safetensors"
 
     def _files(self) -> Iterator[tuple[int, Path]]:
-        """Every file of an update, with its ticket. What is called otherwise is somebody else's."""
+        """Yield every file of an update, with its assignment id; other files are ignored."""
         for path in self.folder.iterdir():
             if path.stem.isdecimal() and path.suffix in _ENDINGS:
                 yield int(path.stem), path
 
 
 class Upload:
-    """An update that is being received. Any thread may call anything.
+    """Upload of an update. Safe for several threads.
 
-    offset: how many bytes of the stream are here. checked: the complete file, once it was hashed.
+    `offset` is the number of received bytes of the stream. `checked` identifies the complete file,
+    once it was hashed.
     """
 
     def __init__(self, folder: Path, ticket: int, announced: _Announced) -> None:
@@ -237,19 +239,19 @@ class Upload:
         self._lock = threading.Lock()
         self._begun = self._ended = False
         self._stream = hashlib.sha256()
-        """Of the bytes up to `offset`."""
+        """Hash of the bytes up to `offset`."""
         self._coming: Part | None = None
-        """The part that is being received."""
+        """Part in progress."""
 
     @property
     def left(self) -> int:
-        """Bytes that are still to come."""
+        """Number of missing bytes."""
         return self.announced.bytes - self.offset
 
     def begin(self) -> None:
-        """Finds what is here from an earlier life of the server; nothing the second time.
+        """Find the bytes that an earlier process has received; do nothing at the second call.
 
-        Raises PartError if it has ended meanwhile.
+        Raises PartError if the upload has ended.
         """
         with self._lock:
             self._check_open()
@@ -279,7 +281,7 @@ class Upload:
         return True
 
     def _known_parts(self) -> list[_Part] | None:
-        """What is said to be here; None if there is nothing, or it is of something else."""
+        """Return the recorded parts; None without a record of this announcement."""
         try:
             first, *rest = contents(self._parts).split(b"\n")
             if msgspec.json.decode(first, type=_Announced) != self.announced:
@@ -287,13 +289,13 @@ class Upload:
         except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return None
         parts: list[_Part] = []
-        # A line that was cut off ends what can be known.
+        # A truncated line ends the usable record.
         with suppress(msgspec.DecodeError, UnicodeDecodeError):
             parts.extend(msgspec.json.decode(line, type=_Part) for line in rest)
         return parts
 
     def _take_over(self, parts: list[_Part]) -> None:
-        """Counts the parts whose bytes are what they were, and removes what follows them."""
+        """Accept the parts whose digests match, and remove the bytes after them."""
         counted = []
         with suppress(FileNotFoundError), opened(self._part) as file:
             for part in parts:
@@ -309,18 +311,16 @@ class Upload:
         self._note(counted)
 
     def _note(self, parts: Sequence[_Part]) -> None:
-        """Writes anew what is known of this update."""
+        """Write a new record of this update."""
         self._parts.unlink(missing_ok=True)
         lines = b"".join(msgspec.json.encode(each) + b"\n" for each in (self.announced, *parts))
         _write_at(self._parts, 0, memoryview(lines))
 
     def part(self, offset: int) -> Part:
-        """Begins to receive a part from `offset` of the stream on.
+        """Start a part at byte `offset` of the stream.
 
-        It takes the place of one that is under way: a client that has lost its link sends anew
-        while the server may not know yet.
-
-        Raises PartError for a part that begins after what is here.
+        The new part replaces a part in progress: a client whose connection broke starts again
+        before the server notices. Raises PartError for an offset after the received bytes.
         """
         with self._lock:
             self._check_open()
@@ -336,25 +336,24 @@ class Upload:
             return file.read(len(piece)) == piece
 
     def _count(self, end: int, digest: str, stream: hashlib._Hash) -> None:
-        """From now on the bytes up to `end` are here. digest: of those that are new."""
+        """Record the bytes up to `end` as received; `digest` is that of the new bytes."""
         line = msgspec.json.encode(_Part(end, digest)) + b"\n"
         _write_at(self._parts, self._parts.stat().st_size, memoryview(line))
         self.offset = end
         self._stream = stream
 
     def _drop(self) -> None:
-        """Removes what has come of a part that does not count."""
+        """Remove the bytes of a part that does not count."""
         self._coming = None
         with suppress(OSError):
             os.truncate(self._part, self.offset)
 
     def complete(self, lasts: bool = True) -> None:
-        """All is here, and on the disk when this returns. May be called again.
+        """Complete the upload durably. May be called repeatedly.
 
-        lasts: False where it is of no use after a power failure, and need not be on the disk.
-
-        Raises PartError if bytes are missing, or if they are not what was announced: then nothing
-        of them is kept. Raises RunFolderWriteError likewise if the disk fails.
+        `lasts` is False for a file that is useless after a power failure, and need not be synced.
+        Raises PartError if bytes are missing, or if the stream has another digest, and
+        RunFolderWriteError if the disk fails; the last two discard all bytes.
         """
         with self._lock:
             self._check_open()
@@ -363,7 +362,7 @@ class Upload:
             if self._whole.exists() and not self._part.exists():
                 return
             with told(self._part):
-                # An update of no bytes has no parts.
+                # Creates the file of an update without bytes, which has no parts.
                 _write_at(self._part, self.offset, memoryview(b""))
             if self._stream.hexdigest() != self.announced.digest:
                 self._empty()
@@ -377,13 +376,13 @@ class Upload:
                         sync_folder(self._folder)
                     self.checked = _Checked.of(self._whole, self.announced.digest)
             except RunFolderWriteError:
-                # Nobody can tell what a failed sync has left on the disk.
+                # The content of the disk after a failed sync is unknown.
                 self._empty()
                 raise
             self._parts.unlink(missing_ok=True)
 
     def _empty(self) -> None:
-        """Nothing is here, and the first part may come."""
+        """Discard all bytes, so that the upload starts again."""
         self._coming = None
         _remove(self._folder, self.ticket)
         self.offset = 0
@@ -392,7 +391,7 @@ class Upload:
             self._note([])
 
     def end(self) -> None:
-        """Nothing more is written."""
+        """End the upload: nothing more is written."""
         with self._lock:
             self._ended = True
 
@@ -402,12 +401,10 @@ class Upload:
 
 
 class Part:
-    """A part that is being received. Its bytes go to the disk as they come, piece by piece.
+    """Part in progress, whose bytes are written to the disk on arrival, piece by piece.
 
-    size: how many have come.
-
-    They count once all of them are here and are what their digest says. Bytes that were here
-    before are compared.
+    `size` is the number of received bytes. The bytes count once the part is complete and has its
+    digest. Bytes that were received before are compared.
     """
 
     def __init__(self, upload: Upload, offset: int) -> None:
@@ -415,17 +412,17 @@ class Part:
         self.size = 0
         self._begin = offset
         self._all = hashlib.sha256()
-        # Where all of it is new, or all of the stream, nothing is hashed twice.
+        # If all bytes are new, or the part is the whole stream, nothing is hashed twice.
         self._new = self._all if offset == upload.offset else hashlib.sha256()
         self._stream = upload._stream.copy() if upload.offset else self._new
-        """Of the stream, up to what has come."""
+        """Hash of the stream up to the received bytes."""
 
     def add(self, piece: bytes | bytearray | memoryview) -> None:
-        """The bytes that follow.
+        """Add the next bytes.
 
-        Raises PartError where they go beyond the end of the update, or are not what is here;
-        RunFolderWriteError if the disk does not take them. Nothing of the part is kept then. Raises
-        OvertakenError.
+        Raises PartError for bytes beyond the end of the update or different from the received
+        bytes, RunFolderWriteError if the disk fails, and OvertakenError. The first two discard the
+        part.
         """
         with self._its_turn() as upload:
             at = self._begin + self.size
@@ -447,9 +444,9 @@ class Part:
             self.size += len(piece)
 
     def done(self, digest: str) -> int:
-        """All of it has come, and has this SHA-256. How much of the update is here now.
+        """Complete a part with this SHA-256, and return the number of received bytes of the update.
 
-        Raises as `add` does, PartError where its bytes have another digest.
+        Raises the errors of `add`, and PartError for another digest.
         """
         with self._its_turn() as upload:
             if self._all.hexdigest() != digest:
@@ -483,14 +480,14 @@ def _remove(folder: Path, ticket: int) -> None:
 
 
 def _write_at(path: Path, offset: int, content: memoryview) -> None:
-    """Writes all of it, or cuts off what was written. Raises OSError."""
+    """Write all bytes, or remove them after an error. Raises OSError."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     try:
         at = 0
         while at < len(content):
             at += os.pwrite(descriptor, content[at:], offset + at)
     except OSError:
-        # On a full disk it takes room that others need.
+        # On a full disk the partial bytes take space that others need.
         with suppress(OSError):
             os.ftruncate(descriptor, offset)
         raise
@@ -507,7 +504,10 @@ def _sync(path: Path) -> None:
 
 
 def _digest_of_next(file: BinaryIO, size: int, also: hashlib._Hash | None = None) -> str:
-    """SHA-256 of the next bytes, fewer where the file ends. also: another that takes them."""
+    """Return the SHA-256 of the next `size` bytes, or fewer at the end of the file.
+
+    `also` is another hash that takes the same bytes.
+    """
     digest = hashlib.sha256()
     while size and (chunk := file.read(min(size, _CHUNK))):
         size -= len(chunk)

@@ -1,4 +1,4 @@
-"""The tensors of an answer to a step of a protocol: what is asked for, and under which names."""
+"""Tensors of an answer to a protocol step: their names, dtypes and shapes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dure.wire.tensors import Form
 
 
 def forms_of(wants: Sequence[Wanted]) -> dict[str, Form]:
-    """What tensors look like that are asked for so. Raises ValueError for what no tensor is."""
+    """Return the dtypes and shapes by name. Raises ValueError for an impossible tensor."""
     found = {}
     for place, want in enumerate(wants):
         if want.dtype not in DTYPES or any(size < 0 for size in want.shape):
@@ -22,5 +22,5 @@ def forms_of(wants: Sequence[Wanted]) -> dict[str, Form]:
 
 
 def named(tensors: Sequence[Tensor]) -> dict[str, Tensor]:
-    """The tensors of an answer by their names: their places."""
+    """Return the tensors of an answer by name; the name is the index."""
     return {str(place): tensor for place, tensor in enumerate(tensors)}

@@ -1,7 +1,7 @@
-"""A network of clients: this process serves, they come to it.
+"""World of clients on a network, which this process serves.
 
-The server half runs here, driven by the same loop as every run; its carrier takes what clients say
-from the journal in the run folder. Where the run ends, clients are told so.
+The server side runs here, driven by the same loop as every run; its carrier reads the clients'
+messages from the journal in the run folder. The server reports the end of the run to the clients.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ Value = TypeVar("Value")
 Mode = Literal["invited", "open"]
 
 ENGINE: EngineName = "loop"
-"""How clients on a network train: one client, step by step."""
+"""Engine of clients on a network: each client trains step by step."""
 
 RELOAD_SECONDS = 5.0
-"""Seconds between two looks at the files of the certificate."""
+"""Seconds between two checks of the certificate's files."""
 
 SIGNING_KEY = "signing.key"
-"""In a run folder: the private key by which the server signs its models."""
+"""File in a run folder: the private key with which the server signs its models."""
 
 FAREWELL = 3.0
-"""Seconds in which clients may hear that the run is over."""
+"""Seconds that the server waits for clients to receive the end of the run."""
 
 LAST = 60.0
-"""Seconds in which those who have heard it may fetch the last model."""
+"""Seconds in which clients that have received the end may fetch the last model."""
 
 
 NEEDS = (
@@ -66,7 +66,7 @@ NEEDS = (
     "uvloop",
     "websockets",
 )
-"""The libraries of the extra "deploy"."""
+"""Libraries of the extra "deploy"."""
 
 
 @dataclass(frozen=True)
@@ -74,27 +74,27 @@ class Network(World):
     """Clients on a network, which reach this server by HTTPS.
 
     Args:
-        host: the address at which the server listens; other machines reach 0.0.0.0.
-        port: 0 takes any that is free.
+        host: Address at which the server listens; 0.0.0.0 is reachable by other machines.
+        port: Port of the server; 0 takes any free port.
         certificate: PEM file of the server's certificate (dure certificates makes one).
-        key: PEM file of its private key; by default beside the certificate.
-        client_ca: PEM file of the authority that signs clients' certificates, where they need one.
-        insecure: without TLS also where other machines can listen.
-        access: who may take part: those invited, or whoever comes.
-        start_with: clients that have to be there before the first round; all of them by default.
-        deadline: seconds that a round may take, where its selection names none.
-        heartbeat: seconds after which a silent connection is taken for lost.
-        measure_seconds: that clients may take to measure a model on their own data.
-        exchange_seconds: that clients may take for a step of secure aggregation.
-        record: keep everything that came in, so that the run can be replayed.
-        log: a file for JSON lines of what happens, - for standard error; it may be moved away at
-            any time, and goes on in a new one.
-        status_port: where /status, /metrics and /health are; 0 takes any that is free, and by
-            default there is no such listener. The token for it is kept in RUN/status.token.
-        status_host: the address of that listener.
-        transfer_budget: bytes that a client may receive and send in the run, such as 100MB.
+        key: PEM file of the certificate's private key; by default next to the certificate.
+        client_ca: PEM file of the authority that signs clients' certificates, to require them.
+        insecure: Allow plain HTTP even if other machines can reach the server.
+        access: Clients that may take part: invited clients only, or any client (open).
+        start_with: Number of available clients that the first round waits for; all by default.
+        deadline: Timeout of a round in seconds, if its selection sets none.
+        heartbeat: Seconds without a byte after which a connection counts as lost.
+        measure_seconds: Timeout of an evaluation by clients, in seconds.
+        exchange_seconds: Timeout of a step of secure aggregation, in seconds.
+        record: Keep all received data, so that the run can be replayed.
+        log: File for JSON lines of events, - for standard error; the file may be moved at any time,
+            and the log continues in a new file.
+        status_port: Port of /status, /metrics and /health; 0 takes any free port; no listener by
+            default. RUN/status.token has the token for this listener.
+        status_host: Address of that listener.
+        transfer_budget: Maximum bytes that a client may receive and send in the run, such as 100MB.
         roster: JSON file of all clients' public keys, signed by the federation's owner (dure
-            roster): nobody else is enrolled, and clients that know the owner check it.
+            roster): no other client is enrolled, and clients that know the owner check the file.
     """
 
     host: str = "127.0.0.1"
@@ -129,7 +129,7 @@ class Network(World):
                 f"exchange_seconds is {self.exchange_seconds}, but clients need more than 0 "
                 f"seconds to answer"
             )
-        # A run that goes on may be started in another folder.
+        # Absolute paths, because a resumed run may be started in another folder.
         for name in ("certificate", "key", "client_ca", "log", "roster"):
             value = getattr(self, name)
             if value is not None and value != "-":
@@ -151,7 +151,10 @@ class Network(World):
         return True
 
     def begin(self, imports: Sequence[str] = ()) -> None:
-        """Raises ValueError where it could not serve: before anything is made or written."""
+        """Check the settings before anything is created.
+
+        Raises ValueError if serving would fail.
+        """
         self.context()
         self.listed()
         _check_address(self.host, self.port)
@@ -165,7 +168,7 @@ class Network(World):
         return run_server(program, report, self.conditions, self._carrier, self._channels)
 
     def _channels(self, hosted: Hosted, place: Place) -> Channels:
-        """Begins to serve clients that stay connected. Raises ServeError where it cannot."""
+        """Start to serve clients that stay connected. Raises ServeError on failure."""
         for name, value in (
             ("start_with", self.start_with not in (None, hosted.clients)),
             ("record", self.record),
@@ -181,11 +184,11 @@ class Network(World):
             return _Connected(self, hosted, place).channels
 
     def _carrier(self, federation: Federation, place: Place) -> Carrier:
-        """Begins to serve, and returns what joins the coordinator with the clients.
+        """Start to serve, and return the carrier between the coordinator and the clients.
 
-        Raises ServeError where it cannot.
+        Raises ServeError on failure.
         """
-        # Here, since the rest of dure does without these libraries.
+        # Imported here, because the rest of dure does not need these libraries.
         from dure.worlds.network.server.carrier import NetworkCarrier
 
         with _as_serve_errors():
@@ -213,9 +216,9 @@ class Network(World):
         )
 
     def listed(self) -> OwnersRoster | None:
-        """Who the clients are, where their owner has signed it.
+        """Return the owner's roster of the clients; None without a roster.
 
-        Raises ValueError for a file that is no such roster, or has expired.
+        Raises ValueError for an invalid or expired roster.
         """
         if self.roster is None:
             return None
@@ -226,15 +229,19 @@ class Network(World):
         return roster
 
     def status_context(self) -> tuple[ssl.SSLContext | None, Callable[[], None]]:
-        """The same for /status: by the same certificate, where other machines can reach it."""
+        """Return the TLS context of /status and the function that renews it, as `context` does.
+
+        The context uses the server's certificate if other machines can reach the listener, else
+        None.
+        """
         if is_loopback(self.status_host) or self.certificate is None:
             return None, lambda: None
         return replace(self, client_ca=None).context()
 
     def context(self) -> tuple[ssl.SSLContext | None, Callable[[], None]]:
-        """(for TLS, what is called now and then to take in renewed certificates).
+        """Return (TLS context or None, function called periodically to load renewed certificates).
 
-        Raises ValueError where there is no certificate and other machines could listen.
+        Raises ValueError if other machines can reach the server and there is no certificate.
         """
         if self.certificate is not None:
             from dure.wire.certificates import Reloading, server_context
@@ -259,7 +266,19 @@ def run_server(
     carrier: Callable[[Federation, Place], Carrier],
     channels: Callable[[Hosted, Place], Channels] | None = None,
 ) -> Value:
-    """Runs the server half in this process. carrier, channels: what joins it with its clients."""
+    """Run the server side in this process.
+
+    Args:
+        program: Function that trains, called with the server's context.
+        report: Function that receives the events of the run.
+        conditions: Conditions of the clients.
+        carrier: Function that makes the carrier to the clients of a federation.
+        channels: Function that makes the channels to clients that stay connected; None if the world
+            does not support them.
+
+    Returns:
+        The result of `program`.
+    """
 
     def here(place: Place) -> Value:
         place.conditions = conditions
@@ -272,10 +291,10 @@ def run_server(
 
 
 def _check_address(host: str, port: int) -> None:
-    """Raises ValueError where nobody can listen there now."""
+    """Check that the server can listen at this address now. Raises ValueError otherwise."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as trial:
-        # As the server does: what ended a moment ago is in nobody's way.
+        # As in the server: a socket that was closed a moment ago does not block the address.
         trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             trial.bind((host, port))
@@ -287,9 +306,9 @@ def _check_address(host: str, port: int) -> None:
 
 
 def _seldom(look: Callable[[], bool]) -> Callable[[], None]:
-    """Looks every few seconds; warns of new certificates that will not do, and goes on.
+    """Return a function that calls `look` every few seconds, and warns of unusable certificates.
 
-    The log has a line for each new certificate, also for one that is refused.
+    The log has a line for each new certificate, accepted or refused.
     """
     from dure.worlds.network.server.watching import told
 
@@ -303,7 +322,7 @@ def _seldom(look: Callable[[], bool]) -> Callable[[], None]:
         try:
             renewed = look()
         except ValueError as error:
-            # Nobody may be looking at the terminal, and the old one expires.
+            # Logged too, because nobody may watch the terminal until the old certificate expires.
             told("certificate refused", logging.WARNING, reason=str(error))
             warn(f"the renewed certificate is not used: {error}")
         else:
@@ -314,7 +333,7 @@ def _seldom(look: Callable[[], bool]) -> Callable[[], None]:
 
 
 def machine(threads: int) -> Machine:
-    """How clients are to compute, so that they do what the simulation does."""
+    """Return the machine properties that clients need to compute the same bits as a simulation."""
     from dure.tasks.trained import machine_of
 
     return machine_of(ENGINE, threads)
@@ -322,7 +341,7 @@ def machine(threads: int) -> Machine:
 
 @contextlib.contextmanager
 def _as_serve_errors() -> Iterator[None]:
-    """What is wrong with a certificate, say, or a key that others may read, ends the run."""
+    """Context manager: convert ValueError, for example of a certificate or key, to ServeError."""
     try:
         yield
     except ValueError as error:
@@ -330,7 +349,7 @@ def _as_serve_errors() -> Iterator[None]:
 
 
 def _both(*hear: Callable[[dict[str, Any]], object]) -> Callable[[dict[str, Any]], None]:
-    """Several hear of each event."""
+    """Return a listener that forwards each event to several listeners."""
 
     def told(event: dict[str, Any]) -> None:
         for one in hear:
@@ -344,7 +363,7 @@ def _in_url(host: str) -> str:
 
 
 def _check_there(folder: Path, name: str, what: str) -> None:
-    """Raise RunFolderError where a file is missing without which nothing later was written."""
+    """Check that a required file exists if later files exist. Raises RunFolderError otherwise."""
     later = [folder / one for one in ("cohort.json", "models.jsonl") if (folder / one).exists()]
     later += (folder / "updates").glob("*.safetensors")
     later += (folder / "checkpoint").glob("[0-9]*")
@@ -356,7 +375,10 @@ def _check_there(folder: Path, name: str, what: str) -> None:
 
 
 def _roster_of(world: Network, clients: int, folder: Path, resumed: bool) -> OwnersRoster | None:
-    """The roster of the run in `folder`. Raises ValueError for one that it was not begun with."""
+    """Return the roster of the run in `folder`, and pin it.
+
+    Raises ValueError for a roster that differs from the roster at the start of the run.
+    """
     from dure.wire.owners_roster import FILE, Pinned, check_count
 
     roster = world.listed()
@@ -373,12 +395,12 @@ def _roster_of(world: Network, clients: int, folder: Path, resumed: bool) -> Own
 
 
 def _more_than(clients: int) -> Callable[[int], str | None]:
-    """Why a run that begins once all its clients are there cannot have so many."""
+    """Return the `why_not` of a run that starts when all its clients are available."""
     return lambda asked: f"the run has {clients} clients" if asked > clients else None
 
 
 class _Serves:
-    """What lives while a server serves, whatever it serves. clients: how many it has."""
+    """Resources of a running server of either kind. `clients` is the number of clients."""
 
     def __init__(self, world: Network, clients: int, place: Place) -> None:
         from dure.wire.signatures import Key
@@ -387,7 +409,7 @@ class _Serves:
         from dure.worlds.network.server.register import Register
         from dure.worlds.network.server.watching import Watching
 
-        # What has begun ends with the run, also where the rest cannot begin.
+        # Resources are released at the end of the run, even if the rest of the start fails.
         self.ending = place.ending.enter_context(contextlib.ExitStack())
         folder = place.folder
         if folder is None:
@@ -400,7 +422,7 @@ class _Serves:
         if world.log is not None:
             self.ending.enter_context(logged_to(Path(world.log)))
         self.run = str(place.config.get("run", ""))
-        # Names of people, updates, models and keys come to lie there.
+        # The folder will contain names of people, updates, models and keys.
         make_private(folder)
         self.folder = folder
         self.resumed = (folder / "clients.db").exists()
@@ -410,7 +432,7 @@ class _Serves:
         place.signs = self.key
         self.watching = Watching(place.report)
         place.report = _both(self.watching.hears, place.report)
-        # All rounds are to be in the log.
+        # The log must have all rounds, so reports are not throttled.
         place.report_seconds = 0.0
         _check_there(folder, "clients.db", "who is enrolled")
         # Before the first client can be enrolled.
@@ -420,7 +442,7 @@ class _Serves:
         self.access = Access(register, world.access, identities=place.identities)
 
     def told(self, clients: int, seed: int, trains: Trains, threads: int) -> dict[str, Any]:
-        """What clients are told of the run, as `Served` has it, but for their samples."""
+        """Return the arguments of `Served` that do not depend on the kind of server."""
         from dure.tasks.trained import differences
 
         return {
@@ -437,7 +459,7 @@ class _Serves:
         }
 
     def opens(self, app: App | NetworkChannels, resumed: bool, heartbeat: float | None) -> Serving:
-        """The port is open from here on. heartbeat: as `Serving` has it."""
+        """Open the port. `heartbeat` is as in `Serving`."""
         from dure.worlds.network.server.serving import Serving
 
         world = self.world
@@ -455,7 +477,7 @@ class _Serves:
 
 
 class _Connected(_Serves):
-    """A server whose clients stay connected."""
+    """Server whose clients stay connected."""
 
     def __init__(self, world: Network, hosted: Hosted, place: Place) -> None:
         from dure.worlds.network.server.attendance import Served
@@ -480,7 +502,10 @@ class _Connected(_Serves):
         self.channels.alive = lambda: serving.alive
 
     def close(self) -> None:
-        """Ends. Clients of a run that is over hear of it; those of another one try again later."""
+        """Close the server.
+
+        Clients learn of the end of a run; clients of an interrupted run retry.
+        """
         self.watching.ends("the run is over" if self.channels.is_over else "the server stops")
         until = time.monotonic() + FAREWELL
         while self.channels.is_over and self.channels.has_to_tell() and time.monotonic() < until:
@@ -489,7 +514,7 @@ class _Connected(_Serves):
 
 
 class _Server(_Serves):
-    """A server of a federation, whose clients ask what there is to do."""
+    """Server of a federation, whose clients request their work."""
 
     def __init__(self, world: Network, federation: Federation, place: Place) -> None:
         from dure.worlds.network.clock import Clock
@@ -513,7 +538,7 @@ class _Server(_Serves):
         self.desk = Desk(self.clock.now)
         self.shelf = Shelf()
         self.machine = machine(federation.threads)
-        # Sites whose own differ fetch them once.
+        # Sites with other frozen weights fetch them once.
         if federation.frozen:
             self.shelf.keep(federation.frozen)
         told = self.told(federation.clients, federation.seed, federation.trains, federation.threads)
@@ -537,7 +562,7 @@ class _Server(_Serves):
         self.serving = self.opens(app, self.journal.resumed, None)
 
     def _shows_status(self) -> None:
-        """Begins to serve what an operator sees, on a listener of its own."""
+        """Start to serve the operator's status on a separate listener."""
         from dure.worlds.network.server.cohort import differences
         from dure.worlds.network.server.serving import Serving
         from dure.worlds.network.server.status import TOKEN, Status, kept_token
@@ -566,12 +591,13 @@ class _Server(_Serves):
         secure = context is not None
         if place.page is not None:
             where = f"It is in {self.folder / TOKEN}."
-            # Without plotly the listener has all but the page.
+            # Without plotly the listener has everything except the page.
             with contextlib.suppress(ImportError):
                 status.page = place.page(status.token, where, secure, status.look)
         serving = Serving(status.asgi(), world.status_host, world.status_port, context)
         self.ending.callback(serving.stop)
-        # Before that: whoever watches sees the end, and holds nobody up.
+        # The page is closed before its server: a viewer sees the end, and does not delay the
+        # shutdown.
         if status.page is not None:
             self.ending.callback(status.page.close)
         scheme = "http" if context is None else "https"
@@ -579,7 +605,10 @@ class _Server(_Serves):
         place.report({"status": url, "token": str(self.folder / TOKEN)})
 
     def close(self) -> None:
-        """Ends. Clients of a run that is over hear of it; those of another one try again later."""
+        """Close the server.
+
+        Clients learn of the end of a run; clients of an interrupted run retry.
+        """
         self.watching.ends(self.desk.over or "the server stops")
         now = time.monotonic
         began = now()

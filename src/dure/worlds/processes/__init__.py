@@ -1,1 +1,1 @@
-"""Ranks as processes of this machine."""
+"""World of ranks as processes of this machine."""

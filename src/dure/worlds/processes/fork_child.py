@@ -1,7 +1,8 @@
-"""What runs in the fork server's process: a loop that answers one message after another.
+"""Fork server process: a loop that answers messages one after another.
 
-The messages are those of `dure.worlds.processes.fork_server`, which starts this process and is its
-parent. Everything here happens in one thread: a process that forks must not have others.
+The messages are those of `dure.worlds.processes.fork_server`, whose process is the parent and
+starts this process. A single thread does everything: a process that forks must not have other
+threads.
 """
 
 from __future__ import annotations
@@ -28,24 +29,24 @@ ENDS = (
     signal.SIGUSR1,
     signal.SIGUSR2,
 )
-"""What a terminal, a supervisor or a batch system sends to a whole group of processes."""
+"""Signals that a terminal, a supervisor or a batch system sends to a whole process group."""
 
 _PR_SET_PDEATHSIG = 1
 _LONGEST_MESSAGE = 8_192
 _DESCRIPTORS = 4
-"""That come with `fork`: the control socket, the parcel, stdout, stderr."""
+"""Number of descriptors of the message `fork`: control socket, parcel, stdout, stderr."""
 
 
 def serve(descriptor: int, first: Sequence[str]) -> None:
-    """Imports the modules `first`, and answers messages until the parent closes its end."""
-    open_streams()  # what the parent has opened in their place ends with its exec
-    # They are the parent's to handle; this process has to live on, to clear up after it. Ranks
-    # ignore them too, but for SIGTERM: where the parent goes on, so do they.
+    """Import the modules `first`, and answer messages until the parent closes its socket."""
+    open_streams()  # streams that the parent opened in place of missing ones end with its exec
+    # The parent handles these signals; this process must survive to clean up after the parent.
+    # Ranks ignore them too, except SIGTERM, so that they continue as long as the parent does.
     for end in ENDS:
         signal.signal(end, signal.SIG_IGN)
-    # The parent blocked them before it started this process, which had not ignored them yet.
+    # The parent blocked them before it started this process, which could not ignore them yet.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDS)
-    # This brings torch in, which takes seconds: once for all ranks, and with the signals ignored.
+    # Imports torch, which takes seconds: once for all ranks, and with the signals ignored.
     from dure.worlds.processes.rank import rank_main
 
     _ask_for_huge_pages()
@@ -56,8 +57,11 @@ def serve(descriptor: int, first: Sequence[str]) -> None:
 
 
 def _ask_for_huge_pages() -> None:
-    """For all ranks: torch reads what this process was started with when it makes the first large
-    tensor, and a rank has the variables of the parent by then."""
+    """Make torch read its settings for huge pages, for all ranks.
+
+    torch reads the environment variables of this process when it makes the first large tensor; a
+    rank later gets the parent's variables, which may differ.
+    """
     import torch
 
     torch.empty(1 << 20)
@@ -65,12 +69,12 @@ def _ask_for_huge_pages() -> None:
 
 def _load(modules: Sequence[str]) -> None:
     for name in modules:
-        with contextlib.suppress(Exception):  # a rank that needs it says better what is wrong
+        with contextlib.suppress(Exception):  # a rank reports the error better
             importlib.import_module(name)
 
 
 class _Serving:
-    """The ranks that were forked and not waited for, and the folders to remove at the end."""
+    """Forked ranks that have not been waited for, and folders to remove at the end."""
 
     def __init__(self, connection: socket.socket, rank_main: Callable[[int, int], None]) -> None:
         self.connection = connection
@@ -86,7 +90,7 @@ class _Serving:
             if not message:
                 return
             answer = self.answer(message, descriptors)
-            with contextlib.suppress(OSError):  # the parent is gone: the next message says so
+            with contextlib.suppress(OSError):  # the parent has ended
                 self.connection.send(str(answer).encode())
 
     def answer(self, message: bytes, descriptors: list[int]) -> int:
@@ -102,8 +106,8 @@ class _Serving:
         return 0
 
     def fork(self, descriptors: list[int]) -> int:
-        # A rank's collector writes into each object that it looks at. What is here already it must
-        # leave alone: the pages stay one copy for all ranks, 40 MB of torch's own objects.
+        # A rank's garbage collector writes into each object that it visits. Frozen objects are not
+        # visited: their pages stay shared by all ranks, 40 MB of torch's own objects.
         gc.freeze()
         pid = os.fork()
         if pid == 0:
@@ -118,12 +122,12 @@ class _Serving:
         self.children.discard(pid)
         try:
             _, status = os.waitpid(pid, 0)
-        except ChildProcessError:  # a rank of a server that was killed, and died with it
+        except ChildProcessError:  # a rank of an earlier server, which was killed with it
             return -signal.SIGKILL
         return os.waitstatus_to_exitcode(status)
 
     def clear_up(self) -> None:
-        """After the parent: whatever its death was, it leaves nothing."""
+        """Kill the remaining ranks and remove the folders, after any death of the parent."""
         for pid in self.children:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -132,14 +136,14 @@ class _Serving:
 
 
 def _become_rank(rank_main: Callable[[int, int], None], descriptors: list[int]) -> NoReturn:
-    """In the child: runs the rank, and leaves.
+    """Run the rank in the forked child, and exit.
 
-    Without the interpreter's teardown, where gloo may abort.
+    The exit skips the interpreter's teardown, in which gloo may abort.
     """
     status = 1
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        with contextlib.suppress(OSError, AttributeError):  # only Linux has it
+        with contextlib.suppress(OSError, AttributeError):  # only on Linux
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         control, parcel, stdout, stderr = descriptors
         os.dup2(stdout, 1)

@@ -1,19 +1,18 @@
-"""A process that has torch loaded and forks ranks, which start in milliseconds instead of seconds.
+"""Fork server: a process with torch loaded that forks ranks in milliseconds instead of seconds.
 
 A fresh interpreter needs 2 s to import torch; forking the user's own process is fast but unsafe,
-for its OpenMP and autograd threads do not survive a fork. So one clean process imports torch,
-computes nothing, and forks on demand (`dure.worlds.processes.fork_child`). It lives as long as its
-parent: when the parent is gone, by whatever death, the server sees its socket closed, kills the
-ranks that it has forked, and ends. The kernel kills the ranks should the server itself die
-(PR_SET_PDEATHSIG).
+because its OpenMP and autograd threads do not survive a fork. A clean process therefore imports
+torch, computes nothing, and forks on demand (`dure.worlds.processes.fork_child`). It lives as long
+as its parent: after any death of the parent, the server sees its socket closed, kills its ranks,
+and ends. If the server itself dies, the kernel kills the ranks (PR_SET_PDEATHSIG).
 
-Each message over a Unix socket gets one answer, a number:
+Each message over a Unix socket gets a number as its answer:
 
     fork              with four descriptors (the rank's control socket, its parcel, stdout, stderr):
                       the rank's pid
     wait <pid>        once that rank has ended: its exit status, negative for a signal
-    load <modules>    0, once they are imported, for all ranks to come
-    remove <folder>   0; the folder is removed at the end, if it is still there
+    load <modules>    0, once they are imported, for all later ranks
+    remove <folder>   0; the folder is removed at the end, if it still exists
     ready             0, once the server has torch loaded
 """
 
@@ -31,13 +30,13 @@ from dure.machine.memory import in_huge_pages
 from dure.machine.streams import open_streams
 from dure.worlds.processes.fork_child import ENDS
 
-# `-c` looks into the current folder, where `dure` does not.
+# `-c` searches the current folder, unlike the script `dure`.
 _START = """import sys
 sys.path[:] = [place for place in sys.path if place]
 from dure.worlds.processes.fork_child import serve
 serve(int(sys.argv[1]), sys.argv[2:])"""
 _NAMES = 40
-"""Modules in a message."""
+"""Maximum modules in a message."""
 
 LONG_TO_IMPORT = (
     "torch.export._trace",
@@ -46,45 +45,47 @@ LONG_TO_IMPORT = (
     "torch.distributed.tensor",
     "transformers.modeling_utils",
 )
-"""Modules that take seconds to import: once the parent has needed one, its ranks will, and find it
-loaded. So are the models of transformers, and dure's own modules but for those that are kept
-here (`ForkServer.keeps_here`)."""
+"""Modules that take seconds to import, loaded by the server once the parent has imported them.
+
+The server also loads the models of transformers, and dure's own modules except those named to
+`ForkServer.keeps_here`.
+"""
 
 
 class ForkServer:
-    """The parent's side: starts the server process on first use."""
+    """Parent's side of the fork server; starts the server process on first use."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._owner = -1
-        """The process that has started it: a fork of that one has no right to end it."""
+        """Process that has started the server: a fork of that process must not end the server."""
         self._loaded: set[str] = set()
         self._first: dict[str, None] = {}
         self._preloaded: set[str] = set()
         self._kept: set[str] = set()
 
     def begins_with(self, *modules: str) -> None:
-        """A server that starts from now on imports these at once, while this process goes on.
+        """Have a server that starts later import these modules in the background.
 
-        For what nearly all ranks need. No module may start threads when it is imported.
+        For modules that nearly all ranks need. No module may start threads at import.
         """
         self._first.update(dict.fromkeys(modules))
 
     def preload(self, *modules: str) -> None:
-        """Ranks to come find these modules imported, once this process has imported them.
+        """Have the server import these modules for later ranks, if this process imports them.
 
-        The server imports them: they must not start threads.
+        The modules must not start threads at import.
         """
         self._preloaded.update(modules)
 
     def keeps_here(self, *modules: str) -> None:
-        """Ranks need nothing of these modules of dure, nor of what lies in them."""
+        """Exclude these modules of dure, and their submodules, from the imports for ranks."""
         self._kept.update(modules)
 
     def _for_ranks(self, name: str) -> bool:
-        """Whether a module that this process has imported is imported once for all ranks."""
+        """Return whether the server imports a module for all ranks once this process has it."""
         if name.startswith("dure."):
             return not any(name == kept or name.startswith(f"{kept}.") for kept in self._kept)
         return (
@@ -95,19 +96,20 @@ class ForkServer:
 
     @property
     def pid(self) -> int | None:
-        """The server's process, if it runs."""
+        """Process id of the server; None if it does not run."""
         return self._process.pid if self._process is not None else None
 
     def start(self, imports: Sequence[str] = ()) -> None:
-        """Starts the server if it does not run yet; it gets ready while the caller goes on.
+        """Start the server if it does not run yet, without waiting for it.
 
-        imports: what it then imports as well. One that runs does so when the first rank needs it.
+        `imports` are further modules for a new server; a running server imports modules when a rank
+        is forked.
         """
         with self._lock:
             self._connected(imports)
 
     def _connected(self, imports: Sequence[str] = ()) -> socket.socket:
-        """The socket of a server that lives, which is started if need be."""
+        """Return the socket of a running server; start the server if necessary."""
         alive = (
             self._process is not None
             and self._owner == os.getpid()
@@ -127,13 +129,14 @@ class ForkServer:
     def _started(self, descriptor: int, imports: Sequence[str]) -> subprocess.Popen[bytes]:
         environment = {
             **os.environ,
-            # sys.path as it is here: a rank must import what the user's process can.
+            # The same sys.path as here: a rank must be able to import the modules of the user's
+            # process.
             "PYTHONPATH": os.pathsep.join(place or os.getcwd() for place in sys.path),
-            # OpenBLAS starts its threads when it is imported, and no thread survives a fork.
+            # OpenBLAS starts its threads at import, and no thread survives a fork.
             "OPENBLAS_NUM_THREADS": "1",
         }
         in_huge_pages(environment)
-        # The child inherits the mask: it begins with these blocked, until it ignores them.
+        # The child inherits the mask: the signals stay blocked until it ignores them.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDS)
         try:
             return subprocess.Popen(
@@ -146,21 +149,21 @@ class ForkServer:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def ready(self) -> None:
-        """Starts the server if need be and waits until it has torch loaded."""
+        """Start the server if necessary, and wait until it has loaded torch."""
         self._ask(b"ready")
 
     def _load(self) -> None:
-        """Has the server import what this process has imported by now and ranks will need."""
-        here = list(sys.modules)  # another thread may be importing
+        """Have the server import the modules that this process has imported and ranks need."""
+        here = list(sys.modules)  # a copy: another thread may be importing
         new = [name for name in here if name not in self._loaded and self._for_ranks(name)]
         for start in range(0, len(new), _NAMES):
             self._ask(f"load {' '.join(new[start : start + _NAMES])}".encode())
         self._loaded.update(new)
 
     def fork(self, control: int, parcel: int) -> int:
-        """A new rank; its pid.
+        """Fork a new rank, and return its process id.
 
-        control: the socket through which it talks. parcel: the file that holds its program.
+        `control` is the descriptor of the rank's socket. `parcel` is the file with its program.
         """
         self._load()
         open_streams()
@@ -170,18 +173,18 @@ class ForkServer:
         return pid
 
     def removes(self, folder: str) -> None:
-        """Has the server remove a folder that this process may not live to remove."""
+        """Have the server remove a folder at the end, even if this process is killed."""
         self._ask(b"remove " + os.fsencode(folder))
 
     def wait(self, pid: int) -> int:
-        """Waits for the child to end; its exit status, negative for the signal that killed it."""
+        """Wait for a rank to end; return its exit status, negative for a fatal signal."""
         return self._ask(f"wait {pid}".encode())
 
     def _ask(self, message: bytes, descriptors: Sequence[int] = ()) -> int:
-        """Sends a message; its answer. A server that was killed is replaced by a new one.
+        """Send a message and return its answer. A killed server is replaced by a new server.
 
-        A rank of the killed one died with it: of that the new server knows nothing, and answers
-        SIGKILL.
+        The ranks of the killed server have died with it: the new server does not know them, and
+        answers SIGKILL.
         """
         with self._lock:
             for _ in range(2):
@@ -194,7 +197,7 @@ class ForkServer:
                 except OSError:
                     pass
                 except BaseException:
-                    # Ctrl-C: an answer that comes late must not be taken for that of the next.
+                    # Ctrl-C: a late answer must not be taken for the answer of the next message.
                     self._abandon()
                     raise
                 self._abandon()
@@ -209,7 +212,7 @@ class ForkServer:
         self._socket = self._process = None
 
     def stop(self) -> None:
-        """Ends the server and waits for it."""
+        """End the server and wait for it."""
         with self._lock:
             if self._socket is not None:
                 self._socket.close()
@@ -219,9 +222,10 @@ class ForkServer:
 
 
 def _flags() -> list[str]:
-    """Those of this interpreter that change what a program does, such as -O, which drops asserts.
+    """Return the interpreter's flags that change a program's behaviour, such as -O (no asserts).
 
-    Not those that isolate it from its surroundings, which ranks get from here.
+    Flags that isolate the interpreter from its environment are left out, because ranks get the
+    environment from this process.
     """
     optimise = ["-" + "O" * sys.flags.optimize] if sys.flags.optimize else []
     modes = [f"-X{name}" for name in ("dev", "utf8") if name in sys._xoptions]
@@ -229,4 +233,4 @@ def _flags() -> list[str]:
 
 
 server = ForkServer()
-"""One server for all worlds of this process."""
+"""Fork server of this process, for all worlds."""

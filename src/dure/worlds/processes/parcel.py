@@ -1,11 +1,12 @@
-"""Python objects between processes of one user on one machine: pickled, large buffers shared.
+"""Parcels: pickled Python objects for other processes of the user on this machine.
 
-Functions and classes of a script or a notebook travel by value (cloudpickle), lambdas and local
-classes too, so such a task reaches its ranks; those of modules that can be imported are imported
-again there, and a task's file is run again (`dure.machine.own_code`). Tensors and arrays of 16 KB
-and more follow the pickle in an anonymous file, which every receiver maps copy-on-write: N ranks
-hold the training data once. A file that is large may lie on a disk, so that neither side needs
-memory for it. This never crosses a network: what does is never unpickled.
+Large buffers are shared. Functions and classes of a script or a notebook are pickled by value
+(cloudpickle), including lambdas and local classes, so such a task reaches its ranks. Modules that
+can be imported are imported again, and a task's file is run again (`dure.machine.own_code`).
+Tensors and arrays of 16 KB or more follow the pickle in an anonymous file, which every receiver
+maps copy-on-write: N ranks share a single copy of the training data. A large file may be on a disk,
+so that neither side needs memory for it. A parcel never crosses a network: data from a network are
+never unpickled.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from dure.memory.mapped import Disk, nameless
 from dure.tensors.elements import element_bytes
 
 _LARGE = 16_384
-"""Bytes from which on a buffer is worth pages of its own."""
+"""Bytes from which a buffer is worth pages of its own."""
 
 _PAGE = 4_096
 
@@ -40,7 +41,7 @@ def _rebuild(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
 
 
 class _Pickler(own_code.Pickler):
-    """Takes large dense CPU tensors out of band; pickle itself does so for numpy arrays."""
+    """Pickler with large dense CPU tensors out of band; pickle itself does so for numpy arrays."""
 
     def reducer_override(self, obj: Any) -> Any:
         if (
@@ -57,7 +58,7 @@ class _Pickler(own_code.Pickler):
             and type(obj) is not ModuleType
             and sys.modules.get(obj.__name__) is obj
         ):
-            # Such as torch.classes, which cloudpickle cannot carry.
+            # For example torch.classes, which cloudpickle cannot pickle.
             return importlib.import_module, (obj.__name__,)
         return super().reducer_override(obj)
 
@@ -70,7 +71,7 @@ def _anonymous_file() -> int:
 
 
 def _file_on_disk(nbytes: int) -> int | None:
-    """An anonymous file with room for so many bytes; None where there is no disk, or it is full."""
+    """Return an anonymous file of this size on a disk; None without a disk or space."""
     try:
         descriptor = nameless(Disk().folder)
     except OSError:
@@ -90,16 +91,15 @@ def _write_all(descriptor: int, content: Any) -> None:
 
 
 def _whole_pages(count: int) -> int:
-    """The multiple of a page that comes next."""
+    """Round up to a multiple of the page size."""
     return -(-count // _PAGE) * _PAGE
 
 
 def pack(obj: Any, memory: int | None = None) -> int:
-    """`obj` in an anonymous file; the caller closes the descriptor.
+    """Pack `obj` into an anonymous file; the caller closes the descriptor.
 
-    memory: bytes from which on the file lies on a disk; None: it never does.
-
-    Raises what pickle raises for things that cannot travel, such as open files.
+    `memory` is the size in bytes from which the file is on a disk; None for never. Raises the
+    errors of pickle for objects that cannot be pickled, such as open files.
     """
     buffers: list[pickle.PickleBuffer] = []
 
@@ -121,19 +121,19 @@ def pack(obj: Any, memory: int | None = None) -> int:
     _write_page(descriptor, body)
     buffers.reverse()
     while buffers:
-        # One that was mapped from a file leaves memory before the next one is read.
+        # A buffer mapped from a file leaves memory before the next buffer is read.
         _write_page(descriptor, buffers.pop().raw())
     return descriptor
 
 
 def _write_page(descriptor: int, content: Any) -> None:
-    """Writes it at the next page, so that a tensor is aligned wherever it is mapped."""
+    """Write the content at the next page boundary, so that tensors are aligned when mapped."""
     os.lseek(descriptor, _whole_pages(os.lseek(descriptor, 0, os.SEEK_CUR)), os.SEEK_SET)
     _write_all(descriptor, content)
 
 
 def unpack(descriptor: int, loads: Callable[..., Any] = pickle.loads) -> Any:
-    """The object in a file made by `pack`; its large buffers are private copies on write."""
+    """Return the object in a file made by `pack`; its large buffers are mapped copy-on-write."""
     size = os.fstat(descriptor).st_size
     mapped = memoryview(
         mmap.mmap(descriptor, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)

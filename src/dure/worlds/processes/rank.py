@@ -1,9 +1,10 @@
-"""What a forked rank does: joins the job, runs its program, and tells its parent how it went.
+"""Process of a forked rank: join the job, run the program, and report to the parent.
 
-Over the control socket it sends a pickled (kind, content): `event`, `result` (with the descriptor
-of a parcel), `outlives`, `error`, `done`. It is told its `Seat` first, later perhaps `interrupt`,
-`go on` or `stop` after an event of which callbacks hear, and at last `end`. It leaves when the
-parent says so or is gone, so that no rank closes connections that others still read from.
+The rank sends pickled (kind, content) pairs over the control socket: `event`, `result` (with the
+descriptor of a parcel), `outlives`, `error`, `done`. The parent sends the `Seat` first, then
+perhaps `interrupt`, `go on` or `stop` after an event with a record for callbacks, and finally
+`end`. The rank exits when the parent sends `end` or has ended, so that no rank closes connections
+that others still read from.
 """
 
 from __future__ import annotations
@@ -49,10 +50,15 @@ _LONGEST_MESSAGE = 60_000
 
 @dataclass(frozen=True)
 class Seat:
-    """Where a rank sits in its job.
+    """Settings of a rank in its job.
 
-    store: its path (`dure.worlds.processes.store`). deadline: seconds until a silent peer is an
-    error.
+    Args:
+        rank: Rank of the process.
+        size: Number of ranks.
+        store: Path of the store (`dure.worlds.processes.store`).
+        deadline: Seconds until a silent peer is an error.
+        threads: Number of threads of the rank.
+        backend: Backend of torch.distributed.
     """
 
     rank: int
@@ -64,7 +70,7 @@ class Seat:
 
 
 class Control:
-    """The rank's end of the control socket."""
+    """Rank's end of the control socket."""
 
     def __init__(self, descriptor: int) -> None:
         self.socket = socket.socket(fileno=descriptor)
@@ -76,18 +82,21 @@ class Control:
         return seat
 
     def send(self, kind: str, content: Any = None, descriptors: tuple[int, ...] = ()) -> None:
-        # Without a parent there is nobody to tell: the fork server ends this rank.
+        # Without a parent, nobody receives the message, and the fork server ends this rank.
         with contextlib.suppress(BrokenPipeError):
             socket.send_fds(self.socket, [pickle.dumps((kind, content))], list(descriptors))
 
     def event(self, content: dict[str, Any]) -> None:
-        """Tells the parent. Raises StopRun where a callback, for whom it waits, wants the end."""
+        """Send an event to the parent. Raises StopRun if a callback in the parent ends the run.
+
+        Waits for the parent's answer if the event has a record for callbacks.
+        """
         self.send("event", content)
         if "record" not in content:
             return
         while True:
             answer = self.socket.recv(64)
-            # A Ctrl-C may come first. A parent that is gone answers nothing.
+            # A Ctrl-C may arrive first. A parent that has ended closes the socket.
             if answer == b"interrupt":
                 self._interrupted = True
             elif answer == b"stop":
@@ -96,20 +105,20 @@ class Control:
                 return
 
     def interrupted(self) -> bool:
-        """Whether the parent has passed on a Ctrl-C."""
+        """Return whether the parent has forwarded a Ctrl-C."""
         if not self._interrupted:
             with contextlib.suppress(BlockingIOError):
                 self._interrupted = self.socket.recv(64, socket.MSG_DONTWAIT) == b"interrupt"
         return self._interrupted
 
     def wait_for_the_end(self) -> None:
-        """Until "end" comes, or nothing more from a parent that is gone."""
+        """Wait for "end", or for the end of the parent."""
         while self.socket.recv(64) == b"interrupt":
             pass
 
 
 def rank_main(control_descriptor: int, parcel_descriptor: int) -> None:
-    """The life of a rank in a freshly forked process."""
+    """Main function of a rank in a freshly forked process."""
     control = Control(control_descriptor)
     seat = control.seat()
     roll_call: RollCall | None = None
@@ -118,10 +127,10 @@ def rank_main(control_descriptor: int, parcel_descriptor: int) -> None:
         torch.set_num_threads(seat.threads)
         roll_call = join(seat)
         _, settings, program = parcel.unpack(parcel_descriptor)
-        # After the program's own files were run, which may have set others.
+        # After the program's own files have run, which may have changed these settings.
         settings.apply()
         place = place_of(seat, control, roll_call)
-        # The program's surroundings are in force by now: a user's own settings of malloc are seen.
+        # The program's environment is in force by now, including a user's settings of malloc.
         with left_out(), memory_kept():
             result = program(place)
         if seat.rank == 0:
@@ -138,10 +147,9 @@ def rank_main(control_descriptor: int, parcel_descriptor: int) -> None:
 
 
 class Surroundings:
-    """What a program takes for granted where it was written: pickled there, they come into force
-    where unpickled.
+    """Environment of a program: pickled in the parent, applied when unpickled in a rank.
 
-    Put before the program in a parcel, so that what the program imports is found.
+    The environment precedes the program in a parcel, so that the program's imports are found.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -151,11 +159,11 @@ class Surroundings:
 def inherit(
     folder: str, path: list[str], arguments: list[str], environment: dict[str, str], umask: int
 ) -> None:
-    """Takes over the parent's surroundings."""
+    """Apply the parent's folder, import path, arguments, environment variables and file mask."""
     os.chdir(folder)
     sys.path[:] = path
     sys.argv[:] = arguments
-    # Those that the parent has no longer are gone here too.
+    # Variables that the parent has deleted are deleted here too.
     for name in os.environ.keys() - environment.keys() - {_INTERFACE}:
         del os.environ[name]
     os.environ.update(environment)
@@ -165,19 +173,22 @@ def inherit(
 
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
-"""Ranks of one machine meet on no other interface than the loopback, whatever the user's other
-programs do."""
+"""Variable that limits gloo to an interface.
+
+Ranks of a machine communicate over the loopback interface only, whatever other programs of the user
+set.
+"""
 
 
 def _umask() -> int:
-    """The mask of new files; the system tells it only to whoever sets it."""
+    """Return the mask of new files; the system reveals it only by setting another mask."""
     mask = os.umask(0o077)
     os.umask(mask)
     return mask
 
 
 def join(seat: Seat) -> RollCall:
-    """Joins torch.distributed; the store is the parent's and outlives every rank."""
+    """Join torch.distributed; the store belongs to the parent and outlives every rank."""
     os.environ[_INTERFACE] = "lo"
     seconds = transfer_seconds(seat.deadline)
     limit = timedelta(seconds=seconds)
@@ -202,18 +213,18 @@ def place_of(seat: Seat, control: Control, roll_call: RollCall) -> Place:
 
 
 def as_dure_error(error: BaseException, rank: int, step: str) -> DureError:
-    """An error that fits in one message.
+    """Return an error that fits in a message.
 
-    Dure's own stay as they are, others go by their text, which is cut if need be.
+    dure's own errors stay as they are; other errors become their text, truncated if necessary.
     """
     if isinstance(error, WorkerFailedError):
-        # The beginning of a reason and the end of a traceback say the most.
+        # The beginning of a reason and the end of a traceback are the most informative.
         most = _LONGEST_MESSAGE // 4
         return WorkerFailedError(
             error.who, error.step, error.reason[:most], error.traceback[-most:]
         )
     if isinstance(error, DureError):
-        error.__cause__ = None  # of any class, perhaps one that the parent does not know
+        error.__cause__ = None  # may be of a class unknown to the parent
         if travels(error):
             return error
     failure = WorkerFailedError(f"rank {rank}", step, described(error), traceback_of(error))

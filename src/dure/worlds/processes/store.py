@@ -1,13 +1,13 @@
-"""The store in which the ranks of one machine meet: a file, which nobody can reach over a network.
+"""Store of the ranks of a machine: a file, unreachable over a network.
 
-torch's own choice, a TCPStore, asks the name server what 127.0.0.1 is called, at both ends of each
-connection, for its log: where no name server answers, or a packet is lost, every rank starts 5 s
-later. And it listens on all interfaces.
+torch's default, a TCPStore, resolves the name of 127.0.0.1 at both ends of each connection, for its
+log: if no name server answers, or a packet is lost, every rank starts 5 s later. A TCPStore also
+listens on all interfaces.
 
-Cost: some 10 to 30 us a key; a rank that waits for one looks every 10 ms, and notices the end of
-    its time up to a second late.
-Source: torch.distributed.FileStore; the names that are asked for are those of pytorch/pytorch issue
-159007.
+Cost: some 10 to 30 us per key; a rank that waits for a key polls every 10 ms, and notices its
+timeout up to a second late.
+
+Source: torch.distributed.FileStore; the name lookups are those of pytorch/pytorch issue 159007.
 """
 
 from __future__ import annotations
@@ -25,12 +25,10 @@ _NOBODY_COUNTS = -1
 
 @contextmanager
 def meeting_file(removes: Callable[[str], None]) -> Iterator[str]:
-    """The path of a new store, for processes of this user until the block ends.
+    """Yield the path of a new store, for processes of this user until the block ends.
 
-    removes: has somebody else remove its folder, should this process be killed before.
-
-    A store may outlive its file, but a file of the same name would have it write there: each has a
-    name of its own.
+    `removes` has another process remove the folder if this process is killed before. Each store has
+    a unique name: a store may outlive its file, and would write into a new file of the same name.
     """
     with tempfile.TemporaryDirectory(prefix="dure-") as folder:
         removes(folder)
@@ -38,7 +36,7 @@ def meeting_file(removes: Callable[[str], None]) -> Iterator[str]:
 
 
 def store_at(path: str, seconds: float) -> FileStore:
-    """The store of that path. seconds: until waiting for a key is an error, a RuntimeError."""
+    """Open the store at that path; a wait for a key raises RuntimeError after `seconds`."""
     store = FileStore(path, _NOBODY_COUNTS)
     store.set_timeout(timedelta(seconds=seconds))
     return store

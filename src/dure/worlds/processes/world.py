@@ -1,9 +1,9 @@
-"""Processes of this machine, one a rank, joined by torch.distributed.
+"""World of processes on this machine, one per rank, joined by torch.distributed.
 
-They send through gloo over loopback, or through shared memory. A fork server that has torch loaded
-starts them (`dure.worlds.processes.fork_server`). The parent
-supervises: it passes on Ctrl-C, tells the ranks when one of them has died, and ends those that do
-not end by themselves. With one rank nothing is started: it runs in the calling process.
+The ranks communicate through gloo over loopback, or through shared memory. A fork server with torch
+loaded starts them (`dure.worlds.processes.fork_server`). The parent supervises the ranks: it
+forwards Ctrl-C, reports the death of a rank to the others, and ends ranks that do not end by
+themselves. A single rank runs in the calling process.
 """
 
 from __future__ import annotations
@@ -40,16 +40,17 @@ from dure.worlds.processes.store import meeting_file, store_at
 Value = TypeVar("Value")
 
 _LAST_SECONDS = 2.0
-"""That the other ranks have to end, where rank 0 has ended and may have lost some of them."""
+"""Seconds for the other ranks to end, after rank 0 has ended and may have lost some of them."""
 
 
 @dataclass(frozen=True)
 class Processes(World):
     """Ranks as processes of this machine.
 
-    ranks: how many; None is one a core, at least two.
-    deadline: seconds that a rank waits for a silent peer before it raises PeerLostError.
-    backend: what carries the bytes: "gloo" through sockets, "dure" through shared memory.
+    Args:
+        ranks: Number of ranks; None for a rank per core, at least two.
+        deadline: Seconds that a rank waits for a silent peer before it raises PeerLostError.
+        backend: Transport: "gloo" through sockets, "dure" through shared memory.
     """
 
     ranks: int | None = None
@@ -79,7 +80,7 @@ class Processes(World):
 
     def begin(self, imports: Sequence[str] = ()) -> None:
         if self.elsewhere:
-            server.start(imports)  # it loads torch, and these, meanwhile
+            server.start(imports)  # in the background
 
     def ready(self) -> None:
         if self.elsewhere:
@@ -123,7 +124,7 @@ class Processes(World):
 
 @dataclass
 class Member:
-    """A rank as its parent sees it."""
+    """Rank in the view of its parent."""
 
     rank: int
     pid: int
@@ -142,7 +143,7 @@ class Member:
             self.control.send(b"interrupt")
 
     def end(self) -> str:
-        """Makes sure that the process is gone; how it ended, in words."""
+        """Kill the process if necessary, and describe how it ended."""
         with contextlib.suppress(OSError):
             os.kill(self.pid, signal.SIGKILL)
         return how_it_ended(server.wait(self.pid))
@@ -150,7 +151,7 @@ class Member:
 
 @contextmanager
 def started(seats: list[Seat], program: Callable[[Place], Any]) -> Iterator[list[Member]]:
-    """The ranks, running `program`; none of them is left when the block ends, however it ends."""
+    """Context manager: start ranks that run `program`; end all of them with the block."""
     try:
         descriptor = parcel.pack((Surroundings(), settings_here(), program))
     except Exception as error:
@@ -173,18 +174,18 @@ def started(seats: list[Seat], program: Callable[[Place], Any]) -> Iterator[list
         os.close(descriptor)
         for member in members:
             with contextlib.suppress(OSError):
-                member.control.send(b"end")  # a rank that is done leaves now, on its own
+                member.control.send(b"end")  # a finished rank exits now by itself
             member.control.close()
         for member in members:
             if member.death is None:
-                if not member.done:  # it may hang, and would never read that it is to end
+                if not member.done:  # it may hang, and would never read the message
                     with contextlib.suppress(OSError):
                         os.kill(member.pid, signal.SIGKILL)
                 server.wait(member.pid)
 
 
 class Supervisor:
-    """Watches the ranks of one job until all of them have ended."""
+    """Supervisor of the ranks of a job until all of them have ended."""
 
     def __init__(
         self,
@@ -200,15 +201,15 @@ class Supervisor:
         self.failed_at: float | None = None
         self.done_at: float | None = None
         self.outlived = False
-        """Whether the program goes on without those that die, as long as rank 0 lives."""
+        """Whether the program survives the death of other ranks as long as rank 0 lives."""
         self.last_step = "the start"
 
     def watch(self) -> None:
-        """Returns when every rank is done, has failed, or was ended."""
+        """Supervise until every rank is done, has failed, or was ended."""
         with selectors.DefaultSelector() as selector, contextlib.ExitStack() as opened:
             for member in self.members:
                 selector.register(member.control, selectors.EVENT_READ, (member, "message"))
-                if hasattr(os, "pidfd_open"):  # where there is none, the end of the socket says it
+                if hasattr(os, "pidfd_open"):  # otherwise the end of the socket shows the death
                     death = os.pidfd_open(member.pid)
                     opened.callback(os.close, death)
                     selector.register(death, selectors.EVENT_READ, (member, "death"))
@@ -220,22 +221,22 @@ class Supervisor:
                     return
 
     def _heard(self, member: Member, what: str) -> bool:
-        """Takes what a rank said; False once it can say no more."""
+        """Process a message or the death of a rank; return False if no more can follow."""
         if what == "message" and self._take(member):
             return True
-        # A rank that has died may have left messages, which say more than its death does.
+        # A dead rank may have sent messages before, which say more than its death.
         while what == "death" and self._take(member):
             pass
         self._died(member)
         return False
 
     def _only_the_lost_are_left(self) -> bool:
-        """Whether waiting longer is useless.
+        """Return whether further waiting is useless.
 
-        The others have named those that still run, or had time enough.
+        The other ranks have reported all running ranks as lost, or the timeout has passed.
         """
         if self.outlived and self.members[0].done:
-            # One that was stopped, and given up, never ends by itself.
+            # A stopped rank that the others have dropped never ends by itself.
             self.done_at = self.done_at or time.monotonic()
             return time.monotonic() - self.done_at > _LAST_SECONDS
         if self.failed_at is None:
@@ -248,11 +249,11 @@ class Supervisor:
         return running <= named or time.monotonic() - self.failed_at > self.deadline
 
     def _take(self, member: Member) -> bool:
-        """Takes one message of a rank; False at the end of its stream."""
+        """Process a message of a rank; return False at the end of its stream."""
         try:
             message, descriptors, _, _ = socket.recv_fds(member.control, 1 << 18, 1)
         except (ConnectionResetError, BlockingIOError):
-            # The latter: a child of a dead rank still holds the socket.
+            # BlockingIOError: a child of a dead rank still has the socket open.
             return False
         if not message:
             return False
@@ -272,19 +273,19 @@ class Supervisor:
         return True
 
     def _report(self, member: Member, event: dict[str, Any]) -> None:
-        """Passes an event on. Where callbacks hear of it, the rank waits for what they say."""
+        """Forward an event; a rank whose event has a record waits for the callbacks' answer."""
         if "unit" in event:
             self.last_step = f"{event['unit']} {event['step'] + 1}"
         answer = b"go on"
         try:
             self.report(event)
         except StopRun:
-            # Only who is asked for a record may end the run by it.
+            # Only an event with a record may end the run this way.
             if "record" not in event:
                 raise
             answer = b"stop"
         if "record" in event:
-            with contextlib.suppress(OSError):  # it may have died meanwhile, which is heard of
+            with contextlib.suppress(OSError):  # it may have died meanwhile, which `watch` notices
                 member.control.send(answer)
 
     def _died(self, member: Member) -> None:
@@ -300,7 +301,7 @@ class Supervisor:
         self.failed_at = self.failed_at or time.monotonic()
 
     def value(self) -> Any:
-        """What rank 0 returned; raises the error that says best what went wrong."""
+        """Return the result of rank 0, or raise the most informative error."""
         if self.outlived and self.members[0].done:
             return self.members[0].result[0]
         errors = [member.error for member in self.members if member.error is not None]
@@ -312,7 +313,8 @@ class Supervisor:
         dead = [member for member in self.members if member.death is not None]
         lost = [error for error in errors if isinstance(error, PeerLostError)]
         if dead:
-            # Survivors know what they were doing when it died; without any, the last event does.
+            # Survivors know the operation during the death; without survivors, the last event has
+            # the step.
             operation = lost[0].operation if lost else "the run"
             step = lost[0].step if lost else self.last_step
             reason = "; ".join(dict.fromkeys(str(member.death) for member in dead))
@@ -322,7 +324,7 @@ class Supervisor:
         return self.members[0].result[0]
 
     def _with_deaths(self, error: PeerLostError) -> PeerLostError:
-        """What rank 0 says of ranks without which it cannot go on, and how they died."""
+        """Return rank 0's error about lost ranks, with the causes of their deaths."""
         deaths = [str(m.death) for m in self.members if m.rank in error.ranks and m.death]
         reason = "; ".join(dict.fromkeys([*deaths, error.reason]))
         return PeerLostError(error.ranks, error.operation, error.step, reason)

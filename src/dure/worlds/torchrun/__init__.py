@@ -1,1 +1,1 @@
-"""The ranks that torchrun has started, on many machines."""
+"""World of the ranks that torchrun has started, on one or many machines."""

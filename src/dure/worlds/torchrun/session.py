@@ -1,12 +1,12 @@
-"""A part of torchrun's store that belongs to one run of one set of ranks.
+"""Session: keys in torchrun's store that belong to a single run of a single set of ranks.
 
-The store outlives the ranks: after a restart the keys of the earlier ones still stand in it, and
-one job may do several runs. Nor do the ranks have a number of the run in common, for each agent of
-torchrun counts restarts by itself. So they meet first: every rank writes a token that is new, rank
-0 answers each token with the name of the session, and a rank that has read the answer to its own
-token says so under that name.
+The store outlives the ranks: after a restart it still has the keys of the earlier ranks, and a job
+may do several runs. The ranks have no common number of the run either, because each torchrun agent
+counts restarts by itself. The ranks therefore perform a handshake: every rank writes a new random
+token, rank 0 answers each token with the name of the session, and a rank that has read the answer
+to its token confirms under that name.
 
-Cost: three short keys a rank.
+Cost: three short keys per rank.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ LOOK_SECONDS = 0.005
 
 
 def session(store: Store, rank: int, size: int, deadline: float) -> Store:
-    """The keys of this run, seen by all `size` ranks that called it and by nobody else.
+    """Return a store with the keys of this run, shared by exactly the `size` ranks that called it.
 
-    Raises PeerLostError if the others have not come within `deadline` seconds.
+    Raises PeerLostError if the other ranks have not arrived within `deadline` seconds.
     """
     token = secrets.token_hex(8)
     if rank == 0:
@@ -42,7 +42,7 @@ def session(store: Store, rank: int, size: int, deadline: float) -> Store:
 
 
 def _welcome_all(store: Store, name: str, size: int, deadline: float) -> None:
-    """On rank 0: answers every token that it has not seen, until all ranks have read an answer."""
+    """Answer new tokens on rank 0, until all ranks have confirmed."""
     absent = set(range(1, size))
     welcomed: set[str] = set()
 
@@ -53,7 +53,7 @@ def _welcome_all(store: Store, name: str, size: int, deadline: float) -> None:
             elif store.check([f"hello/{other}"]):
                 token = store.get(f"hello/{other}").decode()
                 if token not in welcomed:
-                    # It may be that of a rank long gone: then nobody reads the answer.
+                    # The token may be from a rank that has ended: then nobody reads the answer.
                     welcomed.add(token)
                     store.set(f"welcome/{token}", name)
         return tuple(sorted(absent))
@@ -62,7 +62,7 @@ def _welcome_all(store: Store, name: str, size: int, deadline: float) -> None:
 
 
 def _wait(deadline: float, missing: Callable[[], tuple[int, ...]]) -> None:
-    """Until no rank is missing."""
+    """Wait until no rank is missing. Raises PeerLostError after `deadline` seconds."""
     until = time.monotonic() + deadline
     while lost := missing():
         if time.monotonic() > until:

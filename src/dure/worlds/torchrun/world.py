@@ -1,13 +1,13 @@
-"""The ranks that torchrun has started: `torchrun --nnodes … -m dure train …`.
+"""World of ranks started by torchrun: `torchrun --nnodes … -m dure train …`.
 
-Every rank, on one machine or on many, runs the same command; rank 0 writes the run folder and shows
-progress. There is no supervisor of ours: when a rank is lost the others find out by themselves
-(`dure.collectives.roll_call`), and torchrun ends the job or starts it again with the ranks that are
-left. A job that may be started again is elastic: its run goes on from the folder's newest
-checkpoint (`dure.train`), whoever is rank 0 now.
+Every rank, on one machine or many, runs the same command; rank 0 writes the run folder and shows
+progress. dure has no supervisor here: the ranks detect a lost rank by themselves
+(`dure.collectives.roll_call`), and torchrun ends the job or restarts it with the remaining ranks. A
+job that may be restarted is elastic: its run resumes from the newest checkpoint in the folder
+(`dure.train`), whichever process is rank 0.
 
-torchrun tells ranks by SIGTERM to make way, when another machine joins or this one leaves.
-Whichever rank is told, all end after the same step and rank 0 writes a checkpoint, so nothing is
+torchrun sends SIGTERM to a rank when another machine joins or this machine leaves. Whichever rank
+gets the signal, all ranks end after the same step and rank 0 writes a checkpoint, so no work is
 lost.
 """
 
@@ -44,23 +44,27 @@ from dure.worlds.torchrun.session import session
 Value = TypeVar("Value")
 
 ASK_SECONDS = 0.2
-"""How often rank 0 looks whether another rank was asked to end."""
+"""Seconds between two checks by rank 0 whether another rank was asked to end."""
 
 TERM_SECONDS = 5.0
-"""How long a rank waits to be asked itself, when it has ended because another one was asked.
-torchrun's agents look once a second for machines that join; a rank that ends before its agent has
-looked would count as failed."""
+"""Seconds that a rank waits for its own signal, after the run has ended for another rank's.
+
+torchrun's agents check for joining machines once per second; a rank that ends before its agent's
+check would count as failed.
+"""
 
 
 @dataclass(frozen=True)
 class Torchrun(World):
-    """The ranks of a torchrun job.
+    """Ranks of a torchrun job.
 
-    deadline: seconds that a rank waits for a silent peer.
-    backend: what carries the bytes: "gloo" through sockets, "dure" through the memory that ranks of
-        one machine share.
-    elastic: whether a run whose folder exists goes on from its newest checkpoint, if it is the same
-        run. None is where torchrun may start the ranks again: `torchrun --max-restarts` above 0.
+    Args:
+        deadline: Seconds that a rank waits for a silent peer.
+        backend: Transport: "gloo" through sockets, "dure" through memory shared by the ranks of a
+            machine.
+        elastic: Whether a run whose folder exists resumes from its newest checkpoint, if it is the
+            same run. None for True if torchrun may restart the ranks: `torchrun --max-restarts`
+            above 0.
     """
 
     deadline: float = 60.0
@@ -126,7 +130,7 @@ class Torchrun(World):
                 value = program(place)
             except BaseException as error:
                 roll_call.answer(Answer(failed=text_of(error)))
-                if isinstance(error, DureError):  # the job may go on with another run
+                if isinstance(error, DureError):  # the job may continue with another run
                     dist.destroy_process_group()
                 raise
             dist.barrier()
@@ -137,14 +141,14 @@ class Torchrun(World):
 
 
 def _met(job: Launched, limit: timedelta) -> tuple[Store, int, int]:
-    """The store in which the ranks meet, this one's number, and how many they are.
+    """Return the rendezvous store, the rank of this process, and the number of ranks.
 
-    Raises DureError where nobody answers, by the variables that say that somebody would.
+    Raises DureError, which names the launcher's variables, if the rendezvous fails.
     """
     try:
-        # It yields one answer for each time that the ranks are counted anew: here, once.
+        # The iterator yields once per rendezvous: here, once.
         store, rank, size = next(iter(rendezvous("env://", timeout=limit)))
-    # Its own types differ between versions of torch, and a name that nobody knows is one more.
+    # Error types differ between versions of torch, and include errors of name resolution.
     except (RuntimeError, OSError, ValueError) as error:
         raise DureError(
             f"the ranks did not meet within {limit.total_seconds():g} s "
@@ -157,9 +161,9 @@ def _met(job: Launched, limit: timedelta) -> tuple[Store, int, int]:
 
 
 class EndWish:
-    """The wish that the run end after its step.
+    """Request that the run end after its current step.
 
-    Any rank may be asked; rank 0 hears of it and tells all.
+    Any rank may be asked; rank 0 reads the request and decides for all.
     """
 
     def __init__(self, store: Store) -> None:
@@ -169,13 +173,13 @@ class EndWish:
         self._looked = time.monotonic()
 
     def ask(self) -> None:
-        """This rank was asked, by Ctrl-C or by torchrun."""
+        """Record that this rank was asked, by Ctrl-C or by torchrun."""
         self.asked = True
-        with contextlib.suppress(RuntimeError):  # the store may be gone together with its holder
+        with contextlib.suppress(RuntimeError):  # the process with the store may have ended
             self.store.set("end", "")
 
     def heard(self) -> bool:
-        """On rank 0: whether any rank was asked."""
+        """Return on rank 0 whether any rank was asked."""
         if not self.asked and not self._heard and time.monotonic() - self._looked > ASK_SECONDS:
             self._looked = time.monotonic()
             self._heard = self._somebody_was()
@@ -188,7 +192,7 @@ class EndWish:
             return False
 
     def let_torchrun_see(self) -> None:
-        """After the run: if another rank was asked to end, waits to be asked as well."""
+        """Wait after the run for this rank's own signal, if another rank was asked to end."""
         if not self._heard and not self._somebody_was():
             return
         until = time.monotonic() + TERM_SECONDS
@@ -197,10 +201,10 @@ class EndWish:
 
 
 def clock_offset(group: Group, pings: int = 5) -> float:
-    """Seconds to add to this machine's `time.perf_counter` to get rank 0's.
+    """Return the seconds to add to this machine's `time.perf_counter` to get rank 0's.
 
-    Zero where both run on one machine, which shares the clock. Otherwise half the round trip of the
-    fastest of a few pings is taken for the way (Cristian 1989).
+    Zero if both ranks run on the same machine, which has a single clock. Otherwise the one-way
+    delay is estimated as half the round trip of the fastest of `pings` pings (Cristian 1989).
     """
     machines = [value for (value,) in group.all_gather_values([_machine(group.rank)])]
     offset = 0.0
@@ -218,17 +222,17 @@ def clock_offset(group: Group, pings: int = 5) -> float:
 
 
 def _machine(rank: int) -> float:
-    """A number that is the same on all ranks of a machine.
+    """Return a number that is the same on all ranks of a machine.
 
-    The first 48 bits of the kernel's name for this boot, which a float holds exactly. Without such
-    a name every rank counts as a machine.
+    The number has the first 48 bits of the kernel's boot id, exact in a float. Without a boot id
+    every rank counts as a machine.
     """
     boot = Path("/proc/sys/kernel/random/boot_id")
     return float(int(boot.read_text().replace("-", "")[:12], 16)) if boot.exists() else float(rank)
 
 
 def _ping() -> tuple[float, float]:
-    """(round trip, offset) of one exchange with rank 0."""
+    """Return (round trip, offset) in seconds of an exchange with rank 0."""
     answer = torch.zeros(1, dtype=torch.float64)
     started = time.perf_counter()
     dist.send(answer, 0)

@@ -1,13 +1,11 @@
-"""What updates give away: attacks by whoever reads the server, on what a simulation has kept.
+"""Attacks on recorded updates, by an attacker that reads the server of a simulation.
 
-recording     updates that are kept, and apart from them the truth
-seen          what the attacker has of one of them, or of a sum of several
-changes       what noise or compression leave of it
-labels        how many examples of each class, from the last layer
-linear        inputs from a first linear layer, in closed form
-inversion     inputs by gradient inversion: what `dlg` and `geiping` have in common
-likeness      which original each is, and how near
-membership    was this example in it? by its loss
-canaries      clients that leave a clear trace; `epsilon` makes a bound of what is guessed
-examine       all of them, as rows of a table
+recording     updates written to disk, and the true examples in separate files seen          an
+update, or a sum of updates, as the attacker observes it changes       noise and compression that
+are applied to the updates before an attack labels        number of examples of each class, from the
+last layer linear        inputs from a first linear layer, in closed form inversion     inputs by
+gradient inversion: the code that `dlg` and `geiping` share likeness      assignment of rebuilt
+examples to originals, and their distance membership    membership inference by the loss of an
+example canaries      clients with a distinct update; `epsilon` turns the guesses into a bound
+examine       all attacks, as rows of a table
 """

@@ -1,18 +1,18 @@
-"""Clients that leave as clear a trace as an update can: for auditing the privacy of clients.
+"""Canary clients with the most distinct updates possible, for auditing client-level privacy.
 
-Canary i sends, in every round, a vector v_i of the length L if its coin fell on "in", and nothing
-(a change of 0, which is being absent where the denominator is fixed) if not. v_i is a random
-direction: those of several canaries are nearly orthogonal in many dimensions. What the server
-publishes is scored by
+Canary i tosses a fair coin. If the coin says "in", the canary sends a vector v_i of length L in
+every round. Otherwise the canary sends a change of 0, which equals absence because the denominator
+of the mean is fixed. v_i is a random direction; random directions are nearly orthogonal in many
+dimensions. The score of a canary on the published models is
 
     score_i = <w_T - w_0, v_i> / L
 
-and the highest scores are guessed to be "in", the lowest "out". `epsilon.one_run_epsilon` makes a
-bound of the guesses. Where updates are clipped to S, L is chosen far above it: a canary is then as
-long as anybody's update can be, and any direction is the worst one for noise that is the same in
-all directions.
+The canaries with the highest scores are guessed to be "in", the canaries with the lowest scores
+"out". `epsilon.one_run_epsilon` turns the guesses into a bound. If updates are clipped to S, choose
+L far above S: a canary's update is then as long as the longest possible update, and every direction
+is a worst case for noise that is the same in all directions.
 
-In a simulation canaries take the places of some clients, as liars do (`dure.fleet.attacks`).
+In a simulation canaries replace some clients, as malicious clients do (`dure.fleet.attacks`).
 
 Sources: T. Steinke, M. Nasr, M. Jagielski, "Privacy Auditing with One (1) Training Run", NeurIPS
 2023; G. Andrew et al., "One-shot Empirical Privacy Estimation for Federated Learning", ICLR 2024
@@ -35,18 +35,23 @@ from dure.randomness.seeds import derive, generator
 
 @dataclass(frozen=True)
 class Canaries(Attack):
-    """Liars that are canaries. seed: of directions and coins. length: L."""
+    """Attack in which the malicious clients are canaries.
+
+    Args:
+        seed: seed of the directions and the coins.
+        length: L, the norm of a canary's update.
+    """
 
     name: ClassVar[str] = "canaries"
     seed: int = 0
     length: float = 1e3
 
     def is_in(self, client: int) -> bool:
-        """How the coin of a client fell."""
+        """Return whether the client's coin says "in"."""
         return bool(derive(self.seed, "canary coin", client) & 1)
 
     def direction(self, client: int, like: Sequence[Tensor]) -> list[Tensor]:
-        """v_i / L, of length 1 over all tensors, float64 of their shapes."""
+        """Return v_i / L: float64 tensors of the shapes of `like`, with joint norm 1."""
         draws = generator(self.seed, "canary", client)
         drawn = [torch.randn(one.shape, generator=draws, dtype=torch.float64) for one in like]
         norm = torch.stack([one.square().sum() for one in drawn]).sum().sqrt()
@@ -60,9 +65,14 @@ class Canaries(Attack):
         turn: int,
         clients: Sequence[int] | None = None,
     ) -> Sequence[Update]:
-        """What everybody sends, where those at the positions `liars` are canaries.
+        """Return all updates, with canaries' updates at the positions `liars`.
 
-        clients: whose updates they are; without, clients are positions.
+        Args:
+            updates: honest updates, a list of tensors for each position.
+            liars: positions of the malicious clients.
+            seed: not used; the canaries have a seed of their own.
+            turn: not used; a canary sends the same update in every round.
+            clients: client number at each position; None if positions are client numbers.
         """
         positions = set(liars)  # type: ignore[call-overload]
         return [
@@ -82,17 +92,18 @@ class Canaries(Attack):
         ]
 
     def score(self, client: int, moved: Sequence[Tensor]) -> float:
-        """How far a model has moved in the client's direction."""
+        """Return the scalar product of the model's movement `moved` and the client's direction."""
         pairs = zip(self.direction(client, moved), moved, strict=True)
         return sum(float((aim * one.cpu().double()).sum()) for aim, one in pairs)
 
 
 def guesses(scores: Mapping[int, float], share: float = 0.5) -> dict[int, bool]:
-    """Who is guessed to be in (the highest scores) and out (the lowest ones): client -> in.
+    """Return a guess for the surest canaries: client -> True for "in", False for "out".
 
-    share: of all canaries that are guessed, the surest of each side; the rest is left out.
+    The highest scores are guessed "in", the lowest "out", in equal numbers. `share` is the fraction
+    of all canaries that is guessed; the canaries in the middle get no guess.
     """
-    # Of equal scores by number, so that the same scores give the same guesses.
+    # Ties are broken by client number, so that equal inputs give equal guesses.
     order = sorted(scores, key=lambda client: (scores[client], client))
     each = max(1, int(len(order) * share / 2)) if len(order) > 1 else 0
     return dict.fromkeys(order[:each], False) | dict.fromkeys(order[len(order) - each :], True)
@@ -101,7 +112,7 @@ def guesses(scores: Mapping[int, float], share: float = 0.5) -> dict[int, bool]:
 def audited_epsilon(
     canaries: Canaries, scores: Mapping[int, float], delta: float, share: float = 0.5
 ) -> tuple[float, int, int]:
-    """(the lower bound on epsilon, guesses, right ones)."""
+    """Return the lower bound on epsilon, the number of guesses, and the number of right guesses."""
     guessed = guesses(scores, share)
     right = sum(canaries.is_in(client) == said for client, said in guessed.items())
     return one_run_epsilon(len(scores), len(guessed), right, delta), len(guessed), right

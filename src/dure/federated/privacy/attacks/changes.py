@@ -1,11 +1,11 @@
-"""What is done to updates before anybody sees them: noise, compression. For asking "what if".
+"""Changes to recorded updates before an attack: noise and compression.
 
-    noise z         each update is clipped to the norm S, noise N(0, (z S)²) is put on their sum
-    compression     each update is what arrives of it (`dure.collectives.compression`)
+    noise z         clip each update to the norm S and add noise N(0, (z S)²) to the sum
+    compression     replace each update by its decoded form (`dure.collectives.compression`)
 
-So one recorded run tells what attacks would have got of its updates under protection. It is not
-what a protected run gives: its model would have moved otherwise. The noise of an attack on a
-recording protects nobody, and is drawn from the seed.
+A single recorded run then shows the result of an attack under protection. The result differs from
+an attack on a protected run, whose model would have taken another path. The noise of an attack on a
+recording is drawn from the seed and protects no client.
 
 Source: H. B. McMahan et al., "Learning Differentially Private Recurrent Language Models", ICLR
 2018.
@@ -28,8 +28,13 @@ from dure.randomness.seeds import generator
 
 @dataclass(frozen=True)
 class Change:
-    """noise: z; 0 leaves updates as they are, and clips none. clip: S; None is the median norm of
-    those that are summed. compression: of each update."""
+    """Noise and compression to apply to the updates of a sum.
+
+    Args:
+        noise: z, the noise multiplier; 0 adds no noise and clips no update.
+        clip: S, the largest norm of an update; None uses the median norm of the summed updates.
+        compression: compression of each update.
+    """
 
     noise: float = 0.0
     clip: float | None = None
@@ -51,9 +56,10 @@ class Change:
 
 
 def changed(updates: Sequence[Recorded], change: Change, seed: int) -> list[Recorded]:
-    """The updates of a sum, so that their sum is what would have been seen of it.
+    """Return changed updates whose sum is the sum that an attacker would have observed.
 
-    The sum weighs by examples. Noise is on the sum: the first update has all of it.
+    The sum weighs updates by examples. The noise belongs to the sum: the first update carries all
+    of it, divided by the weight of that update.
     """
     sent = list(updates)
     if change.compression.compresses:
@@ -66,7 +72,7 @@ def changed(updates: Sequence[Recorded], change: Change, seed: int) -> list[Reco
         for one in sent
     ]
     total = sum(one.about.examples for one in sent)
-    # The largest weight of a client decides on what one of them can do to the mean.
+    # The sensitivity of the mean to a client is S times the largest weight.
     largest = max(one.about.examples for one in sent) / total
     first = sent[0]
     draws = generator(seed, "noise", first.about.ticket)

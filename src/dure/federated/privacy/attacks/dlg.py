@@ -1,11 +1,11 @@
-"""Deep leakage from gradients: inputs whose gradient is the one that was seen, by L-BFGS.
+"""Deep leakage from gradients (DLG): inputs with the observed gradient, found by L-BFGS.
 
     minimise over x   sum over layers of ‖g(x, labels) - g seen‖²
 
-The first of the inversions. It recovers single examples of small models to the last digits, and
-gives up of many examples, of models that are trained already, and under noise.
-The paper finds labels along with inputs; here they come from the last layer first (iDLG), which is
-exact for one example.
+DLG is the first published inversion. The attack recovers single examples of small models to the
+last digits, and fails on many examples, on trained models, and under noise. The paper optimizes
+labels together with inputs; here labels come from the last layer first (iDLG), which is exact for a
+single example.
 
 Cost: `iterations` · up to 20 evaluations, each three times a forward and backward pass.
 
@@ -33,7 +33,13 @@ from dure.federated.privacy.attacks.seen import Model, Seen
 
 @dataclass(frozen=True)
 class DLG:
-    """iterations: of L-BFGS. attempts: beginnings, of which the closest end is taken."""
+    """Settings of the DLG attack.
+
+    Args:
+        iterations: steps of L-BFGS in each attempt.
+        attempts: random starting points; the result with the smallest distance counts.
+        seed: seed of the starting points.
+    """
 
     iterations: int = 50
     attempts: int = 3
@@ -47,10 +53,18 @@ class DLG:
         space: Space,
         look: Look = lambda done, of: None,
     ) -> Inverted:
-        """The inputs, of shape (len(labels), *space.shape)."""
+        """Return rebuilt inputs of shape (len(labels), *space.shape).
+
+        Args:
+            model: the task's model.
+            seen: the observed update or sum.
+            labels: label of each input, of shape (n,).
+            space: shape, range and dtype of the inputs.
+            look: callback after each iteration.
+        """
         estimate = estimate_of(model, seen, labels)
         wanted = seen.gradient
-        # Gradients of trained models are small: what is minimised is relative to them.
+        # Gradients of trained models are small, so the distance is divided by their squared norm.
         scale = sum(float(one.double().square().sum()) for one in wanted.values()) or 1.0
 
         def once(draws: torch.Generator) -> Inverted:
@@ -84,7 +98,7 @@ class DLG:
             for iteration in range(self.iterations):
                 optimizer.step(closure)  # type: ignore[no-untyped-call]
                 look(iteration + 1, self.iterations)
-                # NaN: a line search that left all bounds; what was closest before stands.
+                # NaN: the line search diverged. The closest earlier inputs remain the result.
                 if best.distance < EXACT or not bool(x.isfinite().all()):
                     break
             return best

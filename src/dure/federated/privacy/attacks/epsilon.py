@@ -1,20 +1,21 @@
-"""A lower bound on epsilon by experiment: what nobody could guess if the promise held.
+"""Lower bounds on epsilon by experiment, from the success of guesses about canaries.
 
-Whoever is (epsilon, delta)-private hides whether any one took part. So put in canaries, whose trace
-is as clear as can be, and guess from what is published who was there.
+An (epsilon, delta)-private mechanism hides the participation of any client. The audit adds
+canaries, whose updates are as distinct as possible, and guesses from the published models which
+canaries took part.
 
-    paired      runs with the canary and without it, each with a score. At a threshold that was
-                chosen on half of them, of the other half
+    paired      runs with the canary and without the canary, each with a score. The threshold is
+                chosen on half of the runs. The other half must satisfy
                     TPR <= e^epsilon FPR + delta        TNR <= e^epsilon FNR + delta
                 with Clopper-Pearson bounds for the rates
-    one run     m canaries, each in it by a fair coin of its own. r of them are guessed, v rightly:
-                the probability of v or more is at most
+    one run     m canaries, each present by an independent fair coin. r of them are guessed, v
+                rightly. The probability of v or more right guesses is at most
                     P[B >= v] + 2 m delta max over i of P[v > B >= v - i] / i,
                     B ~ Binomial(r, e^epsilon / (1 + e^epsilon))
-                and epsilon is refuted where that is below 1 less the confidence
+                and epsilon is refuted if that value is below 1 - confidence
 
-Such a bound lies below the accountant's epsilon, with the given confidence; one above it has found
-an error. A low bound proves nothing: a better attack may find more.
+A correct bound is below the accountant's epsilon with the given confidence; a bound above the
+accountant's epsilon reveals an error. A low bound proves nothing: a better attack may find more.
 
 Sources: M. Jagielski, J. Ullman, A. Oprea, "Auditing Differentially Private Machine Learning",
 NeurIPS 2020; T. Steinke, M. Nasr, M. Jagielski, "Privacy Auditing with One (1) Training Run",
@@ -38,7 +39,7 @@ CONFIDENCE = 0.95
 
 
 def clopper_pearson(hits: Array, tries: int, error: float) -> tuple[Array, Array]:
-    """Bounds of probabilities, each of which is wrong with probability `error` at the most."""
+    """Return lower and upper bounds of probabilities, each wrong with probability `error`."""
     low = stats.beta.ppf(error, hits, tries - hits + 1)
     high = stats.beta.ppf(1 - error, hits + 1, tries - hits)
     return np.where(hits == 0, 0.0, low), np.where(hits == tries, 1.0, high)
@@ -50,15 +51,21 @@ def paired_epsilon(
     delta: float,
     confidence: float = CONFIDENCE,
 ) -> float:
-    """Scores of runs with the canary and without it, larger ones speak for it; in random order.
+    """Return a lower bound on epsilon from the scores of paired runs; 0 if no epsilon is refuted.
 
-    Raises ValueError for fewer than two of each.
+    Args:
+        with_it: scores of runs with the canary, in random order; larger scores suggest the canary.
+        without: scores of runs without the canary, in random order.
+        delta: delta of the privacy guarantee.
+        confidence: probability that the bound holds.
+
+    Raises ValueError for fewer than two scores of either kind.
     """
     here = torch.as_tensor(with_it, dtype=torch.float64)
     away = torch.as_tensor(without, dtype=torch.float64)
     if min(len(here), len(away)) < 2:
         raise ValueError("runs with a canary and without one are compared: 2 of each at the least")
-    # Two bounds, of which each may be wrong.
+    # Two rates are bounded, so each bound may use half of the error probability.
     error = (1 - confidence) / 2
     half = (len(here) // 2, len(away) // 2)
     thresholds = torch.cat([here[: half[0]], away[: half[1]]]).numpy()
@@ -69,23 +76,23 @@ def paired_epsilon(
 
 
 def _bounds(here: Tensor, away: Tensor, thresholds: Array, delta: float, error: float) -> Array:
-    """The bound at each threshold, which may be below 0; of two, the better one."""
+    """Return the better bound of two directions at each threshold; may be below 0."""
     hits = len(here) - _below(here, thresholds)
     false = len(away) - _below(away, thresholds)
     tpr = clopper_pearson(hits, len(here), error)[0]
     fpr = clopper_pearson(false, len(away), error)[1]
-    # And the other way round: those who are found not to be there.
+    # The second direction compares true negatives with false negatives.
     return np.maximum(_log_ratio(tpr - delta, fpr), _log_ratio(1 - fpr - delta, 1 - tpr))
 
 
 def _below(scores: Tensor, thresholds: Array) -> Array:
-    """How many scores are below each threshold."""
+    """Return the number of scores below each threshold."""
     return np.searchsorted(scores.sort().values.numpy(), thresholds).astype(np.float64)
 
 
 def _log_ratio(above: Array, below: Array) -> Array:
-    """-inf where there is nothing above."""
-    # Bounds of rates are above 0 and below 1, where they are divided by.
+    """Return log(above / below); -inf for entries with `above` <= 0."""
+    # The Clopper-Pearson bounds used as denominators are above 0, so no division by zero occurs.
     ratio: Array = np.log(
         np.maximum(above, 0) / below, where=above > 0, out=np.full_like(above, -np.inf)
     )
@@ -99,7 +106,14 @@ def one_run_epsilon(
     delta: float,
     confidence: float = CONFIDENCE,
 ) -> float:
-    """canaries: m. guessed: r, for the rest nobody has guessed. right: v.
+    """Return a lower bound on epsilon from the guesses of a single run; 0 if no epsilon is refuted.
+
+    Args:
+        canaries: m, the number of canaries.
+        guessed: r, the number of canaries with a guess.
+        right: v, the number of right guesses.
+        delta: delta of the privacy guarantee.
+        confidence: probability that the bound holds.
 
     Raises ValueError unless 0 <= v <= r <= m.
     """
@@ -113,7 +127,7 @@ def one_run_epsilon(
         return 0.0
     low = 0.0
     high = 1.0
-    # With all right there is an end: of r fair coins that all fell well.
+    # The loop ends even if all guesses are right: the probability of r right guesses tends to 1.
     while refuted(high):
         low = high
         high *= 2
@@ -124,7 +138,7 @@ def one_run_epsilon(
 
 
 def _probability(canaries: int, guessed: int, right: int, epsilon: float, delta: float) -> float:
-    """That so many guesses are right, or more, at the most, under (epsilon, delta)."""
+    """Return an upper bound of the probability of `right` or more right guesses."""
     coin = stats.binom(guessed, 1 / (1 + math.exp(-epsilon)))
     if not right:
         return 1.0

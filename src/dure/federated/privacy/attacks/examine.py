@@ -1,14 +1,14 @@
-"""All attacks on recorded updates: single ones, sums of m, as they were sent and changed.
+"""Table of all attacks on recorded updates: single updates and sums of m, sent or changed.
 
-Rows of a table: what each attack got of a number of sums, in the mean, with 95 % intervals. An
-attack that cannot be made has a row as well, which says why.
+A row holds the mean results of an attack over several sums, with 95 % intervals. An attack that
+cannot run has a row with the reason.
 
-    labels           the share of labels that are right, read from the last layer
-    first-layer      inputs in closed form, where the model begins with a linear layer
+    labels           share of right labels, read from the last layer
+    first-layer      inputs in closed form, if the model begins with a linear layer
     dlg, geiping     inputs by gradient inversion
     membership       members by their loss, against the global model and the client's
 
-Cost: for each row `groups` attacks. The inversions take nearly all of it (`inversion`).
+Cost: `groups` attacks for each row. The inversions take nearly all of the time (`inversion`).
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ INVERSIONS = ("first-layer", "dlg", "geiping")
 ATTACKS = ("labels", *INVERSIONS, "membership")
 
 Say = Callable[[str, int, int], None]
-"""Told how far it is: what is done, how much of it, of how much."""
+"""Progress callback: description of the current row, sums done, sums in total."""
 
 
 class Pictures(NamedTuple):
-    """Originals and what was rebuilt of each, of shape (n, ...)."""
+    """Original examples and the rebuilt example of each, both of shape (n, ...)."""
 
     true: Tensor
     found: Tensor
@@ -75,8 +75,18 @@ class Pictures(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """What an attack got. sum: m. change: in words. groups: sums that were attacked. examples: of
-    each, in the mean. figures: by name. why: it could not be made; then it has no figures."""
+    """Results of an attack on sums of a size.
+
+    Args:
+        attack: name of the attack.
+        sum: m, the number of updates in a sum.
+        change: description of the changes to the updates.
+        groups: number of attacked sums.
+        examples: mean number of examples in a sum.
+        figures: results by name.
+        why: reason that the attack could not run; `figures` is then empty.
+        pictures: some originals and rebuilt examples; None for attacks without inputs.
+    """
 
     attack: str
     sum: int
@@ -90,11 +100,17 @@ class Row:
 
 @dataclass(frozen=True)
 class Examination:
-    """What is attacked, and how.
+    """Selection of attacks and of the updates to attack.
 
-    sums: sizes m. changes: what is done to updates before. groups: sums of each size that are
-    attacked. most: examples of a sum that are rebuilt, at the most; larger ones are not inverted.
-    iterations: of the inversions. attacks: those that are made. shown: pictures of an attack.
+    Args:
+        sums: sizes m of the sums.
+        changes: changes to the updates before the attacks.
+        groups: number of attacked sums of each size.
+        most: largest number of examples in a sum that the inversions attack.
+        iterations: iterations of the inversions.
+        attacks: names of the attacks.
+        shown: number of pictures to keep for an attack.
+        seed: seed of noise, starting points and samples.
     """
 
     sums: Sequence[int] = (1, 8)
@@ -118,7 +134,10 @@ class Examination:
 
 
 def groups_of(updates: Sequence[Recorded], size: int, count: int) -> list[list[Recorded]]:
-    """Sums of `size` updates of one round each, `count` of them, evenly over the rounds."""
+    """Return `count` groups of `size` updates each, spread evenly over the rounds.
+
+    The updates of a group are of the same round. Fewer groups return if there are fewer.
+    """
     by_round: dict[int, list[Recorded]] = {}
     for one in updates:
         by_round.setdefault(one.about.round, []).append(one)
@@ -132,14 +151,20 @@ def groups_of(updates: Sequence[Recorded], size: int, count: int) -> list[list[R
 
 
 class Got(NamedTuple):
-    """What an attack on one sum got: numbers of its examples, or one of the whole, by name."""
+    """Results of an attack on a single sum: by name, a number for each example or for the sum."""
 
     figures: Mapping[str, Sequence[float]]
     pictures: Pictures | None = None
 
 
 class Target(NamedTuple):
-    """A sum that is attacked. why: its update is not that of a gradient; then `seen` has none."""
+    """Sum of updates to attack.
+
+    Args:
+        group: recorded updates of the sum.
+        seen: the sum as the attacker observes it.
+        why: reason that the sum is no gradient; None if gradients can be matched.
+    """
 
     group: Sequence[Recorded]
     seen: Seen
@@ -147,15 +172,19 @@ class Target(NamedTuple):
 
     @property
     def truth(self) -> Tensor:
-        """The examples that it was made of, as indices of the training data."""
+        """Indices of the sum's examples in the training data, ascending."""
         return _examples(self.group)
 
 
 class Examiner:
-    """The attacks on the updates of one task.
+    """Runner of the attacks on the updates of a task.
 
-    task, seed: of the run that was recorded. final: the run's model in the end, by name; None where
-    there is none yet. say: told how far it is.
+    Args:
+        task: task of the recorded run.
+        seed: seed of the recorded run.
+        examination: attacks and sums.
+        final: last model of the run by name; None if the run has no last model yet.
+        say: progress callback.
     """
 
     def __init__(
@@ -177,7 +206,7 @@ class Examiner:
         self.public = _public(self.test)
 
     def rows(self, updates: Sequence[Recorded]) -> list[Row]:
-        """What each attack got, in the order of sizes, changes and attacks.
+        """Return a row for each attack, in the order of sizes, changes and attacks.
 
         Raises ValueError for updates of another model or other data.
         """
@@ -187,7 +216,7 @@ class Examiner:
         for size in wanted.sums:
             groups = groups_of(updates, size, wanted.groups)
             for change in wanted.changes:
-                # Where each example has a coin, a step may be one of noise alone.
+                # Under Poisson sampling a step may have no examples, only noise.
                 targets = [self._target(group, change) for group in groups if len(_examples(group))]
                 found += [self._row(name, size, change, targets) for name in wanted.attacks]
         if "membership" in wanted.attacks:
@@ -259,7 +288,10 @@ class Examiner:
     # Labels
 
     def _counts(self, target: Target) -> tuple[Tensor, Tensor]:
-        """(the counts that the attack says, the true ones). Raises ValueError where it cannot."""
+        """Return the counts that the attack estimates and the true counts, by class.
+
+        Raises ValueError if labels cannot be read.
+        """
         labels = self.train.labels()
         if labels is None:
             raise ValueError("labels are read where each example has one, and targets are others")
@@ -303,29 +335,32 @@ class Examiner:
         return DLG(iterations=max(1, wanted.iterations // 20), seed=wanted.seed)
 
     def _known_labels(self, target: Target, targets: Any) -> Any:
-        """Those of the attack on labels; the true ones where labels cannot be read."""
+        """Return the labels from the attack on labels; the true labels if none can be read."""
         try:
             counts, _ = self._counts(target)
         except ValueError:
-            # The worst case: somebody has told the attacker.
+            # The worst case: the attacker knows the labels from another source.
             return targets
         return labels_of(counts).to(targets.dtype)
 
     def _space(self) -> Space:
-        """What inputs are like: of public ones where there are some."""
+        """Return shape and range of inputs, from test inputs if the task has any."""
         some = self.test if self.test is not None else self.train
         return space_of(some.batch(torch.arange(min(MOST, len(some))))[0])
 
     # Members
 
     def _membership(self, target: Target) -> Got:
-        """Against the model with the update: the client's own, where it is of one client."""
+        """Return results against the model after the update.
+
+        For a single update that model is the client's own.
+        """
         found = self._found(target.seen.after, target.truth)
         told = {"auc": [found.auc.value]}
         return Got(told | {f"tpr_at_{rate:g}": [share] for rate, share in found.found.items()})
 
     def _of_the_global_model(self, updates: Sequence[Recorded]) -> Row:
-        """Members are the examples of all updates that were kept."""
+        """Return the row against the global model; the members are the examples of all updates."""
         newest = updates[-1]
         state = {
             **self.model.named(newest.weights),
@@ -353,9 +388,9 @@ class Examiner:
         )
 
     def guess(self) -> Mapping[str, float]:
-        """How near the mean of public inputs comes to examples, without any update.
+        """Return the similarity of the mean public input to training examples.
 
-        Empty where inputs are no numbers.
+        This is the baseline of an attacker without updates. Empty if inputs are not numbers.
         """
         try:
             space = self._space()
@@ -370,7 +405,7 @@ class Examiner:
 
 
 def _check_numbers(updates: Sequence[Recorded]) -> None:
-    """Raises ValueError for updates on which gradients cannot be matched."""
+    """Check that gradients can be matched; raises ValueError for complex or non-finite updates."""
     tensors = [tensor for one in updates for tensor in one.delta]
     if any(tensor.is_complex() for tensor in tensors):
         raise ValueError("the model has complex weights, on which these attacks are not made")
@@ -379,13 +414,13 @@ def _check_numbers(updates: Sequence[Recorded]) -> None:
 
 
 def _examples(updates: Sequence[Recorded]) -> Tensor:
-    """All that the updates were made of, as indices of the training data, in ascending order."""
+    """Return the indices of all examples of the updates in the training data, ascending."""
     found = sorted({index for one in updates for index in one.truth.examples})
     return torch.tensor(found, dtype=torch.long)
 
 
 def _public(test: Examples | None) -> Public | None:
-    """Test examples as what the attacker has of its own; None without."""
+    """Return the first test examples as the attacker's public data; None without test data."""
     if test is None:
         return None
     inputs, _ = test.batch(torch.arange(min(FEW, len(test))))

@@ -1,12 +1,13 @@
-"""Inverting gradients: inputs whose gradient has the direction of the one that was seen.
+"""Gradient inversion by Geiping et al.: inputs whose gradient has the observed direction.
 
     minimise over x in the range of inputs   1 - <g(x), g seen> / (‖g(x)‖ ‖g seen‖)  +  alpha TV(x)
 
-by Adam on the signs of the gradients, with a learning rate that is divided by 10 after 3/8, 5/8 and
-7/8 of the iterations. The direction tells what examples are like, and the length only how well the
-model knows them. TV is the mean difference of neighbouring pixels, for inputs of shape (channels,
-height, width): pictures are smooth. It works for ReLU networks, for trained ones and for batches;
-the larger the batch, the less of each picture is left.
+The optimizer is Adam on the signs of the gradients, with a learning rate that is divided by 10
+after 3/8, 5/8 and 7/8 of the iterations. The direction of a gradient describes the examples; the
+length only shows how well the model knows them. TV (total variation) is the mean difference of
+neighbouring pixels, for inputs of shape (channels, height, width): pictures are smooth. The attack
+works for ReLU networks, trained networks and batches; the larger the batch, the less of each
+picture returns.
 
 Cost: `iterations` · three times a forward and backward pass.
 
@@ -34,7 +35,15 @@ from dure.federated.privacy.attacks.seen import Model, Seen
 
 @dataclass(frozen=True)
 class Geiping:
-    """lr: of a step, as a share of the range of inputs. smooth: alpha. attempts: beginnings."""
+    """Settings of the attack.
+
+    Args:
+        iterations: Adam steps in each attempt.
+        lr: learning rate, as a fraction of the range of inputs.
+        smooth: alpha, the weight of the total variation.
+        attempts: random starting points; the result with the smallest distance counts.
+        seed: seed of the starting points.
+    """
 
     iterations: int = 400
     lr: float = 0.1
@@ -50,7 +59,15 @@ class Geiping:
         space: Space,
         look: Look = lambda done, of: None,
     ) -> Inverted:
-        """The inputs, of shape (len(labels), *space.shape)."""
+        """Return rebuilt inputs of shape (len(labels), *space.shape).
+
+        Args:
+            model: the task's model.
+            seen: the observed update or sum.
+            labels: label of each input, of shape (n,).
+            space: shape, range and dtype of the inputs.
+            look: callback after each iteration.
+        """
         estimate = estimate_of(model, seen, labels)
         wanted = seen.gradient
 
@@ -76,7 +93,7 @@ class Geiping:
 
 
 def unlike(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> Tensor:
-    """One less the cosine between two gradients, all layers together."""
+    """Return 1 - cosine similarity of two gradients, over all layers together."""
     product = torch.stack([(found[name] * wanted[name]).sum() for name in wanted]).sum()
     mine = torch.stack([found[name].square().sum() for name in wanted]).sum()
     theirs = torch.stack([one.square().sum() for one in wanted.values()]).sum()
@@ -84,7 +101,7 @@ def unlike(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> Tensor:
 
 
 def variation(x: Tensor) -> Tensor:
-    """The mean difference of neighbouring pixels; 0 for inputs that are no pictures."""
+    """Return the mean difference of neighbouring pixels; 0 for inputs that are not pictures."""
     if x.ndim != 4:
         return x.new_zeros(())
     down = (x[..., 1:, :] - x[..., :-1, :]).abs().mean() if x.shape[-2] > 1 else x.new_zeros(())

@@ -1,11 +1,12 @@
-"""Gradient inversion: inputs whose update would be the one that was seen.
+"""Gradient inversion: inputs whose update would equal the observed update.
 
     x* = argmin over x in the range of inputs of D(g(x, labels), g seen) + R(x)
 
-g(x) is what clients would have sent of x. Of one step it is the gradient of the loss. Of few local
-steps they are simulated, and gradients go through all of them. Of more, or of a sum of several
-steps of several clients, the update over -lr · steps is taken for one gradient. D and R are the
-attacks': `dlg`, `geiping`. Labels are those of the attack on them (`labels`).
+g(x) is the update that clients would have sent for x. For a single step, g is the gradient of the
+loss. Few local steps of a single client are simulated, and gradients pass through all of them. For
+more steps, or a sum over several clients, the update over -lr · steps is taken as a single
+gradient. The attacks define D and R: `dlg`, `geiping`. Labels come from the attack on labels
+(`labels`).
 
 Cost: iterations · 3 times a forward and backward pass over all examples and steps.
 
@@ -27,20 +28,20 @@ from dure.federated.privacy.attacks.seen import Model, Seen
 from dure.randomness.seeds import generator
 
 SIMULATED = 10
-"""Local steps that are simulated, at the most."""
+"""Largest number of local steps to simulate."""
 
 EXACT = 1e-12
-"""A relative distance of gradients at which nothing is left to be found."""
+"""Relative distance of gradients at which the search stops: the inputs are found."""
 
 Estimate = Callable[[Tensor], Mapping[str, Tensor]]
-"""The mean gradient of the steps that a client would have sent of these inputs, with its graph."""
+"""Function from inputs to a client's mean gradient, with an autograd graph."""
 
 Look = Callable[[int, int], None]
-"""Told after an iteration: how many are done, of how many."""
+"""Callback after an iteration: iterations done, iterations in total."""
 
 
 class Space(NamedTuple):
-    """What inputs are like: their shape, and the smallest and the largest number in them."""
+    """Shape, dtype, and smallest and largest number of the inputs."""
 
     shape: tuple[int, ...]
     low: float
@@ -52,23 +53,28 @@ class Space(NamedTuple):
         return self.high - self.low
 
     def drawn(self, examples: int, draws: torch.Generator) -> Tensor:
-        """Inputs to begin with, uniform in the range."""
+        """Return starting inputs of shape (examples, *shape), uniform in the range."""
         x = torch.rand(examples, *self.shape, generator=draws, dtype=self.dtype)
         return self.low + self.span * x
 
 
 @dataclass(frozen=True)
 class Inverted:
-    """What an inversion found. distance: D of it, less is closer."""
+    """Result of an inversion.
+
+    Args:
+        inputs: rebuilt inputs, of shape (n, ...).
+        distance: D between their gradient and the observed gradient; less is closer.
+    """
 
     inputs: Tensor
     distance: float
 
 
 def space_of(inputs: Tensor) -> Space:
-    """What these inputs are like.
+    """Return shape, dtype and range of these inputs, of shape (n, ...).
 
-    Raises ValueError for inputs that are no numbers that can be moved along a gradient.
+    Raises ValueError for inputs that are not a floating-point tensor.
     """
     if not isinstance(inputs, Tensor) or not inputs.is_floating_point():
         raise ValueError(
@@ -78,7 +84,10 @@ def space_of(inputs: Tensor) -> Space:
 
 
 def estimate_of(model: Model, seen: Seen, labels: Tensor) -> Estimate:
-    """What clients would have sent of inputs with these labels."""
+    """Return a function that computes the mean gradient clients would send for inputs.
+
+    The inputs have these labels, in this order.
+    """
     batches = _batches(seen, len(labels))
     lr, decay = seen.rate
 
@@ -102,9 +111,10 @@ def estimate_of(model: Model, seen: Seen, labels: Tensor) -> Estimate:
 
 
 def _batches(seen: Seen, examples: int) -> list[Tensor]:
-    """The examples of each simulated step; one of all where steps are not simulated.
+    """Return the positions of each simulated step's examples.
 
-    In which order a client visits its examples is its own affair: any order will do.
+    Without simulation the result is a single batch of all examples. The order in which a client
+    visits its examples is unknown to the attacker; any order will do.
     """
     everything = [torch.arange(examples)]
     if seen.updates > 1 or not 1 < seen.steps <= SIMULATED:
@@ -114,13 +124,13 @@ def _batches(seen: Seen, examples: int) -> list[Tensor]:
 
 
 def check_second_derivatives(model: Model, seen: Seen, inputs: Tensor, labels: Tensor) -> None:
-    """Raises ValueError where a gradient cannot be moved by moving inputs."""
+    """Check that the gradient has a derivative by the inputs; raises ValueError if not."""
     x = inputs.detach().clone().requires_grad_()
     try:
         gradient = model.gradient(seen.state, x, labels, again=True)
         total = torch.stack([one.square().sum() for one in gradient.values()]).sum()
-        # Not `grad`, which goes only where inputs are: a function that says that it has one
-        # derivative alone says so at a leaf of its own.
+        # `backward`, since `torch.autograd.grad` stops at the inputs: a function without a second
+        # derivative raises its error at another leaf.
         total.backward()  # type: ignore[no-untyped-call]
     except (RuntimeError, NotImplementedError) as error:
         reason = str(error).splitlines()[0]
@@ -131,13 +141,13 @@ def check_second_derivatives(model: Model, seen: Seen, inputs: Tensor, labels: T
 
 
 def restarts(seed: int, count: int, once: Callable[[torch.Generator], Inverted]) -> Inverted:
-    """The closest of several attempts, each from another beginning; none after an exact one."""
+    """Return the closest result of at most `count` random starts; stops after an exact result."""
     best = once(generator(seed, "inversion", 0))
     for attempt in range(1, count):
         if best.distance < EXACT:
             break
         found = once(generator(seed, "inversion", attempt))
-        # NaN is not below anything, and anything is better than NaN.
+        # NaN compares false with every number, and any result is better than NaN.
         if found.distance < best.distance or not math.isfinite(best.distance):
             best = found
     return best

@@ -1,29 +1,30 @@
-"""Labels from the last layer: how many examples of each class an update was made of.
+"""Label inference: number of examples of each class in an update, from the last layer.
 
-Cross-entropy of n examples with scores W h + b: the gradient by b is, class by class,
+For a cross-entropy of n examples with scores W h + b, the gradient by b is, class by class,
 
     g_c = (1/n) sum over i of (p_ic - y_ic)        so        s_c = mean of p_ic - g_c
 
-is the share of class c. Whoever sees g (the update over -lr and the number of steps) needs only the
-mean of the predictions p, and has the model: it predicts for inputs of its own, at the weights
-before and after training. With public examples of known classes, P_jc = mean of p_c over examples
-of class j, the share follows from
+is the share of class c. An attacker that observes g (the update over -lr and the number of steps)
+needs only the mean of the predictions p. The attacker has the model and predicts for public inputs,
+at the weights before and after training. With public examples of known classes, and P_jc = mean of
+p_c over examples of class j, the shares follow from
 
     g = P^T s - s,   sum of s = 1                  least squares, negative shares set to 0
 
-Without any, all rows of P are the predictions for noise. Without a bias the rows of the gradient by
-W stand in for g: sum_j dW_cj = g_c · (mean of sum_j h_j), where that mean is the model's own for
-the attacker's inputs. Counts are the shares times n, rounded so that they add up to n.
+Without public examples, all rows of P are the predictions for noise. Without a bias, the rows of
+the gradient by W replace g: sum_j dW_cj = g_c · (mean of sum_j h_j), where that mean is the model's
+own for the attacker's inputs. Counts are the shares times n, rounded so that they add up to n.
 
-One example alone: its class is the only one with g_c < 0 (iDLG), whatever P is.
+For a single example the class is the only one with g_c < 0 (iDLG), for every P.
 
-Exact for one step where P is right, such as at weights of 0; an estimate after several steps.
+The result is exact for a single step if P is right, such as at weights of 0, and an estimate after
+several steps.
 
 Cost: a few forward passes.
 
-Sources: B. Zhao, K. R. Mopuri, H. Bilen, "iDLG: Improved Deep Leakage from Gradients", 2020;
-A. Wainakh et al., "User-Level Label Leakage from Gradients in Federated Learning", PETS 2022;
-H. Yin et al., "See through Gradients", CVPR 2021.
+Sources: B. Zhao, K. R. Mopuri, H. Bilen, "iDLG: Improved Deep Leakage from Gradients", 2020; A.
+Wainakh et al., "User-Level Label Leakage from Gradients in Federated Learning", PETS 2022; H. Yin
+et al., "See through Gradients", CVPR 2021.
 """
 
 from __future__ import annotations
@@ -38,11 +39,16 @@ from torch import Tensor, nn
 from dure.federated.privacy.attacks.seen import Model, Seen, mean_loss
 
 FEW = 512
-"""Public examples that are looked at, at the most."""
+"""Largest number of public examples in use."""
 
 
 class Public(NamedTuple):
-    """Examples that the attacker has of its own. labels: None where it made the inputs up."""
+    """The attacker's own examples.
+
+    Args:
+        inputs: inputs of shape (n, ...).
+        labels: class of each; None for invented inputs.
+    """
 
     inputs: Any
     labels: Tensor | None
@@ -50,7 +56,13 @@ class Public(NamedTuple):
 
 @dataclass(frozen=True)
 class LastLayer:
-    """A linear layer whose outputs are the model's. weight, bias: the names of its parameters."""
+    """Linear layer whose outputs are the model's outputs.
+
+    Args:
+        module: the layer.
+        weight: name of the weight.
+        bias: name of the bias; None without a trained bias.
+    """
 
     module: nn.Linear
     weight: str
@@ -58,9 +70,9 @@ class LastLayer:
 
 
 def last_layer(model: Model, seen: Seen, inputs: Tensor) -> LastLayer:
-    """The layer that gives the scores, found by what it gives for these inputs.
+    """Return the linear layer that computes the scores, found by comparing layer outputs.
 
-    Raises ValueError where the scores come from something else, or the loss is no cross-entropy.
+    Raises ValueError if no such layer exists, or the loss is not a cross-entropy.
     """
     caught: dict[str, Tensor] = {}
 
@@ -94,7 +106,7 @@ def last_layer(model: Model, seen: Seen, inputs: Tensor) -> LastLayer:
 
 
 def _check_loss(model: Model, outputs: Tensor) -> None:
-    """Raises ValueError unless the loss is a cross-entropy with the same weight for each class."""
+    """Check that the loss is a cross-entropy with equal class weights; raises ValueError if not."""
     scores = outputs.detach().clone().requires_grad_()
     n, classes = scores.shape
     targets = torch.arange(n, device=scores.device) % classes
@@ -114,22 +126,22 @@ def _check_loss(model: Model, outputs: Tensor) -> None:
 
 
 def label_shares(model: Model, seen: Seen, public: Public) -> Tensor:
-    """The share of each class in what an update was made of, float64 of shape (classes,).
+    """Return the share of each class in an update, float64 of shape (classes,).
 
-    Raises ValueError where `last_layer` does.
+    Raises ValueError in the cases of `last_layer`.
     """
     layer = last_layer(model, seen, _some(public.inputs))
     measured = (
         _by_bias(layer, seen) if layer.bias is not None else _by_weight(model, layer, seen, public)
     )
     if seen.examples == 1 and seen.steps == 1:
-        # Of one example the sign alone tells, whatever the model predicts.
+        # For a single example the sign of the gradient gives the class, for any prediction.
         return nn.functional.one_hot(measured.argmin(), len(measured)).double()
     return _solved(measured, _predictions(model, seen, public))
 
 
 def label_counts(shares: Tensor, examples: int) -> Tensor:
-    """Shares as whole numbers that add up to `examples`, int64: the largest remainders go up."""
+    """Return shares as int64 counts that add up to `examples`, by the largest remainders."""
     wanted = shares * examples
     counts = wanted.floor().long()
     missing = examples - int(counts.sum())
@@ -139,12 +151,12 @@ def label_counts(shares: Tensor, examples: int) -> Tensor:
 
 
 def labels_of(counts: Tensor) -> Tensor:
-    """As many labels of each class as `counts` says, in order."""
+    """Return an int64 tensor with `counts[c]` labels of each class c, in ascending order."""
     return torch.repeat_interleave(torch.arange(len(counts)), counts)
 
 
 def share_right(counts: Tensor, true: Tensor) -> float:
-    """The share of labels that are right: the overlap of two counts of the same examples."""
+    """Return the fraction of right labels: the overlap of two counts of the same examples."""
     return float(torch.minimum(counts, true).sum()) / max(int(true.sum()), 1)
 
 
@@ -154,8 +166,10 @@ def _by_bias(layer: LastLayer, seen: Seen) -> Tensor:
 
 
 def _by_weight(model: Model, layer: LastLayer, seen: Seen, public: Public) -> Tensor:
-    """As the gradient of a bias would be. Its sign is right where the layer's inputs are not
-    negative."""
+    """Return an estimate of the bias's gradient from the weight's, for a layer without a bias.
+
+    The sign is right if the layer's inputs are not negative.
+    """
     caught: list[Tensor] = []
     hook = layer.module.register_forward_pre_hook(lambda module, given: caught.append(given[0]))
     try:
@@ -169,12 +183,12 @@ def _by_weight(model: Model, layer: LastLayer, seen: Seen, public: Public) -> Te
 
 @torch.no_grad()
 def _predictions(model: Model, seen: Seen, public: Public) -> Tensor:
-    """P, of shape (classes, classes): before and after training, in the mean."""
+    """Return P of shape (classes, classes): mean of the predictions before and after training."""
     inputs = _some(public.inputs)
     found = [
         model.outputs(state, inputs).double().softmax(dim=1) for state in (seen.state, seen.after)
     ]
-    # One step is made at the weights before it.
+    # A single step uses the weights before training.
     mean = found[0] if seen.steps == 1 else (found[0] + found[1]) / 2
     overall: Tensor = mean.mean(dim=0)
     if public.labels is None:
@@ -188,9 +202,9 @@ def _predictions(model: Model, seen: Seen, public: Public) -> Tensor:
 
 
 def _solved(measured: Tensor, predicted: Tensor) -> Tensor:
-    """s with (P^T - I) s = g, sum of s = 1, by least squares; negative shares are set to 0."""
+    """Return s of (P^T - I) s = g, sum of s = 1, by least squares; negative shares become 0."""
     classes = len(measured)
-    # The sum is certain, so it weighs more than what is measured.
+    # The sum is exact and the gradient is not, so the row of the sum has a larger weight.
     rows = torch.cat(
         [
             predicted.T - torch.eye(classes, dtype=torch.float64, device=measured.device),
@@ -200,7 +214,7 @@ def _solved(measured: Tensor, predicted: Tensor) -> Tensor:
     wanted = torch.cat([measured, measured.new_full((1,), 10.0)])
     shares: Tensor = torch.linalg.lstsq(rows, wanted[:, None]).solution[:, 0].clamp(min=0)
     total = float(shares.sum())
-    # Noise may leave nothing: then all classes are as likely.
+    # Noise may make all shares negative: then all classes are equally likely.
     return shares / total if total > 0 else torch.full_like(shares, 1 / classes)
 
 
@@ -209,5 +223,5 @@ def _some(inputs: Any) -> Any:
 
 
 def counts_of(labels: Sequence[int] | Tensor, classes: int) -> Tensor:
-    """How many of each class."""
+    """Return the number of labels of each class, of shape (classes,)."""
     return torch.bincount(torch.as_tensor(labels), minlength=classes)

@@ -1,8 +1,9 @@
-"""How much of the originals an attack has rebuilt: pairs, and figures with their confidence.
+"""Similarity of rebuilt examples and originals: assignment, error figures and intervals.
 
-What was rebuilt has no order. Each original gets another one, so that the squared errors add up to
-the least (the assignment problem). That favours the attacker, who does not know which is which; so
-what a guess without the update reaches, the mean of public inputs, is told next to it.
+Rebuilt examples have no order. Each original is paired with a rebuilt example so that the sum of
+squared errors is least (the assignment problem). The assignment favours the attacker, who does not
+know the pairs; the table therefore also shows the result of a guess without any update, the mean of
+public inputs.
 
 Cost: O(n²) distances and O(n³) for the assignment.
 
@@ -23,11 +24,11 @@ from dure.randomness.seeds import generator
 from dure.tasks.pictures import psnr, squared_errors, ssim_each
 
 BOOTSTRAPS = 1000
-"""Samples of a bootstrap."""
+"""Number of samples of a bootstrap."""
 
 
 class Interval(NamedTuple):
-    """An estimate and the two ends of its 95 % confidence interval."""
+    """Estimate and the two ends of its 95 % confidence interval."""
 
     value: float
     low: float
@@ -35,7 +36,13 @@ class Interval(NamedTuple):
 
 
 class Likeness(NamedTuple):
-    """mse, psnr, ssim: of each original with what was matched to it; ssim empty for no pictures."""
+    """Figures of each original and the rebuilt example that was matched to it.
+
+    Args:
+        mse: mean squared errors, of shape (n,).
+        psnr: peak signal-to-noise ratios in dB, of shape (n,).
+        ssim: structural similarities, of shape (n,); empty if inputs are not pictures.
+    """
 
     mse: Tensor
     psnr: Tensor
@@ -43,9 +50,10 @@ class Likeness(NamedTuple):
 
 
 def matched(found: Tensor, true: Tensor) -> Tensor:
-    """For each original the one that was rebuilt of it, of the shape of `true`.
+    """Return the rebuilt example of each original, of the shape of `true`.
 
-    found: of shape (m, ...). Where fewer were rebuilt than there are, some are used again.
+    `found` has the shape (m, ...); with m below the number of originals, rebuilt examples repeat.
+    Raises ValueError if `found` is empty.
     """
     if not len(found):
         raise ValueError("nothing was rebuilt: there is nothing to match")
@@ -57,7 +65,7 @@ def matched(found: Tensor, true: Tensor) -> Tensor:
 
 
 def likeness(found: Tensor, true: Tensor, span: float) -> Likeness:
-    """Of matched ones. span: the range of inputs."""
+    """Return the figures of matched examples. `span` is the range of inputs."""
     errors = squared_errors(found, true)
     is_picture = true.ndim == 4 and min(true.shape[-2:]) > 1
     similar = ssim_each(found, true, span) if is_picture else torch.zeros(0, dtype=torch.float64)
@@ -65,7 +73,7 @@ def likeness(found: Tensor, true: Tensor, span: float) -> Likeness:
 
 
 def mean_with_interval(values: Sequence[float] | Tensor, seed: int = 0) -> Interval:
-    """The mean, and its interval by the percentiles of a bootstrap."""
+    """Return the mean and its 95 % interval, by the percentiles of a bootstrap."""
     numbers = torch.as_tensor(values, dtype=torch.float64)
     if len(numbers) < 2:
         only = float(numbers.mean())

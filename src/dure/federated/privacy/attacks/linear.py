@@ -1,19 +1,19 @@
-"""An example from the gradient of a first linear layer, in closed form.
+"""Reconstruction of examples from the gradient of a first linear layer, in closed form.
 
-For y = W x + b of one example
+For y = W x + b of a single example
 
     dL/dW_ij = (dL/dy_i) x_j        dL/db_i = dL/dy_i        so        x_j = (dL/dW_ij) / (dL/db_i)
 
-for every unit i whose gradient is not 0: exact, without any optimisation. Of several examples each
-unit gives their mean, weighed by their own gradients at that unit. A unit that one example alone
-has set off (ReLU) gives that example. Units are grouped by what they give: the largest groups are
-returned, and of equal ones those with the largest gradient.
+for every unit i whose gradient is not 0. The result is exact and needs no optimization. For several
+examples each unit gives their mean, weighed by their gradients at that unit. A unit that a single
+example activates (ReLU) gives that example. Units with equal results form groups: the largest
+groups are returned, and among groups of equal size those with the largest gradient.
 
 Cost: O(units · inputs).
 
 Sources: L. T. Phong et al., "Privacy-Preserving Deep Learning via Additively Homomorphic
-Encryption", 2018; J. Geiping et al., "Inverting Gradients", NeurIPS 2020, proposition 3.1;
-F. Boenisch et al., "When the Curious Abandon Honesty", 2021.
+Encryption", 2018; J. Geiping et al., "Inverting Gradients", NeurIPS 2020, proposition 3.1; F.
+Boenisch et al., "When the Curious Abandon Honesty", 2021.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ ALIKE = 1e-2
 """Relative distance below which two units give the same example."""
 
 UNITS = 1024
-"""Units that are looked at, those with the largest gradients."""
+"""Largest number of units in use, by the size of their gradients."""
 
 
 def from_first_layer(model: Model, seen: Seen, like: Tensor) -> Tensor:
-    """As many inputs as the update was made of, of the shape of `like[0]`, likeliest first.
+    """Return up to `seen.examples` inputs of the shape of `like[0]`, the likeliest first.
 
-    like: inputs of the same kind, of which the layer is found. Fewer are returned where fewer units
-    have a gradient. Raises ValueError where the model does not begin with a linear layer that has a
+    `like` are inputs of the task, by which the layer is found. Fewer inputs return if fewer units
+    have a gradient. Raises ValueError if the model does not begin with a linear layer that has a
     bias.
     """
     within = _first_layer(model, seen, like)
@@ -49,7 +49,7 @@ def from_first_layer(model: Model, seen: Seen, like: Tensor) -> Tensor:
 
 
 def _groups(rows: Tensor, most: int) -> list[int]:
-    """The first rows of the largest groups of alike ones; groups of equal size by their order."""
+    """Return the first row of each of the largest groups of similar rows; ties go by row order."""
     if not len(rows):
         return []
     distances = torch.cdist(rows, rows) / rows.norm(dim=1).clamp(min=1e-12)
@@ -57,7 +57,7 @@ def _groups(rows: Tensor, most: int) -> list[int]:
     left = torch.ones(len(rows), dtype=torch.bool)
     chosen: list[int] = []
     while bool(left.any()) and len(chosen) < most:
-        # argmax of equal counts is the first one, which has the largest gradient.
+        # Among equal counts take the first row, which has the largest gradient.
         sizes = (alike & left).sum(dim=1) * left
         best = int((sizes == sizes.max()).nonzero()[0])
         chosen.append(best)
@@ -67,7 +67,7 @@ def _groups(rows: Tensor, most: int) -> list[int]:
 
 
 def _first_layer(model: Model, seen: Seen, like: Tensor) -> str:
-    """What the names of its parameters begin with."""
+    """Return the prefix of the names of the first layer's parameters."""
     caught: list[tuple[str, Tensor]] = []
     hooks = []
     for name, module in model.module.named_modules():

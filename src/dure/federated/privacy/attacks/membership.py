@@ -1,15 +1,15 @@
-"""Was this example among those that a model was trained on? Guessed by its loss.
+"""Membership inference: was an example in the training data? Guessed by its loss.
 
     guess "member" where   loss(model, example) <= threshold
 
-Models fit what they have seen. What is told is the whole curve, and no threshold is chosen:
+Models fit their training data. The result is the whole curve; no threshold is chosen:
 
     AUC      the probability that a member's loss is below a non-member's, ties half; 0.5 is chance
-    TPR      the share of members that are found while a share FPR of non-members are accused
+    TPR      the fraction of members found while a fraction FPR of non-members are accused
 
-Against the global model members are all that it was trained on; against a client's model, the
-global one and the client's update, members are the client's. A mean hides few who are certain, so
-TPR at a low FPR is told as well.
+Against the global model, members are all examples of its training. Against a client's model (the
+global model plus the client's update), members are the client's examples. A mean hides a few
+certain members, so the TPR at a low FPR is reported as well.
 
 Cost: a forward pass over members and non-members.
 
@@ -34,13 +34,20 @@ from dure.randomness.seeds import generator
 from dure.tasks.modes import in_mode
 
 MOST = 2000
-"""Members, and non-members, that are looked at, at the most."""
+"""Largest number of members, and of non-members, in an attack."""
 
 BATCH = 500
 
 
 class Membership(NamedTuple):
-    """auc: with its interval. found: FPR -> TPR. members, others: how many were looked at."""
+    """Results of membership inference.
+
+    Args:
+        auc: area under the curve, with its interval.
+        found: FPR -> TPR.
+        members: number of members.
+        others: number of non-members.
+    """
 
     auc: Interval
     found: dict[float, float]
@@ -51,10 +58,9 @@ class Membership(NamedTuple):
 def losses(
     model: Model, state: Mapping[str, Tensor], examples: Examples, indices: Tensor
 ) -> Tensor:
-    """The loss of each example alone, float64, by a model that is not in training.
+    """Return the loss of each example, float64, by the model in evaluation mode.
 
-    One that is no number counts as infinite. Raises ValueError for outputs or targets in several
-    tensors.
+    NaN counts as infinity. Raises ValueError for outputs or targets in several tensors.
     """
     values: list[float] = []
     with torch.no_grad(), in_mode(model.module, training=False):
@@ -74,7 +80,10 @@ def losses(
 
 
 def membership(members: Tensor, others: Tensor, seed: int = 0) -> Membership:
-    """How well losses tell members from others. members, others: losses, of shapes (m,), (n,)."""
+    """Return the success of membership inference from losses of shapes (m,) and (n,).
+
+    Raises ValueError if either has no losses.
+    """
     if not len(members) or not len(others):
         raise ValueError("membership is told by losses of members and of others: give both")
     draws = generator(seed, "membership")
@@ -85,29 +94,29 @@ def membership(members: Tensor, others: Tensor, seed: int = 0) -> Membership:
     low = samples[int(0.025 * len(samples))]
     high = samples[int(0.975 * len(samples))]
     rates = {rate: tpr_at(members, others, rate) for rate in (0.001, 0.01, 0.1)}
-    # A rate below one in so many cannot be measured.
+    # A rate below 1 / len(others) cannot be measured.
     rates = {rate: found for rate, found in rates.items() if rate * len(others) >= 1}
     return Membership(Interval(value, low, high), rates, len(members), len(others))
 
 
 def auc(members: Tensor, others: Tensor) -> float:
-    """The probability that a member's loss is below another's; ties count half."""
+    """Return the probability that a member's loss is below a non-member's; ties count half."""
     m = len(members)
     n = len(others)
-    # Ties have the mean of their ranks.
+    # Tied losses share the mean of their ranks.
     ranks = rankdata(torch.cat([members, others]).numpy())
     below = m * n + m * (m + 1) / 2 - float(ranks[:m].sum())
     return below / (m * n)
 
 
 def tpr_at(members: Tensor, others: Tensor, rate: float) -> float:
-    """The share of members below a threshold that accuses a share `rate` of others at most."""
+    """Return the fraction of members found at a threshold with an FPR of at most `rate`."""
     allowed = int(rate * len(others))
     threshold = others.sort().values[allowed]
-    # Strictly below: at the threshold itself one more of the others would be accused.
+    # Strictly below: at the threshold itself another non-member would be accused.
     return float((members < threshold).double().mean())
 
 
 def _again(values: Tensor, draws: torch.Generator) -> Tensor:
-    """A sample of the same size, with replacement."""
+    """Return a sample of the same size, with replacement."""
     return values[torch.randint(len(values), (len(values),), generator=draws)]

@@ -1,12 +1,12 @@
-"""Updates of a simulation, kept to be attacked: what the server received, and apart the truth.
+"""Updates of a simulation, recorded for attacks: the server's view, and separately the truth.
 
-    RUN/updates/model-00003.safetensors      weights and buffers that clients of round 3 were sent
-    RUN/updates/update-000041.safetensors    what the client answered: ticket 41
-    RUN/updates/update-000041.json           whose it is, and what else the server knows of it
+    RUN/updates/model-00003.safetensors      weights and buffers sent to the clients of round 3
+    RUN/updates/update-000041.safetensors    the client's update for assignment (ticket) 41
+    RUN/updates/update-000041.json           the client, and the server's other knowledge of it
     RUN/updates/truth-000041.json            the examples of each of its steps, and nothing else
 
-The first three are what a server has that follows the protocol and keeps what it gets. The truth
-is for comparing, and no attack reads it. Deployments keep none of this.
+The first three files contain the view of a server that follows the protocol and stores all
+messages. The truth serves comparisons, and no attack reads it. Deployments store none of this.
 
 Cost: the bytes of a model for each round and of an update for each client, up to `MOST_BYTES`.
 """
@@ -31,17 +31,24 @@ from dure.record.seal import checksum, sha256, sha256_of
 from dure.record.weights import TensorFile, weights_from_bytes
 
 UPDATES = "updates"
-"""The folder in a run folder."""
+"""Name of the folder in a run folder."""
 
 MOST_BYTES = 2**30
-"""Of tensors that a run keeps, at the most: what comes later is not kept."""
+"""Largest number of bytes of tensors to record in a run; later updates are not recorded."""
 
 
 class About(msgspec.Struct, frozen=True):
-    """What the server knows of an update besides its tensors.
+    """The server's knowledge of an update besides its tensors.
 
-    examples: n_k. samples: examples processed, epochs counted. steps: of local training.
-    batch_size: of a step; None is all examples.
+    Args:
+        ticket: assignment id.
+        client: client number.
+        round: round of the assignment.
+        examples: n_k, the client's examples.
+        samples: processed examples, over all epochs.
+        steps: steps of local training.
+        loss: the client's training loss.
+        batch_size: examples in a step; None for all examples.
     """
 
     ticket: int
@@ -53,35 +60,42 @@ class About(msgspec.Struct, frozen=True):
     loss: float
     batch_size: int | None = None
     files: dict[str, str] = {}
-    """The SHA-256 of the other files of the update, by name."""
+    """SHA-256 of the other files of the update, by name."""
     checksum: str | None = None
-    """The CRC-32 of all else here. Recordings of dure up to 0.1 have neither."""
+    """CRC-32 of all other fields. Recordings of dure up to 0.1 have neither `files` nor a checksum.
+    """
 
     def sealed(self) -> About:
-        """With the checksum of what it says."""
+        """Return a copy with the checksum of its fields."""
         plain = replace(self, checksum=None)
         return replace(plain, checksum=checksum(msgspec.json.encode(plain)))
 
 
 _Place = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
-"""Of an example; data sets end long before."""
+"""Index of an example; 2**53 is far above the size of any data set."""
 
 
 class Truth(msgspec.Struct, frozen=True):
-    """What the update was made of: the examples of each step, in the task's training data."""
+    """Indices of the examples of each step, in the task's training data."""
 
     steps: list[list[_Place]]
 
     @property
     def examples(self) -> list[int]:
-        """Each once, in ascending order."""
+        """Indices of all steps without duplicates, ascending."""
         return sorted({index for step in self.steps for index in step})
 
 
 class Recorded(NamedTuple):
-    """A kept update.
+    """Recorded update.
 
-    weights, buffers: what its client was sent. delta, buffers_after: what it answered.
+    Args:
+        about: the server's knowledge of the update.
+        weights: flat weights sent to the client.
+        buffers: buffers sent to the client.
+        delta: flat change of the weights, from the client.
+        truth: examples of the client's steps.
+        buffers_after: buffers from the client; empty if the client sends none.
     """
 
     about: About
@@ -93,7 +107,7 @@ class Recorded(NamedTuple):
 
 
 class Keeper:
-    """Writes updates as they are sent. rounds: how many are kept, from the first one on."""
+    """Recorder that writes updates to files. Records the first `rounds` rounds."""
 
     def __init__(self, folder: Path, rounds: int, batch_size: int | None) -> None:
         self.folder = folder
@@ -101,7 +115,7 @@ class Keeper:
         self.batch_size = batch_size
         self.written = 0
         self._models: dict[int, str] = {}
-        """The SHA-256 of each round's model that is written."""
+        """SHA-256 of each round's written model."""
         self._full = False
 
     def __call__(self, order: Order, update: Update, steps: Sequence[Tensor]) -> None:
@@ -131,11 +145,11 @@ class Keeper:
             },
         )
         write_atomically(self.folder / _truth(update.ticket), truth)
-        # Last: an update that has it is whole.
+        # This file is written last: its presence shows that the update is complete.
         write_atomically(self.folder / _about(update.ticket), msgspec.json.encode(about.sealed()))
 
     def _is_full(self, update: Update) -> bool:
-        """Whether nothing more is kept; warns when that begins."""
+        """Return whether the limit of bytes is reached; warns the first time."""
         if not self._full and self.written + update.nbytes > MOST_BYTES:
             self._full = True
             warn(
@@ -145,7 +159,7 @@ class Keeper:
         return self._full
 
     def _write(self, name: str, groups: Mapping[str, Sequence[Tensor]]) -> str:
-        """Writes a file of tensors; returns its SHA-256."""
+        """Write a file of tensors; returns its SHA-256."""
         tensors = {
             f"{kind}:{place}": tensor
             for kind, group in groups.items()
@@ -158,9 +172,9 @@ class Keeper:
 
 
 def read_updates(run: Path) -> list[Recorded]:
-    """The kept updates of a run folder, by round and client.
+    """Return the recorded updates of a run folder, by round, client and assignment.
 
-    Raises RunFolderError where there are none, or a file is damaged.
+    Raises RunFolderError if the folder has none, or a file is damaged.
     """
     folder = run / UPDATES
     found = sorted(folder.glob("update-*.json"))
@@ -173,7 +187,7 @@ def read_updates(run: Path) -> list[Recorded]:
     updates = []
     for path in found:
         about = _about_in(path)
-        # A round's model is of many updates.
+        # Many updates name the model of their round; each file is checked once.
         for name, digest in set(about.files.items()) - checked:
             _check(folder / name, digest)
             checked.add((name, digest))
@@ -197,7 +211,7 @@ def read_updates(run: Path) -> list[Recorded]:
 
 
 def _about_in(path: Path) -> About:
-    """What a file says of an update. Raises RunFolderError for one that is damaged."""
+    """Return the server's knowledge of an update from a file; raises RunFolderError if damaged."""
     about: About = _read_json(path, About)
     if about.checksum is not None:
         named = {_model(about.round), _update(about.ticket), _truth(about.ticket)}
@@ -225,7 +239,7 @@ def _check(path: Path, digest: str) -> None:
 
 
 def _check_alike(path: Path, delta: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
-    """Raises RunFolderError for a change of other weights than its client was sent."""
+    """Check that a change fits the weights sent to the client; raises RunFolderError if not."""
     of = [one.numel() for one in weights]
     real = all(one.is_floating_point() or one.is_complex() for one in (*delta, *weights))
     if [one.numel() for one in delta] != of or not real:
@@ -233,7 +247,7 @@ def _check_alike(path: Path, delta: Sequence[Tensor], weights: Sequence[Tensor])
 
 
 def _read(path: Path, kinds: Sequence[str]) -> Mapping[str, list[Tensor]]:
-    """Tensors by their kind, in order."""
+    """Return the tensors of a file by their kind, in order."""
     try:
         tensors = weights_from_bytes(contents(path, most=LARGE))
     except (OSError, SafetensorError, ValueError, KeyError, RuntimeError) as error:

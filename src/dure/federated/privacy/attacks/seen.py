@@ -1,13 +1,13 @@
-"""What an attacker has who reads the server: the model it sent, and what came back.
+"""Observations of an attacker that reads the server: sent models and received updates.
 
-    one update         delta = w' - w of a client; after one step of SGD it is -lr · gradient, with
-                       what the decay of weights adds, which the server can take off again
-    a sum of m         sum of n_k delta_k / sum of n_k: after one step of all data that is the
-                       update of one client who has the data of all
+    a single update    delta = w' - w of a client; after a single step of SGD it is -lr · gradient,
+                       plus the weight decay, which the server can subtract
+    a sum of m         sum of n_k delta_k / sum of n_k: after a single step on all data that is the
+                       update of a client with the data of all
 
-Secure aggregation lets the server have sums alone; noise and compression change what it has before
-it comes (`changes`). The attacker also knows what it has asked for: the loss, the learning rate,
-the number of steps and of examples. It never sees an example.
+Secure aggregation gives the server only sums; noise and compression change the updates before the
+server receives them (`changes`). The attacker also knows the requested loss, learning rate, number
+of steps and number of examples. The attacker never sees an example.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from dure.federated.privacy.attacks.recording import Recorded
 from dure.tensors.flat import FlatParameters, trained_of, views_of
 
 Names = Sequence[Sequence[tuple[str, tuple[int, ...]]]]
-"""What lies in flat tensors, as `FlatParameters.names` has it."""
+"""Names and shapes of the parameters in flat tensors, as in `FlatParameters.names`."""
 
 
 class Model:
-    """The task's model as a function of its weights, in the mode of training, without dropout.
+    """The task's model as a function of its weights, in training mode without dropout.
 
-    model: of the task, under the run's seed, so that what it has frozen is the run's; it is
-    changed. Weights and buffers are given at each call.
+    `model` is the task's model under the run's seed, so that frozen parameters equal those of the
+    run; the constructor changes its mode. Each call takes weights and buffers.
     """
 
     def __init__(self, model: nn.Module, loss: Loss) -> None:
@@ -41,15 +41,15 @@ class Model:
         self.buffer_names = [name for name, _ in model.named_buffers()]
         self.module = model.train()
         for module in model.modules():
-            # Which units were left out is the client's own draw: the attacker takes all of them.
+            # The client's dropout mask is random and unknown to the attacker, who uses all units.
             if isinstance(module, nn.modules.dropout._DropoutNd):
                 module.eval()
         self.loss = loss
 
     def named(self, flat: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Flat tensors as tensors by the names of parameters.
+        """Return views of flat tensors by parameter name.
 
-        Raises ValueError where they are of another model.
+        Raises ValueError for tensors of another model.
         """
         found: dict[str, Tensor] = {}
         sizes = [sum(_count(shape) for _, shape in group) for group in self.names]
@@ -65,8 +65,8 @@ class Model:
         return found
 
     def outputs(self, state: Mapping[str, Tensor], inputs: Any) -> Any:
-        """What the model gives. state: weights and buffers by name."""
-        # Batch norm writes its running statistics: into copies.
+        """Return the model's outputs. `state` has weights and buffers by name."""
+        # Batch norm writes its running statistics, so buffers are copied.
         copies = {
             name: tensor.clone() if name in self.buffer_names else tensor
             for name, tensor in state.items()
@@ -74,13 +74,13 @@ class Model:
         return functional_call(self.module, copies, (inputs,))
 
     def loss_of(self, state: Mapping[str, Tensor], inputs: Any, targets: Any) -> Tensor:
-        """The mean loss, a scalar."""
+        """Return the mean loss, a scalar."""
         return mean_loss(self.loss, self.outputs(state, inputs), targets)
 
     def gradient(
         self, state: Mapping[str, Tensor], inputs: Any, targets: Any, again: bool = False
     ) -> dict[str, Tensor]:
-        """The gradient of the mean loss by each weight. again: with a graph of its own."""
+        """Return the gradient of the mean loss by weight name. `again` keeps an autograd graph."""
         weights = {name for group in self.names for name, _ in group}
         own = {
             name: tensor if tensor.requires_grad else tensor.detach().requires_grad_()
@@ -96,7 +96,7 @@ class Model:
 
 
 def mean_loss(loss: Loss, outputs: Any, targets: Any) -> Tensor:
-    """What `loss` gives, also where that is a pair (sum, count)."""
+    """Return the loss as a mean; a pair (sum, count) is divided."""
     value = loss(outputs, targets)
     if isinstance(value, tuple):
         return value[0] / value[1]
@@ -104,16 +104,16 @@ def mean_loss(loss: Loss, outputs: Any, targets: Any) -> Tensor:
 
 
 class Rate(NamedTuple):
-    """A local step: w <- w - lr (gradient + weight_decay w)."""
+    """Constants of a local step: w <- w - lr (gradient + weight_decay w)."""
 
     lr: float
     weight_decay: float = 0.0
 
 
 def rate_of(task: Task, model: nn.Module, round: int, steps: int) -> Rate:
-    """That of clients in a round, who make so many steps.
+    """Return the learning rate and weight decay of clients that make `steps` steps in a round.
 
-    Raises ValueError for local training of which the update is not the sum of its gradients.
+    Raises ValueError for local training whose update is not a sum of gradients.
     """
     optimizer = task.optimizer(trained_of(model))
     groups = optimizer.param_groups
@@ -136,11 +136,17 @@ def rate_of(task: Task, model: nn.Module, round: int, steps: int) -> Rate:
 
 @dataclass(frozen=True)
 class Seen:
-    """What the attacker has of one update, or of a sum of several.
+    """Attacker's view of an update, or of a sum of updates.
 
-    state: weights and buffers that were sent, by name. delta: what came back, by name. examples: of
-    which it was made, those of all clients together. steps: of local training, each of batch_size
-    examples. updates: m. buffers: as they came back, by name; none where none do.
+    Args:
+        state: sent weights and buffers, by name.
+        delta: received change of the weights, by name.
+        examples: examples behind the update, of all clients together.
+        steps: steps of local training.
+        batch_size: examples of each step.
+        rate: learning rate and weight decay of the steps.
+        updates: m, the number of summed updates.
+        buffers: received buffers, by name; empty if clients send none.
     """
 
     state: Mapping[str, Tensor]
@@ -154,20 +160,23 @@ class Seen:
 
     @property
     def gradient(self) -> dict[str, Tensor]:
-        """The mean gradient of the steps: -delta / (lr · steps). Of one step it is exact."""
+        """Mean gradient of the steps: -delta / (lr · steps) - weight_decay w.
+
+        Exact for a single step.
+        """
         scale = -1 / (self.rate.lr * self.steps)
         decay = self.rate.weight_decay
         return {name: one * scale - decay * self.state[name] for name, one in self.delta.items()}
 
     @property
     def after(self) -> dict[str, Tensor]:
-        """The client's model after training: what was sent, and its update."""
+        """The client's model after training: the sent state plus the update."""
         moved = {name: self.state[name] + one for name, one in self.delta.items()}
         return {**self.state, **moved, **self.buffers}
 
 
 def seen(model: Model, updates: Sequence[Recorded], rate: Rate) -> Seen:
-    """What is seen of the sum of these updates, which are of one round.
+    """Return the attacker's view of the sum of these updates of a round.
 
     Raises ValueError for updates of several rounds.
     """
@@ -183,7 +192,7 @@ def seen(model: Model, updates: Sequence[Recorded], rate: Rate) -> Seen:
     return Seen(
         state={**model.named(first.weights), **buffers},
         delta=model.named(delta),
-        # A step of a batch tells of the batch, and not of what its client has besides.
+        # The update of a batch depends only on the batch, not on the client's other examples.
         examples=sum(_examples(one) for one in updates),
         steps=max(one.about.steps for one in updates),
         batch_size=max(_batch(one) for one in updates),
@@ -194,7 +203,10 @@ def seen(model: Model, updates: Sequence[Recorded], rate: Rate) -> Seen:
 
 
 def _mean_buffers(updates: Sequence[Recorded], total: int) -> list[Tensor]:
-    """As `delta`; those that count are the first client's. Empty where none came back."""
+    """Return the weighted mean of the received buffers; empty if clients send none.
+
+    Integer buffers (counters) are the first client's.
+    """
     first = updates[0].buffers_after
     weighed = [
         [tensor * (one.about.examples / total) for tensor in one.buffers_after] for one in updates
@@ -208,13 +220,13 @@ def _mean_buffers(updates: Sequence[Recorded], total: int) -> list[Tensor]:
 
 
 def _batch(update: Recorded) -> int:
-    """Examples of a step."""
+    """Return the number of examples in a step."""
     about = update.about
     return min(about.batch_size or about.examples, about.examples)
 
 
 def _examples(update: Recorded) -> int:
-    """Different examples that a client's steps have processed: fewer than it has in few steps."""
+    """Return the number of a client's examples that its steps processed."""
     return min(update.about.examples, update.about.samples)
 
 

@@ -1,1 +1,1 @@
-"""The server sees the sum of what clients send, and nothing of any of them."""
+"""Secure aggregation: the server sees the sum of the clients' updates, and no single update."""

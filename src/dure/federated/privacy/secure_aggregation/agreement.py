@@ -1,21 +1,21 @@
-"""Keys that two clients share, and that the server which carries their messages does not know.
+"""Pairwise keys of clients, unknown to the server that relays their messages.
 
     secret(u, v) = X25519(private of u, public of v) = X25519(private of v, public of u)
     key(u, v)    = HKDF-SHA256(secret; salt: both public keys, the smaller first; info)
 
-`info` names what the key is for: the purpose, the run, the round, the digest of the model. Keys
-with different `info` have nothing to do with each other. Both public keys are in it, too: two
-clients have the same key only where both have seen the same two.
+`info` names the use of the key: purpose, run, round, digest of the model. Keys with different
+`info` are independent. The salt contains both public keys: two clients derive the same key only if
+both received the same two public keys.
 
-A public key may be a point of low order. Then the secret is zero, whatever the other's private key
-is, and the server, which hands out the public keys, would know it. Such a key is refused.
+A public key may be a point of low order. The secret is then zero for every private key, and the
+server, which distributes the public keys, would know the secret. Such a key raises an error.
 
-What a client sends another one is sealed by ChaCha20-Poly1305. Its nonce is 0, for its key is
-HMAC-SHA256(key; associated): **a key seals one message for each `associated`**, which therefore
-names the sender, the receiver and the stage. A second message would give away the difference of
-both. Who sends a message again sends the same bytes.
+Messages between clients are sealed by ChaCha20-Poly1305. The nonce is 0, because the cipher's key
+is HMAC-SHA256(key; associated): **a key seals one message for each `associated`**, which therefore
+names the sender, the receiver and the stage. A second message would reveal the difference of the
+two. A client that repeats a message sends the same bytes.
 
-Cost: an agreement is one multiplication on the curve; a sealed message has 16 bytes more.
+Cost: an agreement is a multiplication on the curve; a sealed message has 16 additional bytes.
 
 Sources: RFC 7748, 6.1 (X25519 and the check for zero); RFC 5869 (HKDF); RFC 8439 (the cipher).
 """
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 PUBLIC = 32
-"""Bytes of a public key."""
+"""Length of a public key in bytes."""
 
 TAG = 16
-"""Bytes by which a sealed message is longer."""
+"""Additional bytes of a sealed message."""
 
 _NONCE = bytes(12)
 _SEALING = b"dure sealing 1\0"
@@ -45,14 +45,14 @@ _SEALING = b"dure sealing 1\0"
 
 @dataclass(frozen=True)
 class KeyPair:
-    """An X25519 key pair; its private half is shown to nobody. public: 32 bytes."""
+    """An X25519 key pair. `public` has 32 bytes; `private` never leaves its owner."""
 
     public: bytes
     private: X25519PrivateKey = field(repr=False)
 
     @classmethod
     def of(cls, secret: bytes) -> KeyPair:
-        """The pair that 32 random bytes make. Raises ValueError for another number of bytes."""
+        """Return the key pair of 32 random bytes. Raises ValueError for another length."""
         if len(secret) != KEY:
             raise ValueError(f"a key pair is made of {KEY} bytes, not of {len(secret)}")
         private = _library().X25519PrivateKey.from_private_bytes(secret)
@@ -60,10 +60,10 @@ class KeyPair:
 
 
 def agree(own: KeyPair, their_public: bytes, info: bytes) -> bytes:
-    """The key that the owners of two pairs share: 32 bytes, the same for either of them.
+    """Return the shared key of two key pairs: 32 bytes, equal for both owners.
 
-    Raises AgreementError for a public key of another length, for one's own, and for a point of low
-    order, with which there is no secret.
+    Raises AgreementError for a public key of another length, for the own public key, and for a
+    point of low order, which has no secret.
     """
     if len(their_public) != PUBLIC:
         raise AgreementError(f"a public key has {PUBLIC} bytes, and this one {len(their_public)}")
@@ -84,19 +84,19 @@ def agree(own: KeyPair, their_public: bytes, info: bytes) -> bytes:
 
 
 def seal(key: bytes, plaintext: bytes, associated: bytes) -> bytes:
-    """The message for whoever has the key, `TAG` bytes longer.
+    """Return the encrypted and authenticated message, `TAG` bytes longer.
 
-    Once for each (key, associated). key: 32 bytes. associated: what the receiver knows already;
-    it is not sent.
+    `key` has 32 bytes. `associated` is data that the receiver knows and that is not sent. Use each
+    pair (key, associated) once: the nonce is fixed.
     """
     sealed: bytes = _sealing(key, associated).encrypt(_NONCE, plaintext, associated)
     return sealed
 
 
 def open_(key: bytes, sealed: bytes, associated: bytes) -> bytes:
-    """The inverse of `seal`.
+    """Return the plaintext of a sealed message; the inverse of `seal`.
 
-    Raises AgreementError for what was not sealed with this key and this `associated`.
+    Raises AgreementError for bytes that were not sealed with this key and this `associated`.
     """
     library = _library()
     try:
@@ -117,7 +117,7 @@ def _sealing(key: bytes, associated: bytes) -> Any:
 
 
 class _Library:
-    """What is used of `cryptography`, which is imported where it is needed."""
+    """Names from `cryptography`, an optional dependency that is imported at first use."""
 
     def __init__(self) -> None:
         from cryptography.exceptions import InvalidTag

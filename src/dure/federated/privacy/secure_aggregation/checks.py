@@ -1,4 +1,4 @@
-"""What goes together with secure aggregation; everything else is refused before any work."""
+"""Checks of settings next to secure aggregation, before any work."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dure.fleet.conditions import Conditions
 
 
 def check_rule(settings: SecureAggregation, rule: Aggregator) -> None:
-    """Raises ValueError for a rule that looks at single updates."""
+    """Check that the rule needs no single updates; raises ValueError if it does."""
     if rule.of_groups() is None:
         raise ValueError(
             f"{rule} looks at single updates, and under {settings.name} the server has none: take "
@@ -22,7 +22,7 @@ def check_rule(settings: SecureAggregation, rule: Aggregator) -> None:
 
 
 def check_user(settings: SecureAggregation, user: UserLevel | None) -> None:
-    """Raises ValueError for noise that does not go together with sums."""
+    """Check that the noise works with sums; raises ValueError if not."""
     if user is None:
         return
     if user.where == "local":
@@ -43,7 +43,7 @@ def check_user(settings: SecureAggregation, user: UserLevel | None) -> None:
 
 
 def check_pacing(settings: SecureAggregation, pacing: Pacing, name: str) -> None:
-    """Raises ValueError for a system without rounds."""
+    """Check that the system has rounds; raises ValueError if not."""
     if not pacing.synchronous:
         raise ValueError(
             f"{name} combines updates of different moments, and {settings.name} sums those of a "
@@ -54,7 +54,7 @@ def check_pacing(settings: SecureAggregation, pacing: Pacing, name: str) -> None
 def check_groups(
     settings: SecureAggregation, rule: Aggregator, pacing: Pacing, clients: int
 ) -> None:
-    """Raises ValueError where rounds, or their groups, are smaller than the smallest sum."""
+    """Check that rounds and groups have at least `minimum` clients; raises ValueError if not."""
     updates = pacing.updates(clients)
     least = rule.smallest_group(updates)
     if least < settings.minimum:
@@ -66,7 +66,7 @@ def check_groups(
 
 
 def check_measuring(settings: SecureAggregation, held_out: float, fine_tune: int) -> None:
-    """Raises ValueError where clients would say one by one how good a model is on their data."""
+    """Check that clients report no measurements of their own data; raises ValueError if so."""
     if held_out or fine_tune:
         raise ValueError(
             f"held_out has each client measure models by itself, and under {settings.name} nothing "
@@ -75,7 +75,7 @@ def check_measuring(settings: SecureAggregation, held_out: float, fine_tune: int
 
 
 def check_conditions(settings: SecureAggregation, conditions: Conditions) -> None:
-    """Raises ValueError for conditions under which clients would say too much, or too little."""
+    """Check the fleet's conditions; raises ValueError for reports outside of sums."""
     if not conditions.arrival.still:
         raise ValueError(
             f"data that arrive are measured client by client, and under {settings.name} nothing of "

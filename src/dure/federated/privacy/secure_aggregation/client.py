@@ -1,25 +1,26 @@
-"""A client of a secure sum, as a state machine: the server's messages in, its answers out.
+"""Client of a secure sum, as a state machine: a message of the server in, an answer out.
 
     0 advertise   two X25519 key pairs: c seals shares, s makes masks. Both public keys go out,
                   signed with the client's identity over the context
     1 share       b, 32 random bytes; b and the private s are divided among the holders H(u), each
                   sealed for its holder; the server gets a commitment to b
     2 mask        y_u = x_u + PRG(b) + Σ_{v > u} PRG(s_uv) - Σ_{v < u} PRG(s_uv)      mod 2^32
-                  over the neighbours v whose shares came: they have masks with u
+                  over the neighbours v whose shares arrived: they have masks with u
     3 confirm     u signs the list of survivors (malicious variant)
-    4 unmask      of each v that it holds shares of: its share of b_v, where v is among the
-                  survivors, and else of v's private s. Never both
+    4 unmask      for each v whose shares u holds: the share of b_v if v survived, or else the share
+                  of v's private s. Never both
 
-A client believes nothing that it can compare. The context is what it knows itself; members,
-threshold and neighbours are held against the protocol's bounds; keys are held against the roster,
-if there is one. It answers every stage once: the same message again gets the same answer, another
-one is refused. What it needs for one stage alone is forgotten with it. A refusal changes nothing.
+A client verifies all it can compare. The context consists of the client's own knowledge; members,
+threshold and neighbours are checked against the protocol's bounds; keys are checked against the
+roster, if the client has a roster. A client answers each stage once: the same message gets the same
+answer again, a different message raises an error. State that only a single stage needs is deleted
+after that stage. An error changes no state.
 
-With a roster it holds against a server that lies, as long as fewer than n/3 clients lie with it;
-without, and with SecAgg+, against a server that follows the protocol and is curious.
+With a roster the protocol is secure against a malicious server with fewer than n/3 colluding
+clients. Without a roster, and with SecAgg+, the protocol is secure against a semi-honest server.
 
-Cost, n neighbours, d elements: 2 n agreements of keys, O(n^2) multiplications for the shares, and
-n + 1 keystreams of d elements.
+Cost, n neighbours, d elements: 2 n agreements of keys, O(n^2) multiplications for the shares, and n
++ 1 keystreams of d elements.
 
 Source: Bonawitz et al., CCS 2017, figure 4; Bell et al., CCS 2020, algorithm 2.
 """
@@ -80,10 +81,10 @@ from dure.randomness.secret import Secret
 from dure.wire.signatures import Key, is_signed
 
 
-# No repr: what a log prints of them would be secrets.
+# No repr: a log would print secrets.
 @dataclass(frozen=True, repr=False)
 class _Own:
-    """Stage 0: the client's keys. private: the 32 bytes that `mask` was made of."""
+    """Keys of stage 0. `private` holds the 32 bytes behind the key pair `mask`."""
 
     channel: KeyPair
     mask: KeyPair
@@ -92,8 +93,15 @@ class _Own:
 
 @dataclass(frozen=True, repr=False)
 class _Shared:
-    """Stage 1. channels: keys under which shares travel. masks: keys of the masks with each
-    neighbour. seed: of the client's own mask; piece: its own share of that."""
+    """State after stage 1.
+
+    Args:
+        cohort: members with keys, and their neighbours.
+        channels: keys that seal the shares, by neighbour.
+        masks: keys of the pairwise masks, by neighbour.
+        seed: seed of the client's own mask.
+        piece: the client's own share of `seed`.
+    """
 
     cohort: Cohort
     channels: dict[int, bytes]
@@ -104,13 +112,13 @@ class _Shared:
 
 @dataclass(frozen=True, repr=False)
 class _Pieces:
-    """What is held of another client: a share of its private key of masks, and one of its seed."""
+    """Shares of another client's secrets: its private mask key, and the seed of its own mask."""
 
     private: bytes
     seed: bytes
 
     def commitments(self, digest: bytes, owner: int, holder: int) -> tuple[bytes, bytes]:
-        """To the two shares."""
+        """Return the commitments to the two shares."""
         return (
             share_commitment("private", digest, owner, holder, self.private),
             share_commitment("seed", digest, owner, holder, self.seed),
@@ -119,7 +127,7 @@ class _Pieces:
 
 @dataclass(frozen=True, repr=False)
 class _Answer:
-    """A stage that was answered. asked: digest of what the server said."""
+    """An answered stage. `asked` is the digest of the server's message."""
 
     asked: bytes
     body: bytes
@@ -127,15 +135,23 @@ class _Answer:
 
 
 class Client:
-    """One member of one sum.
+    """Member of a secure sum.
 
-    number: its own. context: what it knows itself of the sum, and what the server said of the rest
-    (`messages.context_of`). secret: where its keys come from. vector: gives the int32 tensor of
-    `context.length` elements, once, to be masked in place. identity: signs. roster: everybody's
-    public keys, as `dure.wire.signatures` writes them, agreed upon without the server. minimum: the
-    fewest clients of a sum that it takes part in.
+    Args:
+        number: the client's number.
+        context: the client's own knowledge of the sum, with the server's values for the rest
+            (`messages.context_of`).
+        secret: source of the client's keys.
+        vector: function that returns the int32 tensor of `context.length` elements. The client
+            calls it
+            once and masks the tensor in place.
+        identity: signing key; None without signatures.
+        roster: public keys of all clients, in the format of `dure.wire.signatures`, agreed upon
+            without
+            the server; None without signatures.
+        minimum: fewest clients of a sum that the client joins.
 
-    Raises ValueError for a roster without an identity, or in which the client's own key differs.
+    Raises ValueError for a roster without an identity, or with another key for this client.
     """
 
     def __init__(
@@ -164,7 +180,7 @@ class Client:
         self._minimum = minimum
         self._stages = stages(context, roster is not None)
         self._answered: dict[int, _Answer] = {}
-        # What stages leave for later ones; each is there once its stage was answered.
+        # State for later stages; each attribute exists after its stage was answered.
         self._own: _Own
         self._shared: _Shared
         self._senders: tuple[int, ...]
@@ -176,14 +192,14 @@ class Client:
 
     @property
     def semi_honest(self) -> bool:
-        """Whether it holds against a server only that follows the protocol."""
+        """Whether the protocol is secure only against a semi-honest server."""
         return not checks_consistency(self._context, self._roster is not None)
 
     def answer(self, stage: int, body: bytes) -> tuple[bytes, Tensor | None]:
-        """The answer to the server's message of a stage; a tensor with the masked input alone.
+        """Return the answer to the server's message of a stage; with a tensor in stage 2 alone.
 
-        Raises ProtocolError, in one sentence, for what no server asks that follows the protocol;
-        nothing has changed then.
+        Raises ProtocolError, with a single sentence, for a message that violates the protocol; the
+        state is unchanged.
         """
         asked = hashlib.sha256(body).digest()
         if stage in self._answered:
@@ -201,7 +217,7 @@ class Client:
         return answer, tensor
 
     def forget_vector(self) -> None:
-        """The masked vector, once it was given, has arrived: it needs no memory any more."""
+        """Free the masked vector after it was delivered."""
         self._answered[MASK] = replace(self._answered[MASK], tensor=None)
 
     def _again(self, stage: int, asked: bytes) -> tuple[bytes, Tensor | None]:
@@ -262,7 +278,7 @@ class Client:
             )
 
     def _key(self, purpose: str) -> bytes:
-        # All that sets this client and sum apart from others: a simulation never repeats a key.
+        # The position is unique to this client and sum: a simulation never repeats a key.
         position = (self._number, *self._context.position())
         return self._secret.key(f"secure aggregation, {purpose}", *position)
 
@@ -279,7 +295,7 @@ class Client:
         seed = self._key("own mask")
         holders = cohort.holders(self._number)
         pieces = dict(zip(holders, self._divided(seed, len(holders)), strict=True))
-        # Its keys have done what they were for, and the next stages need what came of them.
+        # The next stages need only the derived keys.
         del self._own
         self._shared = _Shared(cohort, channels, masks, seed, pieces[self._number].seed)
         boxes = tuple(
@@ -303,7 +319,7 @@ class Client:
         self._enough(clients, f"clients that {what}")
 
     def _keys_in(self, keys: Keys, cohort: Cohort) -> dict[int, PublicKeys]:
-        """What the neighbours have advertised, after all checks."""
+        """Return the neighbours' advertised keys, after all checks."""
         if tuple(one.client for one in keys.keys) != cohort.holders(self._number):
             raise ProtocolError("the server gives the keys of others than the client's neighbours")
         told = {one.client: one for one in keys.keys}
@@ -318,7 +334,7 @@ class Client:
         return told
 
     def _vouched(self, one: PublicKeys) -> None:
-        """Raises ProtocolError for keys that the roster does not vouch for."""
+        """Check the signature of a neighbour's keys against the roster; raises ProtocolError."""
         if self._roster is None:
             return
         text = keys_text(self._digest, one.client, one.channel, one.mask)
@@ -335,7 +351,7 @@ class Client:
             raise ProtocolError(f"the server gives a key of client {other} that is none") from None
 
     def _divided(self, seed: bytes, holders: int) -> list[_Pieces]:
-        """Of each holder its share of the private key of masks, and of the seed."""
+        """Return each holder's shares of the private mask key and of the seed."""
         secrets = [self._own.private, seed]
         drawn = self._key("shares")
         privates, seeds = shamir.split_many(secrets, holders, self._context.threshold, drawn)
@@ -349,7 +365,7 @@ class Client:
     # Stage 2: masked input
 
     def _mask(self, told: Shares) -> tuple[Tensor, tuple[int, ...]]:
-        """The vector, and the neighbours whose shares do not open or fit."""
+        """Return the masked vector, and the neighbours whose shares do not open or fit."""
         senders = tuple(one.client for one in told.shares)
         self._check_senders(senders)
         held = self._opened(told)
@@ -374,7 +390,7 @@ class Client:
         self._holders((*senders, self._number), "have shared keys")
 
     def _holders(self, clients: Collection[int], what: str) -> None:
-        """Raises ProtocolError for too few who hold shares of this client."""
+        """Check that enough holders of this client's shares are present; raises ProtocolError."""
         there = len(set(clients) & set(self._shared.cohort.holders(self._number)))
         if there < self._context.threshold:
             raise ProtocolError(
@@ -383,8 +399,11 @@ class Client:
             )
 
     def _opened(self, told: Shares) -> dict[int, _Pieces]:
-        """Of each neighbour its two shares. What does not open, or is not what its owner has
-        committed to, is left out: others may hold enough of that neighbour's."""
+        """Return the two shares of each neighbour.
+
+        Shares that do not open, or do not match their owner's commitment, are left out: other
+        holders may have enough shares of that neighbour.
+        """
         held = {}
         for one in told.shares:
             address = addressed(self._digest, one.client, self._number)
@@ -405,7 +424,7 @@ class Client:
         return held
 
     def _masks(self, senders: Sequence[int]) -> list[tuple[bytes, int]]:
-        """Keys and signs of all masks of the vector."""
+        """Return keys and signs of all masks of the vector."""
         own = (own_mask(self._digest, self._number, self._shared.seed), 1)
         masks = self._shared.masks
         return [own, *((masks[other], mask_sign(self._number, other)) for other in senders)]
@@ -414,7 +433,7 @@ class Client:
 
     def _confirm(self, told: Survivors) -> Confirmed:
         self._check_survivors(told.clients)
-        # There is this stage only with a roster, and no roster without an identity.
+        # This stage exists only with a roster, and a roster requires an identity.
         assert self._identity is not None
         self._survivors = told.clients
         return Confirmed(self._identity.sign(survivors_text(self._digest, told.clients)))
@@ -443,8 +462,8 @@ class Client:
         if CONFIRM in self._stages:
             self._check_signatures(told)
         survivors = set(told.survivors)
-        # One list tells which of the two shares goes out, so there is no client of which both do.
-        # And the list is the first and the last one: with the answer all shares are forgotten.
+        # The survivor list decides which of the two shares goes out, never both: both would reveal
+        # the vector. All shares are deleted with the answer, so a second list finds none.
         seeds = {self._number: self._shared.piece}
         privates = {}
         for other, pieces in self._held.items():

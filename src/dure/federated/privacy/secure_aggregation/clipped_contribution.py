@@ -1,18 +1,18 @@
-"""What a client with differential privacy adds to a sum: clipped, weighted by a fixed rule.
+"""Contribution of a client with differential privacy to a sum: clipped, with a fixed weight.
 
-    v = w_k · clip(Δ_k, S)  of weights, statistics of batch norm and extras, as one vector
+    v = w_k · clip(Δ_k, S)  for weights, statistics of batch norm and extras, as one vector
     server adds noise:      v, quantised
     clients add noise:      v, rotated and rounded, and a share of noise (`user_level.distributed`)
     whole numbers           1, 1, and the loss
 
-The server sees the sum alone, and so cannot clip: clients do, and nobody can see to it that they
-have. Quantising makes a vector longer by at most √d steps, so it is clipped to S - √d · step
-before: what is added is no longer than S. Nothing that n_k follows from is sent: the denominator is
-fixed, the round's loss is the mean over clients, and in place of samples passes over the data are
-counted, which a client makes as many of as it is asked to. The loss lies outside of epsilon, as all
-that is measured does.
+The server sees only the sum and cannot clip. The clients clip, and the guarantee relies on their
+honesty. Quantisation lengthens a vector by at most √d steps, so the vector is first clipped to S -
+√d · step: the contribution is then no longer than S. No message reveals n_k: the denominator is
+fixed, the round's loss is the mean over clients, and the count of samples is replaced by passes
+over the data, whose number the server prescribes. Epsilon does not cover the loss, nor any other
+measurement.
 
-The rule is `dure.federated.privacy.user_level.estimator`'s, which gets the sum.
+The rule is that of `dure.federated.privacy.user_level.estimator`, which takes the sum.
 """
 
 from __future__ import annotations
@@ -44,11 +44,14 @@ WHOLES = 3
 
 
 class Clipping(NamedTuple):
-    """What is known of the model, for clipping.
+    """The model's facts that clipping needs.
 
-    like: what a contribution looks like; pieces: of each of its tensors, the parameters in it.
-    statistics: the places of batch norm's statistics among the buffers. passes: of a client over
-    its data, in a round.
+    Args:
+        settings: settings of user-level privacy.
+        like: tensors of the shapes of a contribution.
+        pieces: sizes of the parameters in each of these tensors.
+        statistics: positions of batch norm's statistics among the buffers.
+        passes: passes of a client over its data in a round.
     """
 
     settings: UserLevel
@@ -60,10 +63,13 @@ class Clipping(NamedTuple):
 
 @dataclass(frozen=True)
 class ClippedContribution:
-    """How updates become vectors.
+    """Encoder of updates as integer vectors, and decoder of their sum.
 
-    members: of the sum; fewest: that it is made of. turn: names the round, for its rotation, which
-    all know.
+    Args:
+        clipping: facts for clipping.
+        members: number of members of the sum.
+        fewest: fewest clients in the sum.
+        turn: name of the round, known to all; seeds the rotation.
     """
 
     clipping: Clipping
@@ -73,17 +79,17 @@ class ClippedContribution:
 
     @property
     def elements(self) -> int:
-        """d, numbers of a contribution."""
+        """d, the number of real numbers in a contribution."""
         return sum(map(sum, self.clipping.pieces))
 
     @property
     def values(self) -> int:
-        """Integers that stand for them."""
+        """Number of integers that encode the real numbers."""
         return self._noised.padded if self._noised is not None else self.elements
 
     @property
     def length(self) -> int:
-        """Integers of 32 bits in a vector."""
+        """Number of 32-bit integers in a vector."""
         return self.values + WHOLES * self._quantisation.digits(MOST)
 
     @property
@@ -92,7 +98,7 @@ class ClippedContribution:
 
     @property
     def _noised(self) -> distributed.Plan | None:
-        """Where clients add the noise: how."""
+        """Plan of the clients' noise; None if the server adds the noise."""
         settings = self.clipping.settings
         if settings.where != "distributed":
             return None
@@ -106,7 +112,10 @@ class ClippedContribution:
 
     @property
     def bound(self) -> float:
-        """To which a contribution is clipped. Raises ValueError where rounding alone is longer."""
+        """Norm to which a contribution is clipped.
+
+        Raises ValueError if rounding alone exceeds it.
+        """
         clip = self.clipping.settings.clip
         if self._noised is not None:  # whose plan has room for rounding
             return clip
@@ -119,9 +128,15 @@ class ClippedContribution:
         return bound
 
     def encode(self, update: Update, asked: Assignment, share: float, key: Key) -> Tensor:
-        """The vector of an update, int32. share: not used, the weight is that of the settings.
+        """Return the int32 vector of an update.
 
-        key: for this vector alone. Raises ValueError for an update that is not finite.
+        Args:
+            update: the client's update.
+            asked: assignment that the update answers.
+            share: not used; the settings define the weight.
+            key: draws keys for this vector alone.
+
+        Raises ValueError for an update that is not finite.
         """
         settings = self.clipping.settings
         estimator = Estimator(
@@ -152,18 +167,18 @@ class ClippedContribution:
         ]
 
     def check(self, total: Tensor, clients: int) -> None:
-        """Raises ValueError for a sum that no vectors of so many clients have."""
+        """Check that `clients` vectors can have this sum; raises ValueError if not."""
         self._quantisation.decode_whole(total[self.values :], MOST, clients)
-        # Noise that clients have added may be of any size.
+        # Noise from clients is unbounded, so the values have no range to check.
         if self._noised is None:
             self._quantisation.check(total[: self.values], clients)
 
     def decode(
         self, total: Tensor, clients: int, asked: Assignment, extras: Sequence[Tensor]
     ) -> Total:
-        """What the sum of the vectors of so many clients says."""
+        """Return the contents of the sum of `clients` vectors."""
         how = self._quantisation
-        # The first is of clients of dure up to 0.1, who sent their samples.
+        # The first number is not used: clients of dure up to 0.1 sent their samples in it.
         _, count, loss = how.decode_whole(total[self.values :], MOST, clients)
         if self._noised is not None:
             flat = distributed.decode(self._noised, total[: self.values], self._signs)

@@ -1,17 +1,18 @@
-"""What server and clients of a secure sum derive from the same public facts.
+"""Values that server and clients of a secure sum derive from public facts.
 
     context   run, round, attempt, group, model, length, quantisation, members, threshold, degree
-    d         SHA-256 of the context: part of every key, of what shares are sealed with, and of
-              every signature. Whoever was told anything else has other keys, and there is no sum.
+    d         SHA-256 of the context: part of every key, of the associated data of sealed shares,
+              and of every signature. Parties with different contexts derive different keys, and
+              their sum fails.
     U0        members that have advertised keys
-    A(u)      neighbours of u: all others of U0; or `degree` of them in SecAgg+, by a graph that is
-              drawn with SHA-256 of d and all keys that were advertised, so that nobody chooses it
+    A(u)      neighbours of u: all others of U0; in SecAgg+ `degree` of them, by a graph that is
+              drawn with SHA-256 of d and all advertised keys, so that no party can choose the graph
               before all keys are there
-    H(u)      holders of shares of u's secrets: A(u) and u itself. Any `threshold` of them give one
-              of the two secrets; an honest holder gives never both.
+    H(u)      holders of shares of u's secrets: A(u) and u itself. `threshold` of them together
+              reveal one of the two secrets; an honest holder never gives both.
 
-All pairs: `threshold` is above 2n/3 of the n members, so that two lists of survivors never both
-find enough honest clients where fewer than a third of all lie with the server.
+All pairs: `threshold` is above 2n/3 of the n members, so that with fewer than n/3 clients colluding
+with the server, two survivor lists never both find enough honest clients.
 
 Source: Bonawitz et al., Practical Secure Aggregation for Privacy-Preserving Machine Learning (CCS
 2017), figure 4; Bell et al., Secure Single-Server Aggregation with (Poly)Logarithmic Overhead (CCS
@@ -45,13 +46,13 @@ STAGES = (
     "consistency check",
     "unmask",
 )
-"""Their names."""
+"""Names of the stages."""
 
 MOST_MEMBERS = 4096
-"""Of one sum."""
+"""Largest number of members of a sum."""
 
 Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
-"""Of a client."""
+"""Number of a client."""
 
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]
 Members = Annotated[tuple[Number, ...], msgspec.Meta(max_length=MOST_MEMBERS)]
@@ -59,12 +60,20 @@ Text = Annotated[str, msgspec.Meta(max_length=200)]
 
 
 class Context(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The public facts of one sum: the server says them first, and clients compare them.
+    """Public facts of a sum. The server sends them first, and clients compare them.
 
-    run: its id. round, attempt, group: of the sum, within the run. model: digest of what clients
-    were handed out to train from. length: integers of a vector. quantisation: range, bits and
-    modulus, as text. members: clients' numbers, in order. threshold: shares that give a secret.
-    degree: neighbours of each; all others is n - 1. fewest: clients that a sum has, at least.
+    Args:
+        run: id of the run.
+        round: round of the sum.
+        attempt: attempt within the round.
+        group: group within the round.
+        model: digest of the model that clients train from.
+        length: number of integers in a vector.
+        quantisation: range, bits and modulus, as text.
+        members: numbers of the clients, ascending.
+        threshold: number of shares that reveal a secret.
+        degree: neighbours of each member; n - 1 means all pairs.
+        fewest: fewest clients in the sum.
     """
 
     run: Text
@@ -81,16 +90,16 @@ class Context(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
     @property
     def complete(self) -> bool:
-        """Whether all pairs mask with each other."""
+        """Whether all pairs of members have masks."""
         return self.degree == len(self.members) - 1
 
     @property
     def least(self) -> int:
-        """Clients that have to be there at the end of every stage."""
+        """Fewest clients that must remain at the end of every stage."""
         return max(self.fewest, self.threshold, 2)
 
     def check(self) -> None:
-        """Raises ValueError for what no secure sum can be made with, in one sentence."""
+        """Check that a secure sum is possible; raises ValueError with a single sentence if not."""
         n = len(self.members)
         if not is_ascending(self.members):
             raise ValueError("members are listed twice or out of order")
@@ -116,15 +125,15 @@ class Context(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
             raise ValueError(f"a sum is to have {self.fewest} clients, and there are {n} members")
 
     def digest(self) -> bytes:
-        """d, 32 bytes."""
+        """Return d, 32 bytes."""
         return _hashed("context", msgspec.msgpack.encode(self))
 
     def position(self) -> tuple[int, ...]:
-        """What sets this sum apart from others of the run, for keys that are drawn."""
+        """Return (round, attempt, group): unique in the run, for the derivation of keys."""
         return (self.round, self.attempt, self.group)
 
     def differs(self, other: Context) -> str:
-        """The name of the first field that differs; empty where none does."""
+        """Return the name of the first field that differs; empty if all are equal."""
         for name in self.__struct_fields__:
             if getattr(self, name) != getattr(other, name):
                 return name
@@ -132,20 +141,21 @@ class Context(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
 
 class Bounds(NamedTuple):
-    """What settings ask for of so many members; as the fields of a context."""
+    """Bounds that the settings imply for a number of members; names as in `Context`."""
 
     threshold: int
     degree: int
     fewest: int
 
 
-# Kept: a plan takes milliseconds, and in a simulation all clients make the same one.
+# Cached: a plan takes milliseconds, and in a simulation all clients need the same plan.
 @lru_cache(maxsize=64)
 def bounds(settings: SecureAggregation, members: int) -> Bounds:
-    """The threshold, the neighbours of each, and the fewest clients of a sum.
+    """Return threshold, degree and fewest clients of a sum.
 
-    In SecAgg+ no more may be lost than was planned for: the graph could fall apart, and the sum of
-    each part be seen. Raises ValueError where no graph is enough.
+    In SecAgg+ a sum with more dropouts than planned is rejected: the graph could become
+    disconnected, and the server would see the sum of each component. Raises ValueError if no graph
+    is secure.
     """
     stay = math.ceil(settings.threshold * members - 1e-9)
     above = max(stay, 2 * members // 3 + 1)
@@ -159,27 +169,30 @@ def bounds(settings: SecureAggregation, members: int) -> Bounds:
 
 
 class Cohort:
-    """The members that have advertised keys, and who is whose neighbour.
+    """Members that have advertised keys, with the graph of neighbours.
 
-    present: U0, in order. seed: of the graph (`graph_seed`), where not all pairs mask.
+    Args:
+        context: facts of the sum.
+        present: U0, ascending.
+        seed: seed of the graph (`graph_seed`), used if not all pairs have masks.
     """
 
     def __init__(self, context: Context, present: Sequence[int], seed: bytes) -> None:
         self.present = tuple(present)
         self._everybody = frozenset(present)
         self._graph: dict[int, tuple[int, ...]] | None = None
-        # Of fewer than were asked there may be no more than so many neighbours.
+        # After dropouts at most `degree` others may remain: then all pairs have masks.
         if context.degree < len(self.present) - 1:
             self._graph = _drawn(self.present, context.degree, seed)
 
     def neighbours(self, client: int) -> tuple[int, ...]:
-        """A(client), in order."""
+        """Return A(client), ascending."""
         if self._graph is not None:
             return self._graph[client]
         return tuple(other for other in self.present if other != client)
 
     def holders(self, client: int) -> tuple[int, ...]:
-        """H(client), in the order of its shares. Who holds shares of whom is mutual."""
+        """Return H(client), in the order of its shares. The relation is symmetric."""
         if self._graph is not None:
             return tuple(sorted((client, *self._graph[client])))
         return self.present
@@ -189,18 +202,18 @@ class Cohort:
 
 
 def stages(context: Context, signed: bool) -> tuple[int, ...]:
-    """The stages of a sum, in their order. signed: whether there is a roster."""
+    """Return the stages of a sum in order. `signed`: whether clients have a roster."""
     if checks_consistency(context, signed):
         return (ADVERTISE, SHARE, MASK, CONFIRM, UNMASK)
     return (ADVERTISE, SHARE, MASK, UNMASK)
 
 
 def checks_consistency(context: Context, signed: bool) -> bool:
-    """Whether the protocol holds against a server that lies, and not only against a curious one."""
+    """Return whether the protocol is secure against a malicious server."""
     return signed and context.complete
 
 
-# Kept: in a simulation, all clients of a sum draw the same graph.
+# Cached: in a simulation, all clients of a sum draw the same graph.
 @lru_cache(maxsize=4)
 def _drawn(present: tuple[int, ...], degree: int, seed: bytes) -> dict[int, tuple[int, ...]]:
     places = graph.neighbours(len(present), degree, seed)
@@ -211,56 +224,57 @@ def _drawn(present: tuple[int, ...], degree: int, seed: bytes) -> dict[int, tupl
 
 
 def is_ascending(clients: Sequence[int]) -> bool:
-    """Whether they are in order, and none is there twice."""
+    """Return whether the numbers are strictly ascending."""
     return all(first < second for first, second in pairwise(clients))
 
 
 def graph_seed(digest: bytes, keys: Iterable[bytes]) -> bytes:
-    """From d and the keys that were advertised, in the order of their clients."""
+    """Return the graph's seed from d and the advertised keys, in the order of their clients."""
     return _hashed("graph", digest, *keys)
 
 
 def keys_text(digest: bytes, client: int, channel: bytes, mask: bytes) -> bytes:
-    """What a client signs of its keys."""
+    """Return the bytes that a client signs for its keys."""
     return _hashed("keys", digest, _of(client), channel, mask)
 
 
 def survivors_text(digest: bytes, survivors: Sequence[int]) -> bytes:
-    """What a client signs of whom it was told that their vectors are in the sum."""
+    """Return the bytes that a client signs for a list of survivors."""
     return _hashed("survivors", digest, msgspec.msgpack.encode(tuple(survivors)))
 
 
 def pair(purpose: str, digest: bytes, one: int, other: int) -> bytes:
-    """What a key of two clients is for: the same for both."""
+    """Return the `info` of a key between two clients, equal for both."""
     return _hashed(purpose, digest, _of(min(one, other)), _of(max(one, other)))
 
 
 def addressed(digest: bytes, sender: int, receiver: int) -> bytes:
-    """What a sealed share is bound to."""
+    """Return the associated data of a sealed share."""
     return _hashed("share", digest, _of(sender), _of(receiver))
 
 
 def mask_sign(client: int, other: int) -> int:
-    """With which sign the client adds the mask that it has with the other."""
+    """Return the sign of the pairwise mask in the client's vector: 1 or -1."""
     return 1 if client < other else -1
 
 
 def own_mask(digest: bytes, client: int, seed: bytes) -> bytes:
-    """The key of a client's own mask."""
+    """Return the key of a client's own mask."""
     return _hashed("key of own mask", digest, _of(client), seed)
 
 
 def commitment(digest: bytes, client: int, seed: bytes) -> bytes:
-    """By which the server knows a client's seed of its own mask again, and does not know it yet."""
+    """Return a client's commitment to the seed of its own mask; it hides the seed."""
     return _hashed("own mask", digest, _of(client), seed)
 
 
 def share_commitment(purpose: str, digest: bytes, owner: int, holder: int, share: bytes) -> bytes:
-    """By which a share is known again. It hides the share, which is as random as a key.
+    """Return the commitment to a share. The share is as random as a key, so the hash hides it.
 
-    purpose: "private" or "seed", of which secret.
+    `purpose` names the shared secret: "private" or "seed".
     """
-    # In one piece, as there are n^2 of them in a round: all parts but the purpose have one length.
+    # Joined for speed, as a round has n^2 commitments. All parts except the purpose have a fixed
+    # length, so the encoding is unambiguous.
     parts = (b"dure share 1\n", purpose.encode(), b"\n", digest, _of(owner), _of(holder), share)
     return hashlib.sha256(b"".join(parts)).digest()
 
@@ -270,7 +284,7 @@ def _of(client: int) -> bytes:
 
 
 def _hashed(purpose: str, *parts: bytes) -> bytes:
-    # Each part with its length: no two lists of parts have the same bytes.
+    # Each part has a length prefix, so different lists of parts have different bytes.
     whole = hashlib.sha256(b"dure secure aggregation 1\n" + purpose.encode() + b"\n")
     for part in parts:
         whole.update(len(part).to_bytes(8, "big") + part)

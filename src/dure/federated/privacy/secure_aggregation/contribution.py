@@ -1,20 +1,21 @@
-"""What a client adds to a sum: its update as one vector of integers, and back from the sum.
+"""Contribution of a client to a sum: its update as an integer vector, and the decoded sum.
 
     weight/most · Δ      of every trained weight, quantised          n_k·x inside the masked vector
-    weight/most · (b - b_0)      of every floating-point buffer      b_0: as it was received
-    extras               what the algorithm sends besides (SCAFFOLD's change of control), unweighted
-    whole numbers        n_k; how many values were cut off; the samples; what the loss has counted
-                         in them, and the loss times that; by how much each counting buffer rose
+    weight/most · (b - b_0)      of every floating-point buffer      b_0: the received buffer
+    extras               additional tensors of the algorithm (SCAFFOLD's change of control),
+        unweighted
+    whole numbers        n_k; number of values cut off; samples; number of examples behind the loss,
+                         and the loss times that number; rise of each counting buffer
 
-So nothing of a client's travels outside of the sum: no number of examples and no loss. The mean is
-(sum of n_k·Δ) / (sum of n_k), by integers until then: it is to the bit the mean of the quantised
-updates, whoever is in it. Weights n_k are whole, from 1 to `most`: a client with more examples
-counts as one with so many. A complex number is two real ones.
+No message outside of the sum reveals a client's number of examples or loss. The mean is (sum of
+n_k·Δ) / (sum of n_k), in integers up to the division: it equals the mean of the quantised updates
+to the bit, for any set of clients. Weights n_k are whole, from 1 to `most`: a client with more
+examples has the weight `most`. A complex number becomes two real numbers.
 
-A counting buffer (the batches that a batch norm has seen) takes its mean rise, rounded up, in place
-of the largest: the largest cannot be told from a sum.
+A counting buffer (the number of batches that batch norm has seen) takes the mean rise, rounded up,
+in place of the largest rise: a sum does not reveal the largest.
 
-Cost: 4 bytes a weight, and 8 to 12 for each whole number.
+Cost: 4 bytes for each weight, and 8 to 12 bytes for each whole number.
 """
 
 from __future__ import annotations
@@ -35,23 +36,26 @@ POINT = 1 << 10
 """Losses and counts are sums of multiples of 1 / POINT."""
 
 MIDDLE = 1 << 45
-"""Added to what may be negative, so that it travels as a whole number that is not."""
+"""Offset of numbers that may be negative, so that they travel as non-negative whole numbers."""
 
 MOST = 1 << 46
-"""More than any whole number that travels."""
+"""Upper bound, exclusive, of the whole numbers in a vector."""
 
 Key = Callable[[str, int], bytes]
-"""(purpose, number) -> a key of a client's own, drawn once."""
+"""Function (purpose, number) -> a fresh key of the client."""
 
 WHOLES = 5
-"""Whole numbers that are always there, before those of counting buffers."""
+"""Number of whole numbers before those of counting buffers."""
 
 
 class Shape(NamedTuple):
-    """What a vector is made of: the numbers of values in each part.
+    """Numbers of values in each part of a vector.
 
-    deltas, buffers, extras: of floating-point tensors, each as real numbers. counters: of integer
-    ones.
+    Args:
+        deltas: real numbers in each tensor of weights.
+        buffers: real numbers in each floating-point buffer.
+        extras: real numbers in each extra tensor.
+        counters: elements of each integer buffer.
     """
 
     deltas: tuple[int, ...]
@@ -61,7 +65,10 @@ class Shape(NamedTuple):
 
     @classmethod
     def of(cls, asked: Assignment, extras: Sequence[Tensor]) -> Shape:
-        """The shape of what answers an assignment. extras: what its extras look like."""
+        """Return the shape of answers to an assignment.
+
+        `extras` are tensors of the extras' shapes.
+        """
         return cls(
             tuple(map(_reals, asked.weights)),
             tuple(_reals(one) for one in asked.buffers if one.is_floating_point()),
@@ -71,23 +78,31 @@ class Shape(NamedTuple):
 
     @property
     def values(self) -> int:
-        """Values that are quantised."""
+        """Number of quantised values."""
         return sum(self.deltas) + sum(self.buffers) + sum(self.extras)
 
     @property
     def wholes(self) -> int:
-        """Whole numbers."""
+        """Number of whole numbers."""
         return WHOLES + sum(self.counters)
 
 
 class Total(NamedTuple):
-    """What a sum says of the clients in it.
+    """Decoded sum.
 
-    clients: how many; weight: the sum of n_k; cut: values that were beyond the range. loss: mean
-    over what was counted, `counted`. delta, buffers: the weighted means, of trained weights and of
-    the changes of floating-point buffers. extra: the plain mean. rises: of counting buffers.
-    clipped: with differential privacy of clients, the sum of what they have clipped, in place of
-    all these.
+    Args:
+        clients: number of clients in the sum.
+        weight: sum of n_k.
+        cut: number of values beyond the range.
+        samples: sum of processed samples.
+        counted: number of examples behind the loss.
+        loss: mean loss over `counted`; 0 without any.
+        delta: weighted mean change of the trained weights.
+        buffers: weighted mean change of the floating-point buffers.
+        extra: plain mean of the extras.
+        rises: rises of the counting buffers.
+        clipped: sum of the clipped contributions with user-level privacy, in place of the tensors
+            above; None otherwise.
     """
 
     clients: int
@@ -105,9 +120,12 @@ class Total(NamedTuple):
 
 @dataclass(frozen=True)
 class Contribution:
-    """How updates become vectors, the same for all clients of a sum.
+    """Encoder of updates as integer vectors, and decoder of their sum; equal for all clients.
 
-    shape: of a vector. quantisation: of its values. most: the largest weight.
+    Args:
+        shape: numbers of values in a vector.
+        quantisation: quantisation of the values.
+        most: largest weight of a client.
     """
 
     shape: Shape
@@ -116,14 +134,19 @@ class Contribution:
 
     @property
     def length(self) -> int:
-        """Integers of 32 bits in a vector."""
+        """Number of 32-bit integers in a vector."""
         return self.shape.values + self.shape.wholes * self.quantisation.digits(MOST)
 
     def encode(self, update: Update, asked: Assignment, weight: float, key: Key) -> Tensor:
-        """The vector of an update, int32.
+        """Return the int32 vector of an update.
 
-        weight: n_k. key: for this vector alone. Raises ValueError for an update that is not finite,
-        or counters that fall.
+        Args:
+            update: the client's update.
+            asked: assignment that the update answers.
+            weight: n_k.
+            key: draws keys for this vector alone.
+
+        Raises ValueError for an update that is not finite, or for counters that decrease.
         """
         whole = min(max(1, round(weight)), self.most)
         moved = [*update.delta, *changes(update.buffers, asked.buffers)]
@@ -139,8 +162,11 @@ class Contribution:
         return torch.cat([values, extras, how.encode_whole(numbers, MOST)])
 
     def check(self, total: Tensor, clients: int) -> None:
-        """Raises ValueError for a sum that no vectors of so many clients have: then one of them has
-        sent something else. Most such sums show it; who it was, none does."""
+        """Check that `clients` vectors can have this sum; raises ValueError if not.
+
+        An impossible sum shows that a client sent a wrong vector. Most wrong vectors make the sum
+        impossible; the sum does not identify the client.
+        """
         values, rest = total[: self.shape.values], total[self.shape.values :]
         self.quantisation.check(values, clients)
         weight, cut, *_ = self.quantisation.decode_whole(rest, MOST, clients)
@@ -150,17 +176,17 @@ class Contribution:
     def decode(
         self, total: Tensor, clients: int, asked: Assignment, extras: Sequence[Tensor]
     ) -> Total:
-        """What the sum of the vectors of so many clients says. extras: what they look like."""
+        """Return the contents of the sum of `clients` vectors, with extras shaped like `extras`."""
         values, rest = total[: self.shape.values], total[self.shape.values :]
         numbers = self.quantisation.decode_whole(rest, MOST, clients)
         weight, cut, samples, count, loss, *rises = numbers
         shape = self.shape
         sizes = [*shape.deltas, *shape.buffers, *shape.extras]
         real = iter(torch.split(self.quantisation.decode(values, clients), sizes))
-        # In float64 until the mean is there: n_k times a weight has more digits than float32.
+        # The mean is computed in float64: n_k times a weight has more digits than float32.
         mean = self.most / weight
         counted = count / POINT
-        # As the clients' own tensors: of their shapes, dtypes and device.
+        # The results have the shapes, dtypes and device of the sent tensors.
         like = asked.weights
         return Total(
             clients=clients,
@@ -179,7 +205,7 @@ class Contribution:
 
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:
-    """All their real numbers in a row, on the CPU."""
+    """Return all real numbers of the tensors as a flat tensor on the CPU."""
     real = [torch.view_as_real(one.resolve_conj()) if one.is_complex() else one for one in tensors]
     return torch.cat([one.reshape(-1).cpu() for one in real]) if real else torch.empty(0)
 
@@ -189,7 +215,7 @@ def _reals(tensor: Tensor) -> int:
 
 
 def _like(real: Tensor, one: Tensor) -> Tensor:
-    """Real numbers as a tensor like this one."""
+    """Return real numbers as a tensor with the shape, dtype and device of `one`."""
     if one.is_complex():
         pairs = real.reshape(*one.shape, 2)
         return torch.view_as_complex(pairs).to(one.dtype).to(one.device)
@@ -201,7 +227,7 @@ def _counts(buffer: Tensor) -> bool:
 
 
 def _rises(update: Update, asked: Assignment) -> list[int]:
-    """By how much counting buffers rose, value by value."""
+    """Return the rise of each value of the counting buffers."""
     found: list[int] = []
     for new, old in zip(update.buffers, asked.buffers, strict=True):
         if _counts(old):
@@ -210,7 +236,7 @@ def _rises(update: Update, asked: Assignment) -> list[int]:
 
 
 def _split_rises(rises: Sequence[int], clients: int, buffers: Sequence[Tensor]) -> list[Tensor]:
-    """The mean rises, rounded up, as the counting buffers are shaped."""
+    """Return the mean rises, rounded up, in the shapes of the counting buffers."""
     at = 0
     found = []
     for one in buffers:

@@ -1,25 +1,27 @@
-"""Who masks with whom: a random graph in which everybody has k neighbours, k about log n.
+"""Random graph of masking pairs, in which every client has k neighbours, k about log n.
 
     order        a random permutation of the n members, on a circle
-    neighbours   the k / 2 next ones on either side (Harary's graph)
+    neighbours   the k / 2 next members on either side (Harary's graph)
 
-A client masks with its neighbours alone, and they hold the shares of its secrets, of which t are
-needed. With C members corrupt and D lost, three things must not happen, to anybody of n:
+A client has masks only with its neighbours. The neighbours hold the shares of its secrets, of which
+t reveal a secret. With C corrupt and D dropped members, three events must not occur for any of the
+n members:
 
     an attacker has t shares     n P[H(n - 1, C, k) >= t]         <= 2^-(σ + 1)
-    the honest graph falls apart n (n - k - 1) / 2 Π_{i<k} (C + D - i) / (n - i)
+    honest graph disconnected    n (n - k - 1) / 2 Π_{i<k} (C + D - i) / (n - i)
                                                                   <= 2^-(σ + 1)
     shares are missing           n P[H(n - 1, n - 1 - D, k) < t]  <= 2^-η
 
-H is hypergeometric: who the neighbours are is as random as a draw of k of the n - 1 others. The
-second line: a circle with k / 2 neighbours on either side falls apart only where there are two gaps
-of k / 2 members that are corrupt or lost, and there are n (n - k - 1) / 2 pairs of places for them.
-Where the honest graph falls apart, the server sees the sum of each part. The third line costs a
-round, not a secret. Corrupt members tell the server all they know, and follow the protocol, as the
-server does: against a lying server no such graph is enough (the paper's other variant).
+H is hypergeometric: the neighbours are as random as a draw of k of the n - 1 others. The second
+line: a circle with k / 2 neighbours on either side becomes disconnected only by two gaps of k / 2
+members each that are corrupt or dropped, and there are n (n - k - 1) / 2 pairs of places for gaps.
+If the honest graph is disconnected, the server sees the sum of each component. The event of the
+third line costs a round, not a secret. Corrupt members tell the server all they know and follow the
+protocol, as the server does: against a malicious server no such graph is enough (the paper's other
+variant).
 
-The plan is the smallest k for which there is such a t, and the t in the middle of those. Some
-degrees (σ = 40, η = 20), which the authors' own program finds as well:
+The plan is the smallest k for which a threshold t exists, and the middle one of these t. Some
+degrees (σ = 40, η = 20), equal to those of the authors' program:
 
     members               100   1,000   10,000   100,000   1,000,000
     C 33 %, D 33 %         68     286      422       480         518
@@ -44,23 +46,23 @@ import torch
 from dure.randomness.keystream import permutation
 
 FEW = 40
-"""Up to so many members everybody is everybody's neighbour.
+"""Largest number of members for which all pairs are neighbours without a search.
 
-A share of few says little about how many are corrupt, and there is little to save.
+In so small a group a fraction bounds the number of corrupt members badly, and a graph saves little.
 """
 
 
 class Plan(NamedTuple):
-    """degree: neighbours of each. threshold: how many of them can tell a secret."""
+    """Degree of the graph, and threshold: the number of shares that reveal a secret."""
 
     degree: int
     threshold: int
 
 
 def neighbours(members: int, degree: int, key: bytes) -> list[list[int]]:
-    """The neighbours of each member, in ascending order; who has whom has each other.
+    """Return the neighbours of each member, ascending; the relation is symmetric.
 
-    degree: even, or members - 1, which is everybody. key: 32 bytes, from which the order is drawn.
+    `degree` is even, or members - 1 for all pairs. `key` has 32 bytes and determines the order.
     Raises ValueError for other degrees.
     """
     if degree == members - 1:
@@ -79,20 +81,25 @@ def neighbours(members: int, degree: int, key: bytes) -> list[list[int]]:
 
 
 def plan(members: int, corrupt: float, drop_out: float, sigma: float = 40, eta: float = 40) -> Plan:
-    """The fewest neighbours that are enough, and the threshold.
+    """Return the smallest secure degree, and the threshold.
 
-    corrupt: a share of the members, rounded up to whole ones. drop_out: a share, rounded down.
-    sigma: privacy fails with a probability of at most 2^-sigma. eta: a round fails with one of at
-    most 2^-eta, as long as no more are lost. Raises ValueError where no graph is enough.
+    Args:
+        members: n.
+        corrupt: fraction of corrupt members; the number is rounded up.
+        drop_out: fraction of dropped members; the number is rounded down.
+        sigma: privacy fails with probability at most 2^-sigma.
+        eta: a round with no more dropouts fails with probability at most 2^-eta.
+
+    Raises ValueError if no graph is enough.
     """
     if members < 3:
         raise ValueError(f"a sum of {members} members: it takes 3, for none to know another's part")
     if not (0 <= corrupt < 1 and 0 <= drop_out < 1):
         raise ValueError(f"shares of {corrupt} corrupt and {drop_out} lost: each is 0 to below 1")
-    # 0.1 · 30 is 3, whatever float64 makes of it.
+    # 0.1 · 30 must give 3 in spite of float64 rounding.
     bad = math.ceil(corrupt * members - 1e-9)
     lost = math.floor(drop_out * members + 1e-9)
-    # A secret that one share tells is no secret: the threshold is at least 2.
+    # A single share must not reveal a secret: the threshold is at least 2.
     if members > FEW:
         for degree in range(2, members - 1, 2):
             if _log2_apart(members, degree, bad + lost) > -(sigma + 1):
@@ -112,12 +119,12 @@ def plan(members: int, corrupt: float, drop_out: float, sigma: float = 40, eta: 
 
 
 def _between(degree: int, most_known: int, fewest_there: int) -> Plan:
-    """The threshold in the middle of most_known + 1 to fewest_there."""
+    """Return the plan with the threshold in the middle of most_known + 1 to fewest_there."""
     return Plan(degree, (most_known + 1 + fewest_there) // 2)
 
 
 def _log2_apart(members: int, degree: int, gone: int) -> float:
-    """log2 of the bound on the probability that those who are not gone fall apart."""
+    """Return log2 of the bound on the probability that the remaining graph is disconnected."""
     if gone < degree:
         return -math.inf
     pairs = members * (members - degree - 1) / 2
@@ -131,8 +138,9 @@ def _log2_apart(members: int, degree: int, gone: int) -> float:
 
 
 def _quantile(members: int, marked: int, degree: int, log2_bound: float) -> int:
-    """The smallest m such that, but for a probability of 2^log2_bound, nobody of all members has
-    more than m marked neighbours.
+    """Return the smallest m that bounds the marked neighbours of every member.
+
+    The bound fails for some member with probability at most 2^log2_bound.
     """
     tails = _log2_tails(members - 1, min(marked, members - 1), degree)
     enough = np.flatnonzero(tails[1:] + math.log2(members) <= log2_bound)
@@ -140,14 +148,14 @@ def _quantile(members: int, marked: int, degree: int, log2_bound: float) -> int:
 
 
 def _log2_tails(population: int, marked: int, drawn: int) -> Any:
-    """log2 P[H >= m] for m of 0 to drawn + 1, with H = H(population, marked, drawn)."""
+    """Return log2 P[H >= m] for m of 0 to drawn + 1, with H = H(population, marked, drawn)."""
     count = torch.arange(drawn + 1, dtype=torch.float64)
     logs = (
         _log_binomial(marked, count)
         + _log_binomial(population - marked, drawn - count)
         - _log_binomial(population, torch.tensor(float(drawn), dtype=torch.float64))
     ).numpy()
-    # Summed from the small end, in logarithms, so that a tail of 2^-40 is as exact as one of 1/2.
+    # Logarithms are summed from the small end, so that a tail of 2^-40 is as exact as one of 1/2.
     tails = np.logaddexp.accumulate(logs[::-1])[::-1] / math.log(2)
     return np.append(np.minimum(tails, 0.0), -math.inf)
 

@@ -1,13 +1,13 @@
-"""Masks: what a client adds to its vector so that it looks like noise, and what takes it off again.
+"""Masks of a secure sum: pseudorandom vectors that clients add and the server removes.
 
     y = x + PRG(b) + Σ_{v above} PRG(s_v) - Σ_{v below} PRG(s_v)      mod 2^32
 
-PRG is the keystream of `dure.randomness.keystream`, from the whole 256-bit key: a key that is
-folded to the 32 bits that seed another generator can be found by trying all of them.
+PRG is the keystream of `dure.randomness.keystream`, from the whole 256-bit key: a generator with a
+32-bit seed could be broken by trying all seeds.
 
-Every sum is in int32, which wraps around: that is the modulus. A vector is walked through once, in
-blocks that stay in the cache while all masks are added to them. So d elements and k masks cost 4 d
-k bytes of keystream and as many of additions, and no memory but one block.
+Every sum is in int32, whose wrap-around is the modulus. The code passes over a vector once, in
+blocks that stay in the cache while all masks are added to them. d elements and k masks cost 4 d k
+bytes of keystream, as many bytes of additions, and the memory of one block.
 
 Source: Bonawitz et al. 2017, "Practical Secure Aggregation for Privacy-Preserving Machine
 Learning", CCS, section 4.
@@ -27,15 +27,15 @@ _ELEMENTS = BLOCK // 4
 
 
 def add_mask(total: Tensor, key: bytes, sign: int) -> None:
-    """total += sign · PRG(key) mod 2^32. As `add_masks`, for one mask."""
+    """Add a mask in place: total += sign · PRG(key) mod 2^32, as in `add_masks`."""
     add_masks(total, [(key, sign)])
 
 
 def add_masks(total: Tensor, masks: Iterable[tuple[bytes, int]]) -> None:
-    """total += Σ sign · PRG(key) mod 2^32, over pairs of a key and a sign, in place.
+    """Add masks in place: total += Σ sign · PRG(key) mod 2^32 over pairs (key, sign).
 
-    total: int32 of any shape, contiguous, on the CPU. key: 32 bytes, for this mask alone. sign: 1
-    or -1. Raises ValueError for others, and then total is as it was.
+    `total` is int32 of any shape, contiguous, on the CPU. `key` has 32 bytes and is used for this
+    mask alone; `sign` is 1 or -1. Raises ValueError for other arguments and leaves total unchanged.
     """
     if total.dtype != torch.int32 or not total.is_contiguous() or total.device.type != "cpu":
         raise ValueError("masks are added to contiguous int32 on the CPU")

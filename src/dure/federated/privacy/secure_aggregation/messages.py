@@ -1,22 +1,22 @@
-"""What server and clients of a secure sum say to each other: MessagePack arrays, one for a stage.
+"""Messages of a secure sum between server and clients: MessagePack arrays, a pair for each stage.
 
     stage                 server to a client                a client's answer
     0 advertise keys      Offer: the context                Advertised: two X25519 keys, signature;
-                                                            or Spent, where it has helped to unmask
-                                                            a sum of this model before
+                                                            or Spent, if the client has helped to
+                                                            unmask a sum of this model before
     1 share keys          Keys: of its neighbours           Shared: sealed shares, commitments
-    2 masked input        Shares: those sealed for it       Masked: whose shares do not open or fit;
+    2 masked input        Shares: those sealed for it       Masked: owners of unusable shares;
                                                             and one int32 tensor
-    3 consistency check   Survivors: whose vector is there  Confirmed: signature of that list
+    3 consistency check   Survivors: clients in the sum     Confirmed: signature of that list
     4 unmask              Unmask: that list, signatures     Unmasked: one share of each client
 
-A request to unmask has one list. Whoever is in it has survived, and whoever shared keys and is not
-in it was lost: no client can be named as both. What comes from a peer is data: every type and every
-length is checked before anything is done with it.
+A request to unmask has a single list. A client in the list has survived; a client that shared keys
+and is not in the list has dropped out. No client can be named as both. Messages of a peer are
+untrusted: every type and every length is checked before use.
 
-Bytes of one client, besides the vector, all pairs of n: up some 170 n for sealed shares and 47 n
-for shares; down 84 n for keys, 170 n for sealed shares, and up to 9 n for lists; with a roster
-142 n more down, for signatures. In SecAgg+ the n is that of neighbours, but for lists.
+Bytes of a client besides the vector, for all pairs of n: up about 170 n for sealed shares and 47 n
+for shares; down 84 n for keys, 170 n for sealed shares, and up to 9 n for lists; with a roster 142
+n more down, for signatures. In SecAgg+ n is the number of neighbours, except for lists.
 """
 
 from __future__ import annotations
@@ -39,41 +39,41 @@ from dure.federated.privacy.secure_aggregation.settings import SecureAggregation
 from dure.federated.privacy.secure_aggregation.shamir import SHARE
 
 MOST_BODY = 1 << 22
-"""Bytes of a message, at most."""
+"""Largest length of a message in bytes."""
 
 Key = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
-"""A public key of X25519, or a digest."""
+"""An X25519 public key, or a digest: 32 bytes."""
 
 Signature = Annotated[bytes, msgspec.Meta(max_length=64)]
-"""Of Ed25519, 64 bytes; empty where nobody signs."""
+"""An Ed25519 signature of 64 bytes; empty without signatures."""
 
 Piece = Annotated[bytes, msgspec.Meta(min_length=SHARE, max_length=SHARE)]
-"""A share of one secret."""
+"""A share of a secret."""
 
 Commitment = Annotated[bytes, msgspec.Meta(max_length=32)]
-"""A SHA-256; empty of clients of earlier versions."""
+"""A SHA-256; empty from clients of earlier versions."""
 
 _BOX = 2 * SHARE + TAG
 Box = Annotated[bytes, msgspec.Meta(min_length=_BOX, max_length=_BOX)]
-"""Two shares, sealed."""
+"""Two sealed shares."""
 
 
 class ProtocolError(DureError):
-    """A peer of secure aggregation said what it would not, if it followed the protocol."""
+    """A peer of secure aggregation violated the protocol."""
 
 
 class SpentError(ProtocolError):
-    """A server offers a second sum of a model of which the client has helped to unmask one."""
+    """A server offers a second sum of a model for which the client has unmasked a sum."""
 
 
 class TooFewError(TooFewClientsError):
-    """Too few clients are there for a secure sum, or too few of their shares are right."""
+    """Too few clients are present for a secure sum, or too few of their shares are right."""
 
 
 class Body(
     msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True, gc=False
 ):
-    """Base of all messages. What they hold is nobody's to read in a log."""
+    """Base of all messages. The repr hides the contents from logs."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(...)"
@@ -87,8 +87,13 @@ class Offer(Body, frozen=True):
 
 
 class Advertised(Body, frozen=True):
-    """channel: under which shares are sealed for the client. mask: from which masks are made.
-    signature: of both, by the client's identity."""
+    """Public keys of a client.
+
+    Args:
+        channel: key that seals shares for the client.
+        mask: key for the pairwise masks.
+        signature: the client's signature of both keys.
+    """
 
     channel: Key
     mask: Key
@@ -96,11 +101,11 @@ class Advertised(Body, frozen=True):
 
 
 class Spent(Body, frozen=True):
-    """The client takes no part until the model is another one."""
+    """Refusal to take part until the model changes."""
 
 
 class PublicKeys(Body, frozen=True):
-    """What a client has advertised, as others are told."""
+    """Advertised keys of a client, as relayed to its neighbours."""
 
     client: Number
     channel: Key
@@ -109,8 +114,13 @@ class PublicKeys(Body, frozen=True):
 
 
 class Keys(Body, frozen=True):
-    """present: all who have advertised keys. seed: of the graph. keys: of the client itself and its
-    neighbours, in order."""
+    """Relayed public keys.
+
+    Args:
+        present: all clients that have advertised keys, ascending.
+        seed: seed of the graph.
+        keys: keys of the client itself and of its neighbours, ascending.
+    """
 
     present: Members
     seed: Key
@@ -118,10 +128,15 @@ class Keys(Body, frozen=True):
 
 
 class Sealed(Body, frozen=True):
-    """Two shares, which only the receiver can read. client: to whom, and on the way on, of whom.
+    """Two shares, readable only by the receiver.
 
-    private, seed: commitments to the two shares (`cohort.share_commitment`), by which the server
-    tells who has given a wrong one; empty of clients of earlier versions.
+    Args:
+        client: receiver on the way up, owner on the way down.
+        box: the sealed shares.
+        private: commitment to the share of the private key (`cohort.share_commitment`), by which
+            the
+            server identifies a wrong share; empty from clients of earlier versions.
+        seed: commitment to the share of the seed.
     """
 
     client: Number
@@ -134,27 +149,29 @@ SealedShares = Annotated[tuple[Sealed, ...], msgspec.Meta(max_length=MOST_MEMBER
 
 
 class Shared(Body, frozen=True):
-    """commitment: to the seed of the client's own mask. shares: for each neighbour, in order."""
+    """Answer of stage 1: commitment to the seed of the own mask, and shares for each neighbour."""
 
     commitment: Key
     shares: SealedShares
 
 
 class Shares(Body, frozen=True):
-    """Of each neighbour that has shared, in order."""
+    """Sealed shares from each neighbour that has shared, in ascending order of the owners."""
 
     shares: SealedShares
 
 
 class Masked(Body, frozen=True):
-    """The vector travels as a tensor. unfit: whose shares did not open, or were not those that
-    their owner has committed to."""
+    """Answer of stage 2; the masked vector travels as a tensor.
+
+    `unfit` lists the owners of shares that did not open or did not match their commitments.
+    """
 
     unfit: Members = ()
 
 
 class Survivors(Body, frozen=True):
-    """Whose masked vectors are in the sum."""
+    """Clients whose masked vectors are in the sum."""
 
     clients: Members
 
@@ -169,7 +186,13 @@ class Signed(Body, frozen=True):
 
 
 class Unmask(Body, frozen=True):
-    """signatures: of the survivors, by those who have confirmed; none where nobody signs."""
+    """Request for shares.
+
+    Args:
+        survivors: clients whose vectors are in the sum.
+        signatures: signatures of the survivor list, from confirming clients; empty without a
+            roster.
+    """
 
     survivors: Members
     signatures: Annotated[tuple[Signed, ...], msgspec.Meta(max_length=MOST_MEMBERS)] = ()
@@ -186,8 +209,12 @@ Pieces = Annotated[tuple[Share, ...], msgspec.Meta(max_length=MOST_MEMBERS)]
 
 
 class Unmasked(Body, frozen=True):
-    """survivors: shares of their own masks' seeds. lost: shares of the private keys of masks of
-    those who shared keys, and whose vector is not there."""
+    """Answer of stage 4.
+
+    Args:
+        survivors: shares of the survivors' own mask seeds.
+        lost: shares of the private mask keys of clients that shared keys and dropped out.
+    """
 
     survivors: Pieces
     lost: Pieces
@@ -198,17 +225,19 @@ AnyBody = TypeVar("AnyBody", bound=Body)
 _ENCODER = msgspec.msgpack.Encoder()
 
 SPENT = _ENCODER.encode(Spent())
-"""The one form of `Spent`."""
+"""The encoded `Spent` message."""
 
 
 def to_body(message: Body) -> bytes:
-    """The message."""
+    """Return the encoded message."""
     return _ENCODER.encode(message)
 
 
 def from_body(body: bytes, kind: type[AnyBody]) -> AnyBody:
-    """The inverse of `to_body`. Raises ProtocolError for anything else, in one sentence that quotes
-    nothing of it."""
+    """Return the decoded message of the class `kind`.
+
+    Raises ProtocolError for any other bytes, with a sentence that quotes none of them.
+    """
     if len(body) > MOST_BODY:
         raise ProtocolError(f"a message has {len(body)} bytes, and may have {MOST_BODY}")
     try:
@@ -217,7 +246,7 @@ def from_body(body: bytes, kind: type[AnyBody]) -> AnyBody:
         pass
     else:
         return message
-    # Outside the handler: msgspec's text may quote what came, and the cause would be printed too.
+    # Outside the handler: msgspec's text may quote the message, and a cause would be printed too.
     raise ProtocolError(f"the message is no {kind.__name__}, as this stage wants one")
 
 
@@ -236,12 +265,12 @@ def context_of(
     length: int,
     quantisation: str,
 ) -> Context:
-    """The context of a server's first message, with what a client knows itself put in its place.
+    """Return the context of a server's first message, with the client's own knowledge in its place.
 
-    Members, attempt and group are the server's; threshold and neighbours follow from the settings.
-    The client is made with it, and finds out whether the server meant the same when it answers that
-    message. Raises ProtocolError for what is no first message, and for members of whom there can be
-    no sum.
+    The server chooses members, attempt and group. Threshold and degree follow from the client's
+    settings. The remaining fields are arguments. The client compares this context with the server's
+    in `Client.answer`. Raises ProtocolError for bytes that are not a first message, and for members
+    that cannot form a sum.
     """
     offered = from_body(body, Offer).context
     try:

@@ -1,20 +1,20 @@
-"""Digests of the model that a client is handed: what a sum is bound to, and what is spent with it.
+"""Digests of the model sent to a client: for binding a sum to a model, and for counting its use.
 
-    agreed    SHA-256 of weights, buffers and extras, to the bit. Server and clients put it into the
-              context of a sum: who was told of another model is in no sum with the others.
-    spent     SHA-256 of the numbers of the weights alone. A client contributes to it once.
+    agreed    SHA-256 of weights, buffers and extras, to the bit. Part of the context of a sum:
+              clients that received different models cannot be in the same sum.
+    spent     SHA-256 of the numbers of the weights alone. A client contributes once for each.
 
-The second digest names what local training starts from. A server that could give one model two
-names would get two sums of the same updates, and their difference is one client's. So the digest
-leaves out all that can be changed while the update stays what it was, or changes in a way that the
+The second digest names the start of local training. A server that could give the same model two
+names would get two sums of the same updates, whose difference reveals a client's update. The digest
+therefore leaves out all data that leave the update unchanged, or change it by an amount that the
 server can compute: round, run, attempt and participants; buffers (statistics of batch norm do not
 enter a training step); extras (a control of SCAFFOLD moves the update by a known vector); the order
 and the shapes in which weights travel, their dtype, the sign of a zero, and the payload of a NaN.
 
-It does not stop a server that changes one weight by its last bit: that is another model, with
-nearly the same update. No digest can; noise is the remedy.
+The digest does not stop a server that changes the last bit of a weight: that is another model with
+nearly the same update. No digest can prevent this; noise can.
 
-Cost: d numbers are hashed once for both, and looked through once more.
+Cost: d numbers are hashed once for both digests, and read once more.
 """
 
 from __future__ import annotations
@@ -30,25 +30,29 @@ from torch import Tensor
 from dure.protocol.messages import Assignment
 
 _SIGN = {torch.float32: (np.int32, -(2**31)), torch.float64: (np.int64, -(2**63))}
-"""By dtype: integers of its size, and the one with the bits of -0.0."""
+"""By dtype: the integer type of its size, and the integer with the bits of -0.0."""
 
 
 class ModelDigest(NamedTuple):
-    """agreed: hexadecimal digits. spent: 32 bytes."""
+    """Both digests: `agreed` as hexadecimal digits, `spent` as 32 bytes."""
 
     agreed: str
     spent: bytes
 
 
 def digest_of(asked: Assignment) -> str:
-    """The digest of the model that was sent: weights, buffers and extras, to the bit."""
+    """Return the `agreed` digest of an assignment's model.
+
+    Weights, buffers and extras, to the bit.
+    """
     return _agreed(asked, list(map(_hashed, asked.weights)))
 
 
 def digests_of(asked: Assignment, trained: Sequence[Tensor] = ()) -> ModelDigest:
-    """Both digests of the model that was sent.
+    """Return both digests of an assignment's model.
 
-    trained: tensors of the dtypes in which the weights are trained, in the same order.
+    `trained` are tensors of the dtypes in which the weights are trained, in the same order; empty
+    if the weights travel in these dtypes.
     """
     hashes = list(map(_hashed, asked.weights))
     dtypes = [one.dtype for one in trained] or [one.dtype for one in asked.weights]
@@ -75,10 +79,10 @@ def _hashed(tensor: Tensor) -> bytes:
 
 
 def _numbers(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The numbers that training starts from, in one form; the tensor itself where it has that form.
+    """Return the numbers that training starts from, in a canonical form.
 
-    The form: flat, of float32, or of float64 for numbers that float32 does not have; no -0.0, and
-    one NaN.
+    The form is flat, float32, or float64 for numbers that float32 cannot represent; without -0.0,
+    and with a single NaN. A tensor that has this form is returned itself.
     """
     cast = tensor if tensor.dtype == dtype else tensor.to(dtype)
     real = torch.view_as_real(cast.resolve_conj()) if cast.is_complex() else cast
@@ -92,8 +96,8 @@ def _numbers(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _narrow(wide: Tensor) -> Tensor:
-    """The same numbers in float32, if it has all of them."""
-    # Most models of float64 show it in their first numbers.
+    """Return the numbers as float32, if float32 represents all of them."""
+    # A few numbers suffice to recognise most float64 models.
     for some in (wide[:1024], wide):
         if not bool(((some.float().double() == some) | some.isnan()).all()):
             return wide
@@ -101,8 +105,8 @@ def _narrow(wide: Tensor) -> Tensor:
 
 
 def _is_plain(flat: Tensor) -> bool:
-    """Whether no number is -0.0 or NaN."""
+    """Return whether no number is -0.0 or NaN."""
     integers, negative_zero = _SIGN[flat.dtype]
     bits = flat.detach().cpu().contiguous().numpy().view(integers)
-    # A sum of finite numbers may be infinite, and is then looked at twice: that does no harm.
+    # inf - inf in the sum may give a false NaN: the caller then canonicalises for nothing.
     return not bool((bits == negative_zero).any()) and not bool(flat.sum().isnan())

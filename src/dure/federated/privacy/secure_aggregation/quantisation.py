@@ -1,19 +1,19 @@
-"""Real numbers as integers whose sum over clients is that of the numbers, as nearly as 32 bits can.
+"""Quantisation: real numbers as integers whose sum fits 32 bits and approximates the real sum.
 
     L        = ⌊(2^(bits - 1) - 1) / n⌋                 so that n of [-L, L] do not overflow
     encode   : q = ⌊w x L / range + u⌋,                 u uniform in [0, 1);  -range <= x <= range
     decode   : Σ w x ≈ (range / L) Σ q
 
-A step is range / L. E[q] = w x L / range: rounding is unbiased, and its error is below one step a
-client, so that a sum of n has a deviation of at most √n / 2 steps. For 100 clients L is 21 million:
-as fine as float32 has it for the largest x. u comes from a key, 32 bits each,
-so the mean is right to 2^-32 of a step.
+A step is range / L. E[q] = w x L / range: rounding is unbiased, and its error is below one step for
+each client, so a sum of n has a standard deviation of at most √n / 2 steps. For 100 clients L is 21
+million: as fine as float32 for the largest x. u comes from a key, 32 bits each, so the mean is
+right to 2^-32 of a step.
 
-What lies beyond the range is cut off, which is a bias: it is counted. NaN and infinity are refused,
-since one of them in a masked sum would spoil it without a trace.
+Values beyond the range are cut off, which causes a bias: they are counted. NaN and infinity raise
+an error, since in a masked sum they would corrupt the result unnoticed.
 
 Whole numbers, such as counts of examples, are added exactly. They travel as digits of base 2^b,
-with b the bits that n sums leave free: 2^b - 1 at most from each client, n (2^b - 1) < 2^bits.
+with b the bits that n sums leave free: at most 2^b - 1 from each client, n (2^b - 1) < 2^bits.
 
 Cost: 4 bytes a number, as float32; 4 ⌈log2(most + 1) / b⌉ bytes a whole number.
 
@@ -35,16 +35,19 @@ from torch import Tensor
 from dure.randomness.keystream import SLACK, Keystream
 
 _ELEMENTS = 1 << 14
-"""Numbers that are encoded at once: with all that is made of them they fit the cache."""
+"""Block size of the encoder; a block and its temporaries fit the cache."""
 
 
 @dataclass(frozen=True)
 class Quantisation:
-    """How numbers become integers. range: the largest that is sent, as it is.
+    """Quantisation of numbers for a sum.
 
-    clients: the most that are added. modulus_bits: the sum fits so many bits, its sign among them.
+    Args:
+        range: largest absolute value without cut-off.
+        clients: largest number of summands.
+        modulus_bits: bits of the sum, including the sign.
 
-    Raises ValueError where a client's numbers would have no bit left.
+    Raises ValueError if no bits remain for a client's numbers.
     """
 
     range: float
@@ -69,14 +72,14 @@ class Quantisation:
 
     @property
     def step(self) -> float:
-        """The number that the integer 1 stands for."""
+        """Real number that the integer 1 represents."""
         return self.range / self.levels
 
     def encode(self, values: Tensor, key: bytes, weight: float = 1.0) -> tuple[Tensor, int]:
-        """weight · values as integers, and how many of the values lay beyond the range.
+        """Return weight · values as int32 of the same shape, and the number of values cut off.
 
-        values: floating, of any shape, on the CPU. key: 32 bytes, for this rounding alone. weight:
-        0 to 1. Returns int32 of the same shape. Raises ValueError for NaN, infinity and other
+        `values` are floating-point numbers of any shape on the CPU. `key` has 32 bytes and serves
+        this rounding alone. `weight` is 0 to 1. Raises ValueError for NaN, infinity and other
         weights.
         """
         if not 0 <= weight <= 1:
@@ -84,7 +87,7 @@ class Quantisation:
         given = values.detach().reshape(-1)
         encoded = torch.empty(values.shape, dtype=torch.int32)
         out = encoded.view(-1).numpy()
-        # Rounded down, so that the range itself becomes no more than L.
+        # The scale is rounded down, so that the range itself becomes no more than L.
         scale = weight * math.nextafter(self.levels / self.range, 0)
         stream = Keystream(key)
         room = memoryview(bytearray(4 * _ELEMENTS + SLACK))
@@ -103,15 +106,15 @@ class Quantisation:
             number *= scale
             number += rounding[:size]
             np.floor(number, out=number)
-            # Just below L + 1 there is no float64, so a sum there may have become L + 1.
+            # The sum of number and rounding may round up to L + 1 in float64.
             np.minimum(number, self.levels, out=number)
             piece[:] = number
         return encoded, cut
 
     def _cut(self, numbers: np.ndarray) -> int:
-        """Cuts off what lies beyond the range, in place, and counts it.
+        """Clip values beyond the range, in place, and return their number.
 
-        Raises ValueError for what is not finite.
+        Raises ValueError for NaN and infinity.
         """
         largest = max(float(numbers.max()), -float(numbers.min()))
         if largest <= self.range:
@@ -125,24 +128,25 @@ class Quantisation:
         return beyond
 
     def decode(self, total: Tensor, clients: int) -> Tensor:
-        """The sum of what so many clients have encoded: float64 of the same shape.
+        """Return the real sum of `clients` encoded tensors: float64 of the same shape.
 
-        total: int32, the sum of their integers. Raises ValueError for a total that so many clients
+        `total` is the int32 sum of their integers. Raises ValueError for a total that the clients
         cannot have.
         """
         self.check(total, clients)
         return total.to(torch.float64).mul_(self.step)
 
     def check(self, total: Tensor, clients: int) -> None:
-        """Raises ValueError for a total that so many clients cannot have."""
+        """Check that `clients` vectors can have this total; raises ValueError if not."""
         self._check(clients)
         if total.numel() and max(int(total.max()), -int(total.min())) > clients * self.levels:
             raise ValueError(f"this is no sum of {clients} clients: it is larger than theirs is")
 
     def encode_whole(self, numbers: Sequence[int], most: int) -> Tensor:
-        """Whole numbers from 0 to `most`, as int32 of `digits(most)` each, which add up exactly.
+        """Return whole numbers from 0 to `most` as int32 digits that add exactly.
 
-        Raises ValueError for numbers that are negative or larger.
+        Each number has `digits(most)` digits. Raises ValueError for negative and for larger
+        numbers.
         """
         base = 1 << self._bits
         digits = []
@@ -155,10 +159,10 @@ class Quantisation:
         return torch.tensor(digits, dtype=torch.int64).to(torch.int32)
 
     def decode_whole(self, total: Tensor, most: int, clients: int) -> list[int]:
-        """The sums of the whole numbers that so many clients have encoded.
+        """Return the sums of the whole numbers that `clients` clients have encoded.
 
-        total: int32, the sum of what `encode_whole` made. Raises ValueError for a total that so
-        many clients cannot have, or that is no whole number of numbers.
+        `total` is the int32 sum of `encode_whole` tensors. Raises ValueError for a total that the
+        clients cannot have, or with an incomplete number.
         """
         self._check(clients)
         per_number = self.digits(most)
@@ -176,14 +180,17 @@ class Quantisation:
         return found
 
     def digits(self, most: int) -> int:
-        """How many integers a whole number from 0 to `most` is. Raises ValueError for most < 0."""
+        """Return the number of digits of a whole number from 0 to `most`.
+
+        ValueError for most < 0.
+        """
         if most < 0:
             raise ValueError(f"whole numbers from 0 to {most}: there are none")
         return max(1, -(-most.bit_length() // self._bits))
 
     @property
     def _bits(self) -> int:
-        """The most bits b with clients · (2^b - 1) < 2^modulus_bits: 1 or more."""
+        """Largest number of bits b with clients · (2^b - 1) < 2^modulus_bits: 1 or more."""
         return ((((1 << self.modulus_bits) - 1) // self.clients) + 1).bit_length() - 1
 
     def _check(self, clients: int) -> None:

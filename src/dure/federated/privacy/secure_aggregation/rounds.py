@@ -1,14 +1,14 @@
-"""Secure aggregation in the rounds of a federation: who sums with whom, and what comes of it.
+"""Secure aggregation in the rounds of a federation: groups of clients, and the means of groups.
 
-    groups      the clients of a round; all of them, or random groups where a rule wants their means
-    each group  Bonawitz et al.'s protocol, all groups at the same time, step by step
-    then        the mean of each group, which the rule gets as one update
+    groups      the clients of a round; all of them, or random groups if the rule needs their means
+    each group  the protocol of Bonawitz et al., for all groups at the same time, stage by stage
+    then        the mean of each group, which the rule takes as an update
 
-A group of which too many clients are lost has no sum: its updates are refused, and the others
-count. Before anybody unmasks, the server keeps all that it has of every group: a server that is
-started again asks the same clients for the same shares, since none of them contributes to another
-sum of the model. Groups are drawn anew in every round, by a secret: a client that could choose its
-group would be alone with others of its kind.
+A group with too many dropouts has no sum: its updates are discarded, and the other groups count.
+Before any client unmasks, the server saves its state of every group: a restarted server asks the
+same clients for the same shares, since no client contributes to a second sum of the model. Groups
+are drawn again in every round, from a secret: a client that could choose its group could join a
+group of colluding clients.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from dure.randomness.secret import Secret
 from dure.randomness.turn import Turn
 
 Roster = Mapping[int, str]
-"""The public identity of each client, as its owner has signed it."""
+"""Public identity key of each client, as signed by the roster's owner."""
 
 
 def parted(rule: Aggregator) -> tuple[Groups, Aggregator]:
-    """(who is in which group, the rule for the groups' means).
+    """Return the groups of clients, and the rule for the groups' means.
 
     Raises ValueError for a rule that needs single updates.
     """
@@ -55,9 +55,12 @@ def parted(rule: Aggregator) -> tuple[Groups, Aggregator]:
 
 @dataclass(frozen=True)
 class Sums:
-    """What server and clients know of the sums of a run.
+    """Facts of a run's sums that server and clients share.
 
-    run: its id. clipping: with differential privacy of clients, how they clip.
+    Args:
+        settings: settings of secure aggregation.
+        run: id of the run.
+        clipping: clipping of the clients; None without user-level privacy.
     """
 
     settings: SecureAggregation
@@ -67,7 +70,7 @@ class Sums:
     def contribution(
         self, asked: Assignment, extras: Sequence[Tensor], members: int
     ) -> Contribution | ClippedContribution:
-        """How updates become vectors, in a sum of so many. extras: what theirs look like."""
+        """Return the encoder of updates in a sum of `members`. `extras` have the extras' shapes."""
         if self.clipping is not None:
             fewest = bounds(self.settings, members).fewest
             return ClippedContribution(self.clipping, members, fewest, f"{self.run} {asked.round}")
@@ -75,7 +78,7 @@ class Sums:
         return Contribution(Shape.of(asked, extras), quantisation, self.settings.most_examples)
 
     def text(self) -> str:
-        """What a vector's numbers mean, so that nobody adds others to them."""
+        """Return the meaning of a vector's numbers, for the context of a sum."""
         settings = self.settings
         if self.clipping is not None:
             return str(self.clipping.settings)
@@ -84,9 +87,13 @@ class Sums:
 
 @dataclass
 class SecureRounds:
-    """The server's part.
+    """Server's part of secure aggregation.
 
-    groups: who sums with whom. roster: who clients are; None for a server that has to be believed.
+    Args:
+        sums: facts of the run's sums.
+        groups: function that divides clients into groups.
+        secret: source of the server's randomness.
+        roster: identity keys of clients; None for a server that clients must trust.
     """
 
     sums: Sums
@@ -96,7 +103,7 @@ class SecureRounds:
 
     @property
     def fewest(self) -> int:
-        """The fewest clients of a sum."""
+        """Fewest clients of a sum."""
         return self.sums.settings.minimum
 
     def sums_of(
@@ -106,10 +113,16 @@ class SecureRounds:
         exchange: Exchange,
         draft: Draft | None = None,
     ) -> dict[str, Any]:
-        """The sums of a round's updates, as a tree: {"sums": [...], "lost": {ticket: reason},
-        "guilty": {client: what it has done}, "helped": [clients that have unmasked this model]}.
+        """Return the sums of a round's updates, as a tree of plain values.
 
-        asked: what was sent, by ticket. extras: what an update's look like. draft: of these sums.
+        The tree is {"sums": [...], "lost": {ticket: reason}, "guilty": {client: violation},
+        "helped": [clients that have unmasked this model]}.
+
+        Args:
+            asked: assignments by ticket.
+            extras: tensors of the shapes of an update's extras.
+            exchange: function that sends messages and returns the answers.
+            draft: saved state of these sums; None if the run saves none.
         """
         tickets = list(asked)
         number = next(iter(asked.values())).round
@@ -128,8 +141,8 @@ class SecureRounds:
     def means(
         self, made: Mapping[str, Any], asked: Mapping[int, Assignment], extras: Sequence[Tensor]
     ) -> Iterator[Summed]:
-        """What the rule gets: the mean of each group that has a sum."""
-        # A mean that is alone is the mean, to the bit, whatever its weight.
+        """Return the mean of each group that has a sum, for the rule."""
+        # Weight 1 makes the mean of a single group exact to the bit.
         alone = len(made["sums"]) == 1
         for one in made["sums"]:
             tickets = list(one["tickets"])
@@ -157,7 +170,7 @@ def _summed(tickets: list[int], total: Total, weight: float) -> Summed:
 
 
 class _Round:
-    """One round: all groups go through the protocol at the same time."""
+    """Sums of a round: all groups run the protocol at the same time."""
 
     def __init__(self, asked: Mapping[int, Assignment], draft: Draft | None) -> None:
         self.lost: dict[int, str] = {}
@@ -172,11 +185,11 @@ class _Round:
     def begin(
         self, rounds: SecureRounds, extras: Sequence[Tensor], groups: Sequence[Sequence[int]]
     ) -> None:
-        """Begins a sum of each group."""
+        """Begin a sum for each group."""
         asked = self._asked
         tickets = list(asked)
         model = digest_of(asked[tickets[0]])
-        # Whatever a server that was started anew asks is another sum.
+        # A random attempt number: a restarted server that begins again begins another sum.
         number = asked[tickets[0]].round
         attempt = int.from_bytes(rounds.secret.key("attempt", number)[:5], "big")
         for group, places in enumerate(groups):
@@ -184,9 +197,9 @@ class _Round:
             self._begin(rounds, asked[tickets[0]], extras, model, (attempt, group), members)
 
     def goes_on(self, roster: Roster | None) -> bool:
-        """Whether there is a draft of these sums, with which it goes on."""
+        """Restore a saved draft of these sums; returns whether there was a draft."""
         kept = None if self._draft is None else self._draft.kept()
-        # A folder that was restored from a copy may have that of other tickets.
+        # A folder that was restored from a backup may have a draft of other tickets.
         if kept is None or kept["tickets"] != sorted(self._asked):
             return False
         self.lost = dict(kept["lost"])
@@ -206,7 +219,7 @@ class _Round:
         return any(ticket in one["tickets"] for one in self.done)
 
     def _keep(self) -> None:
-        """Keeps what a server needs to ask for the same shares again."""
+        """Save the state that a restarted server needs to ask for the same shares again."""
         states = [one.state() for _, one in self._running if one.stage == UNMASK]
         if self._draft is None or not states:
             return
@@ -256,19 +269,19 @@ class _Round:
         self._running.append((context, Server(context, rounds.roster)))
 
     def run(self, sums: Sums, extras: Sequence[Tensor], exchange: Exchange) -> None:
-        """Goes through all stages."""
+        """Run all stages."""
         while self._running:
             self._keep()
             of = {client: server for context, server in self._running for client in context.members}
-            # Shares that are missing in the end are asked for once more: there will be no other sum
-            # of this model with those who have given theirs.
+            # Missing shares are requested once more: clients that have given shares take part in no
+            # other sum of this model.
             for says in (self._says, self._says_again):
                 for answer in exchange(says()):
                     of[answer.client].take(answer.client, answer.body, answer.tensors)
             self._running = [one for one in self._running if self._goes_on(*one, sums, extras)]
 
     def _says(self) -> list[Say]:
-        """What is said to everybody at this stage."""
+        """Return the messages of the current stage to all clients."""
         said = []
         for _, server in self._running:
             stage = server.stage
@@ -279,7 +292,7 @@ class _Round:
         return said
 
     def _says_again(self) -> list[Say]:
-        """What is said again to those without whom sums cannot be unmasked."""
+        """Return repeated messages to the clients whose shares a sum lacks."""
         said = []
         for _, server in self._running:
             bodies = server.ask()
@@ -290,7 +303,7 @@ class _Round:
     def _goes_on(
         self, context: Context, server: Server, sums: Sums, extras: Sequence[Tensor]
     ) -> bool:
-        """Closes a stage; False where the group has its sum, or will have none."""
+        """Close a stage; returns False if the group has its sum, or cannot have a sum."""
         try:
             server.close_stage()
             if server.stage is not None:
@@ -316,7 +329,7 @@ class _Round:
         context: Context,
         extras: Sequence[Tensor],
     ) -> None:
-        """Raises TooFewError for what the vectors of so many clients cannot come to."""
+        """Check that the clients' vectors can have this sum; raises TooFewError if not."""
         asked = self._asked[self._tickets[clients[0]]]
         how = sums.contribution(asked, extras, len(context.members))
         try:
@@ -328,7 +341,7 @@ class _Round:
             ) from error
 
     def _note(self, server: Server) -> None:
-        """Who has helped to unmask a sum of this model, and who has not followed the protocol."""
+        """Record the clients that helped to unmask this model, and violations of the protocol."""
         self.helped |= server.helped | server.spent
         self.guilty |= server.guilty
 

@@ -1,31 +1,31 @@
-"""The server of a secure sum, as a state machine: messages for clients out, their answers in.
+"""Server of a secure sum, as a state machine: messages for clients out, their answers in.
 
-    sum of the masked vectors of the survivors S, as they come            Σ_S y_u
+    sum of the masked vectors of the survivors S, in arrival order        Σ_S y_u
     seed b_u of each survivor, from `threshold` of its shares             - PRG(b_u)
     private key s_v of each v that shared keys and is not in S            ∓ PRG(s_uv), u in S ∩ A(v)
-    what is left                                                          Σ_S x_u      mod 2^32
+    remainder                                                             Σ_S x_u      mod 2^32
 
-Clients may be lost at any stage, as long as the threshold is kept: whoever has not answered when a
-stage is closed, and whoever has answered what a client does not that follows the protocol. What is
-put together from shares is compared with what its owner has advertised or committed to, before it
-is used: a wrong share is found; the sum is right or there is none.
+Clients may drop out at any stage while the threshold remains. A client drops out by not answering
+before a stage is closed, or by an answer that violates the protocol. Secrets from shares are
+compared with their owner's public key or commitment before use: wrong shares are detected; the sum
+is right or missing.
 
-Who is to blame for a wrong share follows from what was said to the server, so that nobody is blamed
-on another's word:
+Blame for a wrong share follows from messages to the server alone, so that no client is blamed on
+another client's word:
 
-    a share in the end that does not fit its owner's commitment   whoever gave it
-    none in the end, though it was said to fit before             whoever did not give it
+    a share in stage 4 that does not fit its owner's commitment   the holder that gave the share
+    a missing share in stage 4, reported as fitting before        the holder that did not give it
     shares that fit, and a secret that does not                   their owner
-    shares that are said not to open or fit, by more than a       their owner: one of those who say
-    third of the holders, and by two or more                      so follows the protocol
-    shares that are said not to open or fit, by fewer             nobody: it cannot be told who lies
-    a sum that no vectors of so many clients make                 nobody: vectors are masked
+    shares reported as unusable by more than a third of the       their owner: at least one of the
+    holders, and by two or more                                   reporting holders is honest
+    shares reported as unusable by fewer holders                  no client: either side may lie
+    a sum that no vectors of so many clients make                 no client: vectors are masked
 
-The fourth is looked at before anybody unmasks: clients contribute to one sum of a model alone.
+The fourth case is checked before any client unmasks: clients contribute to a single sum of a model.
 
-Memory: one vector and the sum. Cost, n clients, l of them lost after they shared keys, m shares
+Memory: one vector and the sum. Cost, n clients, l of them dropped after they shared keys, m shares
 each, d elements: n + l m keystreams of d elements, l m agreements of keys, and O(m^2) for the
-coefficients that put secrets together, once for all clients whose shares lie with the same holders.
+coefficients that put secrets together, once for all clients whose shares have the same holders.
 
 Source: Bonawitz et al., CCS 2017, figure 4; Bell et al., CCS 2020, algorithm 2.
 """
@@ -92,23 +92,30 @@ from dure.protocol.messages import Form
 from dure.wire.signatures import is_signed
 
 SITS_OUT = "it has helped to unmask a sum of this model, and sits out until that is another one"
-"""Why a client is in no sum."""
+"""Reason that a client is in no sum."""
 
 Fits = Callable[[int, bytes], bool]
-"""Whether this is the secret of a client."""
+"""Function (client, secret) -> whether this is the client's secret."""
 
 
 class Server:
-    """One sum.
+    """Server of a single secure sum.
 
-    context: all its facts. roster: the clients' public keys, as `dure.wire.signatures` writes them;
-    None where nobody signs. stage: that is asked for now; None after the last one. lost: who has
-    not answered a stage or has answered it wrongly, and why; the vector of a client that was lost
-    after its masked input is in the sum. guilty: who has not followed the protocol, provably, and
-    how. spent: who has helped to unmask a sum of this model before; helped: who has helped with
-    this one.
+    Args:
+        context: all facts of the sum.
+        roster: the clients' public keys, in the format of `dure.wire.signatures`; None without
+            signatures.
 
-    Raises ValueError for a context that no sum can be made with.
+    Attributes:
+        stage: the current stage; None after the last stage.
+        lost: reason by dropped client. The vector of a client that drops out after its masked input
+            is
+            in the sum.
+        guilty: proven violation of the protocol, by client.
+        spent: clients that helped to unmask an earlier sum of this model.
+        helped: clients that helped to unmask this sum.
+
+    Raises ValueError for a context with which no sum is possible.
     """
 
     def __init__(self, context: Context, roster: Mapping[int, str] | None = None) -> None:
@@ -122,7 +129,7 @@ class Server:
         self.guilty: dict[int, str] = {}
         self.spent: set[int] = set()
         self.helped: set[int] = set()
-        # Whom the present stage asks, and who has answered it.
+        # Clients of the current stage, and clients that have answered.
         self._asked: tuple[int, ...] = context.members
         self._answered: set[int] = set()
         self._keys: dict[int, Advertised] = {}
@@ -130,9 +137,9 @@ class Server:
         self._cohort: Cohort
         self._seed: bytes
         self._commitments: dict[int, bytes] = {}
-        # Of each share, by owner, then by holder: (of the private key, of the seed).
+        # Commitments by owner, then by holder: (to the private key's share, to the seed's share).
         self._share_commitments: dict[int, dict[int, tuple[bytes, bytes]]] = defaultdict(dict)
-        # Whose shares a holder has said not to have, by holder.
+        # Owners of unusable shares, by the holder that reported them.
         self._unfit: dict[int, tuple[int, ...]] = {}
         # Sealed shares: by receiver, then by sender.
         self._boxes: dict[int, dict[int, Sealed]] = defaultdict(dict)
@@ -151,16 +158,16 @@ class Server:
 
     @property
     def context(self) -> Context:
-        """All facts of the sum."""
+        """Facts of the sum."""
         return self._context
 
     @property
     def semi_honest(self) -> bool:
-        """Whether clients are protected against a server only that follows the protocol."""
+        """Whether clients are protected only against a semi-honest server."""
         return not checks_consistency(self._context, self._roster is not None)
 
     def ask(self) -> dict[int, bytes]:
-        """What to send to each client at the present stage."""
+        """Return the message for each client at the current stage."""
         if self.stage == ADVERTISE:
             return self._to_all(Offer(self._context))
         if self.stage == SHARE:
@@ -175,14 +182,14 @@ class Server:
         return {}
 
     def wants(self, stage: int) -> tuple[Form, ...]:
-        """The tensors that answers of a stage have."""
+        """Return the forms of the tensors in answers of a stage."""
         return (Form("int32", (self._context.length,)),) if stage == MASK else ()
 
     def take(self, client: int, body: bytes, tensors: Sequence[Tensor] = ()) -> bool:
-        """An answer to the present stage, as it comes; whether it counts.
+        """Take an answer to the current stage; returns whether the answer counts.
 
-        A second answer, and one of a client that was not asked, changes nothing. A wrong one costs
-        the client its place (`lost`).
+        A second answer, and an answer of a client outside of the stage, change nothing. A wrong
+        answer removes the client (`lost`).
         """
         known = client in self._asked and client not in self._answered and client not in self.lost
         if not known or self.stage is None:
@@ -202,7 +209,7 @@ class Server:
         return True
 
     def lacks(self) -> list[int]:
-        """Who has not given its shares, where those of others are too few to unmask the sum."""
+        """Return clients without an answer if the given shares cannot unmask the sum; else []."""
         if self.stage != UNMASK:
             return []
         try:
@@ -212,9 +219,9 @@ class Server:
         return []
 
     def close_stage(self) -> None:
-        """Goes on to the next stage with those who have answered this one.
+        """Move to the next stage with the clients that have answered this stage.
 
-        Raises TooFewError where they are too few: there is no sum then.
+        Raises TooFewError if they are too few: the sum then fails.
         """
         there = tuple(client for client in self._asked if client in self._answered)
         for client in self._asked:
@@ -227,11 +234,9 @@ class Server:
         self.stage = self._stages.pop(0) if self._stages else None
 
     def result(self) -> tuple[Tensor, list[int]]:
-        """(the sum modulo 2^32 as int32, the clients whose vectors are in it), after the last
-        stage.
+        """Return the sum modulo 2^32 as int32, and the clients in it; after the last stage.
 
-        Raises TooFewError where so many shares are missing or wrong that the masks cannot be taken
-        off.
+        Raises TooFewError if too many shares are missing or wrong to remove the masks.
         """
         if self.stage is not None:
             raise ValueError(f"the sum is there after the last stage, and this is {self._at()}")
@@ -239,11 +244,14 @@ class Server:
             self._result = (self._unmasked(), list(self._survivors))
         return self._result
 
-    # For a server that is started again
+    # For a restarted server
 
     def state(self) -> dict[str, Any]:
-        """All that it needs to ask for shares, and to take the masks off, before anybody has given
-        one: a tree of tensors. Nothing in it is a secret of the clients'."""
+        """Return the state for a restart before any client has given shares: a tree of tensors.
+
+        The state suffices to ask for shares and to remove the masks. It contains no secret of a
+        client.
+        """
         assert self.stage == UNMASK
         assert self._total is not None
         saved = _Saved(
@@ -268,7 +276,7 @@ class Server:
 
     @classmethod
     def resumed(cls, state: Mapping[str, Any], roster: Mapping[int, str] | None) -> Server:
-        """The server that had this state."""
+        """Return the server with this state."""
         saved = msgspec.msgpack.decode(bytes(state["saved"].numpy()), type=_Saved)
         server = cls(saved.context, roster if saved.signed else None)
         server.stage = UNMASK
@@ -315,7 +323,7 @@ class Server:
         return bodies
 
     def _shares_for(self, client: int) -> bytes:
-        # Only of those who have shared in time: just they are whom everybody has masks with.
+        # Only shares of clients that shared in time: all others have masks with exactly these.
         boxes = self._boxes[client]
         there = [sender for sender in self._sharing if sender in boxes]
         return to_body(Shares(tuple(boxes[sender] for sender in there)))
@@ -379,7 +387,7 @@ class Server:
             )
         if self._total is None:
             self._total = torch.zeros(self._context.length, dtype=torch.int32)
-        # In the order in which they come: a sum modulo 2^32 is the same in every order.
+        # In arrival order: a sum modulo 2^32 is the same in every order.
         self._total += vector
         self._unfit[client] = masked.unfit
 
@@ -403,7 +411,7 @@ class Server:
     def _enough(self, there: Sequence[int]) -> None:
         least = self._context.least
         if self.stage == UNMASK:
-            # Who is in the sum is settled: now there have to be shares enough of each secret.
+            # The survivors are fixed: now only the number of shares of each secret matters.
             least = self._context.threshold
         if len(there) < least:
             raise TooFewError(
@@ -411,7 +419,7 @@ class Server:
                 f"{len(self._context.members)} clients have answered {self._at()}, and {least} "
                 f"have to: wait longer for them, or ask more clients"
             )
-        # With a few neighbours each, a client may lose those who hold its shares.
+        # In SecAgg+ a client may lose the few holders of its shares although many clients remain.
         if self.stage == ADVERTISE or self._context.complete:
             return
         everybody = set(there)
@@ -438,9 +446,9 @@ class Server:
             self._check_shares_held(there)
 
     def _check_shares_held(self, there: tuple[int, ...]) -> None:
-        """Raises TooFewError where the secret of a client could not be put together in the end.
+        """Check that every secret can be recovered at the end; raises TooFewError if not.
 
-        Nobody has unmasked anything yet, and so everybody can be in another sum of this model.
+        No client has unmasked anything yet, so all can take part in another sum of this model.
         """
         saying: dict[int, list[int]] = defaultdict(list)
         for holder in there:
@@ -473,7 +481,7 @@ class Server:
         assert self._total is not None
         survivors = set(self._survivors)
         gone = [client for client in self._sharing if client not in survivors]
-        # All secrets first: where one is missing, the total stays as it is.
+        # All secrets first: if a secret is missing, the total stays unchanged.
         seeds = self._rebuilt("seed", self._survivors, self._seeds, self._is_seed)
         privates = self._rebuilt("private", gone, self._privates, self._is_private)
         masks = [(own_mask(self._digest, one, seed), -1) for one, seed in seeds.items()]
@@ -487,7 +495,7 @@ class Server:
     def _masks_with(
         self, client: int, own: KeyPair, survivors: set[int]
     ) -> list[tuple[bytes, int]]:
-        """Keys and signs of the masks that survivors have with a client that was lost."""
+        """Return keys and signs of the survivors' masks with a dropped client."""
         masks = []
         for other in self._cohort.neighbours(client):
             if other in survivors:
@@ -509,16 +517,17 @@ class Server:
         shares: Mapping[int, Mapping[int, bytes]],
         fits: Fits,
     ) -> dict[int, bytes]:
-        """The secret of each owner, from its shares by holder.
+        """Return the secret of each owner, from its shares by holder.
 
-        Shares are held against commitments where a secret does not fit: others spoil nothing.
+        Shares are compared with commitments only if a secret does not fit, so the usual case is
+        cheap.
         """
         places = {owner: self._by_place(owner, shares.get(owner, {})) for owner in owners}
         threshold = self._context.threshold
         try:
             secrets = shamir.join_many(list(places.values()), threshold)
         except ValueError:
-            # Somewhere among them: each is looked at on its own.
+            # Some share is malformed: each secret is recovered separately.
             secrets = [b""] * len(places)
         found = dict(zip(places, secrets, strict=True))
         for owner, secret in found.items():
@@ -538,8 +547,11 @@ class Server:
         return {at: shares[holder] for at, holder in enumerate(holders) if holder in shares}
 
     def _is_committed(self, purpose: str, owner: int, holder: int, share: bytes) -> bool:
-        """Whether the owner has committed to this share of the holder's; else that is to blame."""
-        # Of its own secret a client commits to no share: whatever it says, it is the one to blame.
+        """Return whether the owner has committed to the holder's share.
+
+        Blames the holder if not.
+        """
+        # A client has no commitment to its own share; for a wrong own share the owner is to blame.
         if owner == holder:
             return True
         private, seed = self._share_commitments[owner][holder]
@@ -556,7 +568,7 @@ class Server:
     def _recovered(
         self, purpose: str, owner: int, shares: Mapping[int, bytes], fits: Fits
     ) -> bytes:
-        """The secret of an owner; if some shares are not of that secret, the owner is to blame."""
+        """Return the secret of an owner; blames the owner for shares of another secret."""
         threshold = self._context.threshold
         holders = self._cohort.holders(owner)
         shares = {
@@ -570,7 +582,7 @@ class Server:
                 f"{len(holders)} have given the share of client {owner}'s secret that it has "
                 f"committed to, and {self._context.threshold} have to"
             )
-        # Each share is one that the owner has committed to, or has given itself, which comes last.
+        # The owner has committed to each share, except the owner's own, which comes last.
         order = sorted(shares, key=lambda at: holders[at] == owner)
         found = recover(shares, threshold, lambda secret: fits(owner, secret), order)
         if found.secret is None or found.wrong:
@@ -589,7 +601,7 @@ class Server:
 
 
 class _Saved(msgspec.Struct, frozen=True):
-    """A server before "unmask", but for the sum of masked vectors; names as `Server` has them."""
+    """State of a server before "unmask", without the sum; names as in `Server`."""
 
     context: Context
     signed: bool
@@ -609,20 +621,20 @@ class _Saved(msgspec.Struct, frozen=True):
 
 
 def _listed(clients: Sequence[int]) -> str:
-    """Some of them, for a sentence."""
+    """Return the first five clients as text."""
     more = f" and {len(clients) - 5} more" if len(clients) > 5 else ""
     return ", ".join(map(str, clients[:5])) + more
 
 
 def _check_owners(pieces: Pieces, allowed: set[int]) -> None:
-    """Raises ProtocolError for shares of clients of which a client has no share to give."""
+    """Check that a client gives shares of allowed owners alone; raises ProtocolError."""
     owners = tuple(one.client for one in pieces)
     if not is_ascending(owners) or not set(owners) <= allowed:
         raise ProtocolError("it gives shares twice, out of order, or of clients it was not asked")
 
 
 def _check_all(missing: set[int]) -> None:
-    """Raises ProtocolError where shares are missing that a client has said to have."""
+    """Check that no promised share is missing; raises ProtocolError."""
     if missing:
         raise ProtocolError(
             f"it gives no share of client {min(missing)}'s secret, and has not said before that it "
@@ -631,7 +643,7 @@ def _check_all(missing: set[int]) -> None:
 
 
 def _check_key(public: bytes) -> None:
-    """Raises ProtocolError for a key with which others could not agree on a secret."""
+    """Check that a public key yields a secret; raises ProtocolError for a key of low order."""
     try:
         agree(_ANY, public, b"")
     except AgreementError:
@@ -639,4 +651,4 @@ def _check_key(public: bytes) -> None:
 
 
 _ANY = KeyPair.of(bytes(31) + b"\1")
-"""Whether a public key is of low order shows with any private key."""
+"""Any private key: a public key of low order fails with every private key."""

@@ -1,4 +1,4 @@
-"""Secure aggregation's settings."""
+"""Settings of secure aggregation."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from dure.privacy.protection import Protection
 
 @dataclass(frozen=True)
 class SecureAggregation(Protection):
-    """The server sees the sum of a round's updates, and none of them (Bonawitz et al. 2017).
+    """Secure aggregation: the server sees only the sum of a round's updates (Bonawitz et al. 2017).
 
-    threshold: the share of a round's clients that have to be there to its end, above 2/3. range:
-    the largest change of a weight that can be sent; larger ones are cut off and counted.
-    most_examples: the most examples for which a client counts. minimum: the fewest clients of a
-    sum.
+    Args:
+        threshold: fraction of a round's clients that must remain to its end, above 2/3.
+        range: largest change of a weight that can be sent; larger changes are cut off and counted.
+        most_examples: largest number of examples for which a client counts.
+        minimum: fewest clients of a sum.
     """
 
     threshold: float = 0.7
@@ -45,10 +46,17 @@ class SecureAggregation(Protection):
 
 @dataclass(frozen=True)
 class SecureAggregationPlus(SecureAggregation):
-    """Secure aggregation in which each client masks with a few neighbours alone (Bell et al. 2020).
+    """Secure aggregation in which each client has masks with a few neighbours (Bell et al. 2020).
 
-    Against a server that is curious and follows the protocol. corrupt: the share of clients that
-    tell the server what they know. drop_out: the share of a round's clients that may be lost.
+    The protocol is secure against a semi-honest server.
+
+    Args:
+        threshold: as in `SecureAggregation`.
+        range: as in `SecureAggregation`.
+        most_examples: as in `SecureAggregation`.
+        minimum: as in `SecureAggregation`.
+        corrupt: fraction of clients that collude with the server.
+        drop_out: fraction of a round's clients that may drop out.
     """
 
     corrupt: float = 0.05

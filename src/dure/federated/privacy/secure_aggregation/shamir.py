@@ -1,18 +1,18 @@
-"""Shamir's secret sharing: any t of n holders know the secret, and any t - 1 know nothing of it.
+"""Shamir's secret sharing: t of n holders recover the secret, t - 1 learn nothing about it.
 
-    secret      nine numbers a_0 of 30 bits, which are 256 bits of it
+    secret      nine numbers a_0 of 30 bits, for its 256 bits
     share of i  f(i + 1),    f(x) = a_0 + a_1 x + ... + a_{t-1} x^{t-1}     mod p = 2^31 - 1
     secret      f(0) = Σ_i λ_i f(x_i),    λ_i = Π_{j≠i} x_j / (x_j - x_i)
 
-once for each of the nine numbers; a_1, ... are drawn uniformly from the field. A share is nine
-numbers of four bytes: 36 bytes for 32.
+once for each of the nine numbers; a_1, ... are drawn uniformly from the field. A share consists of
+nine numbers of four bytes: 36 bytes for a secret of 32.
 
-Why this field: a product of two of its elements fits 64 bits, so numpy computes for all holders and
-all secrets at once, without overflow. Elements are held as any number up to p + 5 that is the same
+Reason for the field: a product of two elements fits 64 bits, so numpy computes all holders and all
+secrets at once, without overflow. An element is represented by any number up to p + 5 that is equal
 modulo p; a product of two is below 2^63, and x = 2^31 q + r is q + r modulo p.
 
-What is joined of shares that do not belong together is refused where it is no secret: nine random
-elements are one with a probability of about 2^-24.
+A join of shares of different secrets mostly raises an error: nine random elements form a valid
+secret with a probability of about 2^-24.
 
 Cost: to share s secrets, 9 s n t multiplications; to join them, 9 s t, and t^2 for the λ of each
 set of holders.
@@ -30,31 +30,31 @@ import numpy as np
 from dure.randomness.keystream import below
 
 SECRET = 32
-"""Bytes of a secret."""
+"""Length of a secret in bytes."""
 
 SHARE = 36
-"""Bytes of a share."""
+"""Length of a share in bytes."""
 
 _P = (1 << 31) - 1
 _PRIME = np.uint64(_P)
 _SHIFT = np.uint64(31)
 _NUMBERS = SHARE // 4
 _BITS = 30
-# What is left for the last of nine numbers: 256 - 8 * 30 bits.
+# The last of the nine numbers has the remaining 256 - 8 * 30 = 16 bits.
 _MOST = np.array([1 << _BITS] * (_NUMBERS - 1) + [1 << 16], dtype=np.uint64)
 
 
 def split(secret: bytes, holders: int, threshold: int, key: bytes) -> list[bytes]:
-    """The shares of a secret, one for each holder. As `split_many`, for one secret."""
+    """Return the shares of a secret, one for each holder. See `split_many`."""
     return split_many([secret], holders, threshold, key)[0]
 
 
 def split_many(
     secrets: Sequence[bytes], holders: int, threshold: int, key: bytes
 ) -> list[list[bytes]]:
-    """The shares of each secret: `[secret][holder]`, `SHARE` bytes each.
+    """Return the shares of each secret: `[secret][holder]`, `SHARE` bytes each.
 
-    secrets: of `SECRET` bytes. key: 32 bytes, from which the polynomials are drawn. Raises
+    `secrets` have `SECRET` bytes each. The polynomials are drawn from `key`, 32 bytes. Raises
     ValueError unless 1 <= threshold <= holders, and for secrets of other lengths.
     """
     if not 1 <= threshold <= holders < _P:
@@ -75,16 +75,16 @@ def split_many(
 
 
 def join(shares: Mapping[int, bytes], threshold: int) -> bytes:
-    """The secret of which these are shares. As `join_many`, for one secret."""
+    """Return the secret of these shares. See `join_many`."""
     return join_many([shares], threshold)[0]
 
 
 def join_many(secrets: Sequence[Mapping[int, bytes]], threshold: int) -> list[bytes]:
-    """The secrets of which these are shares: for each of them, its shares by holder, from 0 on.
+    """Return the secret of each mapping from holder (from 0) to share.
 
-    Of more shares than `threshold`, those of the first holders count. Where many secrets are held
-    by the same holders, the λ are computed once. Raises ValueError for fewer shares than the
-    threshold, for malformed shares, and for shares that are not of one secret (mostly).
+    Of more shares than `threshold`, those of the lowest holders count. The λ are computed once for
+    secrets with the same holders. Raises ValueError for fewer shares than the threshold, for
+    malformed shares, and (mostly) for shares of different secrets.
     """
     if not secrets:
         return []
@@ -106,7 +106,7 @@ def join_many(secrets: Sequence[Mapping[int, bytes]], threshold: int) -> list[by
 
 
 def _first(shares: Mapping[int, bytes], threshold: int) -> tuple[int, ...]:
-    """The holders whose shares count. Raises ValueError for what cannot be joined."""
+    """Return the holders whose shares count. Raises ValueError for shares that cannot be joined."""
     if not 1 <= threshold <= len(shares):
         raise ValueError(f"{len(shares)} shares are there of a secret that needs {threshold}")
     holders = tuple(sorted(shares)[:threshold])
@@ -121,7 +121,7 @@ def _first(shares: Mapping[int, bytes], threshold: int) -> tuple[int, ...]:
 
 
 def _lagrange(places: Any) -> Any:
-    """λ of each place, for rows of places that differ from each other."""
+    """Return λ of each place, for rows of distinct places."""
     above = np.ones_like(places)
     below_ = np.ones_like(places)
     for at in range(places.shape[1]):
@@ -133,7 +133,7 @@ def _lagrange(places: Any) -> Any:
 
 
 def _inverse(value: Any) -> Any:
-    """value^(p-2), which is 1 / value (Fermat)."""
+    """Return value^(p-2), which is 1 / value (Fermat)."""
     result = np.ones_like(value)
     for bit in bin(_P - 2)[2:]:
         result = _reduced(result * result)
@@ -143,7 +143,7 @@ def _inverse(value: Any) -> Any:
 
 
 def _reduced(value: Any) -> Any:
-    """The same modulo p, at most p + 5, of any 64 bits."""
+    """Return a number of at most p + 5 that equals the 64-bit value modulo p."""
     once = (value & _PRIME) + (value >> _SHIFT)
     return (once & _PRIME) + (once >> _SHIFT)
 

@@ -1,13 +1,13 @@
-"""Models to whose sums a client contributes no more, and its last answers.
+"""Models that a client has helped to unmask, and the client's last answers.
 
     has       whether the client has helped to unmask a sum of updates from this model
-    spend     from now on it has; nothing of the answer leaves before this returns
-    answered  the answer to the same question, asked again
+    spend     record that it has; the answer must not leave before `spend` returns
+    answered  the recorded answer to a repeated question
 
-A list on disk, of clients on machines of their own, is `dure.worlds.network.client.spent`'s. The
-list here lives in memory: that of a simulation, whose clients trust each other, and that of a
-client without a folder. The list of an identity is one in a process, whoever asks for it; a client
-whose identity outlives the process needs one that does so too.
+`dure.worlds.network.client.spent` has the list on disk, for clients on separate machines. The list
+here is in memory: for a simulation, whose clients trust each other, and for a client without a
+folder. An identity has a single list in a process; a client whose identity outlives the process
+needs a list that outlives the process as well.
 """
 
 from __future__ import annotations
@@ -17,36 +17,39 @@ from typing import Protocol
 
 
 class SpentModels(Protocol):
-    """What `Holding` asks of a list.
+    """Interface of the list that `Holding` uses.
 
-    client: its number. model: `ModelDigest.spent`. question: digest of the message that was
-    answered.
+    `client` is the client's number, `model` is `ModelDigest.spent`, and `question` is the digest of
+    the answered message.
     """
 
     def has(self, client: int, model: bytes) -> bool:
-        """Whether the client has helped to unmask a sum of updates from this model."""
+        """Return whether the client has helped to unmask a sum of updates from this model."""
 
     def spend(self, client: int, model: bytes, ticket: int, question: bytes, answer: bytes) -> None:
-        """Notes it, with the answer to repeat. An update of this ticket is not needed any more."""
+        """Record the model and the answer to repeat.
+
+        The update of this ticket is no longer needed.
+        """
 
     def answered(self, client: int, ticket: int, question: bytes) -> bytes | None:
-        """The answer that this question got; None for a question without one."""
+        """Return the answer that this question got; None for a question without an answer."""
 
     def drop(self, ticket: int) -> None:
-        """Forgets the update of this ticket, which will be in no sum."""
+        """Delete the update of this ticket, which will be in no sum."""
 
     def settled(self, ticket: int) -> None:
-        """Nobody asks about this ticket again."""
+        """Delete the answer of this ticket: the server will not ask again."""
 
 
 class SpentInMemory:
-    """A list that ends with the process.
+    """List that ends with the process.
 
     Memory: about 150 bytes a model, and a bit for each client.
     """
 
     def __init__(self) -> None:
-        # A model's clients are the bits of a number: a simulation has a thousand in each round.
+        # Clients are bits of an integer, as a simulation has a thousand clients in each round.
         self._clients: dict[bytes, int] = {}
         self._answers: dict[int, tuple[bytes, bytes]] = {}
 
@@ -62,7 +65,7 @@ class SpentInMemory:
         return answer if asked == question else None
 
     def drop(self, ticket: int) -> None:
-        """Updates are not kept here."""
+        """Do nothing: the list in memory contains no updates."""
 
     def settled(self, ticket: int) -> None:
         self._answers.pop(ticket, None)
@@ -70,5 +73,5 @@ class SpentInMemory:
 
 @cache
 def of_identity(public: str) -> SpentInMemory:
-    """The list of the client with this public key, in this process."""
+    """Return the process's list of the client with this public key."""
     return SpentInMemory()

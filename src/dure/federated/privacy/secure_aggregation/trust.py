@@ -1,10 +1,10 @@
-"""Against what kind of server a secure sum holds, in words.
+"""Threat model of a secure sum, in words.
 
-*Malicious*: the server may do what it likes. Clients sign their keys and whom they were told of as
-survivors, with identities from a roster that somebody else has signed (`dure.wire.owners_roster`).
-*Semi-honest*: the server follows the protocol, and is curious. That is all there is without such a
-roster, since then the server alone says who the clients are, and in SecAgg+, whose few neighbours
-could all be the server's.
+*Malicious*: the server may deviate from the protocol. Clients sign their keys and the survivor
+list, with identities from a roster that a third party has signed (`dure.wire.owners_roster`).
+*Semi-honest*: the server follows the protocol, and is curious. This is the guarantee without such a
+roster, since then the server alone defines the clients' identities, and in SecAgg+, in which all of
+a client's neighbours could belong to the server.
 
 Source: Bonawitz et al. 2017 (both); Bell et al. 2020, whose protocol here is the semi-honest one.
 """
@@ -18,9 +18,9 @@ from dure.federated.privacy.secure_aggregation.settings import (
 
 
 def semi_honest(secure: SecureAggregation, roster: bool) -> str:
-    """Why the server has to be trusted to follow the protocol; empty where it need not be.
+    """Return why the server must follow the protocol; empty if the sum survives a malicious server.
 
-    roster: whether a client knows the others by a roster of their owner's.
+    `roster`: whether clients verify each other's keys with a roster of an owner.
     """
     begins = "semi-honest: the server sees sums alone as long as it follows the protocol"
     if isinstance(secure, SecureAggregationPlus):

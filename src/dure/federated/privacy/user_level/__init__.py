@@ -1,1 +1,1 @@
-"""Differential privacy of whole clients or persons: what the model tells of any of them."""
+"""User-level differential privacy: a bound on the model's information about any client."""

@@ -1,4 +1,4 @@
-"""User-level privacy of a run, made of what its strategy says."""
+"""User-level privacy of a run, built from the settings of its strategy."""
 
 from __future__ import annotations
 
@@ -38,15 +38,23 @@ def noised_rounds(
     folder: Path | None,
     padding: Sequence[PaddingRow] = (),
 ) -> NoisedRounds:
-    """What gathers contributions and releases them with noise.
+    """Return the object that gathers contributions and releases their noisy sum.
 
-    model: like the run's; it becomes this function's own. algorithm: the server's. sizes: examples
-    of each client, 0 where that is not known yet. keyed: whether a client is a key of the data.
-    once: the carrier's. folder: of the run. padding: rows that nobody trains.
+    Args:
+        user: settings of user-level privacy.
+        strategy: settings of the rounds.
+        model: a model like the run's; this function may change it.
+        algorithm: the server's algorithm.
+        sizes: number of examples of each client; 0 if unknown.
+        keyed: whether a client is a key of the data.
+        once: the carrier's `Once`.
+        secret: source of the noise.
+        folder: folder of the run; None without a folder.
+        padding: rows of embeddings that no client trains.
     """
     here = user
     if user.where != "server":
-        # What comes is clipped and noised already: here it is only summed.
+        # Contributions arrive clipped and noisy; the server only sums them.
         here = replace(user, clip=math.inf, noise=0.0, clipping="flat")
     like, pieces = contribution(model, algorithm)
     return NoisedRounds(
@@ -63,7 +71,7 @@ def noised_rounds(
 
 
 def promise(user: UserLevel, strategy: Rounds, keyed: bool) -> Promise:
-    """What is promised, in words."""
+    """Return the privacy guarantee, in words."""
     unit = "client (all examples of one key)" if keyed else "client"
     if user.where == "local":
         return Promise(
@@ -82,9 +90,9 @@ def promise(user: UserLevel, strategy: Rounds, keyed: bool) -> Promise:
 
 
 def contribution(model: nn.Module, algorithm: Algorithm) -> tuple[list[Tensor], list[list[int]]]:
-    """What a client's contribution looks like: its tensors, and the pieces of each.
+    """Return tensors shaped like a client's contribution, and the sizes of the pieces of each.
 
-    The pieces are the parameters of the model, one after another, as per-layer clipping has them.
+    The pieces are the parameters of the model, in order; per-layer clipping clips them separately.
     """
     flat = FlatParameters(model)
     shared = algorithm.shared(flat.copy())
@@ -97,7 +105,7 @@ def contribution(model: nn.Module, algorithm: Algorithm) -> tuple[list[Tensor], 
         torch.view_as_real(one) if one.is_complex() else one
         for one in [*shared, *statistic, *extra]
     ]
-    # What an algorithm sends besides is as its weights are, or one piece a tensor.
+    # Extras are divided like the weights if they have equal sizes; else each tensor is a piece.
     same = [one.numel() for one in extra] == [one.numel() for one in shared]
     rest = weights if same else [[one.numel()] for one in extra]
     found = [*weights, *([one.numel()] for one in statistic), *rest]
@@ -112,7 +120,10 @@ def contribution(model: nn.Module, algorithm: Algorithm) -> tuple[list[Tensor], 
 def _untrained(
     model: nn.Module, algorithm: Algorithm, padding: Sequence[PaddingRow], like: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Return masks of the numbers of a contribution that nobody trains; empty without padding."""
+    """Return masks of the numbers of a contribution that no client trains.
+
+    Empty without padding.
+    """
     if not padding:
         return []
     trained = trained_in(model).items()
@@ -139,8 +150,9 @@ def _untrained(
 
 
 def _pieces(flat: FlatParameters, algorithm: Algorithm) -> list[list[int]]:
-    """Elements of each parameter in each flat tensor of the shared weights."""
-    # Numbered weights, of which the algorithm leaves out what belongs to each client.
+    """Return the number of elements of each parameter in each flat tensor of the shared weights."""
+    # Each weight is replaced by its parameter's number; the algorithm then removes the weights
+    # that stay with each client.
     numbered = []
     for buffer, group in zip(flat.buffers, flat.names, strict=True):
         counts = torch.tensor([math.prod(shape) for _, shape in group])

@@ -1,4 +1,4 @@
-"""What differential privacy of clients cannot do: refused by name, before any work."""
+"""Checks of settings next to user-level privacy, before any work."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dure.privacy.accountant import Relation, Releases, check_epsilon, epsilon, 
 
 
 class Rounds(Protocol):
-    """What is asked of a strategy."""
+    """Attributes of a strategy that user-level privacy needs."""
 
     name: ClassVar[str]
 
@@ -31,9 +31,9 @@ class Rounds(Protocol):
 
 
 def check_user_level(user: UserLevel, strategy: Rounds, synchronous: bool, secure: bool) -> None:
-    """Raises ValueError where clients would not have what they are promised.
+    """Check that the settings permit user-level privacy; raises ValueError if not.
 
-    synchronous: whether the strategy has rounds. secure: whether the server sees sums alone.
+    `synchronous`: whether the strategy has rounds. `secure`: whether the server sees only sums.
     """
     if not synchronous:
         raise ValueError(
@@ -62,7 +62,7 @@ def check_user_level(user: UserLevel, strategy: Rounds, synchronous: bool, secur
 
 
 def check_budget(user: UserLevel, strategy: Rounds, clients: int) -> None:
-    """Raises ValueError where not even one round keeps to the budget, or delta promises nothing."""
+    """Check that at least a single round fits the budget, and delta; raises ValueError if not."""
     if clients * strategy.delta >= 1:
         raise ValueError(
             f"delta is {strategy.delta}, and with {clients} clients 1/{clients} would allow to "
@@ -92,19 +92,22 @@ def _check_clipping(user: UserLevel) -> None:
 
 
 def relation_of(user: UserLevel) -> Relation:
-    """In what neighbouring data differ: what each client says by itself is one of all it could."""
+    """Return the relation of neighbouring data sets.
+
+    "replace" for noise of the clients themselves.
+    """
     return "replace" if user.where == "local" else "add-or-remove"
 
 
 def one_round(user: UserLevel, strategy: Rounds) -> Releases:
-    """What a round is for the accountant."""
+    """Return a round as a release for the accountant."""
     return Releases(1.0 if user.where == "local" else strategy.fraction, user.noise)
 
 
 def told_of(
     user: UserLevel, strategy: Rounds, clients: int
 ) -> Callable[[Sequence[Releases]], float]:
-    """The account of so many clients: the epsilon of releases."""
+    """Return the account of `clients` clients: a function from releases to epsilon."""
     if user.where == "distributed":
         plan = distributed.account_plan(user.clip, user.noise, clients)
         return lambda spent: distributed.told(plan, spent, strategy.delta)
@@ -112,9 +115,9 @@ def told_of(
 
 
 def chosen_noise(user: UserLevel, strategy: Rounds, rounds: int | None, clients: int) -> float:
-    """The least noise with which so many rounds keep to the budget.
+    """Return the least noise multiplier with which the rounds fit the budget.
 
-    Raises ValueError where the rounds are not known.
+    Raises ValueError if `rounds` is None.
     """
     assert strategy.epsilon is not None
     if rounds is None:

@@ -1,8 +1,8 @@
-"""Noise that clients add together, inside secure aggregation: the Skellam mechanism.
+"""Distributed noise inside secure aggregation: the Skellam mechanism.
 
-Nobody is trusted with the noise: each client adds a share of it to its update before the sum is
-formed, and the server sees the sum alone. Secure aggregation sums integers, so noise is of
-integers:
+No party is trusted with the noise: each client adds a share of the noise to its update before the
+sum is formed, and the server sees only the sum. Secure aggregation sums integers, so the noise is
+integer-valued:
 
     clip       |w_k·Δ_k| <= S                                    w_k <= 1
     rotate     v = H·D·Δ·s             D: random signs, H: Hadamard's matrix over √d, s: the scale
@@ -14,21 +14,22 @@ integers:
     decode     (H·D)^-1 · sum / s
 
 Sums of Skellam numbers are Skellam: t clients together add variance μ = (z·Δ₂)², n > t add more.
-**Shares are scaled to t**, the fewest clients of which secure aggregation makes a sum: fewer than
-planned would add less noise than was promised. Rotating and rounding in this way keep what is
-rounded about as short as it was, so z is nearly that of a Gaussian.
+**Shares are scaled to t**, the fewest clients in a sum of secure aggregation: fewer clients than
+planned would add less noise than guaranteed. Rotation and this rounding hardly lengthen the vector,
+so z is nearly the noise multiplier of a Gaussian.
 
     RDP of order α:  α·Δ₂²/(2μ) + min( ((2α-1)·Δ₂² + 6·Δ₁) / (4μ²),  3·Δ₁/(2μ) )
                      Δ₁ <= min(√d·Δ₂, Δ₂²)
 
-There are two epsilons. The **server** knows who was selected, so against it nothing is amplified by
-sampling, and only the rounds count in which a client took part. **Recipients** of the models do not
-know: against them the RDP is that of a Poisson-sampled mechanism, by a bound that holds for any.
+There are two epsilons. The **server** knows the selected clients, so sampling does not amplify
+privacy against the server, and only the rounds of a client's participation count. **Recipients** of
+the models do not know the selection: against them the RDP is that of a Poisson-sampled mechanism,
+by a bound that holds for any mechanism.
 
-Numbers are drawn by inverting the distribution, from 53 bits: what lies beyond adds below 2^-50 to
+Numbers are drawn by inverting the distribution, from 53 bits: the tail beyond adds below 2^-50 to
 delta for each coordinate. Cost: d log d for the rotation; up to twice the elements travel, as d is
-padded to a power of two. s is so large that rounding costs nothing to speak of, and so small that
-no sum wraps around.
+padded to a power of two. s is so large that rounding costs next to nothing, and so small that no
+sum wraps around.
 
 Sources: N. Agarwal, P. Kairouz, Z. Liu, "The Skellam Mechanism for Differentially Private Federated
 Learning", NeurIPS 2021 (theorem 3.5); P. Kairouz, Z. Liu, T. Steinke, "The Distributed Discrete
@@ -52,30 +53,35 @@ from dure.privacy.accountant import Releases, check_delta, least_noise
 from dure.randomness.keystream import coins, uniform
 
 ORDERS = (*range(2, 64), 72, 96, 128, 192, 256)
-"""Of Rényi divergences: whole numbers, of which the bounds are."""
+"""Orders of Rényi divergences: whole numbers, as the bounds require."""
 
 FINE = 64
-"""S·s, in √d: rounding then lengthens what is rounded by less than a ten-thousandth."""
+"""S·s in units of √d: rounding then lengthens a vector by less than a ten-thousandth."""
 
 MOST_VARIANCE = 2.0**28
-"""Of a client's share of the noise, up to which it is drawn by a table."""
+"""Largest variance of a client's share of the noise for which the sampler uses a table."""
 
 ATTEMPTS = 100
-"""Times that rounding is tried: each succeeds with probability 1 - e^-½ or more."""
+"""Largest number of attempts at rounding: each succeeds with probability at least 1 - e^-½."""
 
 TAIL = 12.0
-"""Deviations of noise for which the modulus has room: beyond lies less than 10^-30."""
+"""Deviations of noise that fit the modulus: the tail has a probability below 10^-30."""
 
 Keys = Callable[[str, int], bytes]
-"""(purpose, attempt) -> a key of a client's own, as `Secret.key` makes them for one round."""
+"""Function (purpose, attempt) -> a key of the client, as `Secret.key` makes them for a round."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A round's numbers, which all clients and the server know.
+    """Numbers of a round that all clients and the server know.
 
-    elements: d of an update. clip: S. noise: z, of the smallest sum. clients: the most in a sum.
-    threshold: t, the fewest. bits: of the modulus R.
+    Args:
+        elements: d, the length of an update.
+        clip: S.
+        noise: z, of the smallest sum.
+        clients: largest number of clients in a sum.
+        threshold: t, the smallest number of clients in a sum.
+        bits: bits of the modulus R.
 
     Raises ValueError for numbers that do not fit each other.
     """
@@ -106,12 +112,12 @@ class Plan:
 
     @property
     def padded(self) -> int:
-        """d, up to a power of two: the integers that travel."""
+        """d rounded up to a power of two: the number of integers that travel."""
         return 1 << max(0, self.elements - 1).bit_length()
 
     @property
     def scale(self) -> float:
-        """s: a power of two; with it no sum ever wraps around."""
+        """s: a power of two; with this scale no sum wraps around."""
         # A coordinate of one client is at most S·s after the rotation, and one more by rounding;
         # n clients add n/t times the noise of t.
         spread = TAIL * self.noise * math.sqrt(self.clients / self.threshold)
@@ -124,7 +130,7 @@ class Plan:
 
     @property
     def l2(self) -> float:
-        """Δ₂, the largest norm of what a client adds, rounded."""
+        """Δ₂, the largest norm of a client's rounded vector."""
         length, size = self.clip * self.scale, self.padded
         worst = (length + math.sqrt(size)) ** 2
         likely = length**2 + size / 4 + (length + math.sqrt(size) / 2)  # √(2 log(1/β)) = 1
@@ -132,26 +138,30 @@ class Plan:
 
     @property
     def l1(self) -> float:
-        """Δ₁, the largest sum of its absolute values."""
+        """Δ₁, the largest L1 norm of a client's rounded vector."""
         return min(math.sqrt(self.padded) * self.l2, self.l2**2)
 
     @property
     def variance(self) -> float:
-        """μ, of the noise on each coordinate of a sum of `threshold` clients."""
+        """μ, the variance of the noise on each coordinate of a sum of `threshold` clients."""
         return (self.noise * self.l2) ** 2
 
     @property
     def share(self) -> float:
-        """The variance that each client adds."""
+        """Variance of the noise that each client adds."""
         return self.variance / self.threshold
 
 
 def encode(plan: Plan, update: Tensor, signs: bytes, keys: Keys) -> Tensor:
-    """What a client gives to secure aggregation: int64 [padded], its share of the noise added.
+    """Return a client's input to secure aggregation: int64 [padded], with its share of the noise.
 
-    update: float64 [elements], weighted and no longer than S. signs: the key of the round's
-    rotation, which all know. keys: of this client and round alone. Raises ValueError for an update
-    that is longer than S, or not finite.
+    Args:
+        plan: numbers of the round.
+        update: float64 [elements], weighted and no longer than S.
+        signs: public key of the round's rotation.
+        keys: keys of this client and round alone.
+
+    Raises ValueError for an update that is longer than S, or not finite.
     """
     norm = float(torch.linalg.vector_norm(update, dtype=torch.float64))
     if not norm <= plan.clip * (1 + 1e-9):
@@ -164,9 +174,9 @@ def encode(plan: Plan, update: Tensor, signs: bytes, keys: Keys) -> Tensor:
 
 
 def decode(plan: Plan, total: Tensor, signs: bytes) -> Tensor:
-    """The sum of the updates, and of their noise: float64 [elements].
+    """Return the sum of the updates with its noise: float64 [elements].
 
-    total: int64 [padded], the sum modulo R, of any of its representatives.
+    `total` is int64 [padded], any representative of the sum modulo R.
     """
     half = 1 << (plan.bits - 1)
     centred = (total.long() + half).remainder(1 << plan.bits) - half
@@ -174,14 +184,14 @@ def decode(plan: Plan, total: Tensor, signs: bytes) -> Tensor:
 
 
 def rotate(plan: Plan, vector: Tensor, signs: bytes) -> Tensor:
-    """H·D·vector, of the same length: float64 [elements] -> [padded]."""
+    """Return H·D·vector: float64 [elements] -> [padded]. The rotation preserves the norm."""
     padded = torch.zeros(plan.padded, dtype=torch.float64)
     padded[: plan.elements] = vector
     return _hadamard(padded * _signs(plan, signs))
 
 
 def unrotate(plan: Plan, rotated: Tensor, signs: bytes) -> Tensor:
-    """The inverse of `rotate`."""
+    """Return the inverse of `rotate`: float64 [padded] -> [elements]."""
     # Hadamard's matrix over √d is its own inverse.
     return (_hadamard(rotated) * _signs(plan, signs))[: plan.elements]
 
@@ -191,7 +201,7 @@ def _signs(plan: Plan, key: bytes) -> Tensor:
 
 
 def _hadamard(vector: Tensor) -> Tensor:
-    """Hadamard's matrix over √d times a vector of d = 2^k elements, in d log d."""
+    """Return Hadamard's matrix over √d times a vector of d = 2^k elements, in d log d steps."""
     size = len(vector)
     result = vector.clone()
     width = 1
@@ -204,7 +214,7 @@ def _hadamard(vector: Tensor) -> Tensor:
 
 
 def _rounded(plan: Plan, vector: Tensor, keys: Keys) -> Tensor:
-    """Each coordinate up or down with mean itself, again until the whole is short enough."""
+    """Return the vector rounded at random without bias, again until its norm is at most Δ₂."""
     low = vector.floor()
     part = vector - low
     for attempt in range(ATTEMPTS):
@@ -216,9 +226,9 @@ def _rounded(plan: Plan, vector: Tensor, keys: Keys) -> Tensor:
 
 
 def skellam(key: bytes, variance: float, count: int) -> Tensor:
-    """`count` Skellam numbers of mean 0: int64. variance: of each, from 0 to `MOST_VARIANCE`.
+    """Return `count` Skellam numbers of mean 0 and this variance: int64.
 
-    Raises ValueError for more.
+    Raises ValueError for a variance outside of 0 to `MOST_VARIANCE`.
     """
     if not 0 <= variance <= MOST_VARIANCE:
         raise ValueError(f"Skellam noise of variance {variance}: it is 0 to {MOST_VARIANCE:g}")
@@ -230,13 +240,13 @@ def skellam(key: bytes, variance: float, count: int) -> Tensor:
 
 @lru_cache(maxsize=8)
 def _table(variance: float) -> tuple[int, Any]:
-    """(the smallest number k, P[X <= k] of it and those that follow)."""
+    """Return the smallest number k in the table, and P[X <= j] for j = k, k + 1, …."""
     special = _scipy()
-    # Twelve deviations, and more where there is little of it: tails are those of Poisson.
+    # Twelve deviations, and 30 more for a small variance, whose tails are Poisson's.
     far = math.ceil(TAIL * math.sqrt(variance) + 30)
     mass = special.ive(np.abs(np.arange(-far, far + 1)), variance)
     below = np.cumsum(mass)
-    # Sums of rounded numbers: the last is 1 up to their errors, so that no draw falls beyond.
+    # The last sum is 1 up to rounding; normalised, so that no draw falls beyond the table.
     below /= below[-1]
     return -far, below
 
@@ -255,7 +265,7 @@ def _scipy() -> Any:
 
 
 def divergences(plan: Plan, survivors: int | None = None) -> list[float]:
-    """RDP of one sum, for `ORDERS`. survivors: n clients in the sum; None is the threshold.
+    """Return the RDP of a sum for `ORDERS`. `survivors`: clients in the sum; None is the threshold.
 
     Raises ValueError for fewer than the threshold, which add less noise.
     """
@@ -269,7 +279,7 @@ def divergences(plan: Plan, survivors: int | None = None) -> list[float]:
 
 
 def divergence(variance: float, l2: float, l1: float, order: int) -> float:
-    """RDP of Skellam noise on what moves by at most so much; inf without noise."""
+    """Return the RDP of Skellam noise for sensitivities `l2` and `l1`; inf without noise."""
     if not variance:
         return math.inf
     least = order * l2**2 / (2 * variance)
@@ -278,9 +288,9 @@ def divergence(variance: float, l2: float, l1: float, order: int) -> float:
 
 
 def sampled(rate: float, alone: Callable[[int], float]) -> list[float]:
-    """RDP of any mechanism of Poisson-sampled clients, for `ORDERS`.
+    """Return the RDP of a mechanism on Poisson-sampled clients, for `ORDERS`.
 
-    alone: its RDP without sampling, by order.
+    `alone` gives the mechanism's RDP without sampling, by order.
     """
     return [_sampled(order, rate, alone) for order in ORDERS]
 
@@ -305,7 +315,7 @@ def _sampled(order: int, rate: float, alone: Callable[[int], float]) -> float:
 
 
 def epsilon_of(divergences: Sequence[float], delta: float) -> float:
-    """The epsilon of RDP at `ORDERS`; rounds compose by adding theirs."""
+    """Return the epsilon of RDP values at `ORDERS`; rounds compose by addition of their values."""
     check_delta(delta)
     if not all(map(math.isfinite, divergences)):
         return math.inf
@@ -322,19 +332,20 @@ def epsilon_of(divergences: Sequence[float], delta: float) -> float:
 
 
 def against_server(plan: Plan, times: int, delta: float) -> float:
-    """Epsilon against the server, of a client that took part in so many rounds."""
+    """Return epsilon against the server for a client that took part in `times` rounds."""
     return epsilon_of([times * one for one in divergences(plan)], delta)
 
 
 def against_recipients(plan: Plan, rate: float, times: int, delta: float) -> float:
-    """Epsilon against whoever sees the models of so many rounds. rate: of each client's coin."""
+    """Return epsilon against recipients of the models of `times` rounds at sampling rate `rate`."""
     return told(plan, [Releases(rate, plan.noise, times)], delta)
 
 
 def told(plan: Plan, spent: Sequence[Releases], delta: float) -> float:
-    """Epsilon of rounds with this plan's noise, or with more elements, or fewer clients.
+    """Return epsilon of rounds with this plan's noise.
 
-    Of such the integers are larger, so that Skellam noise is nearer to a Gaussian's.
+    The value also bounds rounds with more elements or fewer clients: their integers are larger, so
+    that Skellam noise is closer to a Gaussian's.
     """
     whole = [0.0] * len(ORDERS)
     for rate, noise, times in spent:
@@ -353,9 +364,9 @@ def _sampled_of(plan: Plan, rate: float) -> tuple[float, ...]:
 
 
 def noise_for(wanted: float, delta: float, rate: float, times: int, clients: int) -> float:
-    """The least z with which recipients learn at most epsilon = `wanted` in so many rounds.
+    """Return the least z with which recipients learn at most epsilon = `wanted` in `times` rounds.
 
-    clients: the most in a sum. Raises ValueError where no noise does that.
+    `clients` is the largest number of clients in a sum. Raises ValueError if no noise suffices.
     """
 
     return least_noise(
@@ -365,5 +376,5 @@ def noise_for(wanted: float, delta: float, rate: float, times: int, clients: int
 
 
 def account_plan(clip: float, noise: float, clients: int) -> Plan:
-    """A plan of which the account bounds those of all rounds with so many clients or fewer."""
+    """Return a plan whose account bounds those of all rounds with at most `clients` clients."""
     return Plan(1, clip, noise, clients, 1)

@@ -1,15 +1,15 @@
-"""The mean of clients' contributions, as differential privacy wants it: with a fixed denominator.
+"""Mean of clients' contributions with a fixed denominator, as differential privacy requires.
 
     f = ( Σ over the round's clients of w_k · clip(Δ_k)  +  N(0, (z·S·w_max)²) ) / (q·W)
     w_k = min(n_k / ŵ, 1)      w_max = 1      W = Σ over the roster of w_k, at the beginning
 
-Any one client moves f by S·w_max/(q·W) at most, whatever others do. A mean over those who came does
-not have that: with one client of 1000 examples among a hundred of 10, the one moves it by half, and
-not by a hundredth. The price is that f is too short where clients are away. With no noise, S = inf,
-q = 1, all alike and all there it is the mean.
+A single client moves f by at most S·w_max/(q·W), regardless of the others. A mean over the present
+clients lacks this bound: among a hundred clients of 10 examples, a client of 1000 examples moves
+the mean by half, not by a hundredth. The cost is that f is too short if clients are absent. Without
+noise, and with S = inf, q = 1, equal weights and all clients present, f is the mean.
 
-The sum is in float64, and is rounded to a grid after the noise is added, so that its last bits say
-nothing (`dure.randomness.keystream`).
+The sum is in float64, and is rounded to a grid after the noise is added, so that its last bits
+reveal nothing (`dure.randomness.keystream`).
 
 Source: McMahan et al. 2018, the estimator f_f.
 """
@@ -29,13 +29,16 @@ from dure.federated.privacy.user_level.settings import UserLevel
 from dure.randomness.keystream import normal, to_grid
 
 W_MAX = 1.0
-"""No client weighs more."""
+"""Largest weight of a client."""
 
 
 class Roster(NamedTuple):
-    """Who may take part, fixed at the beginning of a run.
+    """Population of clients, fixed at the beginning of a run.
 
-    rate: q, the probability of each to be in a round. clients: K. weight: W.
+    Args:
+        rate: q, the probability that a client is in a round.
+        clients: K.
+        weight: W.
     """
 
     rate: float
@@ -44,28 +47,31 @@ class Roster(NamedTuple):
 
     @property
     def expected(self) -> float:
-        """q·W, the weight of a round, if nobody is ever away."""
+        """q·W, the weight of a round if all clients are present."""
         return self.rate * self.weight
 
 
 def roster(settings: UserLevel, rate: float, sizes: Sequence[int]) -> Roster:
-    """The roster of clients with so many examples; 0 where that is not known yet: it weighs 1."""
+    """Return the roster of clients with these numbers of examples; an unknown size, 0, weighs 1."""
     weights = [weight(settings, size) if size else W_MAX for size in sizes]
     return Roster(rate, len(sizes), math.fsum(weights))
 
 
 def weight(settings: UserLevel, examples: int) -> float:
-    """w_k of a client with so many examples."""
+    """Return w_k of a client with this number of examples."""
     most = settings.most_examples
     return W_MAX if not most else min(examples / most, W_MAX)
 
 
 @dataclass
 class Estimator:
-    """The sum of a round's contributions, clipped.
+    """Sum of a round's clipped contributions.
 
-    settings, roster: as above. sizes: of the pieces of each tensor of a contribution. bound: S,
-    which adaptive clipping moves.
+    Args:
+        settings: settings of user-level privacy.
+        roster: population of clients.
+        sizes: sizes of the pieces of each tensor of a contribution.
+        bound: S; adaptive clipping changes this value.
     """
 
     settings: UserLevel
@@ -82,7 +88,7 @@ class Estimator:
 
     @property
     def elements(self) -> int:
-        """Numbers of a contribution."""
+        """Number of elements of a contribution."""
         return sum(map(sum, self.sizes))
 
     @property
@@ -92,15 +98,15 @@ class Estimator:
 
     @property
     def deviation(self) -> float:
-        """Of the noise on the sum: z·S·w_max, or z_Δ·S·w_max where the bound is learned too."""
+        """Deviation of the noise on the sum: z·S·w_max, or z_Δ·S·w_max for adaptive clipping."""
         noise = self.settings.noise
         if self.adaptive:
             noise = clipping.noise_beside_count(noise, self.count_noise)
-        # No bound and no noise: not a number otherwise.
+        # An infinite bound times zero noise would be NaN.
         return noise * self.bound * W_MAX if noise else 0.0
 
     def clipped(self, contribution: Sequence[Tensor]) -> list[Tensor]:
-        """A contribution that is no longer than S, in float64."""
+        """Return a contribution with norm at most S, in float64."""
         wide = [tensor.detach().double() for tensor in contribution]
         if self.settings.clipping == "layers":
             found = clipping.factors(wide, self.sizes, self.bound)
@@ -112,29 +118,31 @@ class Estimator:
         return [_scaled(one, by) for one in wide]
 
     def fold(self, contribution: Sequence[Tensor], examples: int) -> None:
-        """Takes the contribution of a client with so many examples."""
+        """Clip and add the contribution of a client with this number of examples."""
         if self.adaptive:
             short = clipping.norm_of(contribution) <= self.bound
             self._counted.append(0.5 if short else -0.5)
         self.add(self.clipped(contribution), weight(self.settings, examples))
 
     def add(self, clipped: Sequence[Tensor], share: float) -> None:
-        """Takes what is clipped already, or a sum of such."""
+        """Add a clipped contribution, or a sum of them, with the weight `share`."""
         if self._sums is None:
             self._sums = [torch.zeros_like(one) for one in clipped]
         for total, one in zip(self._sums, clipped, strict=True):
-            # The product rounded apart: the same bits on every processor.
+            # Product and sum are rounded separately (no fused multiply-add): the same bits on every
+            # processor.
             total.add_(one.double() * share)
 
     def forget(self) -> None:
-        """Forgets what was folded."""
+        """Discard the contributions of the round."""
         self._sums = None
         self._counted = []
 
     def noised(self, like: Sequence[Tensor], key: bytes, count_key: bytes) -> list[Tensor]:
-        """f, in float64, and S for the next round. like: shapes of a contribution.
+        """Return f, in float64, and move S for adaptive clipping.
 
-        key, count_key: for this round alone.
+        `like` are tensors of a contribution's shapes. `key` and `count_key` are for this round
+        alone.
         """
         sums = self._sums
         if sums is None:
@@ -152,7 +160,7 @@ class Estimator:
         return [one / self.roster.expected for one in sums]
 
     def _follow(self, key: bytes) -> None:
-        """Moves S by the share of short contributions, as noise tells it."""
+        """Move S by the noisy fraction of short contributions."""
         counted = sum(self._counted)
         if self.count_noise:
             noise = normal(key, (1,)) * self.count_noise
@@ -162,7 +170,7 @@ class Estimator:
 
 
 def _scaled(tensor: Tensor, by: float) -> Tensor:
-    # What is not finite does not become 0 by a product with 0.
+    # A product of 0 and a non-finite number would be NaN.
     return tensor * by if by else torch.zeros_like(tensor)
 
 

@@ -1,15 +1,15 @@
-"""Noise that each client adds to what it sends: the server need not be trusted with anything.
+"""Local noise: each client adds noise to its update, so that the server need not be trusted.
 
     client     sends clip(Δ_k) + N(0, (z·S)²)       of weights, statistics of batch norm, extras
-    server     sums w_k · what came, over q·W
+    server     sums w_k · update, over q·W
 
-Whatever a client sends may be seen, so each of its rounds counts, as if no other client were there:
-nothing is amplified by sampling, and the account is that of the client that was asked most often.
+The server sees each message, so each round of a client counts as if no other client existed:
+sampling amplifies nothing, and the account is that of the client with the most assignments.
 Neighbours are any two contributions, which are 2S apart. The sum of n has noise of deviation
-z·S·√n, √n times that of noise on the server: it is the price of trusting nobody.
+z·S·√n, √n times that of noise on the server: the cost of trusting no party.
 
-The loss is not sent, as it is measured without noise; that a client had no update at all (its loss
-became not finite, say) is.
+The client does not send its loss, which is measured without noise. The client does send a failure,
+such as a loss that is not finite.
 
 Source: S. Kasiviswanathan et al., "What Can We Learn Privately?", SIAM Journal on Computing 2011.
 """
@@ -31,9 +31,13 @@ from dure.randomness.secret import Secret
 
 
 class LocalNoise:
-    """What a client does to an update before it is sent.
+    """Clipping and noise of a client's update before it is sent.
 
-    pieces: of the tensors of a contribution. statistics: places of batch norm's among the buffers.
+    Args:
+        settings: settings of user-level privacy.
+        pieces: sizes of the pieces of a contribution's tensors.
+        statistics: positions of batch norm's statistics among the buffers.
+        secret: source of the noise.
     """
 
     def __init__(
@@ -45,11 +49,11 @@ class LocalNoise:
     ) -> None:
         self.statistics = statistics
         self.secret = secret
-        # Its sums are not used: a client clips its own.
+        # Only the estimator's clipping is used, not its sums.
         self.estimator = Estimator(settings, Roster(1.0, 1, 1.0), pieces, settings.clip)
 
     def __call__(self, update: Update, asked: Assignment) -> Update:
-        """The update as it is sent; one that failed says so."""
+        """Return the noisy update to send; a failed update is returned unchanged."""
         if update.failure is not None:
             return update
         before = [asked.buffers[place] for place in self.statistics]
@@ -57,7 +61,7 @@ class LocalNoise:
         tensors = [*update.delta, *moved, *update.extra]
         noised = self._noised(tensors, self.secret.key("local noise", asked.client, asked.round))
         weights, rest = len(update.delta), len(moved)
-        # Buffers that are not noised are as they came.
+        # Buffers without noise are sent as received.
         buffers = list(asked.buffers)
         for place, old, change in zip(
             self.statistics, before, noised[weights : weights + rest], strict=True

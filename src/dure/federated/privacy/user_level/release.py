@@ -1,17 +1,17 @@
-"""Rounds with differential privacy of clients, on the server: coins, contributions, noise, account.
+"""Rounds with user-level privacy on the server: sampling, contributions, noise and account.
 
-    round N:    coins of all clients                       `dure.federated.server.tossing`
+    round N:    Poisson sample of the clients              `dure.federated.server.tossing`
                 contributions, clipped and summed          `estimator`
-                N is charged                               `dure.privacy.ledger`
-                the mean with noise                        once, and written down, then shown
+                charge for N                               `dure.privacy.ledger`
+                the mean with noise                        drawn once, recorded, then published
 
-`once` is the carrier's: a server that goes on from an earlier state gets the same noised mean
-again, and no second noise is ever drawn for a round. Keys are drawn for one purpose and round each
-(`dure.randomness.secret`), in a deployment from the system.
+`once` belongs to the carrier: a server that resumes from an earlier state gets the same noisy mean
+again, and never draws a second noise for a round. Each key serves a single purpose and round
+(`dure.randomness.secret`); deployments draw keys from the operating system.
 
-What is promised, and to whom, is in `dure.privacy.promise`. With `where=local` and
-`where=distributed` the noise is in what comes already (`local`, `distributed`): a round is then
-charged before anybody is asked.
+`dure.privacy.promise` describes the guarantee and its recipients. With `where=local` and
+`where=distributed` contributions arrive with noise (`local`, `distributed`): a round is then
+charged before clients are asked.
 """
 
 from __future__ import annotations
@@ -35,12 +35,18 @@ from dure.randomness.secret import Secret
 
 
 class NoisedRounds:
-    """User-level privacy at work on the server.
+    """User-level privacy of a run on the server.
 
-    estimator: of the run. settings: the run's; where clients add noise the estimator has none.
-    like: what a contribution looks like. promise: in words. ledger: what is spent. budget: the
-    largest epsilon; None is no limit. secret: where keys come from. once: the carrier's.
-    untrained: masks of numbers that nobody trains, which stay as they are; empty for none.
+    Args:
+        estimator: sum of the contributions; without noise if clients add the noise.
+        settings: settings of the run.
+        like: tensors of a contribution's shapes.
+        promise: the guarantee, in words.
+        ledger: account of the releases.
+        budget: largest epsilon; None is no limit.
+        secret: source of the keys.
+        once: the carrier's `Once`.
+        untrained: masks of numbers that no client trains, which stay unchanged; may be empty.
     """
 
     def __init__(
@@ -66,9 +72,9 @@ class NoisedRounds:
         self.once = once
         self.untrained = untrained
         self._taken: Counter[int] = Counter()
-        """How often each client was asked."""
+        """Number of assignments by client."""
         self._next = 0
-        """The number of the next round."""
+        """Number of the next round."""
 
     @property
     def expected(self) -> float:
@@ -85,8 +91,8 @@ class NoisedRounds:
         self._taken.update(clients)
         most = max(self._taken.values(), default=0)
         where = self.settings.where
-        # What clients say themselves is seen one by one: it is paid for as of the one that was
-        # asked most often. What they add to a sum is paid for before anybody adds it.
+        # Local noise: each message is visible, so the account is that of the client with the most
+        # assignments. Distributed noise: the round is charged before any client contributes.
         if where == "distributed" or (where == "local" and most > before):
             self.once(f"paid {number}", lambda: self._pay(number))
             self._note(number)
@@ -96,7 +102,7 @@ class NoisedRounds:
         return {}
 
     def _note(self, number: int) -> None:
-        """A round that was made before was paid for before, by whoever goes through it again."""
+        """Charge a repeated round to this ledger if the ledger lacks it."""
         if not self.ledger.has(number + 1):
             self.ledger.charge(number + 1, self._one())
 
@@ -116,7 +122,7 @@ class NoisedRounds:
             key = self.secret.key("noise", number)
             count_key = self.secret.key("noise of the count", number)
             mean = self.estimator.noised(self.like, key, count_key)
-            # Whoever added the noise: what is 0 for all data tells nothing.
+            # Numbers that are 0 for all data reveal nothing, so they need no noise.
             for one, mask in zip(mean, self.untrained, strict=False):
                 one.masked_fill_(mask, 0.0)
             return {"mean": mean, "bound": self.estimator.bound}
@@ -124,7 +130,7 @@ class NoisedRounds:
         made = self.once(f"model {number}", make)
         if self.settings.where == "server":
             self._note(number)
-        # Not drawn again where it was made before.
+        # A repeated round takes the recorded bound.
         self.estimator.bound = made["bound"]
         self.estimator.forget()
         self._next = number + 1
@@ -132,7 +138,7 @@ class NoisedRounds:
         return mean
 
     def _one(self) -> Releases:
-        """What a round is, for the accountant."""
+        """Return a round as a release for the accountant."""
         rate = 1.0 if self.settings.where == "local" else self.estimator.roster.rate
         return Releases(rate, self.settings.noise)
 
@@ -152,7 +158,7 @@ class NoisedRounds:
         return told
 
     def _against_server(self) -> float:
-        """Epsilon against the server, which knows who was asked: of the one asked most often."""
+        """Return the largest epsilon of a client against the server, which knows the selection."""
         settings = self.settings
         plan = account_plan(settings.clip, settings.noise, self.estimator.roster.clients)
         most = max(self._taken.values(), default=0)
@@ -182,7 +188,7 @@ class NoisedRounds:
             "weight": roster.weight,
         }
         if settings.where == "server":
-            # Beside the tighter bound, as papers print it.
+            # Reported next to the tighter bound, for comparison with papers.
             renyi = renyi_epsilon(self.ledger.spent, self.ledger.delta)
             told["epsilon_renyi"] = _finite(renyi)
         return told
@@ -203,7 +209,7 @@ class NoisedRounds:
         self.estimator.bound = state["bound"]
         self._taken = Counter(state["taken"])
         self._next = state["next"]
-        # As at the beginning of the run: clients may have other sizes by now.
+        # The weight of the beginning of the run: sizes may have changed.
         self.estimator.roster = self.estimator.roster._replace(weight=state["weight"])
 
     def close(self) -> None:
@@ -211,5 +217,5 @@ class NoisedRounds:
 
 
 def _finite(number: float) -> float | None:
-    """None for infinity, which JSON has not."""
+    """Return None for infinity, which JSON cannot represent."""
     return number if math.isfinite(number) else None

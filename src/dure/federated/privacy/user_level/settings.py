@@ -1,4 +1,4 @@
-"""The settings of differential privacy of clients."""
+"""Settings of user-level differential privacy."""
 
 from __future__ import annotations
 
@@ -16,12 +16,18 @@ Clipping = Literal["flat", "layers", "adaptive"]
 class UserLevel(Protection):
     """Differential privacy of clients: DP-FedAvg (McMahan et al. 2018).
 
-    clip: S, the largest norm of a client's update. noise: z, the noise multiplier; 0: none, or
-    what the epsilon asks for that is wanted. where: who adds the noise: the server, all clients
-    together inside secure aggregation (distributed), or each for itself (local). clipping: of the
-    whole update (flat), of each of m tensors by S/sqrt(m) (layers), or by a norm that follows a
-    quantile of the updates' norms (adaptive). most_examples: the examples with which a client
-    weighs 1; with fewer it weighs less; 0 weighs all alike.
+    Args:
+        clip: S, the largest norm of a client's update.
+        noise: z, the noise multiplier; 0 means no noise, or the noise that a given epsilon
+            requires.
+        where: location of the noise: at the server, at all clients together inside secure
+            aggregation
+            (distributed), or at each client separately (local).
+        clipping: clipping of the whole update (flat), of each of m tensors to S/sqrt(m) (layers),
+            or to
+            a norm that follows a quantile of the updates' norms (adaptive).
+        most_examples: number of examples from which a client weighs 1, with less weight for fewer
+            examples; 0 gives all clients the same weight.
     """
 
     clip: float = 1.0

@@ -1,1 +1,1 @@
-"""A client of a federation over a network: what it does, keeps, allows and tells."""
+"""Client of a federation over a network: connection, stored state, site policy, and audit log."""

@@ -1,15 +1,15 @@
-"""The run that a site has agreed to, and the checks of every later message against it.
+"""Agreement of a site to a run, and the checks of every later message against it.
 
-    a welcome       is the run that was agreed to, to the field; and the policy still allows it
-    an assignment   names as many clients as the policy asks for, and a model that can be this one
-    a measurement   is of a model that can be this one
-    a step          of a protocol, only in a run whose updates stay with their clients
+    Welcome           describes the agreed run in every field, and the policy still allows it
+    Train             has a cohort as large as the policy requires, and a model of plausible size
+    MeasureThis       has a model of plausible size
+    SayThis           occurs only in a run whose updates stay at their clients
 
-What a site has agreed to is written down (`ClientState.agree`) before it takes a place in the run.
-A server may say something else to a client that looks, to one that trains, and to one that comes
-back; so each message is compared, and not the first one alone. The tensors of a model are compared
-with those that the site's own model has where they are fetched (`Session.fetch`), and local work
-with the policy where it is done (`dure.run.training`).
+The site stores the agreement (`ClientState.agree`) before it takes a place in the run. A malicious
+server may describe the run differently to an observer, to a training client and to a returning
+client; the client therefore checks every message, and not only the first. `Session.fetch` compares
+the tensors of a model with the tensors of the site's own model, and `dure.run.training` checks
+local work against the policy.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from dure.errors import PolicyError
 from dure.wire.requests import MeasureThis, Train, Trains, Welcome, Word
 
 MOST_EXTRAS = 8
-"""Times the model that an assignment may come to, with all that an algorithm sends besides."""
+"""Largest size of an assignment, extras included, as a multiple of the model."""
 
 HEADER = 1 << 20
-"""Bytes of the names and shapes of a model's tensors, at most, beside what follows its elements."""
+"""Maximum bytes of a stream's header, added to the bytes of the elements."""
 
 MOST_SHOWN = 80
-"""Characters of a value that differs."""
+"""Maximum characters of a differing value in an error message."""
 
 
 class AgreedRun(msgspec.Struct, frozen=True):
-    """A run as its server has described it. The fields are those of `Welcome`.
+    """Description of a run by its server, with fields of `Welcome`.
 
-    A server that is moved to another machine computes with another torch there, and may ask for
-    another heartbeat; threads and engine are orders to the client.
+    The torch version and the heartbeat are absent, because a server that moves to another machine
+    may change them. `threads` and `engine` are present, because the client has to follow them.
     """
 
     run: str
@@ -52,7 +52,7 @@ class AgreedRun(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, welcome: Welcome) -> AgreedRun:
-        """The run that a welcome describes."""
+        """Return the run that a welcome describes."""
         return cls(
             run=welcome.run,
             clients=welcome.clients,
@@ -76,7 +76,7 @@ class AgreedRun(msgspec.Struct, frozen=True):
 
 
 def model_bytes(trains: Trains) -> int:
-    """Bytes of the elements of all tensors that travel."""
+    """Return the bytes of the elements of all tensors that travel."""
     return sum(_bytes_of(dtype, shape) for dtype, shape in trains.forms.values())
 
 
@@ -87,30 +87,35 @@ def _bytes_of(dtype: str, shape: Iterable[int]) -> int:
 
 
 class ServerChecks:
-    """Checks of what a server says; this one takes everything, of a client without a policy.
+    """Checks of a server's messages.
 
-    smallest_cohort: the fewest clients that the site asks for.
+    The base class accepts everything, for a client without a policy.
+
+    `smallest_cohort` is the minimum number of clients that the site requires in a combined update.
     """
 
     smallest_cohort = 1
 
     def welcome(self, welcome: Welcome) -> None:
-        """Raises PolicyError for a welcome that is not of the run that was agreed to."""
+        """Check the description of the run.
+
+        Raises PolicyError if it differs from the agreed run.
+        """
 
     def word(self, word: Word) -> None:
-        """Raises PolicyError for an order that the site does not follow."""
+        """Check a request of the server. Raises PolicyError if the site does not execute it."""
 
 
 class AgreementChecks(ServerChecks):
-    """Checks by what a site has agreed to.
+    """Checks against a site's agreement.
 
     Args:
-        agreed: the run.
-        smallest_cohort: as `ServerChecks`.
-        allows: raises PolicyError for a welcome that the policy does not allow.
-        number: of this client, once it has one.
-        secure: whether updates stay with their clients by the run's privacy, also where the server
-            does not say so.
+        agreed: The agreed run.
+        smallest_cohort: Minimum number of clients that the site requires, as in `ServerChecks`.
+        allows: Function that raises PolicyError for a welcome that the policy forbids.
+        number: Function that returns the number of this client; None before it has a number.
+        secure: Whether the run's privacy keeps updates at their clients, even if the server does
+            not say so.
     """
 
     def __init__(
@@ -175,7 +180,7 @@ class AgreementChecks(ServerChecks):
 
 
 def _flat(tree: Mapping[str, Any], before: str = "") -> dict[str, Any]:
-    """The leaves of nested mappings by their dotted names."""
+    """Return the leaves of nested mappings by their dotted names."""
     found: dict[str, Any] = {}
     for name, value in tree.items():
         if isinstance(value, Mapping) and value:

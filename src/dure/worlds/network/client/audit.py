@@ -1,24 +1,25 @@
-"""A log of all messages that leave the machine, in which no line can be changed unnoticed.
+"""Audit log of all messages that leave the machine: a hash chain in which changes are detected.
 
     {"time":"2026-03-01T22:15:07.123456Z","kind":"update","number":12,"bytes":812345,"digest":"…",
      "ticket":17,"round":3,"previous":"…"}
 
-A line a message: when, what kind, the number of the line, how many bytes, and their SHA-256. It is
-written before the message leaves. `previous` is the SHA-256 of the line before, without its end;
-that of the first line is 64 zeros. So who changes, removes or swaps a line breaks the chain after
-it. How long the chain is and what its last line comes to stands in `FILE.head`, so that lines
-missing at the end are found too.
+Each message has a line: its time, kind, line number, size in bytes and SHA-256. The client writes
+the line before it sends the message. `previous` is the SHA-256 of the previous line without its
+line end; the first line has 64 zeros. A changed, removed or moved line therefore breaks the chain
+after it. `FILE.head` stores the number of lines and the digest of the last line, so that missing
+lines at the end are detected too.
 
-A line is on the disk before its message leaves, and a power failure takes none. Messages of every
-step of split learning, and those that only ask (`next`, `watch`), are too many for that: their
-lines are handed to the system before the message leaves, and are on the disk with the next line
-that is, or after `LATER` seconds. A kill takes none of these either; a power failure may.
+A line is synced to the disk before its message leaves, and survives a power failure. The messages
+of every step of split learning, and pure queries (`next`, `watch`), are too frequent for a sync
+each: their lines are written to the operating system before the message leaves, and synced with the
+next synced line or after `LATER` seconds. These lines survive a kill of the process; a power
+failure may lose them.
 
-Whoever may write both files can write both anew. Who wants to hold that against them notes the last
-digest elsewhere, which `dure audit FILE` prints.
+A person with write access to both files can rewrite both. A reader who wants to detect a rewrite
+records the last digest elsewhere; `dure audit FILE` prints it.
 
-A kill while a line is written leaves a part of it. Its message has not left. A line of the kind
-"cut" takes its place, with the size and the digest of what was there.
+A kill during the writing of a line leaves a partial line, whose message has not left. The next
+start replaces it by a line of the kind "cut" with the size and the digest of the partial line.
 
 Source: S. Haber, W. S. Stornetta, "How to Time-Stamp a Digital Document", 1991.
 """
@@ -44,17 +45,16 @@ from dure.worlds.network.client.lock import lock, unlock
 from dure.worlds.network.client.quota import Quota
 
 Kind = Annotated[str, msgspec.Meta(pattern=r"^[a-z][a-z-]{0,39}$")]
-"""What a message is: "update", or "smashed" in split learning."""
+"""Kind of a message, such as "update", or "smashed" in split learning."""
 
 FIRST = "0" * 64
 """`previous` of the first line."""
 
 LATER = 1.0
-"""Seconds after which a line is on the disk that did not have to be there at once, as long as
-messages go on."""
+"""Maximum seconds without a sync while messages are sent."""
 
 CUT = "cut"
-"""The kind of a line that a kill has left in part."""
+"""Kind of the line that replaces a partial line."""
 
 Buffer = bytes | bytearray | memoryview
 
@@ -66,32 +66,32 @@ class _Line(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
     digest: str
     previous: str
     number: int | None = None
-    """None in lines of earlier versions."""
+    """Number of the line; None in lines of earlier versions."""
     ticket: int | None = None
     round: int | None = None
 
 
 class Chain(NamedTuple):
-    """What a log comes to. digest: of its last line."""
+    """Length of a log, and the digest of its last line."""
 
     lines: int
     digest: str
 
 
 class Audit:
-    """The log of one client, which is made where it is missing. Several threads may record.
+    """Audit log of a client, created if it is missing. Safe for several threads.
 
-    Raises AuditError if it is not as it was written, or another process writes it, and
+    Raises AuditError if the log was changed or another process has opened it, and
     RunFolderWriteError if it cannot be written.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.quota: Quota | None = None
-        """What its run may store, once that is known."""
+        """Storage quota of the run; None before the run is known."""
         self._turn = threading.Lock()
         self._unsynced = False
-        """Whether a line is written that may not be on the disk."""
+        """Whether lines have been written since the last sync."""
         self._synced = time.monotonic()
         with told(path):
             try:
@@ -103,9 +103,9 @@ class Audit:
         try:
             with told(path):
                 content = contents(path, most=LARGE)
-            # The name too is to be on the disk before anything leaves.
+            # The directory entry too must be on the disk before any message leaves.
             sync_folder(path.parent)
-            # Where the next line goes.
+            # Offset of the next line.
             self._end = content.rfind(b"\n") + 1
             self._chain = _chain(path, content[: self._end])
             torn = content[self._end :]
@@ -123,11 +123,18 @@ class Audit:
         round: int | None = None,
         at_once: bool = True,
     ) -> None:
-        """Write the line of a message that leaves as soon as this returns.
+        """Write the line of a message that the caller sends next.
 
-        at_once: whether the line has to be on the disk by then. Raises RunFolderWriteError if the
-        line cannot be written, and PolicyError where the site stores no more; then the message must
-        not leave.
+        Args:
+            kind: Kind of the message.
+            content: Bytes of the message.
+            ticket: Assignment id, if the message has one.
+            round: Round of the message, if it has one.
+            at_once: Whether to sync the line to the disk before returning.
+
+        Raises:
+            RunFolderWriteError: The line cannot be written. The message must not be sent.
+            PolicyError: The storage quota is exhausted. The message must not be sent.
         """
         self.record_pieces(kind, [content], ticket, round, at_once)
 
@@ -139,7 +146,7 @@ class Audit:
         round: int | None = None,
         at_once: bool = True,
     ) -> None:
-        """As `record`, of a message in pieces."""
+        """Write the line of a message in pieces, as `record` does."""
         sha = hashlib.sha256()
         size = 0
         for piece in pieces:
@@ -156,7 +163,7 @@ class Audit:
         round: int | None = None,
         at_once: bool = True,
     ) -> None:
-        """As `record`, of so many bytes with this SHA-256."""
+        """Write the line of a message of `size` bytes with this SHA-256, as `record` does."""
         with self._turn:
             self._record(kind, size, digest, ticket, round, at_once)
 
@@ -188,7 +195,7 @@ class Audit:
         )
         if self.quota is not None:
             self.quota.check(len(line) + 1, "a line of the log")
-        # A clock that is looked at when a line is written costs no thread that wakes.
+        # Checking the clock at each line needs no timer thread.
         at_once = at_once or time.monotonic() - self._synced > LATER
         with told(self.path):
             self._put(line + b"\n", at_once)
@@ -198,7 +205,7 @@ class Audit:
             self._put_head()
 
     def _put(self, line: bytes, at_once: bool) -> None:
-        """Write it at the end, over what a kill or a full disk has left there of another one."""
+        """Write the line at the end, over remains of a line that a kill or a full disk has cut."""
         try:
             at = self._end
             while line:
@@ -225,7 +232,8 @@ class Audit:
         self._synced = time.monotonic()
 
     def _put_head(self) -> None:
-        # Not synced: it may be behind the log, never before it, and a power failure accuses nobody.
+        # Not synced: the head may be behind the log but never before it, so a power failure causes
+        # no false alarm.
         head = _head(self.path)
         beside = head.with_name(f".{head.name}.{os.getpid()}")
         with suppress(OSError):
@@ -235,9 +243,9 @@ class Audit:
 
 
 def verify(path: Path) -> Chain:
-    """How many lines the log has, and the digest of the last one.
+    """Check the log, and return its number of lines and the digest of the last line.
 
-    Raises AuditError with the first line that is not as it was written, or if it cannot be read.
+    Raises AuditError for the first changed line, and for an unreadable log.
     """
     try:
         content = contents(path, most=LARGE)
@@ -253,11 +261,11 @@ def verify(path: Path) -> Chain:
 
 
 def _chain(path: Path, content: bytes) -> Chain:
-    """What whole lines come to. Raises AuditError with the first one that does not fit."""
+    """Return the chain of complete lines. Raises AuditError for the first inconsistent line."""
     noted = _read_head(path)
     chain = Chain(0, FIRST)
     _compare(path, chain, noted)
-    # Not by `splitlines`: other ends of lines than this one are changes.
+    # `splitlines` is not used: it would accept other line ends, which are changes.
     for line in content.split(b"\n")[:-1]:
         number = chain.lines + 1
         try:
@@ -267,7 +275,7 @@ def _chain(path: Path, content: bytes) -> Chain:
         if said.number not in (None, number):
             raise AuditError(f"{path}: line {number} says that it is line {said.number}")
         if said.previous != chain.digest:
-            # The one before may be the one that was changed.
+            # The changed line may be the line before.
             before = f"line {number - 1}" if chain.lines else "the beginning"
             raise AuditError(
                 f"{path}: line {number} does not follow {before}: one was changed, or others "
@@ -290,7 +298,7 @@ def _head(path: Path) -> Path:
 
 
 def _read_head(path: Path) -> Chain | None:
-    """What was noted of the log; None where nothing was, or a power failure has taken it."""
+    """Return the content of the head file; None if the file is missing or unreadable."""
     try:
         return msgspec.json.decode(contents(_head(path)), type=Chain)
     except (OSError, ValueError, RecursionError):

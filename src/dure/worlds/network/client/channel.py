@@ -1,9 +1,9 @@
-"""A client's channel to its server: a WebSocket, opened by a request that is signed as all are.
+"""WebSocket channel of a client to its server, opened by a signed request.
 
-It goes where a `Link` goes, over TLS and through the proxy that the environment names, and what
-goes wrong has the same kinds: what can pass is a LinkLostError or a BusyError; a server that says
-no is a RefusedError. Pings are answered while the client computes. Of each message a line is in the
-log of what leaves before it does (`audit`).
+The channel connects as a `Link` does, over TLS and through the proxy of the environment, and raises
+the same errors: LinkLostError or BusyError for transient failures, RefusedError for a server that
+refuses. The channel answers pings while the client computes. The channel writes a line of the audit
+log before each message (`audit`).
 """
 
 from __future__ import annotations
@@ -39,22 +39,23 @@ CONNECT_SECONDS = 10.0
 MOMENT = 0.2
 
 OVER = 4000
-"""Code by which the server closes it since the run is over."""
+"""Close code of a server whose run has ended."""
 TURNED_AWAY = 4001
-"""Code by which it does so since it does not take what this client does."""
+"""Close code of a server that does not accept this client's message."""
 
 _REFUSALS = (PROTOCOL_ERROR, UNSUPPORTED, FLOOD, TOO_BIG)
-"""Codes by which it is closed since a message is beyond a limit: the next one would be, too."""
+"""Close codes for a message beyond a limit: a retry would fail too."""
 
 
 class OverError(Exception):
-    """The run is over; the reason."""
+    """The run has ended; the message is the reason."""
 
 
 class Channel:
-    """Frames to and from the server, in order. stop: ends every wait. audit: None notes nothing.
+    """Ordered frames between client and server.
 
-    Raises as `Link` does where it cannot be opened.
+    `stop` ends every wait. `audit` is the audit log; None for no log. Raises as `Link` does if the
+    channel cannot be opened.
     """
 
     def __init__(
@@ -100,12 +101,15 @@ class Channel:
         return RefusedError(status, reason, body)
 
     def allow(self, most: int) -> None:
-        """Set the bytes that a frame of the server may have from now on."""
+        """Set the maximum size in bytes of a frame from the server, from now on."""
         self._socket.allow(most)
 
     def next(self, seconds: float | None = None) -> Buffer:
-        """The next frame. Raises LinkLostError, RefusedError, OverError, StoppedError, and
-        LinkLostError where none comes for so many seconds."""
+        """Return the next frame.
+
+        Raises LinkLostError for a broken connection or after `seconds` without a frame,
+        RefusedError, OverError at the end of the run, and StoppedError.
+        """
         waited = 0.0
         while not self._stop.is_set():
             try:
@@ -120,10 +124,10 @@ class Channel:
         raise StoppedError
 
     def say(self, frame: Sequence[Buffer], kind: Kind = "message", at_once: bool = True) -> None:
-        """Send a frame, in pieces, once its line is in the log.
+        """Write the audit line of a frame, and send the frame in pieces.
 
-        kind, at_once: of the line, as `Audit.record` has them. Raises as `next` does, and
-        RunFolderWriteError where the line cannot be written.
+        `kind` and `at_once` are as in `Audit.record`. Raises as `next` does, and
+        RunFolderWriteError if the line cannot be written.
         """
         if self._audit is not None:
             self._audit.record_pieces(kind, frame, at_once=at_once)

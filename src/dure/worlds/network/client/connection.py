@@ -1,10 +1,10 @@
-"""One connection to a server: how it is opened, how long it is waited for, and why it broke.
+"""HTTP connection of a client: opening, timeouts, and classification of errors.
 
 HTTP/1.1 by the standard library's `http.client`, over TLS, through the proxy that the environment
-names (`https_proxy`, `http_proxy`, `no_proxy`). Two things are not as that library has them. A
-request's head and a small body leave in one piece, since a second small piece would wait for the
-receiver's acknowledgement of the first. And every wait ends: a small answer as a whole has a
-deadline, and in a long one every silence has.
+names (`https_proxy`, `http_proxy`, `no_proxy`). The module differs from the library in two points.
+It sends a request's head and a small body in a single write, because a second small write would
+wait for the receiver's acknowledgement of the first. And every wait has a timeout: a small answer
+has a deadline as a whole, and a long answer has a timeout for every silence.
 """
 
 from __future__ import annotations
@@ -28,48 +28,49 @@ from dure.errors import DureError
 from dure.wire.loopback import is_loopback
 
 SENT_AT_ONCE = 1 << 16
-"""Bytes that are handed to a socket at once.
+"""Maximum bytes passed to a socket per call.
 
-TLS cuts them into records of 16 KiB anyway: larger pieces are no faster. And on a slow link a piece
-has to leave within the time that a silence may last.
+TLS splits them into records of 16 KiB anyway, so larger pieces are no faster. On a slow link a
+piece has to leave within the timeout of a silence.
 """
 
 READ_AT_ONCE = 1 << 18
-"""Bytes that are taken from a socket at once, where they go straight to where they belong."""
+"""Maximum bytes read from a socket per call, directly into the target memory."""
 
 UNSENT = 1 << 17
-"""Bytes that the system may hold back before it takes more, where it can be told.
+"""Maximum unsent bytes in the system's send buffer, if the system supports the limit.
 
-Else it takes megabytes of which nothing has left, and the time for an answer begins with them.
+Without the limit the system accepts megabytes that have not left, and the timeout of the answer
+begins too early.
 """
 
 _READ_AHEAD = 1 << 14
 
 
 class LinkLostError(OSError):
-    """The server cannot be reached, or the connection to it broke: it can be tried again."""
+    """The server is unreachable, or the connection broke. A retry may succeed."""
 
 
 class NotTrustedError(DureError):
-    """The server's certificate is not trusted here, or the server trusts none of ours.
+    """The client or the server does not trust the other side's certificate.
 
-    Trying again would not help.
+    A retry does not help.
     """
 
     exit_code = 2
 
 
 class WrongAddressError(DureError):
-    """No server of dure can be at this address: there is no such host, say.
+    """The address cannot belong to a dure server, for example because the host does not exist.
 
-    Trying again would not help.
+    A retry does not help.
     """
 
     exit_code = 2
 
 
 class Place(NamedTuple):
-    """Where a server listens. prefix: what stands before each path, "" or "/dure"."""
+    """Address of a server. `prefix` is the path before each request's path, "" or "/dure"."""
 
     secure: bool
     host: str
@@ -82,7 +83,7 @@ class Place(NamedTuple):
 
 
 def place_of(url: str) -> Place:
-    """Raises ValueError for what is no URL of a server."""
+    """Parse a server's URL. Raises ValueError for an invalid URL."""
     said = urllib.parse.urlsplit(url)
     if said.scheme not in ("https", "http") or not said.hostname:
         raise ValueError(f"{url!r} is no URL of a server: write https://HOST:PORT")
@@ -94,7 +95,7 @@ def place_of(url: str) -> Place:
 
 
 class Proxy(NamedTuple):
-    """headers: what it is told of who asks."""
+    """Address of a proxy. `headers` are sent to the proxy, for its authentication."""
 
     host: str
     port: int
@@ -102,8 +103,11 @@ class Proxy(NamedTuple):
 
 
 def proxy_for(place: Place) -> Proxy | None:
-    """What the environment says. Raises ValueError for a proxy that is not spoken to over HTTP."""
-    # This machine, which a proxy could not reach.
+    """Return the proxy of the environment; None for a direct connection.
+
+    Raises ValueError for a proxy whose scheme is not http.
+    """
+    # A loopback address is on this machine, and a proxy could not reach it.
     if is_loopback(place.host) or urllib.request.proxy_bypass(place.host):
         return None
     url = urllib.request.getproxies().get("https" if place.secure else "http")
@@ -125,10 +129,14 @@ def proxy_for(place: Place) -> Proxy | None:
 
 @dataclass
 class Limits:
-    """What a connection waits for and takes.
+    """Timeouts and size limit of a connection, and its progress.
 
-    silent: seconds without a byte. until: of `time.monotonic`, when everything has to be there;
-    None without. left: bytes that may still come. ended: no more will. heard: some have come.
+    Args:
+        silent: Seconds without a byte.
+        until: Deadline on the clock `time.monotonic`; None for no deadline.
+        left: Bytes that may still arrive.
+        ended: Whether the server has closed the connection.
+        heard: Whether any byte has arrived.
     """
 
     silent: float
@@ -138,7 +146,10 @@ class Limits:
     heard: bool = False
 
     def seconds(self) -> float:
-        """How long is waited for the next bytes. Raises TimeoutError where it is too late."""
+        """Return the timeout of the next read in seconds.
+
+        Raises TimeoutError after the deadline.
+        """
         if self.until is None:
             return self.silent
         left = self.until - time.monotonic()
@@ -155,11 +166,11 @@ class Limits:
 
 
 class _Incoming(io.RawIOBase):
-    """What comes out of a socket, within the limits."""
+    """Raw input of a socket, within the limits."""
 
     def __init__(self, sock: socket.socket, limits: Limits) -> None:
         self._sock = sock
-        # It keeps the socket open, as the library expects, until the answer is read.
+        # The file object keeps the socket open until the answer is read, as the library expects.
         self._raw = cast(io.RawIOBase, sock.makefile("rb", buffering=0))
         self._limits = limits
 
@@ -180,7 +191,7 @@ class _Incoming(io.RawIOBase):
 
 
 class _Source(NamedTuple):
-    """What the library's answer takes for a socket."""
+    """Object that `http.client.HTTPResponse` uses as its socket."""
 
     sock: socket.socket
     limits: Limits
@@ -190,7 +201,7 @@ class _Source(NamedTuple):
 
 
 class Connection(http.client.HTTPConnection):
-    """An open connection. Raises OSError where there is none to be had."""
+    """Open HTTP connection. Raises OSError if the connection fails."""
 
     def __init__(
         self, place: Place, context: ssl.SSLContext | None, proxy: Proxy | None, limits: Limits
@@ -200,7 +211,7 @@ class Connection(http.client.HTTPConnection):
         self.limits = limits
         self.response_class = self._response  # type: ignore[assignment]
         self.default_port = 443 if place.secure else 80
-        # Without TLS the proxy takes requests itself, by whole URLs.
+        # Without TLS the proxy itself takes requests, by absolute URLs.
         self._before = place.prefix
         self._more: dict[str, str] = {}
         if proxy is not None and place.secure:
@@ -210,7 +221,7 @@ class Connection(http.client.HTTPConnection):
             self._more = proxy.headers
         self._head: bytearray | None = None
         self.usable = True
-        """For another request: false where an answer came before all of this one was sent."""
+        """Whether another request may use the connection; False after an early answer."""
         limits.left = 1 << 16
         self.connect()
         try:
@@ -226,7 +237,7 @@ class Connection(http.client.HTTPConnection):
         return http.client.HTTPResponse(_Source(sock, self.limits), method=method)  # type: ignore[arg-type]
 
     def head(self, method: str, path: str, headers: Mapping[str, str]) -> bytes:
-        """The bytes before a request's body; nothing is sent."""
+        """Return the bytes before a request's body; send nothing."""
         self._head = bytearray()
         try:
             self.putrequest(method, self._before + path)
@@ -245,21 +256,22 @@ class Connection(http.client.HTTPConnection):
 
     def getresponse(self) -> http.client.HTTPResponse:
         response = super().getresponse()
-        # The library takes a head that was cut off for a whole one.
+        # The library would accept a truncated head as complete.
         if self.limits.ended:
             self.close()
             raise http.client.RemoteDisconnected("the connection broke within an answer's head")
         return response
 
     def shut(self) -> None:
-        """Ends whatever a thread waits for here; any other thread may say so."""
+        """End the wait of a thread on this connection; any other thread may call this."""
         with suppress(OSError):
-            # Past TLS's own method, after which the waiting thread would read undeciphered bytes.
+            # Bypasses the method of the TLS socket, after which the waiting thread would read
+            # undeciphered bytes.
             socket.socket.shutdown(self._wire, socket.SHUT_RDWR)
 
 
 _OPTIONS = (
-    # A link that lies idle is asked whether it is still there, before a router forgets it.
+    # Keeps an idle connection alive, before a router forgets it.
     (socket.SOL_SOCKET, "SO_KEEPALIVE", 1),
     (socket.IPPROTO_TCP, "TCP_KEEPIDLE", 20),
     (socket.IPPROTO_TCP, "TCP_KEEPINTVL", 10),
@@ -284,9 +296,10 @@ def _arrange(sock: socket.socket) -> None:
 def lost(
     error: Exception, place: Place, seconds: float, heard: bool = True
 ) -> LinkLostError | NotTrustedError | WrongAddressError:
-    """What became of a connection, in one line; `dure.worlds.network.client.link` has the table.
+    """Return the error for a broken connection; the table is in `dure.worlds.network.client.link`.
 
-    seconds: how long was waited, where that is what went wrong. heard: whether it was any good.
+    `seconds` is the timeout, for the message of a TimeoutError. `heard` is whether any byte has
+    arrived on this connection.
     """
     if isinstance(error, LinkLostError | NotTrustedError | WrongAddressError):
         return error
@@ -309,32 +322,35 @@ ASKS_FOR_ONE = "does it ask for a certificate, or another one, of yours?"
 
 
 def closed_without_a_word(error: Exception) -> bool:
-    """How a server often refuses a client's certificate, and one that ends closes connections."""
+    """Return whether a server closed the connection without an answer.
+
+    A server often refuses a client's certificate so, and a server that ends closes connections so.
+    """
     return isinstance(error, ConnectionError | ssl.SSLEOFError)
 
 
 def _wrong_address(error: Exception, place: Place) -> str | None:
-    """Why no server can be there; None where one may be, now or later."""
+    """Return the reason why no server can be at this address; None if a server may be there."""
     if isinstance(error, socket.gaierror) and error.errno in _NO_SUCH_HOST:
         return f"there is no host {place.host}: {error.strerror}"
     if isinstance(error, ssl.SSLError) and error.reason in _NO_TLS:
         return f"{place} does not speak TLS: is it a server of http://?"
     if isinstance(error, ssl.SSLError) and _has(error, _NO_COMMON_TLS):
         return f"{place} speaks no TLS that this machine speaks: {error.reason}"
-    # The library's own words, of the answer to CONNECT.
+    # The library's own words about the proxy's answer to CONNECT.
     status = re.match(r"Tunnel connection failed: (4\d\d) (.*)", str(error))
     if status is not None and int(status[1]) not in NOT_NOW:
         return f"the proxy does not lead to {place}: {status[1]} {status[2]}"
     return None
 
 
-# A name server that does not answer is EAI_AGAIN.
+# EAI_AGAIN is not listed: it means a name server without an answer.
 _NO_SUCH_HOST = {socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME)}
 _NO_TLS = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST")
 _NO_COMMON_TLS = ("PROTOCOL_VERSION", "UNSUPPORTED_PROTOCOL", "INSUFFICIENT_SECURITY")
 _NOT_OURS = ("CERTIFICATE", "UNKNOWN_CA", "HANDSHAKE_FAILURE", "ACCESS_DENIED")
 NOT_NOW = (408, 425, 429)
-"""What is answered below 500 to a request that may be made again."""
+"""Status codes below 500 of requests that may be repeated."""
 
 
 def _has(error: ssl.SSLError, words: tuple[str, ...]) -> bool:

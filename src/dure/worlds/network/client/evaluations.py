@@ -1,10 +1,10 @@
-"""Bound on the models that a site measures for a server.
+"""Bound on the models that a site evaluates for a server.
 
-    round r   digests of the models that were measured, d_1 ... d_k; one more is measured where
-              k < evaluations_per_round, and one of these again as often as it is asked
+    round r   digests d_1 ... d_k of the evaluated models; a further model is evaluated if
+              k < evaluations_per_round, and a model of the list any number of times
 
-The server names the rounds. So a site that bounds evaluations measures none of an earlier round
-than the newest one; a server that counts rounds faster than it trains is not noticed.
+The server numbers the rounds. A site with a bound therefore evaluates no model of a round before
+the newest round. A server that numbers rounds faster than it trains is not detected.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from dure.worlds.network.client.state import ClientState
 
 
 class Evaluations:
-    """The models of a run that were measured here, which its policy bounds.
+    """Evaluated models of a run, bounded by the site's policy.
 
-    state: keeps the list of them from one start of the client to the next.
+    `state` stores the list between starts of the client.
     """
 
     def __init__(self, policy: Policy, state: ClientState, run: str) -> None:
@@ -30,13 +30,17 @@ class Evaluations:
         self._newest = max((round for round, _ in self._measured), default=-1)
 
     def another(self, round: int, examples: int) -> str:
-        """As `refusal`, for split learning: no site knows the whole model, so each one counts."""
+        """Return the `refusal` of an evaluation in split learning; every evaluation counts.
+
+        No site knows the digest of the whole model there.
+        """
         return self.refusal(round, secrets.token_hex(32), examples)
 
     def refusal(self, round: int, digest: str, examples: int) -> str:
-        """Why a model is not measured, in words; empty where it may be, and then it counts.
+        """Return the reason against an evaluation; "" if it is allowed, and then count it.
 
-        round: as the server names it. digest: of the model. examples: with how many.
+        `round` is the server's number, `digest` the digest of the model, and `examples` the number
+        of held-out examples.
         """
         if self._bounded and (round, digest) in self._measured:
             return self.policy.evaluation(examples, 0)

@@ -1,7 +1,7 @@
-"""What a server is told of an error in a site's own code.
+"""Report to the server of an error in a site's own code.
 
-Type, file and line say where to look, and nothing of the data. A message may quote an example
-("no patient called …"), so it travels only where the site shares it.
+The error's type, file and line show where to look and contain no data. The error's message may
+quote an example ("no patient called …"), so the client sends it only if the site shares messages.
 """
 
 from __future__ import annotations
@@ -14,17 +14,18 @@ from dure.errors import WorkerFailedError, text_of
 from dure.wire.requests import Failed
 
 MOST_MESSAGE = 2000
-"""Letters of a message that travel."""
+"""Maximum characters of a message that travel."""
 
 
 def what_is_told(
     ticket: int, error: BaseException, share: bool, folder: Path | None = None
 ) -> Failed:
-    """What travels of an error.
+    """Return the report of an error.
 
-    folder: of the task. The place is the last one in it that the error came from, and the file is
-    named from there on; else it is the very place, and the file has its bare name. share: the
-    message travels too, with the line of the program.
+    `folder` is the folder of the task. The reported position is the last frame of the traceback
+    inside the folder, and the file's path is relative to the folder; without such a frame, the
+    position is the last frame of all, and the file has its bare name. `share` adds the message and
+    the line of source code.
     """
     error = _own(error)
     path, line = _place(error, folder)
@@ -33,14 +34,14 @@ def what_is_told(
 
 
 def _own(error: BaseException) -> BaseException:
-    """What the site's own code raised, without what dure has put around it."""
+    """Return the error of the site's own code, without dure's wrappers."""
     while isinstance(error, WorkerFailedError) and error.__cause__ is not None:
         error = error.__cause__
     return error
 
 
 def _place(error: BaseException, folder: Path | None) -> tuple[str, int]:
-    """(file, line) where it was raised; ("", 0) for one that never was."""
+    """Return (file, line) of the raising frame; ("", 0) for an error without a traceback."""
     places = [
         (frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)
     ]
@@ -49,7 +50,7 @@ def _place(error: BaseException, folder: Path | None) -> tuple[str, int]:
 
 
 def _relative(path: str, folder: Path | None) -> str | None:
-    """The path from the folder on; None where it does not lie there."""
+    """Return the path relative to the folder; None if it is outside."""
     if folder is None:
         return None
     try:

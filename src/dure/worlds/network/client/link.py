@@ -1,27 +1,27 @@
-"""The client's side of the wire: requests to a server, and patience.
+"""Client's HTTP requests to a server, with signatures, error classes and retries.
 
-A `Link` is one connection that stays open between requests. Where the server has closed it
-meanwhile, it is opened anew and the request sent once more: all requests here may be repeated.
-Whatever else goes wrong is said by the kind of the error. `patiently` tries again after the first
-two; the others end a client:
+A `Link` is a connection that stays open between requests. If the server has closed an idle
+connection, the link reopens it and sends the request again: all requests are idempotent. The class
+of the error describes every other failure. `patiently` retries after the first two; the others end
+a client:
 
-    LinkLostError      refused, reset, cut off, nothing within the time, no way there, a name server
-                       that is silent, a proxy that is busy
+    LinkLostError      refused, reset, cut off, timeout, no route, a name server
+                       without an answer, a busy proxy
     BusyError          408, 425, 429, 5xx
-    WrongAddressError  no such host, no TLS there, none that both speak, a proxy that says no    *
-    NotTrustedError    one of the two does not trust the other; `MOST_SILENT` connections in a row
-                       closed after TLS was agreed on, without a word                            *
-    RefusedError       4xx in the words of a server of dure
-    UnfitMessageError  an answer of a server of dure with a value that it cannot have
-                       3xx, 4xx without them, a page: what answers there is no server of dure    *
+    WrongAddressError  no such host, no TLS, no common TLS version, a proxy that refuses         *
+    NotTrustedError    a certificate that the other side does not trust; `MOST_SILENT` connections
+                       in a row closed after the TLS handshake without an answer                 *
+    RefusedError       4xx with a `Refusal` of a dure server
+    UnfitMessageError  an answer of a dure server with a value out of range
+                       3xx, 4xx without `Refusal`, an HTML page: not a dure server               *
 
-    *  until a server of dure has answered once. It has been the right one then, and what stands in
-       between may pass: a sign-on page of a hotel, a name that is known within a VPN alone, a
-       certificate that is being renewed. So these are LinkLostError and BusyError from then on.
+    *  until a dure server has answered once. Afterwards the address is known to be right, and the
+       obstacle may be transient: the login page of a hotel, a name that is known only inside a
+       VPN, a certificate under renewal. These errors then become LinkLostError and BusyError.
 
-How long `patiently` waits doubles, and is drawn from all of that time, so that the clients of a
-server that comes back do not come all at once ("full jitter": M. Brooker, Exponential backoff and
-jitter, AWS architecture blog, 2015).
+The waiting time of `patiently` doubles with each attempt, and is drawn uniformly between 0 and that
+time, so that the clients of a restarted server do not return simultaneously ("full jitter": M.
+Brooker, Exponential backoff and jitter, AWS architecture blog, 2015).
 """
 
 from __future__ import annotations
@@ -84,14 +84,17 @@ __all__ = [
 ]
 
 MOST_HEAD = 1 << 18
-"""Bytes of an answer besides its body, at most."""
+"""Maximum bytes of an answer's head."""
 
 LONGEST_WAIT = 600.0
-"""Seconds that a server may ask a client to stay away."""
+"""Maximum seconds that the client waits at the request of a server."""
 
 MOST_SILENT = 4
-"""Connections over TLS in a row that a server closes without a word, before it is left alone: it
-does so with clients whose certificate it does not take. One that ends does so once or twice."""
+"""Connections that the server closes without an answer, in a row, before the client gives up.
+
+A server closes TLS connections so if it refuses the client's certificate; a server that ends does
+so once or twice.
+"""
 
 _EARLY_ANSWER = 1.0
 _CLOSED = (ConnectionError, ssl.SSLEOFError, ssl.SSLZeroReturnError)
@@ -99,10 +102,10 @@ _Result = TypeVar("_Result")
 
 
 class RefusedError(DureError):
-    """The server does not do what it was asked.
+    """The server refuses the request.
 
-    status: of HTTP. reason: what the server says, in one line. body: its answer, cut where it is
-    long.
+    `status` is the HTTP status. `reason` is the server's reason, in one line. `body` is the body of
+    the answer, truncated if long.
     """
 
     def __init__(self, status: int, reason: str, body: bytes = b"") -> None:
@@ -116,14 +119,16 @@ class RefusedError(DureError):
 
 
 class UnfitMessageError(DureError):
-    """A server of dure says what cannot be: a number beyond its range, say. Nothing is done of it,
-    and it is not asked again."""
+    """A dure server sent an invalid message, for example a number out of range.
+
+    The client does not act on the message, and does not retry.
+    """
 
 
 class BusyError(OSError):
-    """The server, or what stands before it, cannot answer now.
+    """The server, or a proxy before it, cannot answer now.
 
-    seconds: how long it wants to be left alone; 0 where it does not say.
+    `seconds` is the server's requested delay before a retry; 0 without a request.
     """
 
     def __init__(self, status: int, reason: str, seconds: float = 0.0) -> None:
@@ -137,21 +142,21 @@ class BusyError(OSError):
 
 
 class StoppedError(Exception):
-    """The caller's own wish to end came first: `stop` was set, or the link closed."""
+    """The caller has ended the operation: `stop` was set, or the link was closed."""
 
 
 class Signs(Protocol):
-    """Signs requests. Several threads may ask at once."""
+    """Signer of requests. Several threads may call it at once."""
 
     def headers(self, method: str, path: str, digest: str) -> Mapping[str, str]:
-        """Of one sending of a request; digest: SHA-256 of its body, as hexadecimal digits."""
+        """Return the headers for a transmission of a request with this SHA-256 of its body."""
 
     def renew(self, nonce: str) -> None:
-        """The server's new nonce, to be used from now on."""
+        """Use this nonce of the server from now on."""
 
 
 class Answer(NamedTuple):
-    """headers: by their names in small letters."""
+    """Answer of a server. The names of `headers` are in lower case."""
 
     status: int
     headers: Mapping[str, str]
@@ -159,8 +164,11 @@ class Answer(NamedTuple):
 
 
 class Streamed(NamedTuple):
-    """An answer whose body is read as it comes. read: fills the front of the memory; how many
-    bytes that were, 0 at the end; raises LinkLostError where the body ends early."""
+    """Answer whose body is read as it arrives.
+
+    `read` fills the front of the memory and returns the number of bytes, 0 at the end. It raises
+    LinkLostError for a truncated body.
+    """
 
     status: int
     headers: Mapping[str, str]
@@ -168,8 +176,11 @@ class Streamed(NamedTuple):
 
 
 class Outgoing(NamedTuple):
-    """A request's body. digest: SHA-256 of it. pieces: the bytes, from the beginning at each call;
-    what it raises ends the request."""
+    """Body of a request.
+
+    `digest` is its SHA-256. `pieces` yields the bytes from the beginning at each call; its errors
+    end the request.
+    """
 
     size: int
     digest: str
@@ -181,16 +192,20 @@ def _outgoing(body: bytes) -> Outgoing:
 
 
 class Link:
-    """Requests to one server, by one thread at a time.
+    """Requests to a server, by one thread at a time.
 
-    url: https://HOST:PORT, with a path where a proxy before the server expects one. context: of
-    TLS; the system's authorities without. signs: what signs each request. connect_seconds: to open
-    a connection. silent_seconds: for an answer, and between two bytes of a long one. idle_seconds:
-    after which a connection is not used again, below the time after which servers close it.
-    most_part: bytes of a body that something on the way is known to refuse more than; uploads
-    note it here. known: a server of dure has answered there before.
+    Args:
+        url: https://HOST:PORT, with a path if a proxy before the server expects one.
+        context: TLS context; None for the system's authorities.
+        signs: Signer of the requests; None for unsigned requests.
+        connect_seconds: Timeout of opening a connection.
+        silent_seconds: Timeout of an answer, and between two bytes of a long answer.
+        idle_seconds: Longest idle time of a reused connection, below the idle timeout of servers.
+        known: Whether a dure server has answered at this address before.
 
-    Raises ValueError for a URL or a proxy that is none.
+    The attribute `most_part` is the largest body in bytes that passes all proxies; uploads set it.
+
+    Raises ValueError for an invalid URL or proxy.
     """
 
     def __init__(
@@ -206,7 +221,7 @@ class Link:
     ) -> None:
         self.known = known
         self._silent = 0
-        """Connections in a row that were closed without a word."""
+        """Connections in a row that were closed without an answer."""
         self.place = place_of(url)
         self._proxy = proxy_for(self.place)
         self._context = (context or ssl.create_default_context()) if self.place.secure else None
@@ -230,27 +245,40 @@ class Link:
         timeout: float | None = None,
         most: int = MOST_BODY,
     ) -> Answer:
-        """A request whose answer is small.
+        """Send a request with a small answer, and return the answer.
 
-        timeout: seconds until the answer has to be there, `silent_seconds` by default. most: bytes
-        that its body may have.
+        Args:
+            method: HTTP method.
+            path: Path with query.
+            body: Body of the request.
+            headers: Additional headers.
+            timeout: Seconds until the whole answer must have arrived; None for `silent_seconds`.
+            most: Maximum bytes of the answer's body.
 
-        Raises LinkLostError, NotTrustedError, RefusedError, BusyError, and StoppedError where the
-        link was closed.
+        Raises:
+            LinkLostError, NotTrustedError, WrongAddressError, RefusedError, BusyError: See the
+                module.
+            StoppedError: The link was closed.
         """
         return self.send(method, path, _outgoing(body), headers, timeout, most)
 
     def ask(
         self, method: str, path: str, said: Said, kind: type[Body], timeout: float | None = None
     ) -> Body:
-        """A request and an answer of `dure.wire.requests`. Raises as `request` does."""
+        """Send a body of `dure.wire.requests` and return the decoded answer.
+
+        Raises as `request` does.
+        """
         headers = {"content-type": "application/json"}
         return self.understood(self.request(method, path, to_json(said), headers, timeout), kind)
 
     def understood(self, answer: Answer, kind: type[Body]) -> Body:
-        """What an answer says. Raises RefusedError where it says something else: who signs on to a
-        foreign network is often answered by a page of its own. Raises UnfitMessageError for a value
-        beyond its range."""
+        """Decode an answer.
+
+        Raises UnfitMessageError for a value out of range. An answer of another form is not a dure
+        server's, such as the login page of a network: raises RefusedError, or BusyError at a known
+        address.
+        """
         try:
             said = from_json(answer.body, kind)
         except RangeError as error:
@@ -263,7 +291,7 @@ class Link:
         return said
 
     def _foreign(self, status: int, about: str, body: bytes) -> RefusedError | BusyError:
-        """An answer that is none of a server of dure."""
+        """Return the error for an answer that is not a dure server's."""
         reason = one_line(f"what answers at {self.place} is no server of dure: {about}")
         return BusyError(status, reason) if self.known else RefusedError(status, reason, body)
 
@@ -276,7 +304,7 @@ class Link:
         timeout: float | None = None,
         most: int = MOST_BODY,
     ) -> Answer:
-        """`request`, whose body may be long."""
+        """Send a request with a long body, as `request` does."""
         seconds = self.silent_seconds if timeout is None else timeout
         with self._held(), self._told(seconds):
             response = self._answered(method, path, body, headers or {}, seconds)
@@ -290,7 +318,7 @@ class Link:
         headers: Mapping[str, str] | None = None,
         most: int = MOST_BODY,
     ) -> Iterator[Streamed]:
-        """A request whose answer is long, and read within the block. Raises as `request` does."""
+        """Send a request whose long answer is read within the block. Raises as `request` does."""
         with self._held():
             with self._told(self.silent_seconds):
                 response = self._answered(
@@ -302,13 +330,13 @@ class Link:
             try:
                 yield Streamed(response.status, _headers(response), self._reader(response))
             finally:
-                # What is left of a body would be taken for the next answer.
+                # The rest of the body would be read as the next answer.
                 if not response.isclosed():
                     self._hang_up()
                 response.close()
 
     def close(self) -> None:
-        """For good. Any thread may say so; one that waits here gets StoppedError at once."""
+        """Close the link for good. Any thread may call this; a waiting thread gets StoppedError."""
         self._closed = True
         connection = self._connection
         if connection is not None:
@@ -334,13 +362,13 @@ class Link:
         finally:
             if self._closed:
                 self._hang_up()
-            # By the clock on the wall, which goes on while the machine sleeps.
+            # The wall clock, which also counts while the machine sleeps.
             self._used = time.time()
             self._one.release()
 
     @contextmanager
     def _told(self, seconds: float) -> Iterator[None]:
-        """What goes wrong with the connection is one of the errors above, and ends it."""
+        """Context manager: convert errors of the connection to the module's errors; close it."""
         try:
             yield
             self._silent = 0
@@ -357,12 +385,12 @@ class Link:
                 raise StoppedError("the link is closed") from error
             raise self._judged(error, seconds) from error
         except BaseException:
-            # A request that was ended in its midst leaves a connection that nobody can use.
+            # An interrupted request leaves the connection in an unusable state.
             self._hang_up()
             raise
 
     def _judged(self, error: Exception, seconds: float) -> Exception:
-        """What a connection that was open has come to."""
+        """Return the module's error for a failure of an open connection."""
         judged = lost(error, self.place, seconds, self._limits.heard)
         told = self.place.secure and not self._limits.heard and closed_without_a_word(error)
         self._silent = self._silent + 1 if told else 0
@@ -377,7 +405,10 @@ class Link:
     def _answered(
         self, method: str, path: str, body: Outgoing, headers: Mapping[str, str], seconds: float
     ) -> http.client.HTTPResponse:
-        """The answer to a request, its body unread, where it says that all is well."""
+        """Send a request and return the answer with its body unread, if the status is 2xx.
+
+        Signs the request again if the server sends a new nonce.
+        """
         response = self._exchanged(method, path, body, headers, seconds)
         nonce = response.headers.get("dure-nonce")
         if response.status == 401 and nonce is not None and self._signs is not None:
@@ -398,7 +429,7 @@ class Link:
         reason = said or _status(response)
         if status >= 500 or status in NOT_NOW:
             return BusyError(status, reason, _retry_after(response.headers.get("retry-after")))
-        # Of a body that is too long for something on the way the sender makes smaller ones.
+        # If a proxy refuses a long body, the uploader sends smaller parts.
         if said is not None or method == "PATCH":
             return RefusedError(status, reason, body)
         return self._foreign(status, reason, body)
@@ -406,13 +437,13 @@ class Link:
     def _exchanged(
         self, method: str, path: str, body: Outgoing, headers: Mapping[str, str], seconds: float
     ) -> http.client.HTTPResponse:
-        """An answer of any status. That a connection was closed while it lay idle is no failure."""
+        """Send a request and return an answer of any status, reopening a closed idle connection."""
         connection = self._kept()
         if connection is not None:
             try:
                 return self._once(connection, method, path, body, headers, seconds)
             except _CLOSED:
-                # Who sends a long body decides for himself what is sent again.
+                # The sender of a long body decides itself which bytes to send again.
                 if body.size > SENT_AT_ONCE:
                     raise
                 self._hang_up()
@@ -429,7 +460,7 @@ class Link:
     ) -> http.client.HTTPResponse:
         limits = self._limits
         limits.left = MOST_HEAD + MOST_BODY
-        # Signed at each sending: a server may take a signature once.
+        # Signed per transmission: a server accepts each signature once.
         signed = {} if self._signs is None else self._signs.headers(method, path, body.digest)
         length = {"content-length": str(body.size)} if body.size or method != "GET" else {}
         head = connection.head(method, path, {**length, **headers, **signed})
@@ -438,7 +469,7 @@ class Link:
             for piece in _joined(head, body.pieces()):
                 connection.send(piece)
         except OSError as error:
-            # Who refuses a body may answer, and close, before all of it is sent.
+            # A server that refuses a body may answer and close before the whole body is sent.
             connection.usable = False
             limits.until = time.monotonic() + _EARLY_ANSWER
             return _early(connection, error)
@@ -446,7 +477,7 @@ class Link:
         return connection.getresponse()
 
     def _whole(self, response: http.client.HTTPResponse, most: int) -> bytes:
-        """The body of an answer. Raises RefusedError where it is longer than `most`."""
+        """Return the body of an answer. Raises RefusedError if it has more than `most` bytes."""
         body = self._front(response, most + 1)
         if len(body) > most:
             reason = f"{self.place} answers with more than {most} bytes"
@@ -454,7 +485,7 @@ class Link:
         return body
 
     def _front(self, response: http.client.HTTPResponse, most: int) -> bytes:
-        """The body of an answer, cut where it is longer."""
+        """Return at most `most` bytes of the body of an answer."""
         self._limits.until = time.monotonic() + self.silent_seconds
         self._limits.left = most + MOST_HEAD
         try:
@@ -481,7 +512,7 @@ class Link:
     # The connection
 
     def _kept(self) -> Connection | None:
-        """The connection of the request before, if it is open and was used of late."""
+        """Return the connection of the previous request, if it is open and recently used."""
         if self._connection is None:
             return None
         idle = time.time() - self._used
@@ -513,7 +544,7 @@ class Link:
 
 
 def _joined(head: bytes, pieces: Iterator[bytes | memoryview]) -> Iterator[bytes | memoryview]:
-    """The head with the first piece of the body, if that is small, and the other pieces."""
+    """Yield the head, joined with the first piece of the body if that is small, and the rest."""
     first = next(pieces, b"")
     if len(first) <= SENT_AT_ONCE:
         yield head + bytes(first)
@@ -524,8 +555,10 @@ def _joined(head: bytes, pieces: Iterator[bytes | memoryview]) -> Iterator[bytes
 
 
 def _early(connection: Connection, broken: OSError) -> http.client.HTTPResponse:
-    """The answer that came before a request was sent. Raises what broke the sending without one,
-    and what TLS has to say."""
+    """Return the answer that arrived before the request was completely sent.
+
+    Raises `broken` without an answer, and the error of TLS if there is one.
+    """
     try:
         response = connection.getresponse()
     except ssl.SSLError:
@@ -542,7 +575,7 @@ def _headers(response: http.client.HTTPResponse) -> dict[str, str]:
 
 
 def own_words(body: bytes) -> str | None:
-    """Why a server of dure refuses; None of anybody else."""
+    """Return the reason of a dure server's refusal; None for any other body."""
     try:
         return one_line(from_json(body, Refusal).error)
     except RequestError:
@@ -556,7 +589,7 @@ def _status(response: http.client.HTTPResponse) -> str:
 
 
 def _retry_after(text: str | None) -> float:
-    """Seconds, of a number of them or a date."""
+    """Return seconds from a Retry-After header, which has a number or a date."""
     if text is None:
         return 0.0
     try:
@@ -566,16 +599,16 @@ def _retry_after(text: str | None) -> float:
             seconds = email.utils.parsedate_to_datetime(text).timestamp() - time.time()
         except (ValueError, OverflowError):
             return 0.0
-    # A number that is none, such as "nan", is no time to wait either.
+    # NaN is not a waiting time.
     return min(max(seconds, 0.0), LONGEST_WAIT) if seconds == seconds else 0.0
 
 
 @dataclass(frozen=True)
 class Backoff:
-    """How long is waited before another attempt: at the n-th, up to base 2^n seconds, and at most
-    `most`.
+    """Exponential backoff: a random wait of at most min(base 2^n, `most`) seconds.
 
-    draw: a number from 0 to 1. Clients are to draw different ones, so it comes from the system.
+    The wait precedes attempt n. `draw` returns a number from 0 to 1. It uses the system's random
+    source, so that clients draw different numbers.
     """
 
     base: float = 0.25
@@ -600,13 +633,18 @@ def patiently(
     tell: Callable[[OSError, float], None] = _untold,
     limit: float | None = None,
 ) -> _Result:
-    """What `call` returns, once it neither raises LinkLostError nor BusyError.
+    """Call `call` until it raises neither LinkLostError nor BusyError, and return its result.
 
-    tell: is called with each of these, and the seconds until the next attempt. limit: seconds after
-    which there is no next.
+    Args:
+        call: Function to call.
+        backoff: Waiting times between attempts.
+        stop: Event that ends the attempts, and any wait, immediately.
+        tell: Function called with each such error and the seconds until the next attempt.
+        limit: Seconds after which no further attempt is made; None for no limit.
 
-    Raises StoppedError once `stop` is set, at once even while it waits; the last error at the
-    limit; and whatever else `call` raises.
+    Raises:
+        StoppedError: `stop` was set.
+        LinkLostError, BusyError: The last error, at the limit.
     """
     until = None if limit is None else time.monotonic() + limit
     for wait in backoff.waits():
@@ -618,7 +656,8 @@ def patiently(
             if stop.is_set():
                 raise StoppedError from error
             if isinstance(error, BusyError):
-                # All that are sent away come back later, and not all at one time.
+                # Added to the random wait, so that the refused clients do not return
+                # simultaneously.
                 wait += error.seconds
             if until is not None and time.monotonic() + wait > until:
                 raise

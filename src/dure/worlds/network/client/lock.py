@@ -1,4 +1,4 @@
-"""A file that one process at a time holds, until it lets go or ends."""
+"""Exclusive lock on a file, until the process releases it or ends."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _HELD: set[int] = set()
 
 
 def lock(path: Path) -> int:
-    """The file, opened to be read and written, and held; it is made where it is missing.
+    """Open a file for reading and writing, create it if missing, and lock it.
 
-    Raises BlockingIOError if another process, or this one, holds it, and OSError if it cannot be
-    opened.
+    Raises BlockingIOError if this or another process holds the lock, and OSError if the file cannot
+    be opened.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
@@ -24,18 +24,18 @@ def lock(path: Path) -> int:
         os.close(descriptor)
         raise
     except OSError:
-        # The file system knows no locks: nobody else could hold it.
+        # The file system has no locks, so no other process could hold this lock.
         pass
     _HELD.add(descriptor)
     return descriptor
 
 
 def unlock(descriptor: int) -> bool:
-    """Closes it, so that others may hold the file. False if this process does not hold it."""
+    """Release a lock and close its file. Return False if this process does not hold the lock."""
     if descriptor not in _HELD:
         return False
     _HELD.remove(descriptor)
-    # Said, and not by closing alone: a child that was just forked may have it open too.
+    # Unlocked explicitly, and not only by closing: a forked child may have the file open too.
     with suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_UN)
     os.close(descriptor)
@@ -43,7 +43,7 @@ def unlock(descriptor: int) -> bool:
 
 
 def _let_go() -> None:
-    # A lock lasts until all have closed it, and a child may live longer than its parent.
+    # A lock lasts until all processes have closed the file, and a child may outlive its parent.
     while _HELD:
         os.close(_HELD.pop())
 

@@ -1,17 +1,18 @@
-"""What a client does, again and again: hears, trains or measures, sends.
+"""Main loop of a client: request work, then train, evaluate or answer, and send the result.
 
-    next -> outcomes of its updates      what it keeps becomes valid, or is dropped
-         -> measure this model           on what it holds out
-         -> train from this model        fetch, train, write down, send
+    next -> outcomes of its updates      commit or drop the state of the algorithm
+         -> evaluate this model          on the held-out examples
+         -> train from this model        fetch, train, store, send
          -> answer a step of a protocol  on an update that stays here
 
-Where updates stay with their clients, what is said is that one is ready, and the answers to the
-protocol's steps. Keys of the protocol are in memory alone: a client that was started again is not
-in it any more. Nothing else is said then of a client's examples: not how many there are, and no
-measurement.
+If updates stay at their clients, the client sends only the notice that an update is ready, and the
+answers to the protocol's steps. The keys of the protocol exist in memory only: a restarted client
+has left the protocol. In this mode the client reports nothing else about its examples, neither
+their number nor an evaluation.
 
-A client may be killed at any moment. What it keeps between rounds becomes valid when the server has
-said that the update counts; an update that was computed is sent, and not computed again.
+A client may be killed at any moment. The state that the algorithm keeps between rounds is committed
+when the server confirms that the update counts. A computed update is sent after a restart, and not
+computed again.
 """
 
 from __future__ import annotations
@@ -55,20 +56,20 @@ from dure.worlds.network.wanted import forms_of as wanted_forms
 from dure.worlds.network.wanted import named
 
 NOT_WANTED = 410
-"""Answered to what nobody waits for any more."""
+"""HTTP status for work that is no longer needed."""
 
 UNFIT = 422
-"""Answered to an update that cannot be what was asked for."""
+"""HTTP status for an update that does not match the assignment."""
 
 MOST_WAIT = 60.0
-"""Seconds between two attempts of a client whose own code raises again and again, at the most."""
+"""Maximum seconds between two attempts of a client whose own code raises repeatedly."""
 
 
 class Answered(NamedTuple):
-    """What a site has made of an assignment.
+    """Result of an assignment at a site.
 
-    reserve: the update without its tensors. memory: what the algorithm keeps if the update counts;
-    None where it keeps nothing new. keep: whether the update is written down, to be sent or held
+    `reserve` is the update without its tensors. `memory` is the state of the algorithm if the
+    update counts; None for no new state. `keep` is True if the update is stored, to be sent or held
     again after a restart.
     """
 
@@ -79,9 +80,10 @@ class Answered(NamedTuple):
 
 
 class Site(Protocol):
-    """What a site does with what it is told. The loop knows neither model nor algorithm.
+    """Work of a site for a server: training, evaluation and protocol steps.
 
-    holds: whether its updates stay here, by what it knows of the run; whoever else says so.
+    The loop depends on neither the model nor the algorithm. `holds` is True if the site knows from
+    the run's settings that updates stay here, whatever the server says.
     """
 
     name: str
@@ -93,22 +95,24 @@ class Site(Protocol):
 
     @property
     def share_errors(self) -> bool:
-        """Whether messages and lines of its own errors travel."""
+        """Whether messages and source lines of the site's own errors are sent."""
 
     def trains(self) -> Trains | None:
-        """What it would train; None for a training loop of its own."""
+        """Return the model and task of the site; None for its own training loop."""
 
     def machine(self) -> Machine | None:
-        """How it computes."""
+        """Return the properties of the machine that determine the computed bits."""
 
     def begin(self, welcome: Welcome, memory: Sequence[Tensor] | None) -> None:
-        """The run is this one; memory: what the algorithm had kept."""
+        """Start a run; `memory` is the stored state of the algorithm."""
 
     def train(
         self, train: Train, tensors: Mapping[str, Tensor], wanted: Callable[[], bool]
     ) -> Answered:
-        """Trains from a model. Raises NotWantedError once the update is not `wanted` any more,
-        which it asks now and then."""
+        """Train from a model and return the update.
+
+        Calls `wanted` now and then, and raises NotWantedError if the update is no longer needed.
+        """
 
     def hold(
         self,
@@ -117,31 +121,32 @@ class Site(Protocol):
         reserve: Reserve,
         update: Mapping[str, Tensor],
     ) -> None:
-        """An update that stays here, and that an earlier process of this client has computed from
-        this model."""
+        """Restore an update that stays here, computed from this model by an earlier process."""
 
     def answer(self, say: Say) -> Answer | None:
-        """What it says to a step of a protocol; None where it is not in it any more. What it raises
-        ends the protocol for this update."""
+        """Answer a step of a protocol; None if the site has left the protocol.
+
+        An error ends the protocol for this update.
+        """
 
     def measure(self, measure: MeasureThis, tensors: Mapping[str, Tensor]) -> MeasuredThis:
-        """Measures a model."""
+        """Evaluate a model on the held-out examples."""
 
     def settle(self, outcome: Outcome) -> None:
-        """What became of an update."""
+        """Take the outcome of an update."""
 
     def remember(self, memory: Sequence[Tensor] | None) -> None:
-        """What the algorithm has kept is this."""
+        """Set the state of the algorithm."""
 
 
 Event = Callable[[str, Mapping[str, object]], None]
-"""Hears of what happens: ("training", {"round": 3, …})."""
+"""Listener for events, such as ("training", {"round": 3, …})."""
 
 
 class Loop:
-    """A client at work until the run is over, or it is stopped.
+    """Client that works until the run ends or the client is stopped.
 
-    closed: seconds until the site works again, 0 while it does.
+    `closed` returns the seconds until the site's working hours; 0 within them.
     """
 
     def __init__(
@@ -159,14 +164,14 @@ class Loop:
         self._confirmed: list[int] = []
         self._failures = 0
         self._client = -1
-        """Its number, once it has checked in."""
+        """Number of the client, after its check-in."""
         self._left: set[int] = set()
-        """Tickets on which the site's own code does not go on with the protocol."""
+        """Assignment ids for which the site's own code has left the protocol."""
         self._earlier = set(self.state.pending())
-        """Tickets that an earlier process of this client has worked for."""
+        """Assignment ids for which an earlier process of this client has worked."""
 
     def run(self) -> str:
-        """Until the run is over; why it is. Raises StoppedError and RefusedError."""
+        """Work until the run ends, and return the reason. Raises StoppedError and RefusedError."""
         self._check_in()
         self._confirmed = [] if self.state.temporary else self.state.confirmations()
         while True:
@@ -175,7 +180,7 @@ class Loop:
             try:
                 word = self.session.next(confirmed)
             except RefusedError as refused:
-                # A server that was started anew without its run has to be told who calls.
+                # A server that was restarted without its run needs a new check-in.
                 if refused.status != 409:
                     raise
                 self._check_in()
@@ -194,18 +199,18 @@ class Loop:
                 self._train(word.train)
 
     def _keep_final(self, final: MeasureThis | None) -> None:
-        """A client that keeps the newest model gets the last one of the run."""
+        """Fetch the last model of the run, if the client stores the newest model."""
         if final is not None and not self.state.temporary:
             self.event("fetching", {"round": final.round, "bytes": final.bytes})
             try:
                 self._fetched(final, LAST)
-            # A server whose run is over does not wait long for those whose links break.
+            # A server whose run has ended does not wait long for a client with a broken connection.
             except GaveUpError as error:
                 why = f"{error.__cause__}; the last model is left there"
                 self.event("waiting", {"why": why})
 
     def _wait_until_open(self) -> None:
-        """Outside its hours the site does not call, and is away for the server."""
+        """Wait for the site's working hours, without any request to the server."""
         seconds = self.closed()
         if seconds > 0:
             self.event("closed", {"seconds": seconds})
@@ -219,7 +224,7 @@ class Loop:
             CheckIn(
                 version=VERSION,
                 name=site.name,
-                # One says that it is there.
+                # A positive number signals a client with examples, without their count.
                 examples=1 if holds else site.examples,
                 held_out=0 if holds else site.held_out,
                 wants=site.wants,
@@ -232,17 +237,17 @@ class Loop:
 
     @property
     def holds(self) -> bool:
-        """Whether updates stay here: where the server or the site says so."""
+        """Whether updates stay here, by the server's or the site's settings."""
         return self.session.holds or self.site.holds
 
-    # What became of updates
+    # Outcomes of updates
 
     def _settle(self, outcome: Outcome) -> None:
         self._left.discard(outcome.ticket)
         if not self.state.temporary:
             self.state.settle(outcome.ticket, outcome.kept)
         self.site.settle(outcome)
-        # What that process has learned is on the disk alone.
+        # The earlier process has left its algorithm's state only on the disk.
         if outcome.ticket in self._earlier:
             self._earlier.remove(outcome.ticket)
             self.site.remember(self.state.memory())
@@ -250,7 +255,7 @@ class Loop:
         self.event("settled", {"kept": outcome.kept, "reason": outcome.reason})
 
     def _heard(self, tickets: list[int]) -> None:
-        """The server has heard that these are settled."""
+        """Remove outcomes from the list after the server has received their confirmation."""
         if tickets:
             self._confirmed = [one for one in self._confirmed if one not in tickets]
             if not self.state.temporary:
@@ -289,7 +294,7 @@ class Loop:
                 if refused.status == UNFIT:
                     self._refused(train, refused)
                     return
-                # The round ended while it was on its way.
+                # The round ended while the update was in transit.
                 if refused.status != 410:
                     raise
                 sent = False
@@ -299,7 +304,7 @@ class Loop:
                 self._not_wanted(train, wanted)
 
     def _holds(self, train: Train, reserve: Reserve) -> None:
-        """The server hears that an update is there, or that there is none; not why."""
+        """Report that an update is ready, or that there is none, without the reason."""
         try:
             if reserve.failure is None:
                 self.session.ready(train.ticket)
@@ -313,7 +318,7 @@ class Loop:
     def _held(
         self, train: Train, reserve: Reserve, update: Mapping[str, Tensor]
     ) -> tuple[Reserve, Mapping[str, Tensor]] | None:
-        """The same, once the site has it; None where its model is gone."""
+        """Return the same update after the site has restored it; None if its model is gone."""
         tensors = self._fetched(train)
         if tensors is None:
             return None
@@ -321,7 +326,7 @@ class Loop:
         return reserve, update
 
     def _answer(self, this: SayThis) -> None:
-        """Answers a step of a protocol."""
+        """Answer a step of a protocol."""
         with self.session.working(this.ticket) as wanted:
             self.event("answering", {"ticket": this.ticket, "step": this.stage})
             said = AnswerTo(this.ticket, this.stage, this.asking)
@@ -336,12 +341,12 @@ class Loop:
             try:
                 self.session.answered(said)
             except RefusedError as refused:
-                # The step ended while it was on its way.
+                # The step ended while the answer was in transit.
                 if refused.status != NOT_WANTED:
                     raise
 
     def _says(self, this: SayThis) -> Answer | None:
-        """What the site says. Raises _LeftError where its own code does not go on."""
+        """Return the site's answer. Raises _LeftError if its own code raises."""
         if this.ticket in self._left:
             return None
         try:
@@ -357,7 +362,7 @@ class Loop:
         return answer
 
     def _sends(self, this: SayThis, answer: Answer, wanted: Callable[[], bool]) -> bool:
-        """Sends the tensors of an answer; whether it is still wanted."""
+        """Send the tensors of an answer, and return whether the answer is still needed."""
         if not answer.tensors:
             return True
         tensors = named(answer.tensors)
@@ -371,17 +376,16 @@ class Loop:
             return False
 
     def _ready(self, train: Train) -> tuple[Reserve, Mapping[str, Tensor]] | None:
-        """An update that was computed before this process began."""
+        """Return an update that an earlier process has computed from the same model."""
         for reserve in () if self.state.temporary else self.state.updates():
-            # A server that was restored from a copy gives its tickets again, for other models.
+            # A server restored from a backup reuses assignment ids for other models.
             computed = self.state.computed_from(train.ticket)
             if reserve.ticket == train.ticket and computed == train.tensors:
                 return reserve, tensors_in(self.state.update(train.ticket))
         return None
 
     def _answered(self, train: Train, wanted: Watching) -> Answered | None:
-        """What the site makes of it, written down; None where its own code raised, or where nobody
-        waits for it any more."""
+        """Train and store the update; None if the site's code raised or the work is not needed."""
         tensors = self._fetched(train)
         if tensors is None:
             return None
@@ -412,7 +416,7 @@ class Loop:
     def _fetched(
         self, model: Train | MeasureThis, limit: float | None = None
     ) -> dict[str, Tensor] | None:
-        """A model; None where the server has a newer one by now. limit: as `Session.fetch`'s."""
+        """Fetch a model; None if the server has a newer model. `limit` is as in `Session.fetch`."""
         extras = isinstance(model, Train)
         try:
             return self.session.fetch(
@@ -427,19 +431,19 @@ class Loop:
         self.event("not wanted", {"round": train.round, "why": wanted.reason})
 
     def _refused(self, train: Train, refused: RefusedError) -> None:
-        """The server takes no such update, and would not take it later: another is asked."""
+        """Drop an update that the server refuses permanently, as a failure."""
         if not self.state.temporary:
             self.state.settle(train.ticket, kept=False)
         self._fails(train, refused)
 
     def _fails(self, train: Train, error: Exception) -> None:
-        """The site's own code raised: the server hears where, and the client waits a little."""
+        """Report an error of the site's own code, and wait before the next attempt."""
         site = self.site
         told = what_is_told(train.ticket, error, site.share_errors, site.folder)
         self._give_up(train, told, described(error))
 
     def _give_up(self, train: Train, told: Failed, why: str) -> None:
-        """There is no update, of which the server hears this much; the next attempt waits."""
+        """Report that there is no update, and wait before the next attempt."""
         self.event("failed", {"round": train.round, "error": why})
         self.session.failed(told)
         self._failures += 1
@@ -448,7 +452,7 @@ class Loop:
 
 
 class _LeftError(Exception):
-    """The site's own code does not go on with a protocol. kind: of its error, which is told."""
+    """The site's own code has left a protocol. `kind` is the type of its error, which is sent."""
 
     def __init__(self, kind: str) -> None:
         super().__init__(kind)

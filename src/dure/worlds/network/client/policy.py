@@ -1,48 +1,49 @@
-"""What a site allows: `policy.toml`, which lies with the client and which no server can change.
+"""Policy of a site: `policy.toml`, a file at the client that no server can change.
 
-    systems = ["fed-avg", "scaffold"]       # those that it takes part in; else all of dure's
-    local_epochs = 5                        # the most of a round
-    local_steps = 500                       # the most of a round
-    smallest_cohort = 10                    # the fewest clients of which a new model is made
-    evaluations_per_round = 1               # the most models of a round that it measures
-    smallest_test_set = 50                  # the fewest examples with which it measures
-    owner = "1f3a 90bc 5512 7de0 …"         # who signs the roster of clients: key or fingerprint
+    systems = ["fed-avg", "scaffold"]       # allowed systems; default: all of dure's
+    local_epochs = 5                        # maximum local epochs per round
+    local_steps = 500                       # maximum local steps per round
+    smallest_cohort = 10                    # fewest clients whose updates are combined
+    evaluations_per_round = 1               # most models of a round that the site evaluates
+    smallest_test_set = 50                  # fewest examples of an evaluation
+    owner = "1f3a 90bc 5512 7de0 …"         # signer of the roster of clients: key or fingerprint
     hours = "22:00-06:00"                   # local time; or several: ["12:00-13:00", "20:00-06:00"]
-    cores = 2                               # the most at work
-    memory = "4 GB"                         # the most that the client takes
-    bandwidth = "2 MB"                      # the most that travels in a second, either way
-    storage = "2 GB"                        # the most that a run may have it store
-    largest_gradient = 100.0                # in split learning, the norm of what comes back
+    cores = 2                               # most processor cores
+    memory = "4 GB"                         # most memory of the client
+    bandwidth = "2 MB"                      # most bytes per second, in each direction
+    storage = "2 GB"                        # most storage of a run
+    largest_gradient = 100.0                # in split learning, largest norm of received gradients
     approve = "ask"                         # the user has to approve each run; else "always"
-    share_errors = true                     # messages and lines of the site's own errors travel too
+    share_errors = true                     # send messages and source lines of the site's errors
 
-Every key may be left out; then nothing is bounded but what is stored (`Quota`), and no message of
-an error travels. What the run asks is compared with it before anything is trained (`check`), again
-with each later welcome, and where the site trains (`work`) or measures (`evaluation`), with the
-numbers that it then has. What cannot be known to be within a bound is beyond it.
+Every key is optional. Without keys only storage is bounded (`Quota`), and messages of errors are
+not sent. The client compares the run with the policy before any training (`check`), at each later
+welcome, and at each training (`work`) and evaluation (`evaluation`), with the numbers known there.
+A quantity that cannot be shown to be within a bound counts as beyond it.
 
-`cores` and `memory` are also limits that the system holds the process to (`hold`). The least that a
-model needs is compared with `memory` at once: weights as they came, as they are trained, gradients
-and the change that is sent. What activations and an optimizer need depends on the code of the site,
-and shows when the system refuses more: the client then fails in that round, and says so.
+The operating system enforces `cores` and `memory` too (`hold`). The check compares the least memory
+of a model with `memory` in advance: the received weights, the trained weights, the gradients and
+the update. The memory of activations and an optimizer depends on the site's code; if the system
+refuses more memory, the client fails in that round, and reports the failure.
 
-`smallest_cohort` is about how many clients' updates make a new model. A site says it when it checks
-in; a run's is the largest that its clients ask, and its server combines no fewer at any time, or
-waits. Each assignment names the number, and a site trains for no smaller one. A site does not take
-part where the run cannot have so many: fewer clients, smaller rounds, fed-async, fed-buff with a
-smaller buffer. Under secure aggregation it is also the fewest clients of a sum that the server may
-see. A server that lies can enrol clients of its own: only those of an owner's roster count against
-it, and without a roster the number protects from mistakes.
+`smallest_cohort` bounds the number of clients whose updates make a new model. A site sends the
+number at its check-in. The number of a run is the maximum over its clients, and the server combines
+no fewer updates at any time, or waits. Each assignment states the number, and a site does not train
+for a smaller number. A site does not take part in a run that cannot have so many: fewer clients,
+smaller rounds, fed-async, fed-buff with a smaller buffer. Under secure aggregation the number is
+also the fewest clients of a sum that the server may see. A malicious server can enrol clients of
+its own: only an owner's roster prevents this attack; without a roster the number protects against
+mistakes only.
 
-`evaluations_per_round` counts the models that the site has measured, by the number of the round
-that the server names. Evaluations are a membership oracle: whoever may ask for many of them, on few
-examples, learns which examples are there.
+`evaluations_per_round` counts the models that the site has evaluated, by the server's round number.
+Evaluations are a membership oracle: a party that may request many evaluations on few examples
+learns which examples the site has.
 
-`largest_gradient` bounds the Euclidean norm of the gradients that a server, or the holder of the
-labels, sends for a batch in split learning (`dure.split.received`).
+`largest_gradient` bounds the Euclidean norm of the gradients that a server, or the label holder,
+sends for a batch in split learning (`dure.split.received`).
 
-`owner` is the same as `dure join --owner`: the site takes part only where this owner has signed a
-roster with the site on it (`dure.wire.owners_roster`). `dure.run.site` sees to it.
+`owner` is the same as `dure join --owner`: the site takes part only if this owner has signed a
+roster that lists the site (`dure.wire.owners_roster`). `dure.run.site` checks the signature.
 """
 
 from __future__ import annotations
@@ -87,19 +88,33 @@ _HOURS = re.compile(r"(\d\d):(\d\d)-(\d\d):(\d\d)")
 _DAY = 24 * 60
 
 COPIES = 4
-"""Of the model, that training needs at the least."""
+"""Copies of the model that training needs at least."""
 
 
 Hours = tuple[int, int]
-"""From a minute of the day to another one, over midnight where that is earlier."""
+"""First and last minute of a period in a day; the period spans midnight if the last is earlier."""
 
 
 @dataclass(frozen=True)
 class Policy:
-    """What a site allows. None: no bound. memory and storage in bytes, bandwidth in bytes a second.
+    """Policy of a site. None means no bound.
 
-    hours: empty for all day. asks: whether the user has to approve a run. owner: empty for none; a
-    public key or a fingerprint, digits alone.
+    Args:
+        systems: Allowed systems, by name or reference.
+        local_epochs: Maximum number of local epochs per round.
+        local_steps: Maximum number of local steps per round.
+        smallest_cohort: Minimum number of clients whose updates are combined.
+        evaluations_per_round: Maximum models of a round that the site evaluates.
+        smallest_test_set: Fewest examples of an evaluation.
+        owner: Public key or fingerprint of the roster's owner, digits only; empty for no owner.
+        hours: Periods of work; empty for all day.
+        cores: Maximum processor cores.
+        memory: Maximum bytes of memory.
+        bandwidth: Maximum bytes per second in each direction.
+        storage: Maximum bytes of storage per run.
+        largest_gradient: Largest Euclidean norm of received gradients in split learning.
+        approve: "ask" if the user has to approve each run; else "always".
+        share_errors: Whether messages and source lines of the site's errors are sent.
     """
 
     systems: tuple[str, ...] = tuple(_OWN_SYSTEMS)
@@ -120,7 +135,10 @@ class Policy:
 
     @classmethod
     def read(cls, path: Path) -> Policy:
-        """What the file says. Raises PolicyError with the file, the key and what is allowed."""
+        """Read a policy file.
+
+        Raises PolicyError, which names the file, the key and the allowed values.
+        """
         try:
             written = tomllib.loads(contents(path, most=1 << 20, links=True).decode())
         except OSError as error:
@@ -139,24 +157,24 @@ class Policy:
 
     @classmethod
     def beside(cls, folder: Path) -> Policy:
-        """What `policy.toml` in the folder says; without one nothing is bounded."""
+        """Read `policy.toml` in the folder; without the file nothing is bounded."""
         path = folder / FILE
-        # A link that leads nowhere is a policy that cannot be read.
+        # A dangling symbolic link counts as an unreadable policy, not as no policy.
         return cls.read(path) if os.path.lexists(path) else cls()
 
     @property
     def asks(self) -> bool:
         return self.approve == "ask"
 
-    # What a run asks
+    # Requirements of a run
 
     def check(
         self, welcome: Welcome, examples: int | None = None, sums: int | None = None
     ) -> list[str]:
-        """Why the site does not take part, in words; empty where it does.
+        """Return the reasons against taking part; empty if the policy allows the run.
 
-        examples: on which the client would train, where that is known. sums: the fewest clients of
-        a sum that the server sees, where it sees nothing but sums.
+        `examples` is the number of the client's training examples, if known. `sums` is the fewest
+        clients of a sum that the server sees, if it sees only sums.
         """
         return [
             *self._system(welcome.strategy),
@@ -171,8 +189,8 @@ class Policy:
         reference = strategy.get("from")
         if "from" not in strategy and name in self.systems:
             return
-        # Found by a reference, which may lead to another folder here than there. A name of dure's
-        # own is none, whatever systems are allowed.
+        # Compared by the last part of the reference, because the folder may differ between the
+        # machines. A built-in name is not a reference, whatever systems are allowed.
         own = {last_part(one) for one in self.systems if is_reference(one)}
         named = reference if isinstance(reference, str) else ""
         if is_reference(named) and last_part(named) in own:
@@ -181,9 +199,10 @@ class Policy:
         yield f"{FILE} allows the systems {', '.join(self.systems)}; the run's is {shown}"
 
     def work(self, strategy: Mapping[str, Any], examples: int | None = None) -> Iterator[str]:
-        """Why the site does not train so much in a round, in words; nothing where it does.
+        """Yield the reasons against the local work of a round; none if it is allowed.
 
-        strategy: its local_epochs, local_steps, batch_size and fine_tune. examples: as `check`.
+        `strategy` has local_epochs, local_steps, batch_size and fine_tune. `examples` is as in
+        `check`.
         """
         if self.local_epochs is None and self.local_steps is None:
             return
@@ -195,7 +214,7 @@ class Policy:
         if not all(_is_count(each, 0) for each in numbers) or (epochs, steps) == (None, None):
             yield f"{FILE} bounds local work, and the run does not say how much it asks"
             return
-        # Steps count where both are said. Without a batch size a step is an epoch.
+        # Steps take precedence if both are given. Without a batch size an epoch is a single step.
         per_epoch = _steps_per_epoch(examples, batch)
         yield from self._epochs(epochs, steps, tuning, per_epoch)
         yield from self._steps(epochs, steps, per_epoch)
@@ -269,16 +288,16 @@ class Policy:
             )
 
     def quota(self, trains: Trains) -> int:
-        """Bytes that the run may have the site store."""
+        """Return the bytes that the run may store at the site."""
         if self.storage is not None:
             return self.storage
         return by_default(model_bytes(trains) + trains.frozen_bytes)
 
     def evaluation(self, examples: int, earlier: int) -> str:
-        """Why the site does not measure a model, in words; empty where it does.
+        """Return the reason against an evaluation; "" if it is allowed.
 
-        examples: with how many it would. earlier: the models of the same round that it has measured
-        already, which `Evaluations` counts.
+        `examples` is the number of held-out examples. `earlier` is the number of models of the same
+        round that the site has evaluated, which `Evaluations` counts.
         """
         most = self.evaluations_per_round
         if examples < self.smallest_test_set:
@@ -290,27 +309,28 @@ class Policy:
             return f"{FILE} allows {_many(most, 'evaluation')} a round"
         return ""
 
-    # When
+    # Working hours
 
     def open_at(self, now: datetime) -> bool:
-        """Whether the site works then. now: local time, or one that says its zone."""
+        """Return whether `now` is within the working hours; a naive `now` is local time."""
         local = now.astimezone()
         minute = local.hour * 60 + local.minute
         return not self.hours or any(_within(minute, hours) for hours in self.hours)
 
     def seconds_until_open(self, now: datetime) -> float:
-        """How long it is until then; 0 where the site works now."""
+        """Return the seconds from `now` to the working hours; 0 within them."""
         if self.open_at(now):
             return 0.0
         local = now.astimezone()
         return min(_seconds_until(begin, local) for begin, _ in self.hours)
 
-    # How much
+    # System limits
 
     def hold(self) -> None:
-        """From now on the system gives this process, and its children, no more than is allowed.
+        """Limit the cores and the memory of this process and its children by the operating system.
 
-        To be called before there are other threads. Raises PolicyError where it has more already.
+        Call this before other threads start. Raises PolicyError if the process already uses more
+        memory.
         """
         if self.cores is not None:
             if hasattr(os, "sched_setaffinity"):  # Linux
@@ -327,14 +347,15 @@ def _limit_memory(memory: int) -> None:
             f"{FILE} allows {_size(memory)} of memory, and Python and its libraries alone take "
             f"{_size(taken)}"
         )
-    # Of what a process writes to, not of its addresses: libraries reserve far more than they use.
+    # Limits the data segment, not the address space: libraries reserve far more addresses than they
+    # use.
     _, most = resource.getrlimit(resource.RLIMIT_DATA)
     wanted = memory if most == resource.RLIM_INFINITY else min(memory, most)
     resource.setrlimit(resource.RLIMIT_DATA, (wanted, most))
 
 
 def _taken() -> int:
-    """Bytes that count for the limit already; 0 where the system does not say."""
+    """Return the bytes that already count against the limit; 0 if unknown."""
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:
@@ -343,7 +364,7 @@ def _taken() -> int:
     return int(found[1]) * 1024 if found else 0
 
 
-# Hours
+# Working hours
 
 
 def _within(minute: int, hours: Hours) -> bool:
@@ -354,18 +375,18 @@ def _within(minute: int, hours: Hours) -> bool:
 
 
 def _seconds_until(begin: int, local: datetime) -> float:
-    """Until the clock on the wall says so next, though it may be put forward or back before."""
+    """Return the seconds until this minute of the day, daylight saving changes included."""
     opening = datetime.combine(local.date(), time(begin // 60, begin % 60))
     if opening <= local.replace(tzinfo=None):
         opening += timedelta(days=1)
     return (opening.astimezone() - local).total_seconds()
 
 
-# What runs say
+# Strategies of runs
 
 
 def _steps_per_epoch(examples: int | None, batch: int | None) -> int | None:
-    """None where it is not known."""
+    """Return the steps of an epoch; None if unknown."""
     if not batch:
         return 1
     return None if examples is None else math.ceil(examples / batch)
@@ -395,7 +416,7 @@ def _size(count: int) -> str:
     return f"{count} B"
 
 
-# What files say: each reader raises ValueError with what is allowed
+# Values of the file: each reader raises ValueError with the allowed values
 
 
 def _whole(value: object) -> int:

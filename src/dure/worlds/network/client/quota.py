@@ -1,9 +1,8 @@
-"""Bound on what a server makes a client store: models, states of algorithms, updates, log lines.
+"""Quota on the files that a server makes a client store: models, states, updates, log lines.
 
-What is there is counted by the sizes of the files themselves, each time before another one is
-written, so a client that was started again knows what earlier ones have left. Keys, approvals,
-rosters and the list of what a client has helped to unmask are small, protect the site, and are not
-counted.
+The quota sums the sizes of the existing files before each new file, so that a restarted client
+counts the files of earlier processes. Keys, approvals, rosters and the list of spent models are
+small, protect the site, and are not counted.
 """
 
 from __future__ import annotations
@@ -15,12 +14,14 @@ from pathlib import Path
 from dure.errors import PolicyError
 
 COPIES = 16
-"""Of the model that a client may keep where its policy does not say: the newest one, the next one
-on its way, the client's own, what an algorithm keeps, and updates of unknown outcome, each with
-what an algorithm sends besides."""
+"""Default quota as a multiple of the model's size.
+
+It has space for the newest model, the next model in transit, the client's own model, the state of
+the algorithm, and updates of unknown outcome, each with the algorithm's additional tensors.
+"""
 
 BESIDE = 1 << 28
-"""Bytes of the log, where the policy does not say: those of about a million messages."""
+"""Default quota of the audit log in bytes: the lines of about a million messages."""
 
 _COUNTED = re.compile(
     r"(model|frozen|personal|memory|update)-.*\.safetensors|download-.*|\.tensors\..*"
@@ -29,14 +30,14 @@ _COUNTED = re.compile(
 
 
 class Quota:
-    """A bound on the files of one folder, in bytes. limit: None takes any number."""
+    """Quota in bytes on the files of a folder. `limit` is None for no quota."""
 
     def __init__(self, folder: Path, limit: int | None = None) -> None:
         self.folder = folder
         self.limit = limit
 
     def used(self) -> int:
-        """Bytes of the files that count."""
+        """Return the bytes of the counted files."""
         with os.scandir(self.folder) as found:
             return sum(
                 one.stat(follow_symlinks=False).st_size
@@ -45,7 +46,7 @@ class Quota:
             )
 
     def check(self, more: int, what: str) -> None:
-        """Raises PolicyError where `more` bytes, of `what`, are too many beside those there."""
+        """Raise PolicyError if `more` bytes of `what` would exceed the quota."""
         if self.limit is None:
             return
         used = self.used()
@@ -57,5 +58,5 @@ class Quota:
 
 
 def by_default(model: int) -> int:
-    """The bound for a run whose model, with its frozen weights, has so many bytes."""
+    """Return the default quota in bytes for a model, frozen weights included, of `model` bytes."""
     return COPIES * model + BESIDE

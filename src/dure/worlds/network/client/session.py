@@ -1,8 +1,7 @@
-"""A client's talk with its server: every request, signed, patient, and noted before it leaves.
+"""Session of a client with its server: signed, retried and audited requests.
 
-A session is one client's. It has a link for what it does, and while it works another one on which
-it hears whether its work is still wanted. Its patience has an end: a server that nobody reaches for
-so long is given up.
+A session has a link for the client's work. While the client works, a second link asks whether the
+work is still needed. A session stops retrying if the server is unreachable for `give_up` seconds.
 """
 
 from __future__ import annotations
@@ -59,31 +58,31 @@ from dure.worlds.network.client.state import About, ClientState
 from dure.worlds.network.client.transfer import TransferError, download, upload
 
 QUICK = 0.5
-"""Seconds of work after which a client begins to ask whether it is still wanted."""
+"""Seconds of work before a client begins to ask whether the work is still needed."""
 
 DAY = 86400.0
-"""Seconds after which a server that is not reached is given up, where nobody says otherwise."""
+"""Default number of seconds without contact after which a client gives up a server."""
 
 LAST = 5.0
-"""Seconds for which a server is still tried that has said that its run is over."""
+"""Seconds of retries with a server that has announced the end of its run."""
 
 MOMENT = 0.1
-"""Seconds between two words on how far a transfer is."""
+"""Minimum seconds between two progress reports of a transfer."""
 
 Tell = Callable[[str], None]
-"""Hears of what goes wrong with the link, in a line."""
+"""Listener for problems of the link, each a line of text."""
 
 
 class GaveUpError(DureError):
-    """The server was not reached for so long that it is not tried any more."""
+    """The server was unreachable for `give_up` seconds."""
 
 
 class NotWantedError(DureError):
-    """Nobody waits any more for what is being computed."""
+    """The result that is being computed is no longer needed."""
 
 
 def _seldom(moved: Callable[[int], None]) -> Callable[[int], None]:
-    """Tells it no more often than anybody reads."""
+    """Return a listener that forwards progress at most every `MOMENT` seconds."""
     told = 0.0
 
     def tells(count: int) -> None:
@@ -96,11 +95,11 @@ def _seldom(moved: Callable[[int], None]) -> Callable[[int], None]:
 
 
 REST = 0.2
-"""Seconds after which a channel that broke is opened anew."""
+"""Seconds before a broken channel is reopened."""
 
 
 class Signed:
-    """Signs the requests of one link; its server's nonces are those of all links of the client."""
+    """Signer of the requests of a link; all links of a client share the server's nonces."""
 
     def __init__(self, signer: Signer) -> None:
         self._signer = signer
@@ -115,13 +114,19 @@ class Signed:
 
 
 class Session:
-    """One client and its server.
+    """Session of a client with its server.
 
-    context: of TLS, None over plain HTTP. state: where the client keeps what it has to keep. audit:
-    None notes nothing. stop: set when the client is to end, which ends every wait.
-    bytes_per_second: of transfers, None without a bound. moved: hears now and then how many bytes
-    of a transfer are through. give_up: seconds for which a request is tried while the server is not
-    reached; then it raises GaveUpError. None tries on without end.
+    Args:
+        url: URL of the server.
+        context: TLS context; None for plain HTTP.
+        state: Stored state of the client.
+        audit: Audit log; None for no log.
+        stop: Event that ends the client and every wait.
+        tell: Listener for problems of the link.
+        bytes_per_second: Bandwidth limit of transfers; None for no limit.
+        moved: Listener for the progress of transfers, in bytes.
+        give_up: Seconds without contact after which a request raises GaveUpError; None to retry
+            forever.
     """
 
     def __init__(
@@ -139,7 +144,7 @@ class Session:
     ) -> None:
         self.url = url
         self.over: str | None = None
-        """Why the run is over, once the server has said so."""
+        """Reason why the run has ended, once the server has reported it."""
         self._give_up = give_up
         self.state = state
         self.stop = stop
@@ -155,12 +160,14 @@ class Session:
         self.patience = 30.0
         self.heartbeat = 10.0
         self.holds = False
-        """Whether updates stay here, by what the server says of its run."""
+        """Whether the server says that updates stay at their clients."""
         self.checks = ServerChecks()
-        """Checks of what the server says, by what the site has agreed to."""
+        """Checks of the server's messages against the site's agreement."""
         self.expects: dict[str, Form] | None = None
-        """What the tensors of a model are like, with what assignments have besides; None where
-        the site does not know. Some of them are left out where a model is only measured."""
+        """Dtypes and shapes of the tensors of an assignment, by name; None if unknown.
+
+        A model for evaluation lacks the extras of the algorithm.
+        """
 
     def _made(self) -> Link:
         about = self.state.about
@@ -170,41 +177,44 @@ class Session:
     def close(self) -> None:
         self._link.close()
 
-    # A channel that stays open
+    # Channel
 
     @property
     def key(self) -> Key:
-        """The client's identity."""
+        """Identity key of the client."""
         return self._key
 
     def channel(self) -> Channel:
-        """Opens one, at once. Raises as `Link` does."""
+        """Open a channel without retries. Raises as `Link` does."""
         return Channel(
             self.url, self._context, self._signer, self.stop, self.heartbeat, self._audit
         )
 
     def patiently(self, call: Callable[[], Channel]) -> Channel:
-        """A channel, as soon as there is one. Raises GaveUpError."""
+        """Open a channel with retries. Raises GaveUpError."""
         found: Channel = self._patiently(call, self._give_up)
         return found
 
     def rest(self) -> None:
-        """A moment, before a channel that broke is opened anew. Raises StoppedError."""
+        """Wait before a broken channel is reopened. Raises StoppedError."""
         if self.stop.wait(REST):
             raise StoppedError
 
-    # Who it is
+    # Identity
 
     def enrol(self, token: str, name: str, wants: int | None) -> Enrolled:
-        """Brings the client's key, and the token that lets it in."""
+        """Register the client's key at the server, with the token of an invitation."""
         proof = prove(self._key, token, name, wants)
         body = Enrol(token=token, key=self._key.public, proof=proof, name=name, wants=wants)
         enrolled: Enrolled = self._ask("/v1/enrol", body, Enrolled, "enrol")
         return enrolled
 
     def check_in(self, said: CheckIn) -> Welcome:
-        """Says who it is, what it would train, and how many clients it asks for; without examples
-        it only looks. Raises PolicyError for a run that is not the one that was agreed to."""
+        """Introduce the client, its model and its smallest cohort, and return the run's settings.
+
+        A `said` with `looks` set makes the client an observer. Raises PolicyError for a run that
+        differs from the agreement.
+        """
         asked = max(said.smallest_cohort, self.checks.smallest_cohort)
         said = replace(said, smallest_cohort=asked)
         welcome: Welcome = self._ask("/v1/check-in", said, Welcome, "check-in")
@@ -215,16 +225,18 @@ class Session:
         return welcome
 
     def belongs(self, welcome: Welcome, name: str) -> None:
-        """The folder is this client's from now on. Raises StateError if it is another's."""
+        """Bind the folder to this client. Raises StateError if the folder is another client's."""
         self.state.enter(About(self.url, welcome.run, welcome.client, name))
 
-    # What it is to do
+    # Work
 
     def next(self, confirmed: Sequence[int]) -> Word:
-        """What there is to do; waits until there is something, or the server says that there is
-        not. The end of the run too: its server may be gone by now, if that was heard before.
+        """Wait for work and return it, or the end of the run.
 
-        Raises PolicyError for an order that the site does not follow; the server hears of it."""
+        If the watching thread has already received the end of the run, an unreachable server ends
+        the run too. Raises PolicyError for a request that the site does not execute, and reports
+        the refusal to the server.
+        """
         ready = Ready(confirmed=list(confirmed))
         over = self.over
         try:
@@ -244,7 +256,7 @@ class Session:
         return word
 
     def _declines(self, train: Train) -> None:
-        """The server need not wait for an update that there will not be."""
+        """Report that the site does not train for this assignment; the server need not wait."""
         with suppress(OSError, DureError):
             self.failed(Failed(train.ticket, PolicyError.__name__))
 
@@ -257,11 +269,18 @@ class Session:
         limit: float | None = None,
         extras: bool = True,
     ) -> dict[str, Tensor]:
-        """The tensors of a model; kept as the newest one where the client keeps anything.
+        """Fetch the tensors of a model; store them as the newest model if the client has a folder.
 
-        expected: what they are like; by default as `expects` has them, without those that only
-        assignments have where `extras` is false. limit: seconds after which a link that broke is
-        given up, as by `give_up`. Raises TransferError where they are something else.
+        Args:
+            round: Round of the model.
+            digest: Digest of the stream.
+            size: Bytes of the stream.
+            expected: Dtypes and shapes of the tensors; None for those of `expects`.
+            limit: Seconds of retries; None for `give_up`.
+            extras: Whether the tensors include the extras of an assignment.
+
+        Raises:
+            TransferError: The tensors are not the expected tensors.
         """
         if expected is None:
             expected = self._expected(extras)
@@ -285,7 +304,7 @@ class Session:
     def fetch_frozen(
         self, digest: str, size: int, expected: Mapping[str, Form]
     ) -> dict[str, Tensor]:
-        """The weights that are not trained."""
+        """Fetch the weights that are not trained."""
         return self._down(digest, size, expected)
 
     def _down(
@@ -311,13 +330,15 @@ class Session:
                 limit=limit or self._give_up,
             )
 
-    # What it says
+    # Results
 
     def send(
         self, reserve: Reserve, tensors: Mapping[str, Tensor], wanted: Callable[[], bool]
     ) -> bool:
-        """Sends an update, or the tensors of an answer; whether the server has all of it. False
-        where it is not wanted any more."""
+        """Send an update, or the tensors of an answer.
+
+        Returns True if the server has the complete stream, and False if it is no longer needed.
+        """
         self._note_update(reserve)
         with self._given_up():
             return upload(
@@ -334,24 +355,24 @@ class Session:
             )
 
     def ready(self, ticket: int) -> None:
-        """An update is there, and stays here."""
+        """Report that an update is ready and stays here."""
         self._post("/v1/ready", Holds(ticket), "ready", ticket)
 
     def answered(self, answer: AnswerTo) -> None:
-        """What the client says to a step of a protocol."""
+        """Send the answer to a step of a protocol."""
         self._post("/v1/answers", answer, "answer", answer.ticket)
 
     def failed(self, failed: Failed) -> None:
-        """There will be no update, since the client's own code raised."""
+        """Report that there is no update, since the client's own code raised."""
         self._post("/v1/failures", failed, "failure", failed.ticket)
 
     def measured(self, measured: MeasuredThis) -> None:
-        """How good a model is on what the client holds out."""
+        """Send the client's evaluation of a model."""
         self._post("/v1/measured", measured, "metrics", None, measured.round)
 
     @contextmanager
     def working(self, ticket: int) -> Iterator[Watching]:
-        """While it works, the server knows that it is there. Gives whether the work is wanted."""
+        """Context manager: tell the server that the client works, and yield whether to continue."""
         watched = Watching(self, ticket)
         try:
             yield watched
@@ -360,7 +381,7 @@ class Session:
         if watched.unfit is not None:
             raise watched.unfit
 
-    # How it says it
+    # Requests
 
     def _ask(
         self,
@@ -371,7 +392,7 @@ class Session:
         timeout: float | None = None,
         limit: float | None = None,
     ) -> Any:
-        # A question whether there is work tells nothing that has to be on the disk at once.
+        # A query for work contains no data, so its line need not be synced immediately.
         self._note(noted, to_json(said), at_once=noted != "next")
         return self._patiently(
             lambda: self._link.ask("POST", path, said, kind, timeout), limit or self._give_up
@@ -391,7 +412,7 @@ class Session:
 
     @contextmanager
     def _given_up(self, limit: float | None = None) -> Iterator[None]:
-        """What patience ends with says who was not reached, for how long, and what is kept."""
+        """Context manager: convert the last error of the retries to GaveUpError."""
         try:
             yield
         except (LinkLostError, BusyError) as error:
@@ -401,7 +422,7 @@ class Session:
             ) from error
 
     def _kept(self) -> str:
-        """What a client that ends leaves here."""
+        """Describe the files that a client which ends leaves in its folder."""
         if self.state.temporary:
             return "nothing is kept here without --state"
         model = self.state.model_file()
@@ -419,14 +440,14 @@ class Session:
         round: int | None = None,
         at_once: bool = True,
     ) -> None:
-        """Write the line of a message that is about to leave; as `Audit.record`."""
+        """Write the audit line of a message before it is sent, as `Audit.record` does."""
         if self._audit is not None:
             self._audit.record(kind, body, ticket, round, at_once)
 
     def _note_update(self, reserve: Reserve) -> None:
-        """Write the lines of an update, or of an answer: of what is said of it, and its tensors.
+        """Write the audit lines of an update or an answer: its announcement and its tensors.
 
-        Both are on the disk before the first leaves, and for that one write waits for the disk.
+        A single sync puts both lines on the disk before the first message leaves.
         """
         if self._audit is None:
             return
@@ -440,20 +461,20 @@ class Session:
         self.tell(f"{error}; trying again in {seconds:.1f} s")
 
     def watch(self, ticket: int, link: Link) -> Watched:
-        """Asks once whether the work is wanted."""
+        """Ask the server whether the work is still needed."""
         said = Watch(ticket)
         self._note("watch", to_json(said), ticket, at_once=False)
         return link.ask("POST", "/v1/watch", said, Watched, 2 * self.heartbeat)
 
     def another_link(self) -> Link:
-        """One more to the server, signed as this client's."""
+        """Open another link to the server, signed with the client's key."""
         return self._made()
 
 
 class Watching:
-    """Asks in a thread whether work is still wanted, from `QUICK` seconds on, on a link of its own.
+    """Thread that asks whether work is still needed, after `QUICK` seconds, over its own link.
 
-    The question is open while the client works, by which the server sees that it is there.
+    The request stays open while the client works, which shows the server that the client is alive.
     """
 
     def __init__(self, session: Session, ticket: int) -> None:
@@ -461,20 +482,20 @@ class Watching:
         self._ticket = ticket
         self._wanted = True
         self.reason = ""
-        """Why the work is not wanted any more."""
+        """Reason why the work is no longer needed."""
         self.unfit: UnfitMessageError | None = None
-        """What the server has answered that cannot be; the work ends."""
+        """Invalid answer of the server, which ends the work."""
         self._done = threading.Event()
         self._link: Link | None = None
         self._thread = threading.Thread(target=self._watch, name="dure watches", daemon=True)
         self._thread.start()
 
     def __call__(self) -> bool:
-        """Whether the work is wanted."""
+        """Return whether the work is still needed."""
         return self._wanted
 
     def end(self) -> None:
-        """The work is done: a question that is open ends with its link."""
+        """End the thread; an open request ends with its link."""
         self._done.set()
         link = self._link
         if link is not None:
@@ -498,7 +519,7 @@ class Watching:
                     self.unfit = error
                     self.reason = str(error)
                     self._wanted = False
-                # What is wrong with the link is told where the work is sent.
+                # The transmission of the work reports problems of the connection.
                 except (OSError, DureError):
                     self._done.wait(QUICK)
                 if not self._wanted:
@@ -506,7 +527,7 @@ class Watching:
 
 
 def _check_forms(tensors: Mapping[str, Tensor], expected: Mapping[str, Form] | None) -> None:
-    """Raises TransferError where a model is another thing now than when it was fetched."""
+    """Compare a stored model with the expected tensors. Raises TransferError if they differ."""
     if expected is None:
         return
     try:
@@ -522,7 +543,7 @@ def _long(seconds: float) -> str:
 
 
 def digest_of_file(path: Path) -> str:
-    """SHA-256 of a file, as hexadecimal digits."""
+    """Return the SHA-256 of a file, as hexadecimal digits."""
     hashed = hashlib.sha256()
     with opened(path) as file:
         while chunk := file.read(1 << 20):
@@ -531,7 +552,7 @@ def digest_of_file(path: Path) -> str:
 
 
 def tensors_in(path: Path) -> dict[str, Tensor]:
-    """The tensors of a file in the safetensors format."""
+    """Read the tensors of a safetensors file."""
     with opened(path) as file:
         size = os.fstat(file.fileno()).st_size
         return receive(lambda memory: file.readinto(memory), size)

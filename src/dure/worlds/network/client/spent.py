@@ -1,13 +1,13 @@
-"""Models of which a client has helped to unmask a sum: a file that only grows.
+"""Spent models: models whose secure sum a client has helped to unmask; an append-only file.
 
     spent-models    records of 36 bytes: 32 of the model's digest, CRC-32 of these
 
-A record is on the disk before the client helps (`add`). So a kill leaves a record too many, of a
-sum that nobody has seen, and never one too few. What a kill has left of a record is cut off when
-the file is opened next: its sum has got no help.
+The client syncs a record to the disk before it helps (`add`). A kill can therefore leave a record
+without a sum, but never a sum without a record. A partial record is cut off when the file is opened
+next: the client has not helped with its sum.
 
-The file belongs to the client's key, not to a run: forgetting a run leaves it. No quota counts it:
-100,000 rounds are 3.6 MB on the disk, and some 10 MB in memory.
+The file belongs to the client's key, not to a run: removing a run keeps the file. No quota counts
+the file: 100,000 rounds take 3.6 MB of storage, and some 10 MB of memory.
 """
 
 from __future__ import annotations
@@ -20,16 +20,18 @@ from dure.errors import StateError
 from dure.record.disk import cut, sync_folder, told
 
 SPENT = "spent-models"
-"""The name of the file."""
+"""Name of the file."""
 
 DIGEST = 32
 RECORD = DIGEST + 4
 
 
 class SpentModelsFile:
-    """The list in `folder`. fewest: models that are known to be on it.
+    """Set of spent models in `folder`.
 
-    Raises StateError for a file that is damaged, or shorter than it was.
+    `fewest` is the least number of models that the file must have.
+
+    Raises StateError for a damaged file, and for a file with fewer models, which is an older copy.
     """
 
     def __init__(self, folder: Path, fewest: int) -> None:
@@ -49,9 +51,9 @@ class SpentModelsFile:
         return model in self._models
 
     def add(self, model: bytes) -> None:
-        """The model is on the list, and on the disk, when this returns.
+        """Add the model and sync the file to the disk.
 
-        Raises RunFolderWriteError.
+        Raises RunFolderWriteError if the file cannot be written.
         """
         if model in self._models:
             return
@@ -61,7 +63,7 @@ class SpentModelsFile:
             flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW
             descriptor = os.open(self._path, flags, 0o600)
             try:
-                # At its place, so that a record that a full disk has cut off is written over.
+                # Written at its offset, over a record that a full disk has cut off.
                 os.pwrite(descriptor, _record(model), whole)
                 os.fsync(descriptor)
             finally:
@@ -78,7 +80,7 @@ class SpentModelsFile:
         except OSError as error:
             raise StateError(f"cannot read {self._path}: {error.strerror}") from error
         records = [content[at : at + RECORD] for at in range(0, len(content), RECORD)]
-        # The last one may be what a kill, or a power failure, has left.
+        # The last record may be partial after a kill or a power failure.
         if records and not _is_whole(records[-1]):
             records.pop()
             cut(self._path, RECORD * len(records))

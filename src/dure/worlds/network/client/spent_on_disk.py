@@ -1,6 +1,6 @@
-"""`SpentModels` of the one client whose folder this is: the list survives the process.
+"""`SpentModels` of a single client, stored in its folder, so that the list survives the process.
 
-The client's index keeps the last answers, and `spent` the file of digests.
+The client's index stores the last answers, and `spent` the file of digests.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from dure.worlds.network.client.state import ClientState
 
 
 class SpentOnDisk:
-    """The list in a client's folder; client numbers make no difference."""
+    """List of spent models in a client's folder; client numbers are ignored."""
 
     def __init__(self, state: ClientState) -> None:
         self._state = state
@@ -27,4 +27,4 @@ class SpentOnDisk:
         self._state.drop_update(ticket)
 
     def settled(self, ticket: int) -> None:
-        """`ClientState.settle` has seen to it."""
+        """Do nothing: `ClientState.settle` has done the work."""

@@ -1,29 +1,30 @@
-"""The folder of one client on one machine: what it keeps from one start to the next.
+"""Client folder: the state that a client keeps on its machine between starts.
 
-    lock                            held by the process that is the client now
-    kept.json                       the index: the federation and the client that the folder belongs
-                                    to, which of the files below count, and what is unsettled
+    lock                            locked by the process that is the client now
+    kept.json                       index: the federation and client of the folder, the current
+                                    files of tensors, and the unsettled assignments
     model-ROUND-DIGEST.safetensors      the newest global model
-    personal-0-DIGEST.safetensors       the client's own, trained further on its own data
-    memory-TICKET-DIGEST.safetensors    what the algorithm keeps between rounds, valid or pending
-    update-TICKET-DIGEST.safetensors    an update on its way to the server
-    download-DIGEST                 a model on its way from the server, as far as it has come
+    personal-0-DIGEST.safetensors       the client's personalised model
+    memory-TICKET-DIGEST.safetensors    the algorithm's state between rounds, valid or pending
+    update-TICKET-DIGEST.safetensors    an update not yet settled
+    download-DIGEST                 a partial download of a model
     approved-RUN                    the user has agreed to take part in that run
-    agreed-RUN.json                 the run as its server described it when the site agreed to it
-    evaluations-RUN                 the models of that run that were measured here: ROUND DIGEST
-    owners-roster-RUN.json          the clients of that run, as its owner has signed them
+    agreed-RUN.json                 the server's description of the run that the site agreed to
+    evaluations-RUN                 the models of that run that the client evaluated: ROUND DIGEST
+    owners-roster-RUN.json          the clients of that run, signed by its owner
     key.pem                         the client's private key
-    spent-models                    models to whose sums it contributes no more (`spent`)
+    spent-models                    models whose secure sums the client has helped to unmask
+    (`spent`)
 
-What an algorithm keeps, SCAFFOLD's control say, is right only if the update that was computed with
-it counts, and the server alone knows. So it is *pending* until the server has said what became of
-the ticket (`settle`), and only then *valid* (`memory`). The server repeats that until it has heard
-that the client has written it down (`confirmations`).
+The algorithm's state, such as SCAFFOLD's control variate, is right only if the update computed with
+it counts, which only the server knows. The state is therefore *pending* until the server reports
+the outcome of the assignment (`settle`), and then becomes *valid* (`memory`). The server repeats
+the outcome until the client has confirmed it (`confirmations`).
 
-Whatever changes is one replacement of the index. A file of tensors is written whole before the
-index names it, under a name that says what it holds, and is removed after no index names it. So a
-kill at any moment leaves the state before or the state after, and files that are swept away when
-the folder is opened next. Everything has a checksum: what a disk has damaged is named, not used.
+Every change replaces the index atomically. A file of tensors is complete before the index names it,
+has a name with its digest, and is removed after the index no longer names it. A kill at any moment
+therefore leaves the state before or after the change, and perhaps files that the next start
+removes. Every file has a checksum: a damaged file raises an error that names it, and is not used.
 """
 
 from __future__ import annotations
@@ -56,23 +57,24 @@ from dure.worlds.network.client.spent import SpentModelsFile
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Functions that read or write tensors import torch by `dure.wire.tensors`: others do without.
+# Functions that read or write tensors import torch through `dure.wire.tensors`; other uses of this
+# module do not need torch.
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _TENSORS = re.compile(r"(?:model|frozen|personal|memory|update)--?\d+-[0-9a-f]{16}\.safetensors")
 _HALF = re.compile(r"\.(?:tensors|kept\.json)\.\d+")
-"""Names of files of tensors, and of files that are not whole yet. A kill may leave some."""
+"""Names of files of tensors, and of incomplete files, which a kill may leave."""
 _RUN = re.compile(r"\w[\w.-]{0,99}")
 
 KEY = "key.pem"
-"""The client's private key."""
+"""Name of the file of the client's private key."""
 
 _BEGIN = b'{"checksum":"'
 _MIDDLE = b'","kept":'
 
 
 class About(msgspec.Struct, frozen=True):
-    """Whose folder it is. client: its number."""
+    """Owner of a folder: the server's URL, the run, and the number and name of the client."""
 
     url: str
     run: str
@@ -81,7 +83,7 @@ class About(msgspec.Struct, frozen=True):
 
 
 class _File(msgspec.Struct, frozen=True):
-    """A file of tensors. digest: SHA-256 of all of it. number: of the round or the ticket."""
+    """File of tensors. `digest` is its SHA-256; `number` is a round or an assignment id."""
 
     kind: str
     number: int
@@ -89,22 +91,32 @@ class _File(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        # The digest is part of the name: a file never has to be written over one that counts.
+        # The digest in the name ensures that a new file never overwrites a current file.
         return f"{self.kind}-{self.number}-{self.digest[:16]}.safetensors"
 
 
 class _Helped(msgspec.Struct, frozen=True):
-    """An answer by which the client has helped to unmask a sum. question: its digest."""
+    """Answer that has helped to unmask a sum. `question` is the digest of the question."""
 
     question: bytes
     answer: bytes
 
 
 class _Kept(msgspec.Struct, frozen=True):
-    """The index. pending: by ticket, None where the algorithm keeps nothing new.
+    """Index of the folder.
 
-    models: by ticket, the digests of the models from which the updates were computed. helped: by
-    ticket, until it is settled. spent: how many models the list of spent ones has, at least.
+    Args:
+        about: Owner of the folder.
+        model: Newest global model.
+        frozen: Weights that are not trained.
+        personal: Personalised model.
+        memory: Valid state of the algorithm.
+        pending: Pending state of the algorithm by assignment id; None for no new state.
+        updates: Unsettled updates by assignment id.
+        models: Digests of the models from which the updates were computed, by assignment id.
+        confirmations: Settled assignment ids whose confirmation the server has not acknowledged.
+        helped: Answers that have helped to unmask a sum, by unsettled assignment id.
+        spent: Least number of models in the file of spent models.
     """
 
     about: About | None = None
@@ -120,7 +132,7 @@ class _Kept(msgspec.Struct, frozen=True):
     spent: int = 0
 
     def files(self) -> set[str]:
-        """The names of those that count."""
+        """Return the names of the current files of tensors."""
         found = [self.model, self.frozen, self.personal, self.memory, *self.pending.values()]
         found += [_of_update(reserve) for reserve in self.updates.values()]
         return {file.name for file in found if file is not None}
@@ -137,21 +149,20 @@ def _of_update(reserve: Reserve) -> _File:
 
 
 class ClientState:
-    """The folder of one client, which one process at a time has open.
+    """Folder of a client, opened by at most one process at a time.
 
-    folder: is made where it is missing; None takes a temporary one, which `close` removes.
-
-    Raises StateError where another process has it or where it is damaged, and RunFolderWriteError,
-    as every method that keeps something, where the disk does not take it: what was kept before then
-    still is.
+    `folder` is created if it is missing; None makes a temporary folder, which `close` removes.
+    Raises StateError if another process has opened the folder, or if it is damaged. Every method
+    that stores data raises RunFolderWriteError if the disk refuses the write; the previous state
+    then remains.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
         self._temporary = folder is None
         self.folder = Path(tempfile.mkdtemp(prefix="dure-")) if folder is None else folder
         self.quota = Quota(self.folder)
-        """What the run may store here; without bound until its site has agreed to it."""
-        # Messages come on several threads: one waits for work, another watches it.
+        """Storage quota of the run; without limit until the site has agreed to the run."""
+        # Several threads send messages: a thread waits for work while another watches it.
         self._turn = threading.RLock()
         self._lock = _locked(self.folder)
         try:
@@ -163,7 +174,7 @@ class ClientState:
             raise
 
     def close(self) -> None:
-        """Another process may have the folder now."""
+        """Release the folder for other processes; remove a temporary folder."""
         if unlock(self._lock) and self._temporary:
             shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -175,23 +186,23 @@ class ClientState:
 
     @property
     def temporary(self) -> bool:
-        """Whether nothing of it outlives the process."""
+        """Whether the folder is removed when the client closes it."""
         return self._temporary
 
     @property
     def about(self) -> About | None:
-        """Whose folder it is; None before it is anybody's."""
+        """Owner of the folder; None for a new folder."""
         return self._kept.about
 
     @property
     def key(self) -> Path:
-        """Where the client's private key belongs."""
+        """Path of the client's private key."""
         return self.folder / KEY
 
     def enter(self, about: About) -> None:
-        """The folder belongs to this client from now on; its server may have moved.
+        """Bind the folder to this client; only the server's URL may change later.
 
-        Raises StateError if it belongs to another one, or to another run.
+        Raises StateError if the folder belongs to another client or another run.
         """
         with self._turn:
             was = self.about
@@ -202,18 +213,18 @@ class ClientState:
                 )
             self._change(replace(self._kept, about=about))
 
-    # The newest global model, and the client's own
+    # Global model and personalised model
 
     def keep_model(self, round: int, tensors: Mapping[str, Tensor]) -> None:
-        """It is the newest one, in the place of the one before."""
+        """Store the newest global model in place of the previous model."""
         with self._turn:
             self._change(replace(self._kept, model=self._written("model", round, tensors)))
 
     def download(self, digest: str, size: int = 0) -> Path:
-        """The file in which tensors of this digest arrive. What is there of it came before a break.
+        """Return the path of a partial download, which may have bytes from before an interruption.
 
-        size: bytes that it will have. Raises ValueError if this is no digest, and PolicyError for
-        more bytes than the site stores.
+        `size` is the size of the complete file in bytes. Raises ValueError for an invalid digest,
+        and PolicyError beyond the storage quota.
         """
         if not _DIGEST.fullmatch(digest):
             raise ValueError(f"{digest[:80]!r} is no SHA-256")
@@ -223,14 +234,14 @@ class ClientState:
         return path
 
     def keep_download(self, round: int, digest: str) -> None:
-        """What was downloaded whole is the newest model. Other downloads are given up.
+        """Make a complete download the newest model, and remove other downloads.
 
-        Raises StateError if it is not what its digest says; then it is removed.
+        Raises StateError, and removes the file, if its content does not have the digest.
         """
         with self._turn:
             path = self.download(digest)
             file = _File("model", round, digest)
-            # The name of one that is kept already needs no second look: its content is the same.
+            # A file with the same name has the same content and needs no check.
             if self._kept.model != file:
                 try:
                     _check(path, digest)
@@ -246,50 +257,56 @@ class ClientState:
                 other.unlink()
 
     def model(self) -> tuple[int, dict[str, Tensor]] | None:
-        """(round, tensors) of the newest one; None before the first.
+        """Return (round, tensors) of the newest model; None without a model.
 
-        Raises StateError if it is damaged.
+        Raises StateError if the file is damaged.
         """
         with self._turn:
             file = self._kept.model
             return None if file is None else (file.number, self._tensors(file))
 
     def model_file(self) -> tuple[int, str, Path] | None:
-        """(round, digest, file) of the newest one, unread; None before the first."""
+        """Return (round, digest, path) of the newest model, unread; None without a model."""
         file = self._kept.model
         return None if file is None else (file.number, file.digest, self.folder / file.name)
 
     def keep_frozen(self, tensors: Mapping[str, Tensor]) -> None:
-        """What no model that is fetched has, since it is not trained."""
+        """Store the weights that are not trained, which fetched models lack."""
         from dure.wire.tensors import digest_of
 
         with self._turn:
             was = self._kept.frozen
-            # It may be large, and is the same each time.
+            # The file may be large, and rarely changes.
             if was is None or was.digest != digest_of(tensors):
                 self._change(replace(self._kept, frozen=self._written("frozen", 0, tensors)))
 
     def frozen(self) -> dict[str, Tensor]:
-        """What is not trained; nothing before the first. Raises StateError if it is damaged."""
+        """Return the weights that are not trained; empty without any.
+
+        Raises StateError on damage.
+        """
         with self._turn:
             file = self._kept.frozen
             return {} if file is None else self._tensors(file)
 
     def keep_personal(self, tensors: Mapping[str, Tensor]) -> None:
-        """It is the client's own model, in the place of the one before."""
+        """Store the client's personalised model in place of the previous one."""
         with self._turn:
             self._change(replace(self._kept, personal=self._written("personal", 0, tensors)))
 
     def personal(self) -> dict[str, Tensor] | None:
-        """The client's own model; None before the first. Raises StateError if it is damaged."""
+        """Return the personalised model; None without a model. Raises StateError on damage."""
         with self._turn:
             file = self._kept.personal
             return None if file is None else self._tensors(file)
 
-    # What the algorithm keeps
+    # State of the algorithm
 
     def memory(self) -> list[Tensor] | None:
-        """What is valid; None before the first. Raises StateError if it is damaged."""
+        """Return the valid state of the algorithm; None without any.
+
+        Raises StateError on damage.
+        """
         with self._turn:
             file = self._kept.memory
             tensors = None if file is None else self._tensors(file)
@@ -298,7 +315,7 @@ class ClientState:
         return [tensors[str(place)] for place in range(len(tensors))]
 
     def keep_pending(self, ticket: int, memory: Sequence[Tensor] | None) -> None:
-        """What becomes valid if the update of this ticket counts; None leaves what is valid."""
+        """Store state that becomes valid if the update counts; None leaves the valid state."""
         with self._turn:
             file = None
             if memory is not None:
@@ -307,14 +324,14 @@ class ClientState:
             self._change(replace(self._kept, pending={**self._kept.pending, ticket: file}))
 
     def pending(self) -> list[int]:
-        """Tickets whose outcome is not known."""
+        """Return assignment ids whose outcome is unknown."""
         return list(self._kept.pending)
 
     def settle(self, ticket: int, kept: bool) -> None:
-        """Takes what was pending if the update counts; else it, and the update, are dropped.
+        """Commit the pending state if the update counts, else drop it; remove the update.
 
-        The server says so again until it has heard the confirmation: a ticket that is not pending
-        was settled before, and is confirmed once more.
+        The server repeats an outcome until it has received the confirmation: an assignment id that
+        is not pending was settled before, and is confirmed again.
         """
         with self._turn:
             before = self._kept
@@ -336,25 +353,25 @@ class ClientState:
             )
 
     def confirmations(self) -> list[int]:
-        """Tickets that are settled here, which the server may not have heard."""
+        """Return settled assignment ids whose confirmation may not have reached the server."""
         return list(self._kept.confirmations)
 
     def confirmed(self, tickets: Iterable[int]) -> None:
-        """The server has heard that these are settled."""
+        """Remove confirmations that the server has received."""
         with self._turn:
             heard = set(tickets)
             left = [ticket for ticket in self._kept.confirmations if ticket not in heard]
             self._change(replace(self._kept, confirmations=left))
 
-    # An update on its way
+    # Unsettled updates
 
     def keep_update(self, reserve: Reserve, tensors: Mapping[str, Tensor], model: str = "") -> None:
-        """What is to be sent, until the outcome of its ticket is known.
+        """Store an update until its outcome is known.
 
-        model: the digest of the one from which it was computed. Raises ValueError if `reserve`
-        cannot travel, or is not about these tensors.
+        `model` is the digest of the model from which the update was computed. Raises ValueError if
+        `reserve` cannot be sent, or does not describe these tensors.
         """
-        # A number that is not finite could not be read again, here or by the server.
+        # A number that is not finite could not be decoded again, here or by the server.
         from_json(to_json(reserve), Reserve)
         with self._turn:
             file = self._written("update", reserve.ticket, tensors)
@@ -371,35 +388,35 @@ class ClientState:
             self._change(replace(self._kept, updates=updates, models=models))
 
     def updates(self) -> list[Reserve]:
-        """Those that are on their way."""
+        """Return the unsettled updates."""
         return list(self._kept.updates.values())
 
     def computed_from(self, ticket: int) -> str:
-        """The digest of the model from which an update was computed; empty where nobody knows."""
+        """Return the digest of the model that an update was computed from; "" if unknown."""
         return self._kept.models.get(ticket, "")
 
     def update(self, ticket: int) -> Path:
-        """The file with the tensors of an update on its way.
+        """Return the file of tensors of an unsettled update.
 
-        Raises KeyError if there is none of this ticket, StateError if it is damaged.
+        Raises KeyError for an unknown assignment id, and StateError if the file is damaged.
         """
         reserve = self._kept.updates[ticket]
         path = self.folder / _of_update(reserve).name
         _check(path, reserve.digest)
         return path
 
-    # Sums that it has helped to unmask
+    # Secure sums that the client has helped to unmask
 
     def is_spent(self, model: bytes) -> bool:
-        """Whether the client has helped to unmask a sum of updates from this model."""
+        """Return whether the client has helped to unmask a sum of updates from this model."""
         with self._turn:
             return model in self._spent
 
     def spend(self, model: bytes, ticket: int, question: bytes, answer: bytes) -> None:
-        """The client may help to unmask a sum, once, with this answer to this question.
+        """Record that the client helps to unmask a sum, with this answer to this question.
 
-        The update of this ticket is gone, and the model is on the list of spent ones, whatever
-        becomes of the run.
+        Removes the update of this assignment, and adds the model to the spent models for good,
+        whatever the outcome of the run.
         """
         with self._turn:
             self._spent.add(model)
@@ -411,53 +428,55 @@ class ClientState:
             self._change(_without_update(kept, ticket))
 
     def answered(self, ticket: int, question: bytes) -> bytes | None:
-        """The answer that this question got; None for a question without one."""
+        """Return the answer to this question; None for a question without an answer."""
         helped = self._kept.helped.get(ticket)
         return helped.answer if helped is not None and helped.question == question else None
 
     def drop_update(self, ticket: int) -> None:
-        """Removes an update that goes nowhere."""
+        """Remove an update that will not be sent."""
         with self._turn:
             self._change(_without_update(self._kept, ticket))
 
-    # What the user has agreed to
+    # Agreement of the user
 
     def approval(self, run: str) -> Path:
-        """The file that says so, once it is there. Raises StateError for no name of a run."""
-        # The name comes from the server, and is to lead to no other folder.
+        """Return the path of the approval of a run. Raises StateError for an invalid run id."""
+        # The server chooses the name, which must not lead to another folder.
         if not _RUN.fullmatch(run):
             raise StateError(f"{run[:80]!r} is no name of a run")
         return self.folder / f"approved-{run}"
 
     def approve(self, run: str) -> None:
-        """The user agrees to take part in the run."""
+        """Record that the user agrees to take part in the run."""
         write_atomically(self.approval(run), b"")
 
     def approved(self, run: str) -> bool:
-        """Whether the user has agreed to take part in the run."""
+        """Return whether the user has agreed to take part in the run."""
         return self.approval(run).is_file()
 
     def agree(self, agreed: AgreedRun) -> None:
-        """The site takes part in the run as it is described here."""
+        """Record that the site takes part in the run as described."""
         _write(self._agreed(agreed.run), agreed)
 
     def agreed(self, run: str) -> AgreedRun | None:
-        """The run as the site has agreed to it; None where it has not. Raises StateError if it is
-        damaged."""
+        """Return the run that the site has agreed to; None without an agreement.
+
+        Raises StateError if the file is damaged.
+        """
         return _read(self._agreed(run), AgreedRun)
 
     def _agreed(self, run: str) -> Path:
         self.approval(run)
         return self.folder / f"agreed-{run}.json"
 
-    # What was measured
+    # Evaluations
 
     def measured(self, run: str) -> list[tuple[int, str]]:
-        """(round, digest) of each model that was measured, in order."""
+        """Return (round, digest) of each evaluated model, in order."""
         path = self._measured(run)
         if not path.exists():
             return []
-        # A kill may leave a part of a line, of a measurement that has not begun.
+        # A kill may leave a partial line, whose evaluation has not begun.
         lines = path.read_bytes().rpartition(b"\n")[0].decode("ascii", "replace").splitlines()
         try:
             return [(int(round), digest) for round, digest in map(str.split, lines)]
@@ -465,7 +484,7 @@ class ClientState:
             raise _damaged(path, str(error)) from error
 
     def note_measured(self, run: str, round: int, digest: str) -> None:
-        """This model is about to be measured; that is on the disk when this returns."""
+        """Record, durably, that this model is about to be evaluated."""
         path = self._measured(run)
         line = f"{round} {digest}\n"
         self.quota.check(len(line), "the list of evaluations")
@@ -479,10 +498,9 @@ class ClientState:
         return self.folder / f"evaluations-{run}"
 
     def forget(self) -> None:
-        """Removes all that the run has left here. The key stays, which is the machine's, with the
-        list of models that it contributes to no more."""
+        """Remove all files of the run; the key and the list of spent models remain."""
         with self._turn:
-            # The index first: nothing counts then, and a kill in between leaves nothing half.
+            # The index first: no file is current then, and a kill in between leaves no half state.
             self._change(_Kept(spent=len(self._spent)))
             left_behind = ("download-*", "approved-*", "agreed-*", "evaluations-*")
             for left in (*left_behind, "owners-roster-*"):
@@ -493,11 +511,11 @@ class ClientState:
     # Files
 
     def _opened(self) -> _Kept:
-        """The index, which is made where the folder is new. Raises StateError if it is lost."""
+        """Read the index, or create it in a new folder. Raises StateError if it is missing."""
         path = self.folder / "kept.json"
         kept = _read(path, _Kept)
         if kept is None:
-            # It is there before the first file of tensors is.
+            # The index exists before the first file of tensors.
             lost = [each.name for each in self.folder.iterdir() if _TENSORS.fullmatch(each.name)]
             if lost:
                 raise _damaged(path, f"it is missing, and says what {min(lost)} is")
@@ -506,24 +524,24 @@ class ClientState:
         return kept
 
     def _change(self, kept: _Kept) -> None:
-        """All that is kept, from now on: the one place where the index changes."""
+        """Replace the index; the only place where it changes."""
         if kept != self._kept:
             _write(self.folder / "kept.json", kept)
             self._kept = kept
         self._sweep()
 
     def _sweep(self) -> None:
-        """Removes files of tensors that do not count, and what a kill left half written."""
+        """Remove files of tensors outside the index, and incomplete files."""
         count = self._kept.files()
         for path in self.folder.iterdir():
             mine = _TENSORS.fullmatch(path.name) or _HALF.fullmatch(path.name)
             if mine and path.name not in count:
-                # What cannot be removed takes room, and does no other harm.
+                # A file that cannot be removed takes space, and does no other harm.
                 with suppress(OSError):
                     path.unlink()
 
     def _written(self, kind: str, number: int, tensors: Mapping[str, Tensor]) -> _File:
-        """A file of these tensors, on the disk but in no index yet."""
+        """Write a file of these tensors durably, before the index names it."""
         from dure.wire.tensors import forms_of, pieces, size_of
 
         self.quota.check(size_of(forms_of(tensors)), f"the file of {kind} {number}")
@@ -540,7 +558,7 @@ class ClientState:
                 file = _File(kind, number, digest.hexdigest())
                 os.replace(beside, self.folder / file.name)
             except OSError:
-                # On a full disk, what was written of it takes room that others need.
+                # On a full disk, the partial file takes space that others need.
                 with suppress(OSError):
                     beside.unlink()
                 raise
@@ -563,7 +581,7 @@ class ClientState:
 
 
 class _Reading:
-    """Reads a file, and has the digest of what was read."""
+    """Reader of a file that computes the digest of the bytes read."""
 
     def __init__(self, content: BinaryIO) -> None:
         self.content = content
@@ -576,10 +594,10 @@ class _Reading:
 
 
 def own_key(folder: Path) -> Key:
-    """The key of a client's folder, also while the client is at work there.
+    """Return the key of a client's folder, also while a client uses the folder.
 
-    It is made, with the folder, where there is none yet. Raises StateError for a folder that can be
-    no client's, and ValueError and RunFolderWriteError as `Key.kept_in`.
+    Creates the folder and the key if there is none. Raises StateError for a folder that cannot be a
+    client's, and ValueError and RunFolderWriteError as `Key.kept_in`.
     """
     if (folder / KEY).exists():
         return Key.kept_in(folder / KEY)
@@ -588,10 +606,10 @@ def own_key(folder: Path) -> Key:
 
 
 def _locked(folder: Path) -> int:
-    """The lock of a folder, as an open descriptor."""
+    """Lock a folder and return the open descriptor."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # A private key lies there, and what was learned from data that nobody else is to see.
+        # The folder has a private key, and models trained on private data.
         folder.chmod(0o700)
         return lock(folder / "lock")
     except BlockingIOError as error:
@@ -612,7 +630,7 @@ def _sync(path: Path) -> None:
 
 
 def _check(path: Path, digest: str) -> None:
-    """Raises StateError if the file is not what its digest says."""
+    """Compare a file with its digest. Raises StateError if they differ."""
     try:
         found = sha256_of(path)
     except OSError as error:
@@ -638,7 +656,7 @@ def _write(path: Path, what: object) -> None:
 
 
 def _read(path: Path, kind: type[_Content]) -> _Content | None:
-    """What was written there; None without the file. Raises StateError if it is damaged."""
+    """Return the decoded content; None without the file. Raises StateError if it is damaged."""
     try:
         written = contents(path)
     except FileNotFoundError:

@@ -1,14 +1,14 @@
-"""Tensors to a client and from it, over links that break.
+"""Transfer of tensors from and to a client, over unreliable links.
 
-Down: the stream of safetensors is read straight into the tensors. A link that broke goes on where
-it stopped (`Range`, `If-Range`), and at the end the SHA-256 of all has to be the digest that the
-server named. One copy of the model exists, and small buffers.
+Download: the stream of safetensors is read directly into the tensors. After an interruption the
+download resumes at the byte reached (`Range`, `If-Range`); at the end the SHA-256 of the stream
+must equal the digest that the server named. Memory: one copy of the model, and small buffers.
 
-Up: the stream is sent from the tensors' own memory, in parts with a digest each. The server takes a
-part as a whole or not at all, and says how many bytes it has; so a part that was under way when the
-link broke is sent again. The first parts are a tenth of the stream, and each break halves those
-that follow: however often the link breaks, at most a fifth of the stream is sent twice (or 2 MiB,
-where that is more), down to parts of 64 KiB.
+Upload: the stream is sent from the tensors' own memory, in parts with a digest each. The server
+accepts a part completely or not at all, and returns the number of stored bytes; the client resends
+a part in transit during an interruption. The first parts are a tenth of the stream, and each
+interruption halves the following parts: however often the link breaks, at most a fifth of the
+stream is sent twice (or 2 MiB, if that is more), down to parts of 64 KiB.
 
 Source of ranges: RFC 9110, section 14. Parts by offset are as in tus (https://tus.io), which has no
 digest of the whole.
@@ -50,27 +50,27 @@ from dure.worlds.network.client.link import (
 )
 
 LEAST_PART = 1 << 16
-"""Bytes of a part of an upload, at least, unless the server takes less."""
+"""Minimum bytes of a part of an upload, unless the server accepts fewer."""
 
 FIRST_PART = 1 << 20
-"""Bytes of the first part, at least: a small update travels in one request."""
+"""Minimum bytes of the first part: a small update needs a single request."""
 
 MOST_CORRECTIONS = 3
-"""Times in a row that a server may correct an upload, before it is given up."""
+"""Maximum corrections of an upload by the server in a row, before the upload fails."""
 
 _ASK_AGAIN = (400, 404, 409, 410, 422)
-"""What a server answers to a part that it does not take as it is, and might after another."""
+"""Status codes of a server that refuses a part and may accept another part."""
 
 
 class TransferError(DureError):
-    """What arrived is not what was asked for, or the server contradicts itself."""
+    """The received bytes are not the requested bytes, or the server contradicts itself."""
 
 
 Tell = Callable[[OSError, float], None]
-"""Hears of each break of a link, and how many seconds pass until the next attempt."""
+"""Listener for interruptions, with the seconds until the next attempt."""
 
 Progress = Callable[[int], None]
-"""Hears how many bytes of the stream are done."""
+"""Listener for progress, in bytes of the stream."""
 
 
 def _nothing(*_: object) -> None:
@@ -82,7 +82,7 @@ def _always() -> bool:
 
 
 class _Pace:
-    """Keeps to a number of bytes a second, if there is one, and notices the wish to stop."""
+    """Bandwidth limit in bytes per second, if set; checks for a stop after each piece."""
 
     def __init__(self, bytes_per_second: float | None, stop: threading.Event) -> None:
         self._rate = bytes_per_second
@@ -90,11 +90,11 @@ class _Pace:
         self._free = 0.0
 
     def at_once(self, most: int) -> int:
-        """Bytes of a piece: at most `most`, and not more than what may pass in a second."""
+        """Return the bytes of a piece: at most `most`, and at most the bytes of a second."""
         return most if self._rate is None else max(1, min(most, int(self._rate)))
 
     def passed(self, count: int) -> None:
-        """So many bytes have gone: waits until the next may. Raises StoppedError."""
+        """Wait until the limit allows the next bytes, after `count`. Raises StoppedError."""
         if self._rate is not None:
             now = time.monotonic()
             self._free = max(self._free, now) + count / self._rate
@@ -103,7 +103,7 @@ class _Pace:
             raise StoppedError
 
 
-# Down
+# Download
 
 
 def download(
@@ -120,14 +120,26 @@ def download(
     bytes_per_second: float | None = None,
     limit: float | None = None,
 ) -> dict[str, Tensor]:
-    """The tensors whose stream has this digest and so many bytes.
+    """Download the tensors whose stream has this digest and size; retry damaged data once.
 
-    limit: seconds after which a link that broke is given up, with LinkLostError or BusyError.
-    expected: what they have to be like; None takes anything. keep: a file that holds the stream
-    when this returns; before, whatever it held. What arrives damaged is asked for once more.
+    Args:
+        link: Link to the server.
+        digest: SHA-256 of the stream.
+        size: Bytes of the stream.
+        expected: Required dtypes and shapes; None for any tensors.
+        stop: Event that ends the download.
+        backoff: Waits between attempts.
+        keep: File that gets the complete stream; unchanged until then. None for no file.
+        tell: Listener for interruptions.
+        progress: Listener for progress.
+        bytes_per_second: Bandwidth limit; None for no limit.
+        limit: Seconds of retries before LinkLostError or BusyError; None for no limit.
 
-    Raises TransferError where it is damaged again or is something else, RefusedError where the
-    server does not have it, NotTrustedError, StoppedError, and RunFolderWriteError for the file.
+    Raises:
+        TransferError: The stream is damaged twice, or has other tensors.
+        RefusedError: The server does not have the stream.
+        NotTrustedError, StoppedError: As in `Link`.
+        RunFolderWriteError: The file cannot be written.
     """
     damage: Exception | None = None
     for _ in range(2):
@@ -148,7 +160,7 @@ def download(
 
 
 class _Coming:
-    """A stream that goes on where its link broke."""
+    """Stream that resumes after interruptions."""
 
     def __init__(
         self,
@@ -186,11 +198,11 @@ class _Coming:
         return self._sha.hexdigest()
 
     def read(self, memory: memoryview) -> int:
-        """`Read` of dure.wire.tensors."""
+        """Fill the memory with the next bytes, as `Read` of dure.wire.tensors."""
         if self._at == self._size:
             return 0
         some = memory[: self._pace.at_once(READ_AT_ONCE)]
-        # Each byte that arrives ends what was waited for: the next break is a first one again.
+        # Every received byte resets the backoff for the next interruption.
         count = patiently(
             lambda: self._some(some), self._backoff, self._stop, self._tell, self.limit
         )
@@ -202,7 +214,7 @@ class _Coming:
         return count
 
     def _some(self, memory: memoryview) -> int:
-        """At least one byte."""
+        """Read at least one byte, without retries."""
         if self._answer is None:
             self._answer = self._asked()
         try:
@@ -216,11 +228,11 @@ class _Coming:
         return count
 
     def _asked(self) -> Streamed:
-        """The answer that goes on at byte `_at`."""
+        """Request the stream from byte `_at` on."""
         headers = {}
         path = f"/v1/tensors/{self._name}"
         if self._at:
-            # The query is signed, headers are not.
+            # The signature covers the query, but not headers.
             path = f"{path}?from={self._at}"
             headers = {"range": f"bytes={self._at}-", "if-range": f'"{self._name}"'}
         asked = self._link.stream("GET", path, headers, most=self._size)
@@ -235,7 +247,7 @@ class _Coming:
         return answer
 
     def _begin(self, answer: Streamed) -> int:
-        """Where the answer begins: with the whole, if something on the way knows no ranges."""
+        """Return the offset of the answer: 0 if a proxy ignores ranges and sends everything."""
         if answer.status != 206:
             return 0
         said = answer.headers.get("content-range", "")
@@ -254,7 +266,7 @@ def _skip(answer: Streamed, count: int) -> None:
 
 
 class _Kept:
-    """A file that is written on the way, and gets its name when it is whole."""
+    """File that gets its name only when its content is complete."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
@@ -284,13 +296,13 @@ class _Kept:
         if self._file is None or self._path is None:
             return
         with told(self._path):
-            # Else the name could be on the disk before the content, when the power fails.
+            # Without the sync the name could reach the disk before the content in a power failure.
             os.fsync(self._file.fileno())
             os.replace(self._beside, self._path)
             sync_folder(self._path.parent)
 
 
-# Up
+# Upload
 
 
 def upload(
@@ -306,13 +318,28 @@ def upload(
     bytes_per_second: float | None = None,
     limit: float | None = None,
 ) -> bool:
-    """Sends an update; whether the server has written it down.
+    """Upload an update, and return whether the server has recorded it.
 
-    False: it is not `wanted` any more, which is asked between two pieces. limit: seconds after
-    which a link that broke is given up, with LinkLostError or BusyError.
+    Args:
+        link: Link to the server.
+        reserve: Announcement of the update.
+        tensors: Tensors of the update.
+        stop: Event that ends the upload.
+        backoff: Waits between attempts.
+        wanted: Function checked between pieces; returns False if the update is no longer needed.
+        tell: Listener for interruptions.
+        progress: Listener for progress.
+        bytes_per_second: Bandwidth limit; None for no limit.
+        limit: Seconds of retries before LinkLostError or BusyError; None for no limit.
 
-    Raises RefusedError where the server does not take it, NotTrustedError, StoppedError,
-    TransferError, and ValueError where the reserved bytes are not those of the tensors.
+    Returns:
+        True if the server has recorded the update, and False if it is no longer needed.
+
+    Raises:
+        RefusedError: The server refuses the update.
+        NotTrustedError, StoppedError: As in `Link`.
+        TransferError: The server contradicts itself.
+        ValueError: The size in `reserve` is not the size of the tensors.
     """
     going = _Going(link, reserve, tensors, _Pace(bytes_per_second, stop), wanted, progress)
     try:
@@ -328,7 +355,7 @@ class _UnwantedError(Exception):
 
 
 class _Going:
-    """An update on its way, part by part."""
+    """Upload of an update, part by part."""
 
     def __init__(
         self,
@@ -340,7 +367,7 @@ class _Going:
         progress: Progress,
     ) -> None:
         self._stream = _Laid(tensors)
-        # An update that says why it failed has no tensors.
+        # An update with a failure has no tensors.
         if reserve.failure is None and self._stream.size != reserve.bytes:
             raise ValueError(f"{reserve.bytes} bytes are reserved for {self._stream.size}")
         self._link = link
@@ -350,11 +377,14 @@ class _Going:
         self._progress = progress
         self._largest = max(FIRST_PART, reserve.bytes // 10)
         self._corrections = 0
-        # What the server has; None where it has to be asked.
+        # Server's state of the upload; None if the client has to request it.
         self._reserved: Reserved | None = None
 
     def step(self) -> bool:
-        """The reservation, or a part; whether that was all. Raises LinkLostError, BusyError."""
+        """Send the announcement or a part, and return whether the upload is complete.
+
+        Raises LinkLostError and BusyError.
+        """
         if self._reserved is None:
             self._take(self._link.ask("POST", "/v1/uploads", self._reserve, Reserved))
         else:
@@ -382,7 +412,7 @@ class _Going:
             self._largest,
             self._link.most_part or self._largest,
         )
-        # Whatever goes wrong, the server is asked what it has.
+        # After any error the client requests the server's state.
         self._reserved = None
         try:
             answer = self._patch(reserved.upload, at, count)
@@ -402,13 +432,14 @@ class _Going:
             "upload-offset": str(at),
             "dure-digest": digest,
         }
-        # The query is signed, headers are not: a server of an earlier version reads the header.
+        # The signature covers the query, but not headers; a server of an earlier version reads the
+        # header.
         path = f"/v1/uploads/{urllib.parse.quote(upload, safe='')}?offset={at}"
         body = Outgoing(count, digest, lambda: self._pieces(at, count))
         return self._link.send("PATCH", path, body, headers)
 
     def _digest(self, at: int, count: int) -> str:
-        """SHA-256 of a part. That of all of it is known."""
+        """Return the SHA-256 of a part; the digest of the whole stream is known."""
         if count == self._reserve.bytes:
             return self._reserve.digest
         sha = hashlib.sha256()
@@ -426,9 +457,10 @@ class _Going:
             self._pace.passed(len(piece))
 
     def _correct(self, reserved: Reserved, count: int, refused: RefusedError) -> None:
-        """What follows from an answer that did not take the part."""
+        """Handle a refused part: retry a smaller part, take the server's offset, or raise."""
         if refused.status == 413 and count > LEAST_PART:
-            # What refuses it may stand before the server, which then knows nothing of it.
+            # A proxy before the server may have refused the part, and the server does not know of
+            # it.
             self._link.most_part = max(LEAST_PART, count // 2)
             self._reserved = reserved
             return
@@ -436,7 +468,7 @@ class _Going:
             raise refused
         self._count_correction(refused.reason)
         if refused.status == 409:
-            # The body says what the server has; else it is asked.
+            # The body has the server's state; otherwise the client requests it.
             with suppress(RequestError):
                 self._take(from_json(refused.body, Reserved))
 
@@ -447,7 +479,7 @@ class _Going:
 
 
 class _Laid:
-    """The stream of tensors, from any byte on."""
+    """Stream of tensors with random access."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._header = memoryview(header_of(forms_of(tensors)))
@@ -455,11 +487,11 @@ class _Laid:
         sizes = [len(self._header), *(each.numel() * each.element_size() for each in self._tensors)]
         self._begins = [0, *accumulate(sizes)]
         self.size = self._begins.pop()
-        # Of a tensor that has to be copied to lie in one piece, one copy is kept.
+        # Cache of the copy of a tensor that is not contiguous, for the last tensor only.
         self._last: tuple[int, memoryview] = (0, self._header)
 
     def part(self, at: int, count: int) -> Iterator[memoryview]:
-        """So many bytes, as views."""
+        """Yield `count` bytes from offset `at`, as views."""
         end = at + count
         number = bisect_right(self._begins, at) - 1
         while at < end:
@@ -480,7 +512,7 @@ class _Laid:
 
 
 def _joined(views: Iterator[memoryview], most: int) -> Iterator[memoryview]:
-    """The same bytes in pieces of at most `most`; views that are small are copied into one."""
+    """Yield the same bytes in pieces of at most `most`; small views are copied together."""
     small = bytearray()
     for view in views:
         for at in range(0, len(view), most):

@@ -1,16 +1,17 @@
-"""A client's end of a WebSocket, which the thread that computes reads and writes itself.
+"""Client's end of a WebSocket, which the computing thread itself reads and writes.
 
-The protocol is the library's, which does no input and output (`websockets.client`). Its own
-connections read in a thread of theirs, and every message waits until that thread has handed it
-over: 0.1 ms, where a step of a small model computes for one.
+The protocol is the sans-I/O protocol of the library (`websockets.client`). The library's own
+connections read in a separate thread, and every message waits for the hand-over between threads:
+0.1 ms, while a step of a small model takes 1 ms.
 
-While nobody waits here, another thread looks at the socket now and then, so that pings are answered
-while the client computes. A long message leaves in fragments (`FRAGMENT`), and a ping that comes
-meanwhile is answered between two of them. A server that says nothing for a heartbeat is pinged; one
-from which nothing comes for `SILENT` of them is gone.
+While no thread waits for a message, another thread checks the socket periodically, so that pings
+are answered while the client computes. A long message is sent in fragments (`FRAGMENT`), and a ping
+is answered between two fragments. The client pings a server that is silent for a heartbeat; a
+server that is silent for `SILENT` heartbeats counts as disconnected.
 
-What the server sends is bounded before it is stored (`dure.worlds.network.frame_limits`): a server
-that announces a message beyond what the owner allows is one that lies, and the connection is over.
+The size of the server's messages is checked before any buffering
+(`dure.worlds.network.frame_limits`): a server that announces a message beyond the owner's limit is
+malicious, and the client closes the connection.
 """
 
 from __future__ import annotations
@@ -31,32 +32,36 @@ from dure.worlds.network.client.connection import READ_AT_ONCE, SENT_AT_ONCE
 from dure.worlds.network.frame_limits import FrameLimitError, FrameLimits
 
 MOST_FIRST = 1 << 21
-"""Bytes of a message, until the owner allows more: of the roster, with what goes with it."""
+"""Maximum bytes of a message until the owner allows more: a roster, and its accompanying data."""
 
 MOST_ANSWER = 1 << 16
-"""Bytes of the head of the answer to the request for a connection."""
+"""Maximum bytes of the head of the answer to the opening request."""
 
 _END_OF_HEAD = b"\r\n\r\n"
 
 FRAGMENT = 1 << 22
-"""Bytes of a fragment. Smaller ones cost more: 1.6 MB take 0.5 ms longer in 25 pieces than in one.
+"""Bytes of a fragment.
+
+Smaller fragments cost more: 1.6 MB take 0.5 ms longer in 25 pieces than in one piece.
 """
 
 SILENT = 3
-"""Heartbeats without a byte, after which the server is gone."""
+"""Heartbeats without a byte after which the server counts as disconnected."""
 
 LOOKS = 4
-"""Times in a heartbeat that the socket is looked at while the client computes."""
+"""Checks of the socket per heartbeat while the client computes."""
 
 CLOSE_SECONDS = 1.0
-"""Seconds that the server has to say goodbye."""
+"""Maximum seconds to wait for the server's closing frame."""
 
 Buffer = bytes | bytearray | memoryview
 
 
 class ClosedError(Exception):
-    """The connection is over. code and reason: as the server has closed it; None, "" where it
-    broke."""
+    """The connection is closed.
+
+    `code` and `reason` are the server's; None and "" if the connection broke.
+    """
 
     def __init__(self, code: int | None = None, reason: str = "") -> None:
         super().__init__(reason or "the connection broke")
@@ -65,10 +70,18 @@ class ClosedError(Exception):
 
 
 class WebSocket:
-    """An open connection over a socket that is connected, and owned from here on.
+    """Open WebSocket over a connected socket, which the WebSocket owns from now on.
 
-    url: of ws://, whatever is beneath. Raises InvalidHandshake of `websockets` where the server
-    does not open it, OSError where the connection breaks or so many seconds bring no answer.
+    Args:
+        sock: Connected socket, with or without TLS.
+        url: URL with scheme ws, whatever the socket's transport.
+        headers: Additional headers of the opening request.
+        seconds: Timeout of the opening.
+        heartbeat: Seconds between pings of a silent server.
+
+    Raises:
+        InvalidHandshake: The server refuses the WebSocket (`websockets`).
+        OSError: The connection broke, or timed out.
     """
 
     def __init__(
@@ -83,19 +96,19 @@ class WebSocket:
         self._heartbeat = heartbeat
         self._protocol = ClientProtocol(parse_uri(url), max_size=None)
         self._lock = threading.Lock()
-        """Held by whoever reads or writes."""
+        """Lock of the thread that reads or writes."""
         self._limits = FrameLimits(MOST_FIRST, masked=False)
         self._answer = bytearray()
-        """The head of the answer to the request for a connection, as far as it has come."""
+        """Received part of the head of the answer to the opening request."""
         self._answered = False
-        """Whether it has come as a whole."""
+        """Whether the head is complete."""
         self._fragments: list[Buffer] = []
-        """Of a message that has not come as a whole."""
+        """Fragments of an incomplete message."""
         self._messages: deque[Buffer] = deque()
         self._closed: ClosedError | None = None
         self._heard = time.monotonic()
         self._asked = False
-        """Whether it was pinged since it was heard."""
+        """Whether a ping has been sent since the last received byte."""
         self._ends = threading.Event()
         try:
             self._shakes_hands(headers, seconds)
@@ -118,11 +131,11 @@ class WebSocket:
                 raise self._protocol.handshake_exc
 
     def allow(self, most: int) -> None:
-        """Set the bytes that a message of the server may have from now on."""
+        """Set the maximum size in bytes of a message from the server, from now on."""
         self._limits.most = most
 
     def receive(self, seconds: float) -> Buffer | None:
-        """The next message; None where none comes in so many seconds. Raises ClosedError."""
+        """Return the next message; None after `seconds` without a message. Raises ClosedError."""
         until = time.monotonic() + seconds
         with self._lock:
             while not self._messages:
@@ -135,7 +148,7 @@ class WebSocket:
             return self._messages.popleft()
 
     def send(self, pieces: Sequence[Buffer]) -> None:
-        """Sends a message. Raises ClosedError."""
+        """Send a message, given in pieces. Raises ClosedError."""
         left = sum(memoryview(one).nbytes for one in pieces)
         first = True
         with self._lock:
@@ -157,15 +170,15 @@ class WebSocket:
                 self._protocol.send_close(1000)
                 self._writes()
             until = time.monotonic() + CLOSE_SECONDS
-            # What was sent last is lost where a socket is closed that has not been read to its end.
+            # Closing a socket with unread bytes would discard the message sent last.
             while (left := until - time.monotonic()) > 0 and self._read(left):
                 pass
         self._socket.close()
 
-    # The socket, under the lock
+    # Methods that use the socket; the caller has the lock
 
     def _reads(self, seconds: float) -> None:
-        """Takes in what comes within so many seconds, and notes where the connection is over."""
+        """Read bytes for up to `seconds`, and record a broken connection."""
         try:
             came = self._read(seconds)
         except OSError:
@@ -175,7 +188,7 @@ class WebSocket:
             self._asks()
 
     def _asks(self) -> None:
-        """Pings a server that is silent, and takes it for gone where it stays so."""
+        """Ping a silent server, and close the connection if the server stays silent."""
         silent = time.monotonic() - self._heard
         if silent > SILENT * self._heartbeat:
             self._breaks()
@@ -185,25 +198,25 @@ class WebSocket:
             self._writes()
 
     def _writes(self) -> None:
-        """Sends what the protocol has to say, after a look at pings where one is due."""
+        """Send the protocol's pending bytes, after a check for pings if one is due."""
         if time.monotonic() - self._heard > self._heartbeat / LOOKS:
             self._look()
         try:
             self._write()
         except OSError:
-            # The server may have said why.
+            # The server may have sent the reason before it closed.
             while self._closed is None and self._look():
                 pass
             raise self._breaks() from None
 
     def _breaks(self) -> ClosedError:
-        """The connection is over, unless it was already."""
+        """Mark the connection as broken, unless it is closed already."""
         if self._closed is None:
             self._closed = ClosedError()
         return self._closed
 
     def _look(self) -> bool:
-        """Whether something was there to be read."""
+        """Read without waiting, and return whether bytes were read."""
         try:
             return self._read(0.001)
         except OSError:
@@ -211,7 +224,7 @@ class WebSocket:
             return False
 
     def _read(self, seconds: float) -> bool:
-        """Takes in what comes within so many seconds; whether something came."""
+        """Read bytes for up to `seconds`, process them, and return whether bytes were read."""
         self._socket.settimeout(seconds)
         try:
             data = self._socket.recv(READ_AT_ONCE)
@@ -228,13 +241,13 @@ class WebSocket:
             if isinstance(event, Frame):
                 self._takes(event)
         self._write()
-        # The server has closed it, or sent what is no frame.
+        # The server has closed the connection, or violated the protocol.
         if self._protocol.close_expected():
             self._breaks()
         return True
 
     def _takes_in(self, data: bytes) -> None:
-        """Give the protocol the next bytes, but for those that are beyond a limit."""
+        """Pass received bytes to the protocol, after the check of the limits."""
         if self._protocol.state is CONNECTING:
             data = self._handshake(data)
         try:
@@ -247,9 +260,9 @@ class WebSocket:
             self._protocol.receive_data(data)
 
     def _handshake(self, data: bytes) -> bytes:
-        """Give the protocol the answer to the request for a connection; what comes after it."""
+        """Pass the answer to the opening request to the protocol; return the bytes after it."""
         if self._answered:
-            # The body of a refusal, which the protocol bounds.
+            # Body of a refusal, which the protocol bounds.
             self._protocol.receive_data(data)
             return b""
         self._answer += data
@@ -279,16 +292,16 @@ class WebSocket:
             self._closed = ClosedError(int(said.code), said.reason)
 
     def _write(self) -> None:
-        """What the protocol has to say: pongs too."""
+        """Send the protocol's pending bytes, pongs included."""
         self._socket.settimeout(SILENT * self._heartbeat)
         for data in self._protocol.data_to_send():
             for begin in range(0, len(data), SENT_AT_ONCE):
                 self._socket.sendall(memoryview(data)[begin : begin + SENT_AT_ONCE])
 
     def _minds(self) -> None:
-        """Answers pings while nobody waits here."""
+        """Thread: answer pings while no other thread reads or writes."""
         while not self._ends.wait(self._heartbeat / LOOKS):
-            # Whoever holds it reads or writes, and sees them itself.
+            # A thread that has the lock reads or writes, and handles pings itself.
             if self._lock.acquire(blocking=False):
                 try:
                     while self._closed is None and self._look():
@@ -300,7 +313,7 @@ class WebSocket:
 
 
 def _fragments(pieces: Sequence[Buffer]) -> Iterator[bytes]:
-    """The same bytes in pieces of `FRAGMENT`, but for the last one."""
+    """Yield the same bytes in pieces of `FRAGMENT` bytes; the last piece may be smaller."""
     parts: list[memoryview] = []
     size = 0
     for piece in pieces:

@@ -1,1 +1,1 @@
-"""The server: who is there, what waits for whom, what has arrived."""
+"""Server of a federation over a network: sessions of clients, outbox, downloads and uploads."""

@@ -1,26 +1,27 @@
-"""Who may: a request is admitted, or refused with a reason.
+"""Access control: a request is admitted, or refused with a reason.
 
-A request is looked at in this order, so that nobody can do harm in somebody else's name:
+The checks have this order, so that a stranger cannot harm a client by using its name:
 
-    its headers say who asks     401   not signed
+    the headers name a sender    401   not signed
     the client is enrolled       403   unknown client
-    it is in quarantine          429   quarantined; try again after so many seconds
+    it is not in quarantine      429   quarantined; with the seconds until a retry
     its signature is right       403   forged
     nonce and serial are new     401   new nonce, replayed: sign again with the nonce of the answer
-    it was not revoked           403   revoked
-    it does not ask too often    429   too fast
+    it is not revoked            403   revoked
+    it is within its rate        429   too fast
 
-A refusal counts against a client if its signature covers what was refused: method, path and query,
-and the body whose digest is signed. All else counts against the address that it came from: a body
-with another digest, and headers besides the five, may have been changed on the way. Many clients
-may share an address, so nobody is shut out for it; who goes on is told to wait.
+A refusal counts against a client if its signature covers the cause: method, path and query, and the
+body whose digest is signed. Every other refusal counts against the sender's address: a body with
+another digest and headers besides the five may have been changed in transit. Since many clients may
+share an address, no client is shut out for its address; a sender that continues is told to wait.
 
-`open` lets in whoever comes, in the order of their first check-in, until all places are taken: for
-demonstrations and this machine. `invited` asks for an invitation (`register.py`), once. Where the
-owner of the federation has signed a roster of its clients, those alone are enrolled in either way,
-each with its number there.
+The mode `open` admits every client in the order of first check-ins, until all client numbers are
+taken: for demonstrations and a single machine. The mode `invited` requires an invitation
+(`register.py`), which is valid once. If the owner of the federation has signed a roster of its
+clients, both modes enrol only these clients, each with its number on the roster.
 
-The body is not read here. Its digest is signed; whoever reads the body compares it (`calls`).
+This module does not read the body. Its digest is signed, and the reader of the body compares the
+digest (`calls`).
 """
 
 from __future__ import annotations
@@ -50,14 +51,14 @@ Mode = Literal["invited", "open"]
 
 CHECK_IN = "/v1/check-in"
 NEW = -1
-"""The number of a client that is enrolled when its check-in is read."""
+"""Number of a client that will be enrolled at its check-in."""
 
 MOST_KINDS = 64
-"""Of refusals that are counted apart."""
+"""Maximum kinds of refusals with separate counters."""
 
 
 class Refused(Exception):  # noqa: N818, it is an answer
-    """The answer to a request that is refused. headers: more of them, in lower case."""
+    """Refusal of a request. `headers` are additional headers of the answer, in lower case."""
 
     def __init__(
         self, status: int, kind: str, reason: str, headers: Mapping[str, str] | None = None
@@ -70,9 +71,10 @@ class Refused(Exception):  # noqa: N818, it is an answer
 
 
 class Admitted(NamedTuple):
-    """Who asks, by whose key, and the digest that the body must have.
+    """Sender of an admitted request, its key, and the digest that the body must have.
 
-    client: its number, or `NEW`. nonce: the same for all requests of a session of a client.
+    `client` is its number, or `NEW`. `nonce` is the same for all requests of a session of the
+    client.
     """
 
     client: int
@@ -84,10 +86,10 @@ class Admitted(NamedTuple):
 
 
 class Access:
-    """The door of one server. All methods may be called from any thread.
+    """Access control of a server. Safe for several threads.
 
-    clock: seconds that only grow. identities: public keys by the clients' numbers, where they are
-    fixed.
+    `clock` returns monotonic seconds. `identities` has public keys by client number, if an owner's
+    roster fixes them.
     """
 
     def __init__(
@@ -100,10 +102,10 @@ class Access:
     ) -> None:
         self.register = register
         self.mode = mode
-        # Where everybody may come, keys are made at will: the rest is for those that come to look.
+        # In open mode anybody can make keys; the additional entries are for observers.
         self._nonces = Nonces(most=2 * register.places + 1000, clock=clock)
         self._conducts: Conducts[int] = Conducts(limits, clock)
-        # Apart: any number of addresses must not make it forget a client.
+        # A separate object: no number of addresses may evict a client.
         self._addresses: Conducts[str] = Conducts(limits, clock)
         self._refusals: Counter[str] = Counter()
         self._numbers: dict[str, int] | None = None
@@ -118,10 +120,10 @@ class Access:
     def admit(
         self, headers: Mapping[str, str], method: str, path: str, address: str = ""
     ) -> Admitted:
-        """Who sent a request. Raises Refused.
+        """Return the sender of a request. Raises Refused.
 
-        headers: names in lower case. path: with its query, as it was sent. address: of whom it came
-        from, without the port.
+        `headers` have names in lower case. `path` includes the query, as received. `address` is the
+        sender's address without the port.
         """
         try:
             claim = claim_of(headers)
@@ -146,15 +148,15 @@ class Access:
         return Admitted(number, name, claim.client, claim.nonce, claim.serial, claim.digest)
 
     def check_in(self, admitted: Admitted, name: str = "", wants: int | None = None) -> Admitted:
-        """Who checks in, with the number that it has from now on. Raises Refused.
+        """Return the admitted client with its number at its check-in. Raises Refused.
 
-        name, wants: as its check-in says. They must be those of the enrolment; open access enrols
-        who is `NEW` by them.
+        `name` and `wants` come from the check-in. They must match the enrolment; open mode enrols a
+        `NEW` client with them.
         """
         try:
             client = self._client(admitted.key)
             if client is None:
-                # It was forgotten since it was admitted.
+                # The client was removed after its admission.
                 if self.mode != "open":
                     raise EnrolError("unknown client", _ENROL_FIRST)
                 client = self._enrol(admitted.key, name, wants, None)
@@ -165,7 +167,7 @@ class Access:
         return admitted._replace(client=client.number, name=client.name or "")
 
     def enrol(self, body: Enrol, address: str = "") -> Enrolled:
-        """Enrols a client; the same key again gets the same answer. Raises Refused."""
+        """Enrol a client; a repetition with the same key gets the same answer. Raises Refused."""
         try:
             check_public(body.key)
         except ValueError as error:
@@ -173,7 +175,7 @@ class Access:
         if not is_proven(body.key, body.proof, body.token, body.name, body.wants):
             reason = "the enrolment is not signed with the key that it brings"
             self._refuse_stranger(403, "forged", reason, address)
-        # Where everybody is let in, an invitation may still say which number.
+        # In open mode, an invitation may still determine the number.
         token = None if self.mode == "open" and not body.token else body.token
         try:
             client = self._enrol(body.key, body.name, body.wants, token)
@@ -184,15 +186,15 @@ class Access:
         return Enrolled(client.number, self.register.places, client.name or "")
 
     def may(self, client: int) -> bool:
-        """Whether a client is still enrolled: for answers to questions that waited long."""
+        """Return whether a client is still enrolled, for answers to requests that waited long."""
         self._read_changes()
         known = self._by_number.get(client)
         return known is not None and known.state == "enrolled"
 
     def refuse(self, client: int, status: int, kind: str, reason: str) -> NoReturn:
-        """Refuses what a client asked for, and counts it against the client. Raises Refused.
+        """Refuse a request and count the refusal against the client. Raises Refused.
 
-        kind: in two words, to be counted; reason: what the client prints.
+        `kind` is a short category, for counters; `reason` is a message that the client prints.
         """
         self._count(kind)
         headers: dict[str, str] = {}
@@ -203,14 +205,15 @@ class Access:
         raise Refused(status, kind, reason, headers)
 
     def refuse_unproven(self, address: str, status: int, kind: str, reason: str) -> NoReturn:
-        """Refuse what a client has not signed, and count it against the address it came from.
+        """Refuse an unproven request, and count the refusal against the sender's address.
 
-        kind: in two words, to be counted; reason: what the client prints. Raises Refused.
+        `kind` is a short category, for counters; `reason` is a message that the client prints.
+        Raises Refused.
         """
         self._refuse_stranger(status, kind, reason, address)
 
     def status(self) -> dict[str, Any]:
-        """For /status: how many are enrolled, what was refused, who is in quarantine."""
+        """Return counts of clients and refusals, and the quarantine, for /status."""
         self._read_changes()
         with self._lock:
             enrolled = sum(one.state == "enrolled" for one in self._by_number.values())
@@ -228,7 +231,7 @@ class Access:
         return self._by_key.get(key)
 
     def _check_may_come(self, key: str, path: str, address: str) -> None:
-        """Raises Refused unless an unknown client may ask this."""
+        """Check that an unknown client may send this request. Raises Refused."""
         if self.mode != "open":
             self._refuse_stranger(403, "unknown client", _ENROL_FIRST, address)
         if path != CHECK_IN:
@@ -257,7 +260,7 @@ class Access:
                 self._refuse_stranger(403, "forged", reason, address)
             self._nonces.take(claim)
         except SignatureError as error:
-            # A new session is no offence.
+            # A new session is not a violation.
             if error.kind != "new nonce":
                 self._count(error.kind)
             headers = {} if error.nonce is None else {NONCE: error.nonce}
@@ -269,7 +272,7 @@ class Access:
         try:
             return self.register.enrol(key, name, wants, token)
         except RunFolderError as error:
-            # The disk is full, say. Who comes later finds it as it was.
+            # For example on a full disk; a retry later finds the register unchanged.
             self._count("not written")
             reason = "the server cannot write an enrolment now; try again later"
             raise Refused(503, "not written", reason, _after(10.0)) from error
@@ -288,7 +291,7 @@ class Access:
             self._refusals[kind if known else "other"] += 1
 
     def _read_changes(self) -> None:
-        """What this process or another one has changed in the file, since it was read."""
+        """Read changes of the register by this or another process since the last call."""
         try:
             version = self.register.version()
             if version == self._version:
@@ -297,7 +300,7 @@ class Access:
                 self._change, changed = self.register.changes(self._change)
                 for client in changed:
                     self._put(client)
-                # Read before the changes were: what came between is read next time.
+                # The version was read before the changes: changes in between are read next time.
                 self._version = version
         except RunFolderError as error:
             reason = "the server cannot read who is enrolled now; try again later"
@@ -316,7 +319,7 @@ _ENROL_FIRST = "the server does not know this key: enrol with the token of an in
 
 
 def _listed(numbers: Mapping[str, int], key: str, wants: int | None) -> int:
-    """The number of a client that is on the roster. Raises EnrolError for another one."""
+    """Return the number of a client on the roster. Raises EnrolError for an unlisted client."""
     number = numbers.get(key)
     if number is None:
         reason = f"the run's roster does not have the key {key}: the federation's owner adds it"

@@ -1,4 +1,4 @@
-"""What the routes answer: bodies of JSON, and refusals with their reason."""
+"""Answers of the routes: JSON bodies, and refusals with a reason."""
 
 from __future__ import annotations
 
@@ -14,6 +14,6 @@ def answer(said: Said) -> Response:
 
 
 def refusal(status: int, reason: str, headers: Mapping[str, str] | None = None) -> Response:
-    """An answer that says why nothing was done."""
+    """Return a refusal with its reason."""
     body = to_json(Refusal(reason))
     return Response(body, status, dict(headers or {}), media_type="application/json")

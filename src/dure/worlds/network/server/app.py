@@ -1,12 +1,12 @@
-"""The application: which route goes where, behind the gate that every request passes first.
+"""Application: the routes, behind the authentication of every request.
 
-`dure.wire.requests` lists the routes. Handlers check what they got, write it to the journal, and
-answer; none of them knows the model or the coordinator:
+`dure.wire.requests` lists the routes. Handlers check the request, write it to the journal, and
+answer; they depend on neither the model nor the coordinator:
 
-    attendance.py   who is there, and what there is to do for them
-    downloads.py    what they fetch
-    uploads.py      what they send
-    replies.py      what they say of updates that stay with them
+    attendance.py   sessions of clients, and their work
+    downloads.py    tensors for clients
+    uploads.py      updates of clients
+    replies.py      messages about updates that stay at their clients
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from dure.worlds.network.updates import Updates
 
 @dataclass
 class App:
-    """The routes, and what their handlers share."""
+    """Application with its routes and the shared state of the handlers."""
 
     served: Served
     desk: Desk
@@ -40,7 +40,7 @@ class App:
     updates: Updates
     access: Access
     every_moment: Callable[[], None] = lambda: None
-    """Called several times a second, in the event loop."""
+    """Function called several times per second in the event loop."""
     watching: Watching = field(default_factory=Watching)
 
     def __post_init__(self) -> None:
@@ -60,7 +60,7 @@ class App:
         self.replies = Replies(self.desk, self.journal, self.access)
 
     def asgi(self) -> Metered:
-        """The application."""
+        """Return the ASGI application."""
         here = self.attendance
         down = self.downloads
         up = self.uploads
@@ -84,15 +84,15 @@ class App:
         return Metered(routed, self.watching)
 
     def lives_in(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Called once, before the first request."""
+        """Attach the application to its event loop; called once before the first request."""
         self.desk.lives_in(loop)
         self._listening = loop.create_task(self._listen())
 
     async def _listen(self) -> None:
-        """Looks several times a second who has gone."""
+        """Check several times per second for clients that have disconnected."""
         while True:
             await asyncio.sleep(GRACE / 8)
             self.every_moment()
-            # Before, nobody can call.
+            # Before the server is open, no client can call.
             if self.desk.open.is_set():
                 await self.attendance.look()

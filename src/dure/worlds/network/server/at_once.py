@@ -1,8 +1,8 @@
-"""How many requests of one client, or of strangers, may be under way at the same time.
+"""Limits on concurrent requests of a client, or of unknown senders.
 
-What a request holds in memory is bounded by its route (`calls.MOST_OF`); what all of them hold
-is that times these numbers. A request too many is answered by 429, and counted against nobody: a
-client that has lost its link cannot know that its former requests still wait.
+The route bounds the memory of a request (`calls.MOST_OF`); the memory of all requests is bounded by
+that number times these limits. A request beyond a limit gets 429, and counts against nobody: a
+client with a broken connection cannot know that its earlier requests still wait.
 """
 
 from __future__ import annotations
@@ -15,17 +15,20 @@ from typing import TypeVar
 from dure.worlds.network.server.access import Refused
 
 MOST_OF_CLIENT = 32
-"""Requests of one client. It trains with two or three; several processes may share a key."""
+"""Maximum concurrent requests of a client.
+
+A client that trains needs two or three; several processes may share a key.
+"""
 
 MOST_OF_ADDRESS = 64
-"""Requests of strangers from one address, such as enrolments."""
+"""Maximum concurrent requests of unknown senders from an address, such as enrolments."""
 
 MOST_OF_STRANGERS = 128
-"""Requests of strangers altogether."""
+"""Maximum concurrent requests of all unknown senders."""
 
 
 class AtOnce:
-    """Counts the requests under way. For the event loop alone."""
+    """Counter of concurrent requests, for use in the event loop only."""
 
     def __init__(self) -> None:
         self._clients: Counter[int] = Counter()
@@ -33,13 +36,13 @@ class AtOnce:
 
     @contextmanager
     def of_client(self, client: int) -> Iterator[None]:
-        """A request of a client is under way. Raises Refused if there are too many."""
+        """Context manager: count a request of a client. Raises Refused above the limit."""
         with _counted(self._clients, client, MOST_OF_CLIENT):
             yield
 
     @contextmanager
     def of_stranger(self, address: str) -> Iterator[None]:
-        """A request of nobody that is known is under way. Raises Refused if there are too many."""
+        """Context manager: count a request of an unknown sender. Raises Refused above the limit."""
         if self._addresses.total() >= MOST_OF_STRANGERS:
             raise _too_many()
         with _counted(self._addresses, address, MOST_OF_ADDRESS):

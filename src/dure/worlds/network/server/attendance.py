@@ -1,4 +1,4 @@
-"""Who is there: clients enrol, check in and ask what to do, and are gone where they fall silent."""
+"""Client sessions: enrolment, check-in, requests for work, detection of disconnected clients."""
 
 from __future__ import annotations
 
@@ -33,17 +33,29 @@ from dure.worlds.network.server.desk import Desk, Seat
 from dure.worlds.network.server.watching import Watching
 
 HOLDS = 2
-"""The first version whose clients keep updates where they are to stay with them."""
+"""First protocol version whose clients support updates that stay at their clients."""
 
 
 @dataclass
 class Served:
-    """What clients are told of the run when they check in, and what of theirs cannot be.
+    """Description of the run for clients, and the checks of their check-ins.
 
-    compare: in what a client's task differs, so that it cannot take part. samples: how many a
-    client with so many examples processes in a round, at the most. holds: updates stay with their
-    clients. roster: as `Welcome` has it. why_not: why the run cannot keep to so many clients in
-    each new model, in words; None where it can.
+    Args:
+        run: Id of the run.
+        clients: Number of clients.
+        strategy: Strategy, in the form of run folders.
+        seed: Seed of the run.
+        trains: Model and task of the run.
+        machine: Properties of the server's machine.
+        heartbeat: Seconds without a byte after which a connection counts as lost.
+        patience: Maximum seconds that a `next` waits.
+        compare: Function that returns the differences of two tasks that exclude a client.
+        samples: Function of a client's number of examples; returns the most examples that the
+            client processes in a round.
+        holds: Whether updates stay at their clients.
+        roster: Owner's roster in JSON, as in `Welcome`.
+        why_not: Function of a cohort size; returns the reason why the run cannot guarantee the size
+            for each new model, or None.
     """
 
     run: str
@@ -61,7 +73,7 @@ class Served:
     why_not: Callable[[int], str | None] = lambda asked: None
 
     def check(self, said: CheckIn, admitted: Admitted, access: Access) -> None:
-        """Raises RequestError for a client of another version, Refused for one of another task."""
+        """Check the version and the task of a client. Raises RequestError or Refused."""
         if said.version not in (requests.VERSION, requests.VERSION - 1):
             raise RequestError(
                 f"the client speaks version {said.version}, and the server {requests.VERSION}: "
@@ -81,9 +93,10 @@ class Served:
     def check_cohort(
         self, said: CheckIn, admitted: Admitted, access: Access, under_way: str | None = None
     ) -> None:
-        """Raises Refused for a client that asks for more clients in a new model than the run has.
+        """Check that the run can guarantee the client's smallest cohort. Raises Refused.
 
-        under_way: why a run that has begun would have to wait for others, in words.
+        `under_way` is the reason why a started run would have to wait for more clients; None
+        otherwise.
         """
         why = self.why_not(said.smallest_cohort) or under_way
         if why is not None:
@@ -94,7 +107,7 @@ class Served:
             access.refuse(admitted.client, 409, "smallest cohort", reason)
 
     def welcome(self, client: int, differs: list[str]) -> Welcome:
-        """What a client of this number is told. differs: in what it computes differently."""
+        """Return the answer to a check-in; `differs` names differences of the client's machine."""
         return Welcome(
             version=requests.VERSION,
             run=self.run,
@@ -112,21 +125,23 @@ class Served:
         )
 
     def keeps_to(self, said: CheckIn, cohort: int) -> int:
-        """Of how many clients a new model is made from now on. cohort: before this check-in."""
+        """Return the run's smallest cohort after this check-in; `cohort` is the value before."""
         asked = said.smallest_cohort
         return max(cohort, asked) if self.why_not(asked) is None else cohort
 
 
 def here_of(seat: Seat, smallest_cohort: int | None = None) -> Here:
-    """What a client that was there before has said of itself. smallest_cohort: in place of its
-    own."""
+    """Return the stored introduction of a client that was available before.
+
+    `smallest_cohort` replaces the client's own value if it is not None.
+    """
     asks = seat.smallest_cohort if smallest_cohort is None else smallest_cohort
     return Here(seat.name, seat.examples, seat.held_out, seat.machine, asks)
 
 
 @dataclass
 class Attendance:
-    """The routes of who is there, and the look at who has gone."""
+    """Routes of client sessions, and the check for disconnected clients."""
 
     served: Served
     desk: Desk
@@ -143,18 +158,18 @@ class Attendance:
         self.served.check(said, admitted, self.access)
         if not said.looks:
             self.served.check_cohort(said, admitted, self.access, self._holds_up(said, admitted))
-        # After it is known to fit: whoever is refused takes nobody's place.
+        # After the checks of the task: a refused client takes no client number.
         if not said.looks and (admitted.client == NEW or said.name or said.wants is not None):
             admitted = await asyncio.to_thread(
                 self.access.check_in, admitted, said.name, said.wants
             )
-        # Without examples it has its number, and is not there yet.
+        # A client without examples has a number, but is not available.
         if said.examples and not said.looks:
             seat = self.desk.seat(admitted.client)
             seat.name = admitted.name or f"client {admitted.client}"
             examples, held_out = said.examples, said.held_out
             if self.served.holds:
-                # Also of a client that says more: how many it has is nowhere written down.
+                # Applies also to a client that reports its numbers: the server must not store them.
                 examples, held_out = 1, 0
             with Call(self.desk, seat):
                 here = Here(seat.name, examples, held_out, said.machine, said.smallest_cohort)
@@ -165,7 +180,7 @@ class Attendance:
         return answer(replace(welcome, smallest_cohort=cohort))
 
     def _holds_up(self, said: CheckIn, admitted: Admitted) -> str | None:
-        """Why the run, which is under way, would have to wait if this client were taken."""
+        """Return the reason why a started run would have to wait for this client's cohort."""
         desk = self.desk
         if not desk.begun or said.smallest_cohort <= desk.smallest_cohort:
             return None
@@ -178,7 +193,7 @@ class Attendance:
         )
 
     async def _arrives(self, seat: Seat, here: Here) -> None:
-        """Logs that a client is there."""
+        """Record and log that a client is available."""
         seat.here = True
         seat.examples = here.examples
         seat.held_out = here.held_out
@@ -195,13 +210,13 @@ class Attendance:
             await self._comes_back(seat)
             async with connected(request) as gone:
                 word = await self.desk.next(seat, self.served.patience, gone)
-        # It may have been revoked while it waited.
+        # The client may have been revoked while it waited.
         if not self.access.may(seat.number):
             self.access.refuse(seat.number, 403, "revoked", f"client {seat.number} was revoked")
         return answer(word)
 
     async def _comes_back(self, seat: Seat) -> None:
-        """A client that was taken for gone calls again."""
+        """Record and log the return of a client that was marked as disconnected."""
         if seat.missing and seat.train is not None:
             seat.missing = False
             await logged(self.journal, "back", seat.number, seat.train.ticket)
@@ -220,7 +235,7 @@ class Attendance:
         return answer(watched)
 
     async def look(self) -> None:
-        """Notices who has gone, and what those who were revoked ask for no longer."""
+        """Detect disconnected clients, and drop the cohort requirements of revoked clients."""
         for seat in self.desk.everybody():
             if seat.smallest_cohort > 1 and not self.access.may(seat.number):
                 await logged(self.journal, "asks", seat.number, body=to_json(here_of(seat, 1)))
@@ -234,6 +249,6 @@ class Attendance:
                 else:
                     await logged(self.journal, "leave", seat.number)
                 self.watching.left(seat)
-            # The disk is full: it is noticed again at the next look.
+            # The disk is full: the next check repeats the attempt.
             except RunFolderWriteError:
                 seat.here = True

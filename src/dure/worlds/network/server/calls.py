@@ -1,4 +1,4 @@
-"""A client's call: what it asks and says, and that it is there for as long as the call is open."""
+"""Requests of clients: body, limits, and presence of a client while its request is open."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ MOST_OF: dict[type[Said], int] = {
     Holds: 4 << 10,
     Failed: 64 << 10,
 }
-"""Bytes of the bodies that are shorter than `MOST_BODY`, by what they say."""
+"""Maximum bytes of the bodies with a limit below `MOST_BODY`, by type."""
 
 
 class UnprovenError(RequestError):
-    """What is wrong with a request is nothing that its client has signed. kind: to be counted."""
+    """The error of a request is outside its signed content. `kind` is a category, for counters."""
 
     def __init__(self, kind: str, reason: str) -> None:
         super().__init__(reason)
@@ -46,7 +46,7 @@ class UnprovenError(RequestError):
 
 
 def target_of(request: Request) -> str:
-    """The path with its query, as it was sent."""
+    """Return the path with its query, as received."""
     raw: str = request.scope.get("raw_path", b"").decode("ascii", "replace")
     query = request.scope.get("query_string", b"").decode("ascii", "replace")
     return raw + (f"?{query}" if query else "")
@@ -57,7 +57,7 @@ def address_of(request: Request) -> str:
 
 
 def known(desk: Desk, admitted: Admitted) -> Seat:
-    """The seat of who has checked in. Raises Refused for others."""
+    """Return the session of a client that has checked in. Raises Refused for other clients."""
     seat = desk.seat(admitted.client)
     if not seat.examples:
         raise Refused(409, "check in first", "the server wants to know who calls: check in")
@@ -65,7 +65,10 @@ def known(desk: Desk, admitted: Admitted) -> Seat:
 
 
 async def body_of(request: Request, admitted: Admitted | None, kind: type[Body]) -> Body:
-    """The JSON body. Raises RequestError where it is not what was signed, or what it has to be."""
+    """Read and decode the JSON body.
+
+    Raises UnprovenError if the body is not the signed body, and RequestError if it is invalid.
+    """
     body = await read(request, MOST_OF.get(kind, MOST_BODY))
     if admitted is not None and hashlib.sha256(body).hexdigest() != admitted.digest:
         raise UnprovenError("another body", "the body is not the one that was signed")
@@ -73,10 +76,10 @@ async def body_of(request: Request, admitted: Admitted | None, kind: type[Body])
 
 
 async def read(request: Request, most: int) -> bytearray:
-    """The body. Raises Refused where it is longer than `most`, before it lies in memory."""
+    """Read the body. Raises Refused before buffering more than `most` bytes."""
     announced = check_length(request, most)
-    # In one piece from the beginning: many clients send at the same time. What does not come
-    # takes no memory.
+    # Allocated once, because many clients send simultaneously. Pages without received bytes take no
+    # memory.
     body = bytearray(announced)
     size = 0
     async for part in request.stream():
@@ -90,7 +93,7 @@ async def read(request: Request, most: int) -> bytearray:
 
 
 def check_length(request: Request, most: int) -> int:
-    """Bytes that the body is said to have, 0 where nothing is said. Raises Refused."""
+    """Return the announced length of the body in bytes; 0 if unknown. Raises Refused."""
     length = request.headers.get("content-length")
     announced = 0 if length is None else unsigned_number(length)
     if announced > most:
@@ -105,7 +108,7 @@ def whole_number(text: str) -> int:
 
 
 def unsigned_number(text: str) -> int:
-    """A number of bytes from a header that no signature covers. Raises UnprovenError."""
+    """Parse a number of bytes from a header that is not signed. Raises UnprovenError."""
     try:
         return whole_number(text)
     except RequestError as error:
@@ -113,7 +116,7 @@ def unsigned_number(text: str) -> int:
 
 
 def signed_number(request: Request, name: str) -> int | None:
-    """A number of bytes from the query, which is signed; None without it. Raises RequestError."""
+    """Parse a number of bytes from the signed query; None if absent. Raises RequestError."""
     texts = request.query_params.getlist(name)
     if len(texts) > 1:
         raise RequestError(f"{name} is said more than once")
@@ -123,12 +126,12 @@ def signed_number(request: Request, name: str) -> int | None:
 async def logged(
     journal: Journal, kind: str, client: int, ticket: int = -1, body: bytes = b""
 ) -> None:
-    """Returns once it is on the disk. Raises RunFolderWriteError."""
+    """Append an event to the journal and wait for its sync. Raises RunFolderWriteError."""
     await asyncio.wrap_future(journal.append(kind, client, ticket, body))
 
 
 class Call:
-    """While a call of a client is open, it is there."""
+    """Context manager: mark a client as connected while its request is open."""
 
     def __init__(self, desk: Desk, seat: Seat) -> None:
         self.desk = desk
@@ -143,7 +146,7 @@ class Call:
 
 @asynccontextmanager
 async def connected(request: Request) -> AsyncIterator[Gone]:
-    """While a call waits: a future that is done once the client has hung up."""
+    """Context manager: yield a future that is done once the client has disconnected."""
     gone = asyncio.ensure_future(_gone(request))
     try:
         yield gone
@@ -152,7 +155,7 @@ async def connected(request: Request) -> AsyncIterator[Gone]:
 
 
 async def _gone(request: Request) -> None:
-    """Returns when the connection is closed. The body has been read by then."""
+    """Return when the connection is closed; call this after the body has been read."""
     while True:
         message = await request.receive()
         if message["type"] == "http.disconnect":

@@ -1,12 +1,12 @@
-"""The carrier of a deployed federation: from the journal to the coordinator, and to the desk.
+"""Carrier of a deployed federation: from the journal to the coordinator, and to the outbox.
 
-    journal -> event -> coordinator -> actions -> desk        until the coordinator can combine
+    journal -> event -> coordinator -> actions -> outbox      until the coordinator can combine
 
-Handlers write what clients say to the journal. Here, in the main thread, its events are applied in
-their order, one by one, each with the time at which it was logged. So the coordinator's state is a
-function of the journal: after a restart the events behind the checkpoint are applied again by the
-same code, and give the same bits. What is not an input is not logged: what is on the desk follows
-from the coordinator's actions. `events.py` lists the kinds of events.
+Handlers write clients' messages to the journal. The carrier, in the main thread, applies the events
+of the journal in order, each with its logged time. The coordinator's state is therefore a function
+of the journal: after a restart the same code applies the events after the checkpoint again, with
+the same bits. Only inputs are logged; the content of the outbox follows from the coordinator's
+actions. `events.py` lists the kinds of events.
 """
 
 from __future__ import annotations
@@ -68,22 +68,25 @@ from dure.worlds.network.trees import Trees
 from dure.worlds.network.updates import Updates
 
 COHORT = "cohort.json"
-"""In the run folder: the examples of each client at the beginning of the first round."""
+"""File in the run folder: numbers of examples of the clients at the start of the first round."""
 
 ONCE = "once"
-"""In the run folder: files of what was made once."""
+"""Folder in the run folder: files of results that are computed once."""
 
 FOLLOWS = b"follows"
-"""The body of "begin" in journals in which the time of any event is a tick, where one is due."""
+"""Body of "begin" in journals in which every event serves as a tick that is due."""
 
 TOO_LONG = "it took too long"
-"""What becomes of a ticket whose time is up, where there are no rounds."""
+"""Outcome of an assignment that has timed out, in a run without rounds."""
 
 SPENT = "it has used up what it may transfer"
 
 
 class Underway(NamedTuple):
-    """An assignment that was handed out. began: by the federation's clock; down: its bytes."""
+    """Assignment in progress.
+
+    `began` is a time on the federation's clock; `down` is the number of bytes downloaded.
+    """
 
     client: int
     round: int
@@ -92,7 +95,7 @@ class Underway(NamedTuple):
 
 
 class Arrived(NamedTuple):
-    """An update that lies here, by what was said when it was reserved."""
+    """Received update; `said` is the announcement of its upload."""
 
     client: int
     round: int
@@ -100,21 +103,36 @@ class Arrived(NamedTuple):
 
 
 class NetworkCarrier:
-    """Joins a coordinator with clients that are elsewhere.
+    """Carrier between a coordinator and clients over a network.
 
-    start_with: how many clients have to be there before the first round. lasts: seconds that a
-    round, or a ticket where there are no rounds, may take where the strategy names none.
-    measure_seconds: how long clients may take to measure a model. exchange_seconds: how long a step
-    of a protocol may take. interrupted: whether the user wants the server to stop. once: where the
-    files of what was made once are; in the run folder by default. models: the digests with which
-    models are compared.
+    Args:
+        federation: Description of the federation.
+        folder: Run folder.
+        journal: Journal of the run.
+        clock: Federation's clock.
+        updates: Files of the clients' updates.
+        desk: Outbox of messages to clients.
+        shelf: Cache of the streams that clients download.
+        machine: Properties of the server's machine.
+        start_with: Number of available clients that the first round waits for.
+        lasts: Timeout in seconds of a round, or of an assignment without rounds, if the strategy
+            sets no deadline.
+        measure_seconds: Timeout of an evaluation by clients.
+        record: Whether to keep all updates and events for a replay.
+        budget: Transfer quotas of the clients.
+        interrupted: Function that returns whether the user wants the server to stop.
+        tell: Listener for messages to the user.
+        watching: Metrics and log of the server.
+        exchange_seconds: Timeout of a step of a protocol.
+        models: Recorded digests, with which models are compared.
+        once: Folder of the results computed once; None for the folder in the run folder.
     """
 
     checked = False
     patient = True
     clock_is = "wall_seconds"
     reads: type[Events] = Events
-    """How it goes through the journal."""
+    """Class that reads the journal."""
 
     def __init__(
         self,
@@ -169,35 +187,35 @@ class NetworkCarrier:
         self.flown: list[Flight] = []
         self._begun = False
         self._kept_to = 1
-        """Of how many clients the coordinator makes a model, at least."""
+        """Minimum number of clients of a new model that the coordinator guarantees."""
         self._follows = False
-        """Whether any event says that time has passed; for earlier versions, ticks alone do."""
+        """Whether every event serves as a tick; in journals of earlier versions only ticks do."""
         self._again: list[int] = []
-        """Tickets of a checkpoint, whose assignments are to be put on the desk again."""
+        """Assignment ids of a checkpoint, whose assignments must return to the outbox."""
         self._restored: list[Arrived] = []
-        """Updates of a checkpoint, whose files are still to be compared."""
+        """Updates of a checkpoint, whose files must still be checked."""
         self._underway: dict[int, Underway] = {}
         self._arrived: dict[int, Arrived] = {}
         self._unsettled: dict[int, int] = {}
-        """The client of each ticket whose outcome is still to be told."""
+        """Client of each assignment whose outcome has not been reported."""
         self._over: list[int] = []
-        """Tickets of which nothing more is made, and whose files a checkpoint makes useless."""
+        """Assignment ids whose files the next checkpoint makes obsolete."""
         self._covered: list[int] = []
         self._newest: tuple[int, Sequence[Tensor], Sequence[Tensor]] | None = None
         self._models_digest: str | None = None
-        """SHA-256 of the file of digests, once the run has ended."""
+        """SHA-256 of the file of model digests, once the run has ended."""
 
     @property
     def now(self) -> float:
-        """Of the newest event, on the federation's clock."""
+        """Time of the newest event, on the federation's clock."""
         return self.events.now
 
-    # What the server asks of a carrier
+    # Interface of a carrier
 
     def join(self) -> Join:
-        """Waits until enough clients are there for the first round.
+        """Wait until enough clients are available for the first round.
 
-        Their events are applied when the first round is carried out.
+        `carry` applies their events in the first round.
         """
         cohort = self.folder / COHORT
         if cohort.exists():
@@ -228,14 +246,14 @@ class NetworkCarrier:
             elif event.kind == "leave":
                 present.pop(event.client, None)
             begun = event.kind == "begin"
-            # Where it is gone through again, the journal says itself when that was.
+            # In a replay of the journal, the journal has the event itself.
             needed = max(self.start_with, self.cohort.smallest)
             if len(present) >= needed and not begun and not self.journal.behind:
                 self.journal.write("begin", body=FOLLOWS)
         sizes = [present.get(client, 0) for client in range(self.federation.clients)]
-        # Events up to a checkpoint are forgotten; this is needed with every checkpoint.
+        # A checkpoint deletes earlier events, and every checkpoint needs these numbers.
         write_atomically(cohort, _cohort_written(sizes))
-        # What making the model took.
+        # Returns the memory that making the model took.
         give_back()
         return Join(sizes)
 
@@ -246,8 +264,8 @@ class NetworkCarrier:
         return f"{present} of {asked} clients are there, for so many of which one of them asks"
 
     def carry(self, coordinator: Coordinator) -> Combine:
-        """Applies events until the coordinator can make a new model. Raises Interrupted."""
-        # A server that was interrupted while a model was made goes on with the same updates.
+        """Apply events until the coordinator can make a new model. Raises Interrupted."""
+        # A server that was interrupted while making a model continues with the same updates.
         if coordinator.combining:
             return Combine(coordinator.combining)
         self._lay_again(coordinator)
@@ -274,10 +292,10 @@ class NetworkCarrier:
                 return combine
 
     def _lay_again(self, coordinator: Coordinator) -> None:
-        """After a checkpoint was read: puts on the desk what was there then."""
+        """Refill the outbox after a checkpoint was read."""
         again = self._again
         self._again = []
-        # They came before the checkpoint, and are combined after it.
+        # Updates from before the checkpoint, which are combined after it.
         for arrived in self._restored:
             self._check_file(arrived)
         self._restored = []
@@ -286,16 +304,16 @@ class NetworkCarrier:
                 self._hand(coordinator, coordinator.assignment(ticket))
 
     def updates(self, coordinator: Coordinator, tickets: Sequence[int]) -> Iterator[Update]:
-        """What clients have sent, from its file, one after another."""
+        """Yield the clients' updates from their files, in order."""
         for ticket in tickets:
             arrived = self._arrived.pop(ticket)
             self._unsettled[ticket] = arrived.client
             self._over.append(ticket)
             asked = coordinator.assignment(ticket)
             began = time.perf_counter()
-            # Not held here: its memory goes before the next one comes.
+            # No local reference: its memory is freed before the next update is read.
             yield self._read(arrived, asked, coordinator)
-            # It has been taken when the next one is asked for.
+            # The consumer has taken the update when it requests the next.
             self.watching.fold_seconds.observe(time.perf_counter() - began)
 
     def _read(self, arrived: Arrived, asked: Assignment, coordinator: Coordinator) -> Update:
@@ -303,16 +321,18 @@ class NetworkCarrier:
             return self.sending.update(arrived.said, asked, coordinator)
 
     def hold(self, coordinator: Coordinator, tickets: Sequence[int]) -> None:
-        """They do so: clients were told when they were asked. They hear what became of them by
-        `settle`, until when a checkpoint has them as updates that have come."""
+        """Do nothing: the assignments state that updates stay at their clients.
+
+        `settle` reports the outcomes; until then a checkpoint lists the updates as received.
+        """
 
     def exchange(self, says: Sequence[Say]) -> Iterator[Answer]:
         return self.exchanging.with_clients(says)
 
     def once(self, what: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """What was made once is in the run folder, and named in the journal, when this returns.
+        """Return a result computed once, after it is in the run folder and named in the journal.
 
-        Raises RunFolderError where the file of what was made before is missing or damaged.
+        Raises RunFolderError if the file of an earlier result is missing or damaged.
         """
         tree, made = self.making.get(what, make)
         self.flown += steps(made, self._newest[0] if self._newest else 0, self.now)
@@ -323,7 +343,7 @@ class NetworkCarrier:
         return self.making.draft
 
     def settle(self, settled: Settled) -> None:
-        """Clients hear what became of their updates, until they have confirmed it."""
+        """Report outcomes of updates to the clients, until the clients confirm them."""
         reasons = dict(zip(settled.dropped, settled.reasons, strict=False))
         for ticket in settled.kept:
             self._settle(ticket, Outcome(ticket, True))
@@ -332,19 +352,19 @@ class NetworkCarrier:
         self.making.model_made()
         if self.events.live:
             self.watching.round_made()
-        # Before there is memory for the next checkpoint and the next round.
+        # Frees memory before the next checkpoint and the next round.
         self.sending.forget_unwanted()
 
     def made(self, number: int, weights: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
-        # Nobody has trained from the one before: it was hashed for no client.
+        # The previous model was sent to no client, and so was not hashed.
         if self._newest is not None and self._newest[0] not in self.models.met:
             self.models.note(self._newest[0], "made", self.sending.digest(*self._newest[1:]))
         self._newest = (number, weights, buffers)
 
     def ended(self, reason: str) -> None:
-        """Clients hear that the run is over, and where its last model is.
+        """Report to the clients that the run has ended, and its last model.
 
-        Not of an interruption: the run may go on later.
+        An interruption is not reported: the run may resume later.
         """
         if reason == "interrupt":
             self._models_digest = self.models.sha256()
@@ -356,11 +376,11 @@ class NetworkCarrier:
         self.desk.end("the run is over")
 
     def measure(self, measure: Measure) -> Measured:
-        """Asks all who are there and hold something out; who does not answer in time is left out.
+        """Have the available clients with held-out examples evaluate a model, until a timeout.
 
-        Other events wait meanwhile.
+        Other events wait meanwhile. Clients that time out are left out.
         """
-        # Also where all of them are away: whether anybody is waited for has to follow from the log.
+        # Also if all clients are away: the decision to wait must follow from the journal.
         if not self.cohort.measures:
             return Measured([], {})
         request = self.sending.measured(measure.round, measure.weights, measure.buffers)
@@ -372,7 +392,7 @@ class NetworkCarrier:
         raise ValueError("clients over a network are not asked for losses before a round")
 
     def kept(self) -> Kept:
-        """Nothing: what belongs to a client never leaves it."""
+        """Return an empty message: personalised values never leave their clients."""
         return Kept(())
 
     def answers_left(self, different: bool) -> float:
@@ -384,7 +404,7 @@ class NetworkCarrier:
         return sum(often) + len(self._underway) + len(self._arrived)
 
     def facts(self) -> Mapping[str, Any]:
-        """How clients compute, and whether that is how this machine would."""
+        """Return facts about the clients' machines and about bitwise equality, for the report."""
         out = [list(one) for one in self.budget.out.items()]
         return {
             "engine": self.machine.engine,
@@ -397,7 +417,7 @@ class NetworkCarrier:
         }
 
     def _bits(self) -> dict[str, Any]:
-        """Who takes part, and whether models have the bits of a simulation."""
+        """Return facts on the clients, and whether models equal a simulation's bit for bit."""
         found = dict(self.cohort.facts(self.now))
         if self.models.differ:
             again = f"a server that went on made model {self.models.differ[0]} with other bits"
@@ -405,24 +425,24 @@ class NetworkCarrier:
         return found
 
     def saved(self) -> None:
-        """A checkpoint with the newest `state` is on the disk: what it contains can go."""
+        """Delete the files and events that the stored checkpoint makes obsolete."""
         self.models.sync()
         if not self.record:
             self.files.delete(self._covered)
             self.journal.forget_before(self.events.applied - len(self.events.aside))
         self._covered = []
         self.making.saved()
-        # What writing it took.
+        # Returns the memory that writing the checkpoint took.
         give_back()
         self.watching.saved()
 
     # Events
 
     def _sweep(self) -> None:
-        """Removes updates of which nothing more is to be made, and which a kill has left here.
+        """Delete files of updates that are no longer used, or that a kill has left.
 
-        Raises RunFolderError where the journal has lost what it had: its rows are synced before the
-        model that they make is written down.
+        Raises RunFolderError if the journal has lost rows: the rows are synced before the digest of
+        the model made of them is written.
         """
         made = self._newest[0] if self._newest is not None else 0
         if self.models.newest > made:
@@ -432,16 +452,16 @@ class NetworkCarrier:
             )
         self.making.sweep()
         if self.federation.holds:
-            # Of answers that a kill has interrupted: nobody's any more, whatever is recorded.
+            # Remains of answers that a kill has interrupted; deleted even if the run is recorded.
             self.files.keep_only([])
         elif not self.record:
             self.files.keep_only({*self._arrived, *self._underway, *self._over})
 
     @contextmanager
     def _row(self, event: Event) -> Iterator[None]:
-        """What was written by an earlier life of the server, or by somebody else, may be no event.
+        """Context manager: report an invalid row of the journal.
 
-        Raises RunFolderError.
+        The row may be from an earlier process or another program. Raises RunFolderError.
         """
         try:
             yield
@@ -452,7 +472,7 @@ class NetworkCarrier:
             ) from error
 
     def _apply(self, coordinator: Coordinator, event: Event) -> list[Action]:
-        """Tells the coordinator of an event."""
+        """Pass an event to the coordinator, and return the actions."""
         ticket = event.ticket
         match event.kind:
             case "check_in":
@@ -489,18 +509,18 @@ class NetworkCarrier:
                 return coordinator.failed(ticket, reason, self.now)
             case "update":
                 return self._arrive(coordinator, event)
-            # Of a measurement that was over before this came.
+            # For example "measured", after the evaluation has ended.
             case _:
                 return []
 
     def _keep_to_cohort(self, coordinator: Coordinator) -> None:
-        """No model is made of fewer clients than any of them asks for."""
+        """Have the coordinator guarantee the largest cohort that any client requires."""
         if self.cohort.smallest != self._kept_to:
             self._kept_to = self.cohort.smallest
             coordinator.keep_to(self._kept_to)
 
     def _arrive(self, coordinator: Coordinator, event: Event) -> list[Action]:
-        """An update lies here."""
+        """Pass a received update to the coordinator."""
         ticket = event.ticket
         said = from_json(event.body, Reserve)
         holds = self.federation.holds
@@ -521,10 +541,10 @@ class NetworkCarrier:
         return actions
 
     def _check_file(self, arrived: Arrived) -> None:
-        """Raise DamagedUpdateError unless the file of an update is what its client has sent.
+        """Check that the file of an update has the digest that its client sent.
 
-        While the server goes through its journal again, no client is told anything: damage ends it
-        before anybody trains.
+        During the replay of the journal after a restart no client is served: damage ends the server
+        before any client trains. Raises DamagedUpdateError.
         """
         if not self.federation.holds and arrived.said.failure is None:
             with self._blames(arrived):
@@ -532,7 +552,7 @@ class NetworkCarrier:
 
     @contextmanager
     def _blames(self, arrived: Arrived) -> Iterator[None]:
-        """Damage is told with the client and the round."""
+        """Context manager: add the client and the round to an error about damage."""
         try:
             yield
         except DamagedUpdateError as error:
@@ -544,14 +564,14 @@ class NetworkCarrier:
             ) from error
 
     def _expire(self, coordinator: Coordinator) -> list[Action]:
-        """Tickets whose time is up, where no round ends them."""
+        """Let assignments time out, in a run without rounds."""
         actions: list[Action] = []
         for ticket in list(self._underway):
             deadline = self._deadline(coordinator, ticket)
             if deadline is not None and self.now >= deadline and not coordinator.synchronous:
                 self._give_up(ticket, TOO_LONG)
                 actions += coordinator.expired(ticket, self.now)
-                # Its client is told so, and is free again.
+                # Its client is notified, and is free for other work.
                 coordinator.failed(ticket, TOO_LONG, self.now)
         return actions
 
@@ -559,15 +579,15 @@ class NetworkCarrier:
         return [*self._expire(coordinator), *coordinator.tick(self.now)]
 
     def _due(self, coordinator: Coordinator) -> bool:
-        """Whether the time of the newest event is one at which time alone has something to do.
+        """Return whether the time of the newest event requires a tick.
 
-        A round that is over is followed by the next one in the same moment, which the journal has
-        as that of its last update: no row of its own, and no sync, says so.
+        The next round begins at the time of the last update of the round before. The update's row
+        therefore serves as the tick, without a row and a sync for the tick.
         """
         return self._follows and self._wake(coordinator) <= self.now
 
     def _wake(self, coordinator: Coordinator) -> float:
-        """When time alone has something to do."""
+        """Return the time at which a tick is required."""
         if coordinator.synchronous:
             return coordinator.wake
         ends = [self._deadline(coordinator, ticket) for ticket in self._underway]
@@ -577,14 +597,14 @@ class NetworkCarrier:
         return coordinator.assignment(ticket).deadline if coordinator.waits_for(ticket) else None
 
     def _let_go(self, coordinator: Coordinator) -> None:
-        """Those who still work for a round that is over are told so, and are free again."""
+        """Notify clients that still work for a round which has ended; they are free again."""
         for ticket in list(self._underway):
             if not coordinator.waits_for(ticket):
                 self._give_up(ticket, "late")
                 coordinator.failed(ticket, "the round is over", self.now)
 
     def _give_up(self, ticket: int, outcome: str) -> None:
-        """Nothing more is waited for, and what has come of an update is of no use."""
+        """End an assignment without an update, and drop its partial upload."""
         under = self._underway.get(ticket)
         self._land(ticket, outcome, 0)
         self._over.append(ticket)
@@ -592,21 +612,21 @@ class NetworkCarrier:
             self.desk.done(under.client, ticket)
 
     def _land(self, ticket: int, outcome: str, up: int, why: str = "") -> None:
-        """What became of an assignment, for the report."""
+        """Record the end of an assignment, for the report."""
         under = self._underway.pop(ticket, None)
         if under is None:
             return
-        # What came in time is accepted or refused only where it is folded.
+        # An update that arrived in time is accepted or refused when it is added to the mean.
         if self.events.live and outcome != "accepted":
             self.watching.came_of(under.client, ticket, *_in_short(outcome, why))
         said = self._arrived[ticket].said if ticket in self._arrived else None
-        # What is held is sent later, as sums are made.
+        # An update that stays at its client is sent later, as part of sums.
         holds = self.federation.holds and said is not None
         if not up and not holds:
             self.budget.give_back(under.client, self._up)
         whole = self.now - under.began
         compute = min(max(said.seconds, 0.0), whole) if said is not None else 0.0
-        # Nobody is told how long it took: that says how many examples there are.
+        # The computing time would reveal the number of examples.
         compute = whole if holds else compute
         self.flown.append(
             Flight(
@@ -625,9 +645,9 @@ class NetworkCarrier:
     # Actions
 
     def _do(self, coordinator: Coordinator, actions: Sequence[Action]) -> Combine | None:
-        """Does what the coordinator wants done."""
+        """Carry out the coordinator's actions, and return the `Combine` among them, if any."""
         combine = None
-        # Whoever cannot be asked is replaced at once, by more actions.
+        # A client that cannot be asked is replaced at once, by further actions.
         waiting = deque(actions)
         while waiting:
             action = waiting.popleft()
@@ -640,7 +660,7 @@ class NetworkCarrier:
         return combine
 
     def _assign(self, coordinator: Coordinator, asked: Assignment) -> list[Action]:
-        """An assignment goes to its client, if that may transfer it."""
+        """Assign work to its client, if the client's transfer quota allows it."""
         sent = self.sending.sent(coordinator, asked)
         self._up = size_of(sent.forms)
         if not self.budget.take(asked.client, sent.size, self._up):
@@ -652,7 +672,7 @@ class NetworkCarrier:
         return []
 
     def _hand(self, coordinator: Coordinator, asked: Assignment) -> None:
-        """Puts an assignment on the desk."""
+        """Put an assignment into the outbox."""
         sent = self.sending.sent(coordinator, asked)
         self.models.note(asked.round, "sent", sent.digest)
         train = Train(
@@ -668,7 +688,7 @@ class NetworkCarrier:
         self.desk.newest = sent.digest
 
     def _refuse(self, refused: Refuse) -> None:
-        """An update does not count, and lies here for nothing."""
+        """Report that an update does not count, and mark its file as obsolete."""
         arrived = self._arrived.pop(refused.ticket, None)
         if arrived is not None:
             self._over.append(refused.ticket)
@@ -699,7 +719,7 @@ class NetworkCarrier:
             "kept_to": self._kept_to,
             "follows": self._follows,
             "once": self.making.state(),
-            # Of a round in which the server was interrupted; else there are none.
+            # From a round during which the server was interrupted; otherwise empty.
             "flown": [list(one) for one in self.flown],
             "budget": self.budget.state(),
             "underway": {ticket: list(one) for ticket, one in self._underway.items()},
@@ -715,7 +735,7 @@ class NetworkCarrier:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Goes on from there: the journal's events after it come next."""
+        """Restore a state; the journal's later events follow."""
         self.events.restore(state)
         self.cohort.restore(state)
         self._underway = {ticket: Underway(*one) for ticket, one in state["underway"].items()}
@@ -724,12 +744,12 @@ class NetworkCarrier:
             for ticket, (client, round, said) in state["arrived"].items()
         }
         self._begun = self.desk.begun = state["begun"]
-        # The coordinator has it in its own state.
+        # The coordinator's own state has the same number.
         self._kept_to = state.get("kept_to", 1)
-        # Of a journal that an earlier version has begun, ticks say it.
+        # In a journal of an earlier version only ticks are ticks.
         self._follows = state.get("follows", False)
         self.budget.restore(state["budget"])
-        # Checkpoints of dure up to 0.1 have neither.
+        # Checkpoints of dure up to 0.1 have neither key.
         if "once" in state:
             self.making.restore(state["once"])
         self.flown = [Flight(*one) for one in state.get("flown", ())]
@@ -741,17 +761,17 @@ class NetworkCarrier:
 
 
 def _in_short(outcome: str, why: str) -> tuple[str, str]:
-    """(what became of an assignment in a word, and why), where there is no update that counts."""
+    """Return (outcome in a word, reason) of an assignment without a counting update."""
     if outcome == "late":
         return "late", why
     return ("expired", outcome) if outcome == TOO_LONG else ("failed", outcome)
 
 
 def _examples_in(cohort: Path) -> list[int]:
-    """How many each client had as the first round began. Raises RunFolderError for a damaged file.
+    """Return the clients' numbers of examples at the start of the first round.
 
-    The sum is a number of floating point in places, which larger ones would not be. One of dure up
-    to 0.1 is the list alone, without a checksum.
+    The upper bound keeps the sum exact in floating point. A file of dure up to 0.1 is a plain list
+    without a checksum. Raises RunFolderError for a damaged file.
     """
     try:
         content = contents(cohort)

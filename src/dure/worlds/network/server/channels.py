@@ -1,21 +1,22 @@
-"""Channels to clients: a WebSocket each, and one queue of all that happens.
+"""WebSocket channels to clients, and a single queue of their events.
 
-    event loop, in a thread of its own     takes frames, and sends what lies in a client's outbox
-    main thread                            takes events one by one (`next`), and answers (`say`)
+    event loop, in its own thread          receives frames, and sends the frames of outboxes
+    main thread                            takes events in order (`next`), and answers (`say`)
 
     POST  /v1/enrol      as in a federation
     POST  /v1/check-in   likewise; a client that has checked in
-    GET   /v1/channel    opens its channel, by a request that is signed as all are
+    GET   /v1/channel    opens its channel, by a signed request
 
-A client has one channel: a newer one ends the one before. Frames travel as they are, without
-compression: what crosses a cut does not shrink by it, and 1.6 MB would take twenty times as long.
-The library answers pings while either side computes; who answers none is gone.
+A client has at most one channel: a newer channel closes the previous channel. Frames are not
+compressed: smashed data hardly shrink, and compressing 1.6 MB would take twenty times as long. The
+library answers pings while either side computes; a peer that answers no ping counts as
+disconnected.
 
-A client that sends before it is answered is read no further once so many frames of its wait
-(`MOST_WAITING`), or more bytes than one of them may have. What a frame may have holds before it is
-stored (`dure.worlds.network.server.websocket`): little before the first one, and then what the
-system that trains can need (`allow`). A client has `HELLO_SECONDS` for its first frame, and no more
-than `MOST_GREETING` channels without one.
+The server stops reading from a client that has `MOST_WAITING` unprocessed frames, or more
+unprocessed bytes than the limit of a frame. The limit of a frame applies before buffering
+(`dure.worlds.network.server.websocket`): it is small for the first frame, and then the maximum that
+the trained system needs (`allow`). A client has `HELLO_SECONDS` for its first frame, and at most
+`MOST_GREETING` channels without a first frame.
 """
 
 from __future__ import annotations
@@ -58,28 +59,30 @@ LOG = logging.getLogger("dure.server")
 CHANNEL = "/v1/channel"
 
 MOST_WAITING = 8
-"""Frames of a client that wait to be dealt with."""
+"""Maximum number of unprocessed frames of a client."""
 
 HELLO_SECONDS = 10.0
-"""Seconds in which the first frame of a client has to be here as a whole."""
+"""Seconds within which the complete first frame of a channel must arrive."""
 
 MOST_GREETING = 2
-"""Channels of a client of which the first frame has not come: one that a process has left behind,
-and that of the process which takes its place."""
+"""Maximum channels of a client without a first frame, such as those of a killed process."""
 
 CALM = 0.01
-"""Seconds until a client is read again that has sent too many."""
+"""Seconds between two checks of a client whose frames are not read."""
 
 OVER = 4000
-"""Code by which a channel is closed since the run is over."""
+"""Close code of a channel after the run has ended."""
 TURNED_AWAY = 4001
-"""Code by which it is closed since the server does not take what the client does."""
+"""Close code of a channel whose client sent an unacceptable message."""
 
 
 @dataclass
 class _Channel:
-    """Of one client. allow: sets what a frame may have. waiting, bytes: of frames that wait to be
-    dealt with. ended: the code and the reason by which the server ends it."""
+    """Channel of a client.
+
+    `allow` sets the limit of a frame. `waiting` and `bytes` count the unprocessed frames and their
+    bytes. `ended` is the code and reason with which the server closes the channel.
+    """
 
     seat: Seat
     key: str
@@ -91,9 +94,9 @@ class _Channel:
 
 
 class NetworkChannels:
-    """The application, and the channels that it keeps.
+    """Application with its channels to clients.
 
-    lives_in: as `Serving` calls it. every_moment: called now and then, in the event loop.
+    `Serving` calls `lives_in`. `every_moment` is called periodically in the event loop.
     """
 
     def __init__(
@@ -121,13 +124,13 @@ class NetworkChannels:
         self._met: dict[int, tuple[str, str]] = {}
         self._over: str | None = None
         self._most = MOST_FIRST
-        """Bytes that a frame may have after the first."""
+        """Maximum bytes of a frame after the first."""
         self._greeting: Counter[int] = Counter()
-        """Channels of each client of which the first frame has not come."""
+        """Number of channels without a first frame, by client."""
         self._arrivals: Counter[int] = Counter()
-        """Of each client, how often it has come and the main thread has not heard so."""
+        """Number of arrivals of each client that the main thread has not processed."""
 
-    # What the main thread does
+    # Methods of the main thread
 
     def next(self, seconds: float) -> Event | None:
         try:
@@ -146,7 +149,7 @@ class NetworkChannels:
 
     def allow(self, most: int) -> None:
         self._most = min(most, MOST_FRAME)
-        # Before whatever is said from now on, to which such a frame may be the answer.
+        # Applies before the next message to a client, whose answer may be so large.
         self._loop.call_soon_threadsafe(self._allow_all)
 
     def _allow_all(self) -> None:
@@ -176,7 +179,7 @@ class NetworkChannels:
         return self._over is not None
 
     def has_to_tell(self) -> bool:
-        """Whether somebody has not heard yet that the run is over."""
+        """Whether a client has not yet received the end of the run."""
         return bool(self._channels)
 
     def _post(self, channel: _Channel, frame: bytes | None) -> None:
@@ -186,7 +189,7 @@ class NetworkChannels:
         channel.ended = code, shortened(reason)
         self._post(channel, None)
 
-    # The application
+    # Application
 
     def lives_in(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -198,7 +201,7 @@ class NetworkChannels:
             self._every_moment()
 
     def asgi(self) -> Any:
-        """The application."""
+        """Return the ASGI application."""
         gate = Gate(self.access, self.watching, lambda: True)
         routed = Routes(
             [
@@ -235,8 +238,8 @@ class NetworkChannels:
         return answer(replace(welcome, smallest_cohort=served.keeps_to(said, 1)))
 
     async def _opened(self, socket: WebSocket) -> None:
-        """A client's channel, from the first request to its end."""
-        # Whoever hangs up before it is answered is gone, and that is no mistake of ours.
+        """Serve a client's channel from its opening to its end."""
+        # A client that disconnects early is not an error of the server.
         with suppress(WebSocketDisconnect):
             admitted = await self._admitted(socket)
             if admitted is None:
@@ -254,9 +257,9 @@ class NetworkChannels:
                 sender.cancel()
 
     async def _admitted(self, socket: WebSocket) -> Admitted | None:
-        """Who opens a channel; None where it was refused, and has been told why."""
+        """Return the sender of a request for a channel; None after a refusal."""
         try:
-            # As for HTTP: who has not signed does not learn which routes there are.
+            # As for HTTP: an unsigned request does not learn which routes exist.
             admitted = self.access.admit(
                 socket.headers, "GET", _target_of(socket), _address_of(socket)
             )
@@ -275,8 +278,7 @@ class NetworkChannels:
         return admitted
 
     def _check_few(self, client: int) -> None:
-        """Raises Refused where a client opens channels, and says nothing, or faster than it is
-        heard."""
+        """Check the number of a client's new channels. Raises Refused above the limits."""
         greeting = self._greeting[client] >= MOST_GREETING
         if greeting or self._arrivals[client] >= MOST_WAITING:
             raise Refused(
@@ -287,7 +289,7 @@ class NetworkChannels:
             )
 
     async def _hello(self, socket: WebSocket, number: int) -> bytes:
-        """The first frame of a channel. Raises as `receive_bytes`, and TimeoutError."""
+        """Return the first frame of a channel. Raises as `receive_bytes`, and TimeoutError."""
         self._greeting[number] += 1
         try:
             return await asyncio.wait_for(socket.receive_bytes(), HELLO_SECONDS)
@@ -313,18 +315,18 @@ class NetworkChannels:
         except (asyncio.TimeoutError, TimeoutError):
             reason = f"it has not said who it is within {HELLO_SECONDS:g} s"
             await socket.close(TURNED_AWAY, reason)
-        # A text, say, where bytes are awaited.
+        # For example a text frame instead of bytes.
         except (KeyError, RuntimeError):
             why = "it sent what is no frame"
         finally:
-            # A newer channel of the client's is not this one's to end.
+            # The client may have a newer channel, which must stay.
             if self._channels.get(number) is channel:
                 del self._channels[number]
                 self._events.put(Gone(number, channel.ended[1] if channel.ended else why))
                 self.watching.left(channel.seat)
 
     def _takes_over(self, number: int, channel: _Channel, hello: bytes) -> None:
-        """A client has come: this is its channel, and no other."""
+        """Make this the client's only channel."""
         before = self._channels.get(number)
         if before is not None:
             self._end(before, TURNED_AWAY, "another process of this client has come")

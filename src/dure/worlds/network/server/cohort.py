@@ -1,6 +1,6 @@
-"""Who takes part, by what the journal says of them: examples, machines, spans of presence.
+"""Cohort: the clients of a run by the journal's events: examples, machines, periods of presence.
 
-The report gets it at the end of the run, and checkpoints have it.
+The report at the end of the run has these facts, and so have checkpoints.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from dure.worlds.network.server.desk import Desk
 from dure.worlds.network.server.presence import Presence
 
 MOST_REPORTED = 50
-"""Numbers of a client's own that are kept."""
+"""Maximum metrics stored per client."""
 
 
 class Here(Said, frozen=True):
-    """The body of a check-in, as it is logged."""
+    """Logged body of a check-in."""
 
     name: str
     examples: int
@@ -29,10 +29,11 @@ class Here(Said, frozen=True):
 
 
 class Cohort:
-    """All clients that have ever checked in. mine: the machine by which theirs are told apart.
+    """All clients that have ever checked in.
 
-    holds: whether updates stay with them, so that they say nothing of their examples. measures:
-    those that hold something out.
+    `mine` is the server's machine, for comparison. `holds` is True if updates stay at their
+    clients, which then report nothing about their examples. `measures` has the numbers of the
+    clients with held-out examples.
     """
 
     def __init__(self, desk: Desk, mine: Machine, holds: bool = False) -> None:
@@ -43,12 +44,12 @@ class Cohort:
         self.measures: set[int] = set()
         self._machines: dict[int, Machine | None] = {}
         self._asked: dict[int, int] = {}
-        """The fewest clients in a new model, as each client asks for it."""
+        """Minimum number of clients of a new model that each client requires."""
         self._reported: dict[int, dict[str, float]] = {}
-        """What clients have said of their newest training, by client."""
+        """Metrics of each client's newest training."""
 
     def met(self, client: int, here: Here) -> None:
-        """It has checked in, and says so of itself."""
+        """Record a client's check-in."""
         self._machines[client] = here.machine
         if here.held_out:
             self.measures.add(client)
@@ -62,23 +63,23 @@ class Cohort:
         self.asks(client, here)
 
     def asks(self, client: int, here: Here) -> None:
-        """It asks for so many clients in each new model, from now on."""
+        """Record the fewest clients of a new model that the client requires from now on."""
         self._desk.seat(client).smallest_cohort = here.smallest_cohort
         self._asked[client] = here.smallest_cohort
         self._desk.smallest_cohort = self.smallest
 
     @property
     def smallest(self) -> int:
-        """The fewest clients of which a new model is made: the most that any of them asks for."""
+        """Minimum number of clients of a new model: the maximum of the clients' requirements."""
         return max(self._asked.values(), default=1)
 
     def reports(self, client: int, said: Reserve) -> None:
-        """What it says of its newest training."""
+        """Record the metrics of a client's newest training."""
         if said.metrics:
             self._reported[client] = dict(list(said.metrics.items())[:MOST_REPORTED])
 
     def facts(self, now: float) -> Mapping[str, Any]:
-        """For the report: who they are, when they were there, and how their machines compute."""
+        """Return facts on the clients, their presence and their machines, for the report."""
         others = sorted(
             {
                 difference
@@ -101,7 +102,7 @@ class Cohort:
         return {
             "client": client,
             "name": seat.name,
-            # A client whose updates stay with it says 1, whatever it has.
+            # A client whose updates stay with it reports 1, whatever its number of examples.
             "examples": None if self._holds else seat.examples,
             "held_out": seat.held_out,
             "machine": None if machine is None else msgspec.to_builtins(machine),
@@ -109,7 +110,7 @@ class Cohort:
         }
 
     def state(self) -> dict[str, Any]:
-        """For checkpoints."""
+        """Return the state for checkpoints."""
         return {
             "clients": [
                 [seat.number, seat.name, seat.examples, seat.held_out, seat.here]
@@ -124,7 +125,7 @@ class Cohort:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """The inverse of `state`. Earlier versions had less."""
+        """Restore a state; states of earlier versions lack some keys."""
         for number, name, examples, held_out, here in state["clients"]:
             seat = self._desk.seat(number)
             seat.name = name
@@ -143,7 +144,7 @@ class Cohort:
 
 
 def differences(machine: Machine | None, mine: Machine) -> list[str]:
-    """In what a client's machine computes differently from the server's, in words."""
+    """Describe how a client's machine computes differently from the server's."""
     if machine is None:
         return ["a training loop of its own"]
     found = []

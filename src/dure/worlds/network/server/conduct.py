@@ -1,12 +1,12 @@
-"""How often somebody may ask, and who has to stay away for a while.
+"""Rate limits and quarantine of clients and addresses.
 
-Rate: a bucket of `burst` tokens, filled with `rate` tokens a second; each request takes one.
-Quarantine: who was refused `refusals` times within `within` seconds is not heard for `quarantine`
-seconds, and each time twice as long as before, up to `longest`; after as long without another
-quarantine the count begins anew.
+Rate: a token bucket of `burst` tokens, refilled with `rate` tokens per second; each request takes a
+token. Quarantine: a client with `refusals` refusals within `within` seconds is ignored for
+`quarantine` seconds; each further quarantine lasts twice as long, up to `longest`; after `longest`
+seconds without a quarantine the length is reset.
 
-What is remembered of somebody is of constant size, and so is the number of those that are
-remembered. It is forgotten when the server ends.
+The state of a client has constant size, and the number of states is bounded. The states are lost
+when the server ends.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ MOST_REMEMBERED = 65536
 
 @dataclass(frozen=True)
 class Limits:
-    """rate: requests a second; burst: as many at once. Times are in seconds.
+    """Rate limits of a client: `rate` requests per second, and `burst` at once.
 
-    A client that sends a large update asks once for each part of it, as fast as the link allows.
+    Times are in seconds.
+
+    A client that sends a large update makes a request per part, as fast as the link allows.
     """
 
     rate: float = 500.0
@@ -48,18 +50,18 @@ class _Conduct:
         self.tokens = limits.burst
         self.filled = now
         self.refusals: list[float] = []
-        """When the last ones were."""
+        """Times of the last refusals."""
         self.times = 0
-        """How often it was in quarantine."""
+        """Number of quarantines."""
         self.ended = float("-inf")
-        """When the last quarantine ends or has ended."""
+        """End of the last quarantine."""
 
 
 Who = TypeVar("Who", bound=Hashable)
 
 
 class Conducts(Generic[Who]):
-    """Of everybody, by number or by name. clock: seconds that only grow."""
+    """Rate limits and quarantines by number or address. `clock` returns monotonic seconds."""
 
     def __init__(self, limits: Limits | None, clock: Callable[[], float]) -> None:
         self._limits = limits if limits is not None else Limits()
@@ -68,13 +70,13 @@ class Conducts(Generic[Who]):
         self._lock = threading.Lock()
 
     def away(self, who: Who) -> float:
-        """Seconds for which it still has to stay away; 0 for all who are welcome."""
+        """Return the remaining seconds of a quarantine; 0 without a quarantine."""
         with self._lock:
             known = self._all.get(who)
             return 0.0 if known is None else max(0.0, known.ended - self._clock())
 
     def hurry(self, who: Who) -> float:
-        """Takes a token. Where there is none: seconds until there is."""
+        """Take a token and return 0; without a token, return the seconds until the next token."""
         now = self._clock()
         with self._lock:
             conduct = self._of(who, now)
@@ -87,12 +89,12 @@ class Conducts(Generic[Who]):
             return 0.0
 
     def refused(self, who: Who) -> float:
-        """Something that it asked for was refused. Seconds for which it has to stay away now."""
+        """Count a refusal, and return the seconds of the quarantine; 0 without a quarantine."""
         now = self._clock()
         limits = self._limits
         with self._lock:
             conduct = self._of(who, now)
-            # What it is refused because it is in quarantine does not make that any longer.
+            # Refusals during a quarantine do not extend it.
             if now < conduct.ended:
                 return conduct.ended - now
             conduct.refusals.append(now)
@@ -103,14 +105,14 @@ class Conducts(Generic[Who]):
             conduct.refusals.clear()
             if now - conduct.ended > limits.longest:
                 conduct.times = 0
-            # The power is bounded, else it would overflow one day.
+            # The exponent is bounded; otherwise the power would overflow eventually.
             length = min(limits.quarantine * 2.0 ** min(conduct.times, 64), limits.longest)
             conduct.times += 1
             conduct.ended = now + length
             return length
 
     def in_quarantine(self) -> dict[Who, float]:
-        """Who has to stay away, and for how many seconds."""
+        """Return the remaining seconds of all quarantines."""
         now = self._clock()
         with self._lock:
             return {who: one.ended - now for who, one in self._all.items() if one.ended > now}

@@ -1,13 +1,13 @@
-"""The desk: who is there, and what waits for each client until it asks.
+"""Outbox: sessions of clients, and the messages that wait for each client's next request.
 
-Clients call, the server never does. What the coordinator wants said to a client lies here until its
-next `next`: what became of its updates, then something to do. Two threads meet at the desk. The
-event loop answers clients; the main thread, which drives the coordinator, puts things down. Each
-change is short and under one lock.
+Only clients send requests. A message of the coordinator to a client waits in the outbox for the
+client's `next`: outcomes of its updates, then work. Two threads use the outbox: the event loop
+answers clients, and the main thread, which drives the coordinator, adds messages. A lock protects
+each change, and the changes are short.
 
-A client is *here* from its check-in on, until no call of its has been open for `grace` seconds. A
-cut link leaves a call open that nobody hears: calls are answered after `heartbeat` seconds at the
-latest, and a client that then does not call again is gone.
+A client is *here* from its check-in until no request of it has been open for `GRACE` seconds. A
+broken connection leaves an open request that no peer reads; since the server answers requests
+within `heartbeat` seconds, a client that sends no further request counts as disconnected.
 """
 
 from __future__ import annotations
@@ -35,23 +35,28 @@ from dure.wire.requests import (
 from dure.wire.tensors import Form
 
 LAST_CALL = 0.3
-"""Seconds within which a client that has heard that the run is over begins to fetch the model."""
+"""Seconds in which a client that knows the end of the run starts to fetch the last model."""
 
 GRACE = 2.0
-"""Seconds without an open call after which a client is taken for gone."""
+"""Seconds without an open request after which a client counts as disconnected."""
 
 
 MOMENT = 0.05
-"""Seconds for which outcomes alone wait for something to do: the next round often begins at once,
-and then one answer says both."""
+"""Seconds for which outcomes wait for new work.
+
+The next round often begins at once, and a single answer then has both.
+"""
 
 
 Gone = asyncio.Future[None]
-"""Done once a caller has hung up."""
+"""Future that is done once the client has disconnected."""
 
 
 class Newest(list[int]):
-    """The last eight tickets. (An empty deque takes 760 bytes, and there may be thousands.)"""
+    """The last eight assignment ids.
+
+    (An empty deque takes 760 bytes, and there may be thousands.)
+    """
 
     __slots__ = ()
 
@@ -62,16 +67,32 @@ class Newest(list[int]):
 
 @dataclass(slots=True)
 class Seat:
-    """What is known of a client, and what waits for it.
+    """Session of a client: its known facts, and its waiting messages.
 
-    smallest_cohort: the fewest clients in a new model, as it asks for it. calls: how many are open.
-    seen: when the last one was, by time.monotonic. missing: it was at
-    work and is gone. forms: of the update that is wanted. sent: the newest tickets that it has
-    answered. sending: held while some of an update is taken. heard: that the run is over. bells: of
-    the calls that wait.
-    say: a step of a protocol that the client has to answer, with tensors like `wants`. lies: the
-    asking of which all tensors of the answer lie here. answered: the newest asking that it has
-    answered, and the digest of what it has answered.
+    Args:
+        number: Number of the client.
+        name: Name of the client.
+        examples: Number of training examples.
+        held_out: Number of held-out examples.
+        machine: Properties of the client's machine.
+        smallest_cohort: Minimum number of clients of a new model that the client requires.
+        here: Whether the client is available.
+        calls: Number of open requests.
+        seen: Time of the last request, on the clock time.monotonic.
+        missing: Whether the client has disconnected while at work.
+        heard: Whether the client has received the end of the run.
+        train: Current assignment.
+        deadline: Deadline of the assignment on the federation's clock.
+        forms: Dtypes and shapes of the expected update.
+        outcomes: Unconfirmed outcomes by assignment id.
+        measure: Model to evaluate.
+        say: Step of a protocol that the client has to answer.
+        wants: Dtypes and shapes of the tensors of that answer.
+        lies: Question whose answer's tensors have been uploaded completely.
+        answered: Newest answered question, and the digest of the answer.
+        sent: Newest assignment ids that the client has answered.
+        sending: Lock of the upload in progress.
+        bells: Futures of the waiting requests.
     """
 
     number: int
@@ -100,65 +121,65 @@ class Seat:
 
 
 class Answered(NamedTuple):
-    """What a client has answered to a step of a protocol."""
+    """Answer of a client to a step of a protocol."""
 
     client: int
     said: AnswerTo
 
 
 class Desk:
-    """The seats of all clients. now: the federation's clock, for what is left until deadlines."""
+    """Sessions of all clients. `now` returns the federation's clock, for deadlines."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self.now = now
         self.seats: dict[int, Seat] = {}
         self.over: str | None = None
-        """Why the run has ended, once it has."""
+        """Reason why the run has ended; None while it runs."""
         self.paused = False
-        """Whether the server goes away for a while."""
+        """Whether the server is about to stop and may restart later."""
         self.begun = False
         """Whether the first round has begun."""
         self.smallest_cohort = 1
-        """The fewest clients in a new model, for all clients."""
+        """Minimum number of clients of a new model in this run."""
         self.open = threading.Event()
-        """Set once all that was logged before a restart has been gone through."""
+        """Set after all events from before a restart are applied."""
         self.newest: str | None = None
-        """The digest of the model that was handed out last."""
+        """Digest of the model assigned last."""
         self.final: MeasureThis | None = None
-        """The last model, once the run has ended."""
+        """Last model, once the run has ended."""
         self.answers: queue.SimpleQueue[Answered] = queue.SimpleQueue()
-        """What clients answer to steps of a protocol: here alone, and gone once it is taken."""
+        """Answers of clients to steps of a protocol, in memory only until taken."""
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def lives_in(self, loop: asyncio.AbstractEventLoop) -> None:
-        """The event loop whose handlers wait here."""
+        """Set the event loop in which handlers wait."""
         self._loop = loop
 
     def seat(self, number: int) -> Seat:
-        """That client's, made when it is first named."""
+        """Return the client's session; create it at the first call."""
         with self._lock:
             if number not in self.seats:
                 self.seats[number] = Seat(number, f"client {number}")
             return self.seats[number]
 
     def everybody(self) -> list[Seat]:
-        """All seats, while others are made."""
+        """Return all sessions, safely while others are created."""
         with self._lock:
             return list(self.seats.values())
 
     def begin(self, seconds: float) -> None:
-        """Clients may come. Those who were there before have so long to notice that."""
+        """Open the server; earlier clients have `seconds` to reconnect."""
         for seat in self.everybody():
             seat.seen = time.monotonic() + seconds
         self.open.set()
 
-    # The main thread puts things down
+    # Methods of the main thread
 
     def assign(
         self, client: int, train: Train, deadline: float | None, forms: dict[str, Form]
     ) -> None:
-        """The client is to train this."""
+        """Give the client an assignment."""
         seat = self.seat(client)
         with self._lock:
             seat.train = train
@@ -168,7 +189,7 @@ class Desk:
         self._ring(seat)
 
     def done(self, client: int, ticket: int) -> None:
-        """Nothing is wanted of the client for this ticket any more."""
+        """End the client's assignment."""
         seat = self.seat(client)
         with self._lock:
             if seat.train is not None and seat.train.ticket == ticket:
@@ -177,21 +198,21 @@ class Desk:
         self._ring(seat)
 
     def tell(self, client: int, outcome: Outcome) -> None:
-        """What became of an update, told until the client confirms it."""
+        """Send the outcome of an update until the client confirms it."""
         seat = self.seat(client)
         with self._lock:
             seat.outcomes[outcome.ticket] = outcome
         self._ring(seat)
 
     def ask_measure(self, client: int, measure: MeasureThis | None) -> None:
-        """The client is to measure this model; None: not any more."""
+        """Request an evaluation of this model; None withdraws the request."""
         seat = self.seat(client)
         with self._lock:
             seat.measure = measure
         self._ring(seat)
 
     def ask(self, client: int, say: SayThis | None, wants: dict[str, Form]) -> None:
-        """The client is to answer this, with such tensors; None: not any more."""
+        """Request an answer with such tensors; None withdraws the request."""
         seat = self.seat(client)
         with self._lock:
             seat.say = say
@@ -199,20 +220,23 @@ class Desk:
         self._ring(seat)
 
     def end(self, reason: str) -> None:
-        """The run is over: everybody is told so."""
+        """Report to all clients that the run has ended."""
         self.over = reason
         for seat in self.everybody():
             self._ring(seat)
 
     def pause(self) -> None:
-        """The server stops, and may go on later: calls that wait are answered with nothing."""
+        """Answer all waiting requests without work, because the server stops for a while."""
         self.paused = True
         for seat in self.everybody():
             self._ring(seat)
 
     def has_to_tell(self, until: float) -> bool:
-        """Whether somebody who is there has not heard that the run is over, which is waited for
-        until then; or fetches the last model, or has not had the time to begin with that."""
+        """Return whether an available client still needs the end of the run or the last model.
+
+        Clients that have not received the end are waited for until `until`; clients that have
+        received it get `LAST_CALL` seconds to start fetching the model.
+        """
         now = time.monotonic()
         return any(
             seat.calls or (now - seat.seen < LAST_CALL if seat.heard else now < until)
@@ -221,21 +245,21 @@ class Desk:
         )
 
     def _ring(self, seat: Seat) -> None:
-        """Wakes the handlers that wait for something to say to this client."""
+        """Wake the handlers that wait for a message to this client."""
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(_wake, seat)
 
-    # Handlers, in the event loop
+    # Methods of the handlers, in the event loop
 
     def confirm(self, client: int, tickets: list[int]) -> None:
-        """The client has written these outcomes down."""
+        """Remove outcomes that the client has stored."""
         seat = self.seat(client)
         with self._lock:
             for ticket in tickets:
                 seat.outcomes.pop(ticket, None)
 
     def word(self, seat: Seat) -> Word | None:
-        """What there is to say to a client now; None where that is nothing."""
+        """Return the messages to a client; None without messages."""
         with self._lock:
             outcomes = list(seat.outcomes.values())
             train = seat.train
@@ -250,7 +274,7 @@ class Desk:
             return Word(outcomes=outcomes, train=train, measure=seat.measure, say=seat.say)
 
     async def next(self, seat: Seat, seconds: float, gone: Gone) -> Word:
-        """What there is to say to the client, at the latest after so many seconds nothing."""
+        """Wait for messages to the client; return an empty message after `seconds`."""
         until = time.monotonic() + seconds
         while True:
             word = self.word(seat)
@@ -263,8 +287,7 @@ class Desk:
             await _rung(seat, gone, left)
 
     async def watch(self, seat: Seat, ticket: int, seconds: float, gone: Gone) -> Watched:
-        """Whether the update with this ticket, or an answer about it, is still wanted; waits while
-        it is."""
+        """Wait while the update, or an answer about it, is still needed, for at most `seconds`."""
         until = time.monotonic() + seconds
         while True:
             asked = seat.say is not None and seat.say.ticket == ticket
@@ -277,50 +300,50 @@ class Desk:
             await _rung(seat, gone, left)
 
     def wants(self, seat: Seat, ticket: int) -> bool:
-        """Whether an update with this ticket is waited for."""
+        """Return whether the server waits for an update with this assignment id."""
         return self.over is None and seat.train is not None and seat.train.ticket == ticket
 
     def asks(self, seat: Seat, ticket: int, asking: str) -> bool:
-        """Whether this question about the update is one that the client has to answer now."""
+        """Return whether this is the question that the client has to answer now."""
         say = seat.say
         return say is not None and (say.ticket, say.asking) == (ticket, asking)
 
     def answer(self, seat: Seat, said: AnswerTo, digest: str) -> None:
-        """The client has answered what it was asked. digest: of its answer."""
+        """Record the client's answer to its question; `digest` is that of the answer."""
         with self._lock:
             seat.say = None
             seat.answered = said.asking, digest
         self.answers.put(Answered(seat.number, said))
 
     def called(self, seat: Seat) -> None:
-        """A call of the client's has begun."""
+        """Record the start of a request."""
         seat.calls += 1
         seat.seen = time.monotonic()
 
     def hung_up(self, seat: Seat) -> None:
-        """It has ended, or was cut off."""
+        """Record the end of a request, or a broken connection."""
         seat.calls -= 1
         seat.seen = time.monotonic()
 
     def silent(self, now: float) -> Iterator[Seat]:
-        """Those who were here and have not called for too long."""
+        """Yield sessions of available clients without a request for `GRACE` seconds."""
         for seat in self.everybody():
             if seat.here and not seat.calls and now - seat.seen > GRACE:
                 yield seat
 
 
 def _wake(seat: Seat) -> None:
-    """Wakes all calls that wait at the seat."""
+    """Wake all waiting requests of a session."""
     for bell in seat.bells:
         if not bell.done():
             bell.set_result(None)
 
 
 async def _rung(seat: Seat, gone: Gone, seconds: float) -> None:
-    """Waits until there is something new for the client, or it has gone; at most so long.
+    """Wait for news for the client or its disconnection, for at most `seconds`.
 
-    Nothing is missed: the bell is rung in the event loop, and the caller has looked at the seat
-    since it last waited.
+    No event is missed: futures are completed in the event loop, and the caller has checked the
+    session since its last wait.
     """
     loop = asyncio.get_running_loop()
     bell: asyncio.Future[None] = loop.create_future()
@@ -331,7 +354,8 @@ async def _rung(seat: Seat, gone: Gone, seconds: float) -> None:
 
     seat.bells.append(bell)
     gone.add_done_callback(ring)
-    # Neither a task nor asyncio.wait, which would hold 1 KB more: thousands of clients wait here.
+    # Neither a task nor asyncio.wait, which would take 1 KB more per client, and thousands wait
+    # here.
     late = loop.call_later(seconds, ring)
     try:
         await bell

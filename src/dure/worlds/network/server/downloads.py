@@ -1,7 +1,7 @@
-"""What clients fetch: the tensors of a model by the digest of their stream, in ranges.
+"""Downloads: the tensors of a model by the digest of their stream, in ranges.
 
-A client says in the query from which byte on it wants the stream, since the query is signed. It
-says the same in the header `Range`, for whatever stands between it and the server.
+The query has the first byte that the client wants, since the query is signed. The header `Range`
+repeats it for proxies between client and server.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dure.worlds.network.server.shelf import Shelf
 
 @dataclass
 class Downloads:
-    """The route of what clients fetch."""
+    """Route of downloads."""
 
     desk: Desk
     shelf: Shelf
@@ -54,7 +54,7 @@ class Downloads:
 
 
 class Pieces(Response):
-    """Pieces of a stream that is there: sent by the task that answers, while `call` is open."""
+    """Response that sends the pieces of a cached stream, with `call` open meanwhile."""
 
     media_type = "application/octet-stream"
 
@@ -75,12 +75,12 @@ class Pieces(Response):
 
 
 def range_of(headers: Mapping[str, str], size: int, digest: str) -> tuple[int, int]:
-    """Which bytes are asked for by a header, which is not signed: [start, end).
+    """Return the requested bytes [start, end) of an unsigned Range header.
 
-    Clients of earlier versions ask so. Raises UnprovenError.
+    Clients of earlier versions use the header. Raises UnprovenError.
     """
     asked = headers.get("range")
-    # Of something else than the client began with: all of it.
+    # The range is of another stream: the answer is the whole stream.
     if asked is None or headers.get("if-range", f'"{digest}"') != f'"{digest}"':
         return 0, size
     unit, _, span = asked.partition("=")

@@ -1,9 +1,10 @@
-"""What a sum has come to, for a server that is killed before it is there.
+"""Draft of a sum: its partial result, for a server that is killed before the sum is complete.
 
     NUMBER.safetensors    a tree (`trees.py`)        NUMBER.sha256    its digest
 
-In a folder of its own beside what was made once, for the one number that is being made. The journal
-does not name it: it is used by the next life of the server, and is nothing once the sum is there.
+The draft has its own folder next to the results computed once, and belongs to the single number in
+progress. The journal does not name it: the next process of the server uses it, and it is deleted
+once the sum is complete.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from dure.record.inside import contents
 from dure.worlds.network.trees import Trees
 
 DRAFT = "draft"
-"""The folder, in that of what was made once."""
+"""Name of the draft's folder."""
 
 
 class DraftFile:
-    """The draft in `folder`. number: of what is being made."""
+    """Draft in `folder`. `number` returns the number of the result in progress."""
 
     def __init__(self, folder: Path, number: Callable[[], int]) -> None:
         self._trees = Trees(folder)
@@ -31,21 +32,21 @@ class DraftFile:
         self._number = number
 
     def kept(self) -> dict[str, Any] | None:
-        """The tree; None where there is none, or it is damaged: then the sum is begun again."""
+        """Return the tree; None if it is missing or damaged, in which case the sum starts again."""
         number = self._number()
         with suppress(OSError, RunFolderError):
             return self._trees.read(number, contents(self._digest(number)).decode())
         return None
 
     def keep(self, tree: dict[str, Any]) -> None:
-        """Raises RunFolderWriteError."""
+        """Store the tree. Raises RunFolderWriteError."""
         number = self._number()
         digests: list[str] = []
         patiently(lambda: digests.append(self._trees.write(number, tree)))
         patiently(lambda: write_atomically(self._digest(number), digests[-1].encode()))
 
     def over(self) -> None:
-        """Removes it. Raises RunFolderWriteError."""
+        """Delete the draft. Raises RunFolderWriteError."""
         for digest in self._folder.glob("*.sha256"):
             with told(digest):
                 digest.unlink(missing_ok=True)

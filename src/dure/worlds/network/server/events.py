@@ -1,16 +1,16 @@
-"""The events of the journal, one after another, for the server's main thread.
+"""Events of the journal in order, for the server's main thread.
 
-    check_in    a client is there, with so many examples    begin      enough are there
-    leave       it has gone, and had nothing to do          tick       time has passed
-    missing     it has gone while at work                   update     its update lies here
-    back        and is there again                          failed     its own code raised
-    measured    what it says of a model                     all_measured   no other is waited for
-    once        what was made once, and lies in a file
-    asks        for how many clients in a new model one asks that does not come itself to say so
+    check_in    a client is available, with its examples    begin      enough clients are available
+    leave       it has disconnected without work            tick       time has passed
+    missing     it has disconnected while at work           update     its update has been received
+    back        it has reconnected                          failed     its own code raised
+    measured    its evaluation of a model                   all_measured   end of an evaluation
+    once        a result computed once, which has a file
+    asks        smallest cohort of a client, recorded by the server without a check-in
 
-A tick is written only where nothing else happens when time has something to do.
+A tick is written only if no other event occurs when time alone requires an action.
 
-After a restart the events behind the checkpoint come first, and clients may call only then.
+After a restart the events after the checkpoint come first, and clients are served only then.
 """
 
 from __future__ import annotations
@@ -24,16 +24,18 @@ from dure.worlds.network.journal import Event, Journal
 from dure.worlds.network.server.desk import Desk
 
 BACK_OFF = 5.0
-"""Seconds for which the clock stands after a restart: as long as clients wait to try again."""
+"""Seconds for which the clock stands after a restart: the longest wait of clients before a retry.
+"""
 
 LOOK = 0.25
-"""Seconds after which a waiting server looks whether its user wants it to stop."""
+"""Seconds between two checks whether the user wants the server to stop."""
 
 
 class Events:
-    """Events in their order. opens: called once, when clients may come.
+    """Events in order.
 
-    now: of the newest event. applied: its number.
+    `opens` is called once, before clients are served. The attribute `now` is the time of the newest
+    event, and `applied` is its number.
     """
 
     def __init__(
@@ -46,16 +48,15 @@ class Events:
         self.now = 0.0
         self.applied = 0
         self.aside: deque[Event] = deque()
-        """Events that came while clients measured, or while something was made once, and are still
-        to be applied."""
+        """Events received during an evaluation or a computation, still to be applied."""
 
     @property
     def live(self) -> bool:
-        """Whether this happens now, and was not gone through before a restart."""
+        """Whether the events happen now, rather than before a restart."""
         return not self._journal.behind
 
     def next(self, wake: float, moment: float = LOOK) -> Event | None:
-        """The next event; None where none came for a moment. wake: when a tick is one."""
+        """Return the next event; None if none arrives within `moment` seconds. Ticks at `wake`."""
         if self._journal.behind:
             event = self._journal.next(moment)
         else:
@@ -63,7 +64,7 @@ class Events:
                 self._open()
             left = wake - self._clock.now()
             if left <= 0:
-                # Logged, since what it brings about can be seen: who is asked.
+                # Logged, because its effects are visible: which clients get work.
                 self._journal.write("tick")
                 left = moment
             event = self._journal.next(min(left, moment))
@@ -76,14 +77,14 @@ class Events:
         return event
 
     def _open(self) -> None:
-        """All that was logged before a restart has been gone through: clients may come."""
-        # Deadlines wait until clients have noticed that the server is back.
+        """Serve clients: all events from before the restart are applied."""
+        # Deadlines wait until clients have found the restarted server.
         self._clock.hold(BACK_OFF if self._journal.resumed else 0.0)
         self._desk.begin(BACK_OFF)
         self._opens()
 
     def _see(self, event: Event) -> None:
-        """Who is there after an event of an earlier life of the server: its handlers knew that."""
+        """Update a session by an event of an earlier process, whose handlers had updated it."""
         seat = self._desk.seat(event.client) if event.client >= 0 else None
         if seat is None:
             return
@@ -95,16 +96,16 @@ class Events:
             seat.missing = event.kind == "missing"
 
     def state(self) -> dict[str, Any]:
-        """For checkpoints."""
+        """Return the state for checkpoints."""
         return {
             "now": self.now,
             "applied": self.applied,
-            # Checkpoints have texts and no bytes; any byte is a letter of this alphabet.
+            # Checkpoints have texts and no bytes; Latin-1 has a character for every byte.
             "waiting": [[*event[:-1], event.body.decode("latin-1")] for event in self.aside],
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """The inverse of `state`: the journal's events after it come next."""
+        """Restore a state; the journal's later events follow."""
         self.now = state["now"]
         self.applied = state["applied"]
         self.aside = deque(

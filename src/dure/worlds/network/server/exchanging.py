@@ -1,13 +1,13 @@
-"""A step of a protocol: clients are asked, and what they answer is handed on as it comes.
+"""Steps of a protocol over the network: send each client its step, and yield answers on arrival.
 
-For updates that stay with their clients. An answer is in memory from the request that brings it to
-whoever asked; only its tensors, which may be large, lie in a file until then. It is in no journal,
-no log and no checkpoint. So a step cannot be gone through again: what comes of a whole protocol is
-kept instead (`once.py`).
+For updates that stay at their clients. An answer exists in memory only, from its request to the
+consumer; tensors of an answer, which may be large, have a file until the consumer gets them. No
+journal, log or checkpoint contains an answer. A step therefore cannot be repeated after a restart:
+the server stores the result of the whole protocol instead (`once.py`).
 
-Other events of the journal are put aside meanwhile. A step ends once all have answered, once none
-of those that have not is there, or when its time is up. Who has fallen silent may come back until
-then. Of clients that nobody else can answer for (`Say.waits`), one that is away is waited for too.
+Other events of the journal are set aside meanwhile. A step ends when all clients have answered,
+when no remaining client is available, or at its timeout. A disconnected client may return until
+then. The server also waits for an absent client for which no other client can answer (`Say.waits`).
 """
 
 from __future__ import annotations
@@ -31,11 +31,14 @@ from dure.worlds.network.updates import Updates
 from dure.worlds.network.wanted import forms_of
 
 MOMENT = 0.1
-"""Seconds after which it looks who has gone."""
+"""Seconds between two checks for disconnected clients."""
 
 
 class Exchanging:
-    """Steps of protocols. seconds: that one may take. stops: whether the user wants that."""
+    """Steps of protocols.
+
+    `seconds` is the timeout of a step. `stops` returns whether the user wants the server to stop.
+    """
 
     def __init__(
         self,
@@ -56,7 +59,7 @@ class Exchanging:
         self._watching = watching
 
     def with_clients(self, says: Sequence[Say]) -> Iterator[Answer]:
-        """What they answer. Raises Interrupted, and ValueError for what cannot be asked."""
+        """Yield the clients' answers. Raises Interrupted, and ValueError for invalid steps."""
         assert self._once.making, "what clients answer is nowhere else than in what is made of it"
         _check(says)
         asking = secrets.token_hex(8)
@@ -90,38 +93,38 @@ class Exchanging:
         self._count(say.client, down=len(say.body))
 
     def _put_aside(self) -> None:
-        """Events that have come meanwhile."""
+        """Set aside the events that have arrived meanwhile."""
         while (event := self._events.next(float("inf"), 0.0)) is not None:
             self._events.aside.append(event)
 
     def _next(self, asking: str) -> Answered | None:
-        """An answer to this question; None where there is none for a moment."""
+        """Return an answer to this question; None after a moment without an answer."""
         try:
             answered = self._desk.answers.get(timeout=MOMENT)
         except queue.Empty:
             return None
-        # One that came at the very end of an earlier step is nobody's any more.
+        # An answer that arrived at the very end of an earlier step has no consumer.
         return answered if answered.said.asking == asking else None
 
     def _anybody(self, says: Iterable[Say]) -> bool:
-        """Whether one of their clients is there, or is waited for."""
+        """Return whether a client of these steps is available, or must be waited for."""
         return any(say.waits or self._desk.seat(say.client).here for say in says)
 
     def _forget(self, says: Iterable[Say]) -> None:
-        """What has come of these answers, which nobody takes any more."""
+        """Drop late answers to these steps."""
         self._files.delete([say.ticket for say in says if say.wants])
         with suppress(queue.Empty):
             while True:
                 self._desk.answers.get_nowait()
 
     def _answer(self, say: Say, answered: Answered) -> Answer | None:
-        """What the client says; None where that is that it does not go on."""
+        """Return the client's answer; None if the client leaves the protocol."""
         said = answered.said
         why = said.failure and f"its own code raised {said.failure}"
         wants = forms_of(say.wants)
         try:
             if said.body is not None and not why:
-                # Mapped: the file may go at once.
+                # The tensors are memory-mapped: the file can be deleted immediately.
                 tensors = self._files.read(say.ticket, wants) if wants else {}
                 up = len(said.body) + (size_of(wants) if wants else 0)
                 self._count(say.client, up=up)
@@ -141,7 +144,7 @@ class Exchanging:
 
 
 def _check(says: Sequence[Say]) -> None:
-    """Raises ValueError for what cannot be asked."""
+    """Check steps before they are sent. Raises ValueError for invalid steps."""
     if len({say.client for say in says}) < len(says):
         raise ValueError("a client is asked one thing at a time")
     for say in says:

@@ -1,7 +1,7 @@
-"""The gate that every request passes first: is the server open, and who calls?
+"""Authentication of every request: whether the server is open, and which client sent the request.
 
-A request that cannot be right is answered with a reason, and changes nothing. What is no route of
-ours is refused behind the same gate: strangers do not learn what there is.
+An invalid request gets an answer with a reason, and changes nothing. Unknown routes are refused
+after the same checks: a stranger does not learn which routes exist.
 """
 
 from __future__ import annotations
@@ -26,12 +26,15 @@ from dure.worlds.network.updates import PartError
 Handler = Callable[..., Awaitable[Response]]
 
 ROOM_SECONDS = 5
-"""Seconds until a client comes again for which the disk had no room."""
+"""Seconds until a retry of a client after a full disk."""
 
 
 @dataclass
 class Gate:
-    """Of one server. is_open: whether clients may call yet."""
+    """Authentication for the routes of a server.
+
+    `is_open` returns whether clients are served yet.
+    """
 
     access: Access
     watching: Watching
@@ -39,9 +42,9 @@ class Gate:
     at_once: AtOnce = field(default_factory=AtOnce)
 
     def route(self, path: str, method: str | None, handler: Handler, known: bool = True) -> Route:
-        """The handler behind the checks that all share: is it open, and who calls?
+        """Return a route whose handler runs after the common checks.
 
-        method: None for all.
+        `method` is None for all methods. `known` is False for requests of unknown senders.
         """
 
         async def endpoint(request: Request) -> Response:
@@ -79,22 +82,23 @@ class Gate:
                 )
             except ClientDisconnect:
                 return Response(status_code=400)
-            # A mistake of ours: said in the log, and nothing of it to strangers.
+            # An error of the server: details are logged, and not sent to the client.
             except Exception:
                 self.watching.mistake(f"{request.method} {request.scope['path']}")
                 return refusal(500, "the server has made a mistake; its log says where")
 
         route = Route(path, endpoint, methods=[method or "GET"])
         if method is None:
-            # Given none, Starlette would take GET alone, and refuse others before the gate.
+            # Without methods, Starlette would accept only GET, and refuse others before these
+            # checks.
             route.methods = set()
         return route
 
     async def _checked(self, handler: Handler, request: Request, admitted: Admitted) -> Response:
-        """What cannot be right is counted against the client, if the client has signed it.
+        """Run a handler, and count an invalid request against the client that signed it.
 
-        What it has not signed, such as bytes with another digest, may be somebody else's on the
-        way, and is counted against the address.
+        Content that is not signed, such as bytes with another digest, may have been changed in
+        transit, and counts against the address.
         """
         try:
             return await handler(request, admitted)
@@ -106,7 +110,7 @@ class Gate:
             self.access.refuse(admitted.client, 400, "wrong bytes", str(error))
 
     def rest(self) -> Route:
-        """The route of all that is no route."""
+        """Return the route of all unknown paths."""
         return self.route("/{anything:path}", None, _no_route)
 
 

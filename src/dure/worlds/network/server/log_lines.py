@@ -1,9 +1,9 @@
-"""The server's log: a JSON object a line, as programs that collect logs read it.
+"""Log of the server: a JSON object per line, in the form that log collectors read.
 
     {"time": "2026-11-25T23:00:00.123+00:00", "level": "info", "event": "client in", "client": 3}
 
-A mistake of the server's own has its `traceback`. There is nothing in it of clients' data, and no
-secret. Whoever rotates logs moves the file: the next line begins a new one, at a SIGHUP or without.
+An error of the server has a `traceback`. The log has no data of clients, and no secrets. To rotate
+the log, move the file: the next line creates a new file, with or without a SIGHUP.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from dure.errors import RunFolderWriteError
 from dure.peer_text import printable
 
 SERVER = logging.getLogger("dure.server")
-"""All that is said of a server is said to it, or to a logger below."""
+"""Logger of the server; other loggers of the server are below it."""
 
 STANDARD_ERROR = Path("-")
-"""In place of a file."""
+"""Path that stands for standard error."""
 
 
 class JsonLines(logging.Formatter):
-    """A record as a JSON object. `about`: its fields, where it has some."""
+    """Formatter of a record as a JSON object; the attribute `about` has additional fields."""
 
     def format(self, record: logging.LogRecord) -> str:
         at = datetime.fromtimestamp(record.created, timezone.utc)
@@ -51,10 +51,9 @@ class JsonLines(logging.Formatter):
 
 
 def as_json(value: Any) -> str:
-    """The value as JSON; what JSON has no word for as text, and no number for as null.
+    """Encode a value as JSON; other types become text, and numbers that are not finite null.
 
-    A line with characters that a terminal would obey, or that nobody sees, has escapes for all
-    beyond ASCII.
+    A line with terminal control or invisible characters escapes all characters beyond ASCII.
     """
     text = json.dumps(_finite(value), ensure_ascii=False, default=str)
     if printable(text) == text:
@@ -72,9 +71,9 @@ def _finite(value: Any) -> Any:
 
 @contextlib.contextmanager
 def logged_to(path: Path | None) -> Iterator[None]:
-    """Inside, what happens at a server is written to this file; to none where it is None.
+    """Context manager: write the server's log to this file; to none if the path is None.
 
-    Raises RunFolderWriteError where it cannot be written.
+    Raises RunFolderWriteError if the file cannot be written.
     """
     if path is None:
         yield
@@ -95,16 +94,16 @@ def logged_to(path: Path | None) -> Iterator[None]:
 
 class _File(logging.handlers.WatchedFileHandler):
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802, it is logging's
-        """A disk that is full takes no line; the server goes on, and says nothing for each."""
+        """Ignore an error of the disk: the server continues without the line."""
 
 
 def _handler(path: Path) -> logging.Handler:
     if path == STANDARD_ERROR:
         return logging.StreamHandler(sys.stderr)
     try:
-        # It names clients: where it is made here, it is for its owner.
+        # The log names clients: a new file is readable by its owner only.
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600))
-        # It looks before each line whether the file is still the one that it has opened.
+        # The handler checks before each line whether the file was replaced.
         return _File(path, encoding="utf-8")
     except OSError as error:
         raise RunFolderWriteError(f"cannot write the log {path}: {error.strerror}") from error
@@ -112,7 +111,7 @@ def _handler(path: Path) -> logging.Handler:
 
 @contextlib.contextmanager
 def _hang_up_ignored() -> Iterator[None]:
-    """A SIGHUP says that the log was moved, which is seen anyway; it must not end the server."""
+    """Ignore SIGHUP, which announces that the log was moved, instead of ending the server."""
     main = threading.current_thread() is threading.main_thread()
     if not main or signal.getsignal(signal.SIGHUP) != signal.SIG_DFL:
         yield

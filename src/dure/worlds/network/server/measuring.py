@@ -1,8 +1,8 @@
-"""How clients measure a model on what they hold out: who is asked, and for how long.
+"""Evaluation of a model on the clients' held-out examples.
 
-Everybody who is there and holds something out is asked. Who is waited for follows from the journal
-alone: that no other answer is waited for is an event of its own, so that the same clients count
-after a restart and in a replay.
+Every available client with held-out examples is asked. The journal alone determines the awaited
+clients: the end of an evaluation is an event, so that the same clients count after a restart and in
+a replay.
 """
 
 from __future__ import annotations
@@ -21,7 +21,11 @@ from dure.worlds.network.server.watching import Watching
 
 
 class Measuring:
-    """Measurements by clients. seconds: that one may take. stops: whether the user wants that."""
+    """Evaluations by clients.
+
+    `seconds` is the timeout of an evaluation. `stops` returns whether the user wants the server to
+    stop.
+    """
 
     def __init__(
         self,
@@ -40,7 +44,7 @@ class Measuring:
         self._watching = watching
 
     def by_clients(self, request: MeasureThis) -> Measured:
-        """What they say of this model; other events are put aside meanwhile."""
+        """Have clients evaluate this model, and return their metrics; other events wait."""
         asked = [seat for seat in self._desk.everybody() if seat.here and seat.held_out]
         answers: dict[int, MeasuredThis] = {}
         for seat in asked:
@@ -49,12 +53,12 @@ class Measuring:
         ended = said_so = False
         while not ended:
             waits = [s for s in asked if s.here and s.number not in answers]
-            # Only what is logged counts: the end is an event too.
+            # Only logged events count, so the end of the evaluation is an event too.
             late = time.monotonic() > until or self._stops()
             self._watching.pulse(self._desk, "measuring")
             if self._events.live and (late or not waits) and not said_so:
                 self._journal.write("all_measured")
-                said_so = True  # once: the next measurement would take another for its own
+                said_so = True  # only once: the next evaluation would end at a second event
             event = self._events.next(math.inf)
             if event is None:
                 continue
@@ -73,7 +77,7 @@ class Measuring:
 
 
 def _measured(client: int, said: MeasuredThis) -> Measured:
-    """What one client says, as a message of one."""
+    """Return a client's metrics as a message of a single client."""
     values = {name: [_number(value)] for name, value in said.values.items()}
     sums = {name: [list(map(_number, row))] for name, row in said.sums.items()}
     examples = {name: [count] for name, count in said.examples.items()}

@@ -1,14 +1,14 @@
-"""The digests of a run's models, one after another: what later ones are compared with.
+"""Digests of a run's models in order, with which models made again are compared.
 
     models.jsonl    {"checksum":"1a2b3c4d","model":3,"of":"sent","sha256":"…"}, a line a model
 
-`of` is "sent" for the stream that clients fetched to train from, whose SHA-256 the server has at
-hand, and "made" for the weights and buffers of a model that nobody trained from, the last one among
-them. The checksum is the CRC-32 of the line after it.
+`of` is "sent" for the stream that clients fetched for training, whose SHA-256 the server has
+anyway, and "made" for the weights and buffers of a model without training, such as the last model.
+The checksum is the CRC-32 of the rest of the line.
 
-A server that goes on after a kill makes models again, and so does a replay: each is compared with
-its line. So nothing that is damaged, or computes otherwise, gives other models unnoticed. The lines
-are not synced one by one: a power failure may take the newest, which are then written again.
+A restarted server makes models again, and so does a replay: each model is compared with its line.
+Damage, or a machine with other arithmetic, is therefore detected. The lines are not synced
+individually: a power failure may lose the newest lines, which are then written again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dure.record.inside import LARGE, contents
 from dure.record.seal import sha256_of, with_checksum, without_checksum
 
 FILE = "models.jsonl"
-"""Its name in a run folder."""
+"""Name of the file in a run folder."""
 
 Of = Literal["sent", "made"]
 
@@ -36,12 +36,11 @@ class _Line(msgspec.Struct, frozen=True):
 
 
 class ModelDigests:
-    """The digests of one run's models. path: None keeps them in memory.
+    """Digests of a run's models. `path` is None to keep the digests in memory only.
 
-    met: the numbers of models that this process has made. compared: those of them that had a line.
-    differ: those of them whose line has another digest.
-
-    Raises RunFolderError for a damaged file.
+    `met` has the numbers of the models that this process has made, `compared` the models among them
+    with a line, and `differ` the models whose line has another digest. Raises RunFolderError for a
+    damaged file.
     """
 
     def __init__(self, path: Path | None, writes: bool = True) -> None:
@@ -50,7 +49,7 @@ class ModelDigests:
         there = path is not None and path.is_file()
         content = contents(path, most=LARGE) if path is not None and there else b""
         self.there = there
-        """Whether an earlier process has written them."""
+        """Whether an earlier process has written the file."""
         self._known = {(one.model, one.of): one.sha256 for one in _lines_in(content, path)}
         self.met: set[int] = set()
         self.compared: set[int] = set()
@@ -60,13 +59,13 @@ class ModelDigests:
 
     @property
     def newest(self) -> int:
-        """The number of the newest model that is known; 0 without."""
+        """Number of the newest known model; 0 without models."""
         return max((model for model, _ in self._known), default=0)
 
     def note(self, model: int, of: Of, sha256: str) -> None:
         """Compare a model with its line, or write its line.
 
-        Warns of the first model that differs. Raises RunFolderWriteError.
+        Warns at the first model that differs. Raises RunFolderWriteError.
         """
         self.met.add(model)
         known = self._known.get((model, of))
@@ -84,7 +83,7 @@ class ModelDigests:
         try:
             lines.add(line)
         except RunFolderWriteError:
-            # It waits there, and is written by a call without lines.
+            # The line stays in the buffer, and is written by the next call, which adds no line.
             patiently(lambda: lines.add(b""))
 
     def _differs(self, model: int) -> None:
@@ -97,19 +96,19 @@ class ModelDigests:
         self.differ.append(model)
 
     def sync(self) -> None:
-        """Write what was noted to the disk. Raises RunFolderWriteError."""
+        """Sync the written lines to the disk. Raises RunFolderWriteError."""
         if self._lines is not None:
             self._lines.sync()
 
     def sha256(self) -> str | None:
-        """SHA-256 of the whole file; None where it is not written here."""
+        """Return the SHA-256 of the whole file; None if this object does not write it."""
         if self._lines is None:
             return None
         self.sync()
         return sha256_of(self._lines.path)
 
     def close(self) -> None:
-        """Nothing more is noted."""
+        """Close the file."""
         if self._lines is not None:
             self._lines.close()
             self._lines = None
@@ -120,9 +119,9 @@ def _written(line: _Line) -> bytes:
 
 
 def _lines_in(content: bytes, path: Path | None) -> list[_Line]:
-    """All whole lines. Raises RunFolderError for one that is not as it was written."""
+    """Decode all complete lines. Raises RunFolderError for an invalid line."""
     found = []
-    # What a kill cut off at the end has no line break.
+    # A partial line that a kill has left has no line break.
     for number, text in enumerate(content.split(b"\n")[:-1], start=1):
         try:
             found.append(msgspec.json.decode(b"{" + without_checksum(text), type=_Line))

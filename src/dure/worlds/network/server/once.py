@@ -1,13 +1,13 @@
-"""What happens once, whatever happens to the server: coins, noise, sums that clients have made.
+"""Results computed exactly once, even across restarts: random samples, noise, secure sums.
 
-    make -> file, synced -> the journal's event "once", which names it -> it is used
+    make -> file, synced -> the journal's event "once", which names the file -> use
 
-A server that goes on after a kill goes through its journal again. Where the event is there, the
-tree comes from the file, and nothing is made; where it is not, nobody has seen what was made, and
-it is made anew. Events before it in the journal are put aside, as they were in the first life.
+A restarted server applies its journal again. If the event exists, the tree comes from the file, and
+nothing is computed; otherwise no result has been used, and the server computes it. Events before
+the "once" event are set aside, as in the first process.
 
-What was made for a model is remembered in checkpoints until that model is there: a server that was
-interrupted in between asks for it again.
+Checkpoints list the results for a model until that model exists: a server that was interrupted in
+between requests the results again.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ Tree = dict[str, Any]
 
 
 class Made(Said, frozen=True):
-    """The body of the event. number, digest: of the file; what: is in it, in words.
+    """Body of the event "once".
 
-    travelled: (client, bytes down, bytes up) of what was said and answered while it was made.
+    `number` and `digest` identify the file; `what` is the name of the result. `travelled` has
+    (client, bytes down, bytes up) of the protocol's messages during the computation.
     """
 
     number: int
@@ -44,7 +45,7 @@ class Made(Said, frozen=True):
 
 
 class Once:
-    """What was made once. sweeps: whether files go that are not needed any more."""
+    """Results computed once. `sweeps` is True to delete files that are no longer needed."""
 
     def __init__(self, events: Events, journal: Journal, trees: Trees, sweeps: bool) -> None:
         self._events = events
@@ -52,31 +53,31 @@ class Once:
         self._trees = trees
         self._sweeps = sweeps
         self.draft = DraftFile(trees.folder / DRAFT, lambda: self._number)
-        """Of what is being made."""
+        """Draft of the result in progress."""
         self.making = False
-        """Whether something is being made just now."""
+        """Whether a result is being computed."""
         self.travelled: dict[int, tuple[int, int]] = {}
-        """Bytes down and up, by client, of what is being made."""
+        """Bytes down and up, by client, during the computation."""
         self._number = 0
-        """Of the next event: so many were there."""
+        """Number of the next event."""
         self._files = 0
-        """Of the next file: those below were named, or are about to be."""
+        """Number of the next file; lower numbers are named, or about to be named."""
         self._of_this_model: list[Made] = []
         self._again: list[Made] = []
-        """Of a model that a checkpoint was in the middle of: what will be asked for again."""
+        """Results for the model in progress at a checkpoint, which will be requested again."""
         self._over: list[int] = []
-        """Numbers of files that a checkpoint makes useless."""
+        """Numbers of the files that the next checkpoint makes obsolete."""
         self._covered: list[int] = []
 
     def get(self, what: str, make: Callable[[], Tree]) -> tuple[Tree, Made]:
-        """The tree that `make` gives, or has given.
+        """Return the result of `make`, computed now or before.
 
-        Raises RunFolderError where the file of what was made before is missing or damaged.
+        Raises RunFolderError if the file of an earlier result is missing or damaged.
         """
         for made in self._again:
             if made.what == what:
                 self._again.remove(made)
-                # What travelled is in the checkpoint too.
+                # The transferred bytes are in the checkpoint already.
                 return self._read(made), replace(made, travelled=[])
         while self._journal.behind:
             found = self._event()
@@ -95,11 +96,11 @@ class Once:
         number = self._number
         self._files = number + 1
         digests: list[str] = []
-        # A disk that is full for a moment costs nobody a sum.
+        # A disk that is full for a moment must not lose a sum.
         patiently(lambda: digests.append(self._trees.write(number, tree)))
         travelled = [(client, *both) for client, both in sorted(self.travelled.items())]
         self._journal.write("once", body=to_json(Made(number, what, digests[-1], travelled)))
-        # It is applied in its place among the others, as after a restart.
+        # The event is applied in order with the others, as after a restart.
         while True:
             found = self._event()
             if found is not None:
@@ -107,7 +108,7 @@ class Once:
                 return tree, self._named(found, what)
 
     def _event(self) -> Event | None:
-        """The next event, where it is of this kind; others are put aside."""
+        """Return the next event if it is "once"; set other events aside."""
         event = self._events.next(math.inf)
         if event is None or event.kind == "once":
             return event
@@ -115,7 +116,7 @@ class Once:
         return None
 
     def _named(self, event: Event, what: str) -> Made:
-        """What the event says was made. Raises RunFolderError where that is something else."""
+        """Decode an event "once". Raises RunFolderError if it is about another result."""
         made = from_json(event.body, Made)
         if (made.what, made.number) != (what, self._number):
             raise RunFolderError(
@@ -131,24 +132,24 @@ class Once:
         return self._trees.read(made.number, made.digest)
 
     def model_made(self) -> None:
-        """The model is there: what was made for it is not asked for again."""
+        """Forget the results for a model that now exists."""
         self._over += [made.number for made in self._of_this_model]
         self._of_this_model = []
         self._again = []
 
     def sweep(self) -> None:
-        """Removes what a kill has left: files that no event names, or that are not needed."""
+        """Delete files that no event names or that are not needed, such as remains of a kill."""
         self._trees.delete_from(max(self._files, self._number))
         if self._sweeps:
             needed = [made.number for made in self._of_this_model]
-            # Also that whose event is on its way, where clients may come only now.
+            # Includes a file whose event is still being written.
             needed += range(self._number, self._files)
             self._trees.keep_only([*needed, *self._over, *self._covered])
 
     # Checkpoints
 
     def saved(self) -> None:
-        """A checkpoint with the newest `state` is on the disk."""
+        """Delete the files that the stored checkpoint makes obsolete."""
         if self._sweeps:
             self._trees.delete(self._covered)
         self._covered = []
@@ -162,14 +163,14 @@ class Once:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """The inverse of `state`."""
+        """Restore a state that `state` has returned."""
         self._number = state["number"]
         self._of_this_model = [msgspec.convert(one, Made) for one in state["made"]]
         self._again = list(self._of_this_model)
 
 
 def steps(made: Made, round: int, now: float) -> list[Flight]:
-    """What travelled while it was made, for the report."""
+    """Return the bytes transferred during the computation, for the report."""
     return [
         Flight(client, round, now, now, STEP, down, up, 0.0, 0.0)
         for client, down, up in made.travelled

@@ -1,7 +1,7 @@
-"""Who was there when, for the report: spans on the federation's clock.
+"""Presence of clients for the report: periods on the federation's clock.
 
-A function of the journal, as all that the carrier knows: a run that goes on after a restart has the
-same spans. While the server is down its clock stands, so that nobody is away for that.
+A function of the journal, like the rest of the carrier's state: a resumed run has the same periods.
+The clock stands while the server is down, so that clients do not count as absent then.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ from __future__ import annotations
 from typing import Any
 
 MOST = 5_000
-"""Spans that are remembered, the first ones of a run."""
+"""Maximum periods stored, the first of a run."""
 
 
 class Presence:
-    """Spans of all clients."""
+    """Periods of presence of all clients."""
 
     def __init__(self) -> None:
         self._since: dict[int, float] = {}
-        """Those who are there, and since when."""
+        """Start of presence by client, for clients that are present."""
         self._spans: list[list[Any]] = []
 
     def came(self, client: int, at: float) -> None:
@@ -29,7 +29,7 @@ class Presence:
             self._spans.append([client, round(began, 6), round(at, 6)])
 
     def spans(self, now: float) -> list[list[Any]]:
-        """(client, from, to), also of those who are still there."""
+        """Return [client, from, to] for all periods; current periods end now."""
         there = [
             [client, round(began, 6), round(max(began, now), 6)]
             for client, began in sorted(self._since.items())

@@ -1,6 +1,6 @@
-"""A part of an update, from a request's body to the disk as it comes.
+"""Part of an update, written from the request's body to the disk on arrival.
 
-Many clients send at the same time, so a part never lies in memory: a piece of it does.
+Since many clients send simultaneously, memory has a piece of a part, and never the whole part.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from dure.worlds.network.server.access import Refused
 from dure.worlds.network.updates import Part
 
 LEAST_PIECE = 128 << 10
-"""Bytes that are worth the way to another thread, which writes them."""
+"""Minimum bytes for which a write in another thread is worthwhile."""
 
 MOST_PIECE = 1 << 20
-"""Bytes of a piece where few clients send: each way to the other thread costs time."""
+"""Maximum bytes of a piece: each hand-over to the other thread takes time."""
 
 ALL_PIECES = 8 << 20
-"""Bytes of pieces that may lie in memory, where every client sends one."""
+"""Maximum bytes of all pieces in memory, if every client sends a piece."""
 
 
 def piece_of(clients: int) -> int:
-    """Bytes that are written at once, where there are so many clients."""
+    """Return the bytes per write for this number of clients."""
     return max(LEAST_PIECE, min(MOST_PIECE, ALL_PIECES // clients))
 
 
 async def receive(request: Request, part: Part, most: int, piece: int) -> None:
-    """Adds the body to the part, so many bytes at a time.
+    """Write a request's body to the part in pieces of at least `piece` bytes.
 
-    Raises Refused where it is longer than `most`, and as `add`.
+    Raises Refused for a body of more than `most` bytes, and the errors of `Part.add`.
     """
     waiting = bytearray()
     size = 0

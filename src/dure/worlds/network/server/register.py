@@ -1,13 +1,12 @@
-"""Who is enrolled and who is invited: a small SQLite file, `RUN/clients.db`.
+"""Register of enrolled and invited clients: an SQLite file, `RUN/clients.db`.
 
-A client is its public key, with a number and a name. Numbers are 0 … K-1, in the order of
-enrolment or as wished, and none is given twice, whatever becomes of its client. An invitation is a
-random token; kept is its SHA-256, and when it expires.
+A client is a public key with a number and a name. Numbers are 0 … K-1, in the order of enrolment or
+as requested, and are never reused. An invitation is a random token; the register stores its SHA-256
+and its expiry.
 
-Several processes may have the file open: the server, and `dure clients` beside it. Each change is
-one transaction that is on the disk when it returns, and each change of a client has a number, so
-that the others read what is new and nothing else. Each client's row has a checksum (`seals`), which
-is compared when the file is opened.
+Several processes may open the file: the server, and `dure clients`. Each change is a synced
+transaction, and each change of a client has a number, so that other processes read only newer
+changes. Each client's row has a checksum (`seals`), which is compared when the file is opened.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from dure.record.inside import check_file
 from dure.record.seal import checksum
 
 FILE = "clients.db"
-"""Its name in a run folder."""
+"""Name of the file in a run folder."""
 
 MOST_NAME = 64
 DAY = 86400.0
@@ -40,7 +39,7 @@ WEEK = 7 * DAY
 
 _VERSION = 1
 _PATIENCE = 5.0
-"""Seconds that a change waits for another process's."""
+"""Seconds that a change waits for a change by another process."""
 
 _SCHEMA = """
 CREATE TABLE run (clients INTEGER NOT NULL);
@@ -64,13 +63,16 @@ CREATE TABLE invitations (
 """
 
 _SEALS = "CREATE TABLE IF NOT EXISTS seals (number INTEGER PRIMARY KEY, sum TEXT NOT NULL);"
-"""The checksum of each client's row. Registers of dure up to 0.1 get it as they are opened."""
+"""Table of the checksums of the clients' rows; opening a register of dure up to 0.1 adds it."""
 
 State = Literal["enrolled", "revoked", "forgotten"]
 
 
 class Client(NamedTuple):
-    """enrolled: when, in seconds since 1970. Of one that was forgotten only the number is left."""
+    """Client in the register.
+
+    `enrolled` is a time in seconds since 1970. A forgotten client has only its number.
+    """
 
     number: int
     key: str | None
@@ -80,7 +82,10 @@ class Client(NamedTuple):
 
 
 class Invitation(NamedTuple):
-    """name, number: what its client will have, where that was said. expires: seconds since 1970."""
+    """Invitation. `expires` is in seconds since 1970.
+
+    `name` and `number` are reserved for the client; None for any.
+    """
 
     name: str | None
     number: int | None
@@ -88,7 +93,7 @@ class Invitation(NamedTuple):
 
 
 class EnrolError(ValueError):
-    """An enrolment is refused. kind: in two words, to be counted."""
+    """An enrolment is refused. `kind` is a short category, for counters."""
 
     def __init__(self, kind: str, reason: str) -> None:
         super().__init__(reason)
@@ -96,14 +101,15 @@ class EnrolError(ValueError):
 
 
 class Register:
-    """The file, opened. wall: the time in seconds since 1970, by which invitations expire."""
+    """Open register. `wall` returns the seconds since 1970, for the expiry of invitations."""
 
     def __init__(
         self, path: Path, clients: int | None = None, wall: Callable[[], float] = time.time
     ) -> None:
-        """clients: K, where a server begins the run or goes on with it; the file is made then.
+        """Open the register of a run.
 
-        Raises RunFolderError where there is no such file, or one of another K.
+        `clients` is K, if a server starts or resumes the run; a missing file is then created.
+        Raises RunFolderError if the file is missing otherwise, or has another K.
         """
         self.path = path
         self._wall = wall
@@ -113,7 +119,7 @@ class Register:
         if not path.exists():
             raise RunFolderError(f"no server has begun a run there: {path} is missing")
         self._db = _opened(path)
-        # Of its own: readers never wait for what is being written.
+        # A separate connection, so that readers never wait for a write.
         self._reader = _opened(path)
         self._reading = threading.Lock()
         with _told(path):
@@ -126,7 +132,7 @@ class Register:
             raise RunFolderError(f"{path} is of a run with {self.places} clients, not {clients}")
 
     def _seal(self) -> None:
-        """Compare every client's row with its checksum; an older register gets them."""
+        """Compare every client's row with its checksum; add checksums to an older register."""
         names = "SELECT count(*) FROM sqlite_master WHERE name = 'seals'"
         if not self._db.execute(names).fetchone()[0]:
             with self._change() as db:
@@ -134,7 +140,7 @@ class Register:
                 rows = db.execute(f"SELECT {_COLUMNS} FROM clients").fetchall()
                 sums = [(row[0], _sum(row)) for row in rows]
                 db.executemany("INSERT OR REPLACE INTO seals VALUES (?, ?)", sums)
-        # One view of both, while another process may change them.
+        # A transaction, so that both reads see the same version of the file.
         self._db.execute("BEGIN")
         try:
             rows = self._db.execute(f"SELECT {_COLUMNS} FROM clients").fetchall()
@@ -162,10 +168,10 @@ class Register:
     def invite(
         self, name: str | None = None, number: int | None = None, lasts: float = WEEK
     ) -> str:
-        """A token with which one client can enrol, once, within `lasts` seconds.
+        """Create an invitation, and return its token, which is valid once, for `lasts` seconds.
 
-        It is not kept and cannot be shown again. Raises ValueError for a name or number that is
-        taken.
+        The token is not stored and cannot be shown again. Raises ValueError for a name or number
+        that is taken.
         """
         if not 0 < lasts < float("inf"):
             raise ValueError(f"an invitation lasts some time, not {lasts} s")
@@ -178,17 +184,17 @@ class Register:
         return token
 
     def withdraw(self) -> int:
-        """No open invitation is good any more; how many there were."""
+        """Invalidate all open invitations, and return their number."""
         with self._change() as db:
             return db.execute("DELETE FROM invitations WHERE used IS NULL").rowcount
 
     def enrol(
         self, key: str, name: str = "", wants: int | None = None, token: str | None = None
     ) -> Client:
-        """A client of this key, which `is_proven`; the same one as before for a known key.
+        """Enrol a client with this key; return the same client for a known key.
 
-        token: of an invitation; None lets in whoever comes. Raises EnrolError, and then nothing has
-        changed: a token that met a taken name is still good.
+        The caller has checked the key by `is_proven`. `token` is that of an invitation; None admits
+        any client. Raises EnrolError without any change: a token stays valid after a refusal.
         """
         with self._change() as db:
             known = _client(db, "key", key)
@@ -214,9 +220,9 @@ class Register:
             return Client(number, key, name, row[3], "enrolled")
 
     def revoke(self, who: str) -> Client:
-        """Its key is no longer good. Number and key stay taken; the name is free again.
+        """Revoke a client: its key becomes invalid, number and key stay taken, the name is free.
 
-        who: a number or a name. Raises ValueError where there is no such client.
+        `who` is a number or a name. Raises ValueError for an unknown client.
         """
         with self._change() as db:
             client = self._named(db, who)
@@ -224,24 +230,24 @@ class Register:
         return client
 
     def forget(self, who: str) -> Client:
-        """Revokes it, and deletes all that is known of it but its number."""
+        """Revoke a client, and delete all its data except its number."""
         with self._change() as db:
             client = self._named(db, who)
             self._set(db, Client(client.number, None, None, None, "forgotten"))
             db.execute("DELETE FROM invitations WHERE used = ?", (client.number,))
         with self._lock, _told(self.path):
-            # Out of the log of changes too, in which the row was as it had been.
+            # Truncates the write-ahead log, which still contains the old row.
             self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
         return client
 
     def clients(self) -> list[Client]:
-        """All of them, by number."""
+        """Return all clients by number."""
         with self._reading, _told(self.path):
             rows = self._reader.execute(f"SELECT {_COLUMNS} FROM clients ORDER BY number")
             return [Client(*row) for row in rows]
 
     def invitations(self) -> list[Invitation]:
-        """Those that are still good, by when they expire."""
+        """Return the valid invitations by expiry."""
         with self._reading, _told(self.path):
             rows = self._reader.execute(
                 "SELECT name, number, expires FROM invitations "
@@ -251,12 +257,15 @@ class Register:
             return [Invitation(*row) for row in rows]
 
     def version(self) -> int:
-        """A number that is another one after a change by anybody. Costs some microseconds."""
+        """Return a number that changes with every change by any process.
+
+        Takes some microseconds.
+        """
         with self._reading, _told(self.path):
             return int(self._reader.execute("PRAGMA data_version").fetchone()[0])
 
     def changes(self, since: int) -> tuple[int, list[Client]]:
-        """Clients that changed after change `since`, and the number of the last change."""
+        """Return the number of the last change, and the clients changed after change `since`."""
         with self._reading, _told(self.path):
             rows = self._reader.execute(
                 f"SELECT change, {_COLUMNS} FROM clients WHERE change > ? ORDER BY change", (since,)
@@ -265,14 +274,14 @@ class Register:
 
     @contextmanager
     def _change(self) -> Iterator[sqlite3.Connection]:
-        """What is done inside happens as a whole or not at all."""
+        """Context manager: a transaction."""
         with self._lock, _told(self.path):
             self._db.execute("BEGIN IMMEDIATE")
             try:
                 yield self._db
                 self._db.execute("COMMIT")
             finally:
-                # Not where SQLite has done so itself, as for a full disk.
+                # Unless SQLite has rolled back itself, as for a full disk.
                 if self._db.in_transaction:
                     self._db.execute("ROLLBACK")
 
@@ -291,7 +300,7 @@ class Register:
         return invitation
 
     def _check_free(self, db: sqlite3.Connection, name: str | None, number: int | None) -> None:
-        """Raises EnrolError where the name or the number is not to be had."""
+        """Check that the name and the number are free. Raises EnrolError otherwise."""
         if number is not None and not 0 <= number < self.places:
             reason = f"there is no client {number}: they are 0 to {self.places - 1}"
             raise EnrolError("wrong number", reason)
@@ -303,8 +312,8 @@ class Register:
             raise EnrolError("name taken", reason)
 
     def _next(self, db: sqlite3.Connection) -> int:
-        """The smallest free number."""
-        # Mostly there are no gaps, and thousands may come one after another.
+        """Return the smallest free number."""
+        # A fast path: numbers mostly have no gaps, and thousands of clients may enrol in a row.
         (count,) = db.execute("SELECT count(*) FROM clients").fetchone()
         (highest,) = db.execute("SELECT max(number) FROM clients").fetchone()
         if count < self.places and highest in (None, count - 1):
@@ -316,11 +325,11 @@ class Register:
         return free
 
     def _named(self, db: sqlite3.Connection, who: str) -> Client:
-        """The client with this number or name, where it is not forgotten."""
+        """Return the client with this number or name. Raises ValueError if unknown or forgotten."""
         if who in map(str, range(self.places)):
             client = _client(db, "number", int(who))
         else:
-            # Of those that had the name, the one that has it now.
+            # Of the clients with this name over time, the enrolled client comes first.
             name = unicodedata.normalize("NFC", who)
             client = _client(db, "name", name, "ORDER BY state = 'enrolled' DESC, enrolled DESC")
         if client is None:
@@ -344,18 +353,18 @@ _NEXT_CHANGE = "(SELECT COALESCE(MAX(change), 0) + 1 FROM clients)"
 
 
 def _sum(row: Sequence[object]) -> str:
-    """The checksum of a client: number, key, name, when it was enrolled, state."""
+    """Return the checksum of a client: number, key, name, time of enrolment, state."""
     number, key, name, enrolled, state = row
-    # As SQLite gives it again.
+    # SQLite returns an integer in a REAL column as a float.
     when = float(enrolled) if isinstance(enrolled, int) else enrolled
     return checksum(json.dumps([number, key, name, when, state], default=repr).encode())
 
 
 def clean_name(name: str) -> str:
-    """A name in one spelling. Raises EnrolError for what cannot be one."""
+    """Normalise a name. Raises EnrolError for an invalid name."""
     name = unicodedata.normalize("NFC", name)
     fit = printable(name) == name == name.strip() and 0 < len(name) <= MOST_NAME
-    # All digits: nobody could tell it from a number.
+    # A name of digits only could be confused with a number.
     if not fit or name.isdecimal():
         reason = f"a name has 1 to {MOST_NAME} characters that can be printed, not digits alone"
         raise EnrolError("wrong name", reason)
@@ -363,7 +372,7 @@ def clean_name(name: str) -> str:
 
 
 def check_same(client: Client, name: str, wants: int | None) -> None:
-    """Raises EnrolError where a client that is known wants to be another."""
+    """Check that a known client requests its own number and name. Raises EnrolError otherwise."""
     if client.state != "enrolled":
         raise EnrolError("revoked", f"client {client.number} was revoked, and its key with it")
     if wants is not None and wants != client.number:
@@ -378,14 +387,14 @@ Wish = TypeVar("Wish", int, str)
 
 
 def _agreed(what: str, invited: Wish | None, wished: Wish | None) -> Wish | None:
-    """What the invitation says, or else the client."""
+    """Return the invitation's value, or else the client's. Raises EnrolError if they differ."""
     if invited is not None and wished is not None and invited != wished:
         raise EnrolError(f"wrong {what}", f"the invitation is for the {what} {invited!r}")
     return wished if invited is None else invited
 
 
 def _hash(token: str) -> str:
-    # Tokens have 128 random bits: there is nothing to guess, so a plain hash will do.
+    # Tokens have 128 random bits, which cannot be guessed, so a plain hash is sufficient.
     return hashlib.sha256(token.encode()).hexdigest()
 
 
@@ -397,14 +406,14 @@ def _client(db: sqlite3.Connection, column: str, value: object, more: str = "") 
 
 
 def _make(path: Path, clients: int) -> None:
-    """The file, empty but for K; there as a whole or not at all."""
+    """Create the file atomically, empty except for K."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     with _told(path):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            # What a killed process has left: the next may have its number, as in a container.
+            # Left by a killed process: the next process may get its process id, as in a container.
             beside.unlink(missing_ok=True)
-            # Names of people and places are nobody else's business.
+            # Names of people and places are private.
             os.close(os.open(beside, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
         except OSError as error:
             raise RunFolderWriteError(f"cannot write {path}: {error.strerror}") from error
@@ -428,7 +437,7 @@ def _opened(path: Path) -> sqlite3.Connection:
         db = sqlite3.connect(path, timeout=_PATIENCE, isolation_level=None, check_same_thread=False)
         db.execute("PRAGMA journal_mode = WAL").fetchone()
         db.execute("PRAGMA synchronous = FULL")
-        # What is deleted is overwritten.
+        # Deleted data are overwritten.
         db.execute("PRAGMA secure_delete = ON").fetchone()
         return db
 
@@ -438,7 +447,7 @@ def _told(path: Path) -> Iterator[None]:
     try:
         yield
     except sqlite3.Error as error:
-        # A full disk, say; what is no database is no OperationalError.
+        # For example a full disk. A file that is not a database raises another error class.
         passing = isinstance(error, sqlite3.OperationalError)
         kind = RunFolderWriteError if passing else RunFolderError
         raise kind(f"{path} cannot be used: {error}") from error

@@ -1,7 +1,7 @@
-"""What clients say of updates that stay with them: that they are ready, and steps of a protocol.
+"""Routes for updates that stay at their clients: notices of readiness, and protocol steps.
 
-That an update is ready is in the journal, and nothing of the update is. What is answered to a step
-of a protocol goes to the main thread through the desk, in memory alone.
+The journal records that an update is ready, and nothing else of the update. Answers to protocol
+steps go to the main thread through the outbox, in memory only.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from dure.worlds.network.server.desk import Desk, Seat
 from dure.worlds.network.server.uploads import unwanted
 
 MOST_KIND = 100
-"""Characters of the kind of an error."""
+"""Maximum characters of an error's type."""
 
 
 @dataclass
 class Replies:
-    """The routes of clients that hold their updates."""
+    """Routes of clients whose updates stay with them."""
 
     desk: Desk
     journal: Journal
@@ -42,7 +42,7 @@ class Replies:
 
     async def _ready(self, seat: Seat, ticket: int) -> None:
         if seat.train is None or not self.desk.wants(seat, ticket):
-            # A client that did not hear the answer says it again.
+            # A client that has not received the answer repeats the notice.
             if ticket in seat.outcomes or ticket in seat.sent:
                 return
             raise unwanted()
@@ -57,7 +57,7 @@ class Replies:
         said = await body_of(request, admitted, AnswerTo)
         seat = known(self.desk, admitted)
         with Call(self.desk, seat):
-            # After the tensors that are still being taken.
+            # Waits for an upload of tensors in progress.
             async with seat.sending:
                 self._answered(seat, said, admitted.digest)
         return Response(status_code=204)
@@ -82,5 +82,5 @@ class Replies:
 
 
 def nothing_of(ticket: int) -> Reserve:
-    """What is said of an update that stays with its client."""
+    """Return the record of an update that stays at its client."""
     return Reserve(ticket, bytes=0, digest="", examples=0, samples=0, loss=0.0)

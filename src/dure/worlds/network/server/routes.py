@@ -1,7 +1,7 @@
-"""Which handler answers a request: the first whose path and method fit.
+"""Routing: the first route whose path and method match handles a request.
 
-Thousands of calls wait here at the same time. So nothing lies between the server and a handler:
-the layers of Starlette's own application, which pages of the web need, would hold 5 KB of each.
+Thousands of requests wait simultaneously. No layer is therefore between the server and a handler:
+the middleware of Starlette's own application would take 5 KB per request.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 
 class Routes:
-    """An ASGI application. Its endpoints answer every error themselves, and the last fits all."""
+    """ASGI application. Its endpoints handle every error, and the last route matches all paths."""
 
     def __init__(self, routes: Sequence[Route]) -> None:
         self._routes = routes

@@ -1,8 +1,7 @@
-"""What travels of models: an assignment as a stream that clients fetch, an update from its file.
+"""Streams of models for clients, and updates from their files.
 
-All assignments of a model share its tensors. So what they come to (the stream, its digest, the
-forms of the answer) is found once a model, and the stream lies on the shelf while somebody is to
-fetch it.
+All assignments of a model share its tensors. The stream, its digest and the form of the answer are
+therefore computed once per model, and the cache has the stream as long as a client may fetch it.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from dure.worlds.network.updates import Updates
 
 
 class Sent(NamedTuple):
-    """What an assignment sends. forms: of the tensors that its answer has."""
+    """Stream of an assignment. `forms` has the dtypes and shapes of the expected update."""
 
     digest: str
     size: int
@@ -31,7 +30,7 @@ class Sent(NamedTuple):
 
 
 class Sending:
-    """Tensors between a coordinator and the shelf, and from the files of updates."""
+    """Transfer of tensors from the coordinator to the cache, and from the files of updates."""
 
     def __init__(self, federation: Federation, desk: Desk, shelf: Shelf, files: Updates) -> None:
         self._layout = federation.layout
@@ -40,11 +39,11 @@ class Sending:
         self._shelf = shelf
         self._files = files
         self._known: dict[int, tuple[Sequence[Tensor], Sent]] = {}
-        """By the identity of a model's weights, which are held for as long."""
+        """Streams by the identity of a model's weights, which are referenced as long."""
         self._measured: str | None = None
 
     def sent(self, coordinator: Coordinator, asked: Assignment) -> Sent:
-        """What an assignment sends, which lies on the shelf from now on."""
+        """Return the stream of an assignment, which the cache has from now on."""
         known = self._known.get(id(asked.weights))
         if known is None or known[0] is not asked.weights:
             digest, size = self._put(asked.weights, asked.buffers, asked.extra)
@@ -53,20 +52,20 @@ class Sending:
         return known[1]
 
     def _expected(self, coordinator: Coordinator, asked: Assignment) -> dict[str, Form]:
-        """What an assignment's update is like."""
+        """Return the dtypes and shapes of an assignment's update."""
         extra = coordinator.expects(asked)
         return self._layout.forms(asked.weights, asked.buffers, extra)
 
     def measured(
         self, round: int, weights: Sequence[Tensor], buffers: Sequence[Tensor]
     ) -> MeasureThis:
-        """A model for clients to measure or to keep; it takes the place of the one before."""
+        """Put a model into the cache for clients to evaluate or store; drop the previous model."""
         digest, size = self._put(weights, buffers, ())
         self._measured = digest
         return MeasureThis(round, digest, size)
 
     def digest(self, weights: Sequence[Tensor], buffers: Sequence[Tensor]) -> str:
-        """SHA-256 of the stream of a model, as `measured` would send it."""
+        """Return the SHA-256 of a model's stream, as `measured` would send it."""
         return digest_of(self._layout.named(weights, buffers, ()))
 
     def _put(
@@ -77,7 +76,7 @@ class Sending:
         return stream.digest, stream.size
 
     def forget_unwanted(self) -> None:
-        """Lets go of models that nobody is to fetch any more."""
+        """Drop models from the cache that no client may fetch any more."""
         wanted = {seat.train.tensors for seat in self._desk.everybody() if seat.train}
         if self._measured is not None:
             wanted.add(self._measured)
@@ -85,7 +84,7 @@ class Sending:
         self._known = {key: one for key, one in self._known.items() if one[1].digest in wanted}
 
     def update(self, said: Reserve, asked: Assignment, coordinator: Coordinator) -> Update:
-        """An update from its file; one whose bytes are something else is a failure."""
+        """Read an update from its file; an update with other tensors becomes a failure."""
         weights: list[Tensor] = []
         buffers: list[Tensor] = []
         extra: list[Tensor] = []
@@ -95,7 +94,7 @@ class Sending:
                 expected = self._expected(coordinator, asked)
                 tensors = self._files.read(said.ticket, expected, said.digest)
                 weights, buffers, extra = self._layout.apart(tensors)
-            # Its digest is that of these bytes, so this is what its client has sent.
+            # The digest matches, so these are the bytes that the client has sent.
             except TensorsError as error:
                 failure = f"it is no update of this model: {error}"
         return Update(
@@ -110,10 +109,10 @@ class Sending:
             extra=extra,
             counted=said.counted,
             failure=failure,  # type: ignore[arg-type]
-            # One that does not say has made those that it was asked for.
+            # A client that does not report its steps is assumed to have made the assigned steps.
             steps=said.steps or self._steps_of(said),
         )
 
     def _steps_of(self, said: Reserve) -> int:
-        """The steps that a client was asked for; of a loop of its own, no more than can be."""
+        """Return the steps assigned to a client, at most its samples."""
         return max(1, min(self._federation.steps(max(said.examples, 1)), said.samples))

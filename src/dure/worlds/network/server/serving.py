@@ -1,9 +1,9 @@
-"""The application behind a socket: uvicorn in a thread of its own, with deadlines and TLS.
+"""HTTP server of an ASGI application: uvicorn in its own thread, with timeouts and TLS.
 
-A connection that is silent before its first header is complete is closed (`HEADER_SECONDS`), so
-that thousands of idle strangers hold nothing; so is one whose header is longer than `MOST_HEADER`,
-and one whose body comes more slowly than `LEAST_RATE`. At the end, calls that wait are answered
-first, then connections are closed.
+The server closes a connection whose first header is not complete after `HEADER_SECONDS`, so that
+thousands of idle strangers take no resources, a connection whose header is longer than
+`MOST_HEADER`, and a connection whose body arrives more slowly than `LEAST_RATE`. At the end the
+server first answers waiting requests, then closes the connections.
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ from dure.worlds.network.server.sparing import Sparing, log_mistake
 from dure.worlds.network.server.websocket import LimitedWebSocket
 
 HEADER_SECONDS = 15.0
-"""Seconds in which the header of a request has to be complete."""
+"""Seconds within which the header of a request must be complete."""
 
 SILENT_SECONDS = 20
-"""Seconds after which a client that sends no more of a body, or takes no answer, is gone."""
+"""Seconds after which a client that stops sending or receiving is disconnected."""
 
 KEEP_SECONDS = 90
-"""Seconds for which an idle connection is kept: longer than clients keep theirs."""
+"""Seconds for which an idle connection stays open: longer than clients reuse theirs."""
 
 UNSENT = 64 << 10
-"""Bytes that wait here to be sent on a connection: the system's own buffers keep links busy."""
+"""Maximum unsent bytes per connection in this process; the system's own buffers keep links busy."""
 
 MOST_FRAME = 1 << 32
-"""Bytes of a message over a WebSocket, whatever its state allows (`LimitedWebSocket`)."""
+"""Maximum bytes of a WebSocket message, whatever its state allows (`LimitedWebSocket`)."""
 
 BACKLOG = 4096
-"""Connections that wait until they are accepted."""
+"""Maximum number of connections that wait for acceptance."""
 
 GRACEFUL_SECONDS = 5
-"""Seconds that answers under way have when the server stops."""
+"""Seconds for answers in progress when the server stops."""
 
 
 MOST_HEADER = 64 << 10
-"""Bytes of the header of a request, and of everything else around its body."""
+"""Maximum bytes of the header of a request, and of everything else around its body."""
 
 LEAST_RATE = 1 << 10
-"""Bytes a second of a body, over `SILENT_SECONDS`; who sends less is gone."""
+"""Minimum bytes per second of a body, over `SILENT_SECONDS`; slower clients are disconnected."""
 
 
 _TOO_LONG = (
@@ -62,13 +62,13 @@ _TOO_LONG = (
 
 
 class Hurried(HttpToolsProtocol):
-    """uvicorn's HTTP/1.1, with deadlines for headers and bodies, and a bound on headers."""
+    """uvicorn's HTTP/1.1, with timeouts for headers and bodies, and a limit on headers."""
 
     _timer: asyncio.TimerHandle | None = None
     _since = 0
-    """Bytes of the body that have come in this span of `SILENT_SECONDS`."""
+    """Bytes of the body received in the current period of `SILENT_SECONDS`."""
     _around = 0
-    """Bytes of this request that are no body."""
+    """Bytes of this request outside the body."""
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -76,7 +76,7 @@ class Hurried(HttpToolsProtocol):
         self._hurry()
 
     def data_received(self, data: bytes) -> None:
-        # Headers, trailers and the ends of chunks are kept by the parser, which knows no bound.
+        # The parser stores headers, trailers and chunk ends without a limit of its own.
         self._around += len(data)
         super().data_received(data)
         if self._around > MOST_HEADER:
@@ -97,7 +97,7 @@ class Hurried(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         self._since += len(body)
-        # A chunk of a body may have as much around it as is in it.
+        # A chunk of a body may have as many bytes around it as inside.
         self._around = max(0, self._around - 2 * len(body))
         super().on_body(body)
 
@@ -107,13 +107,13 @@ class Hurried(HttpToolsProtocol):
         super().on_message_complete()
 
     def handle_websocket_upgrade(self) -> None:
-        # From here on pings tell whether anybody is there.
+        # From here on, pings detect a disconnected client.
         self._relax()
         super().handle_websocket_upgrade()
 
     def _listen(self) -> None:
-        """While a body is awaited: is anybody still sending it, and not a byte now and then?"""
-        # Nothing comes while the disk here is slow: that is nobody's fault.
+        """Disconnect a client whose body arrives more slowly than `LEAST_RATE`."""
+        # Reading is paused while the disk is slow, which is not the client's fault.
         waits = self.flow.read_paused
         if not waits and self._since < LEAST_RATE * SILENT_SECONDS:
             self.transport.abort()
@@ -136,7 +136,7 @@ class Hurried(HttpToolsProtocol):
 
 
 class _Loop(uvloop.Loop):
-    """uvloop's, with a deadline for the handshake of TLS too, which is a minute elsewhere."""
+    """uvloop's loop with a timeout of the TLS handshake, whose default is a minute."""
 
     async def create_server(self, *arguments: Any, **named: Any) -> Any:
         if named.get("ssl") is not None:
@@ -145,7 +145,7 @@ class _Loop(uvloop.Loop):
 
 
 class _Guarded:
-    """An ASGI application whose errors are logged, a few times a minute, and end no server."""
+    """ASGI application whose errors are logged, at a limited rate, and do not end the server."""
 
     def __init__(self, app: Any) -> None:
         self._app = app
@@ -172,10 +172,18 @@ class _Guarded:
 
 
 class Serving:
-    """An application that is being served. app: ASGI. began: called in the event loop, with it.
-    heartbeat: seconds between two pings of a WebSocket; None: there are none of these.
+    """Running server of an application.
 
-    Raises ServeError where the port is taken.
+    Args:
+        app: ASGI application.
+        host: Address to listen at.
+        port: Port to listen at; 0 for any.
+        context: TLS context; None for plain HTTP.
+        began: Function called in the server's thread with the event loop, before serving.
+        heartbeat: Seconds between two pings of a WebSocket; None for no WebSockets.
+
+    Raises:
+        ServeError: The server cannot listen at this address and port.
     """
 
     def __init__(
@@ -190,12 +198,12 @@ class Serving:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.socket = socket.socket(family, socket.SOCK_STREAM)
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # Connections that are accepted take these over: who does not take what is sent is gone.
+        # Accepted connections inherit these options: a client that stops receiving is disconnected.
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * SILENT_SECONDS)
         try:
             self.socket.bind((host, port))
-            # From here on clients wait for an answer, and are not refused.
+            # From here on, clients wait for an answer instead of being refused.
             self.socket.listen(BACKLOG)
         except OSError as error:
             self.socket.close()
@@ -222,9 +230,9 @@ class Serving:
         )
         config.load()
         config.ssl = context
-        # Its own words are for people who serve web pages.
+        # uvicorn's own log is meant for operators of web sites.
         logging.getLogger("uvicorn").setLevel(logging.CRITICAL)
-        # It would say a line for each stranger who is refused a WebSocket (`_Guarded`).
+        # uvicorn would log a line for each refused WebSocket of a stranger (`_Guarded`).
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
         self._server = uvicorn.Server(config)
         self._began = began
@@ -250,7 +258,7 @@ class Serving:
         return self._thread.is_alive()
 
     def stop(self) -> None:
-        """Answers what is under way, and closes all connections."""
+        """Finish the requests in progress, and close all connections."""
         self._server.should_exit = True
         self._thread.join(GRACEFUL_SECONDS + 5)
         self.socket.close()

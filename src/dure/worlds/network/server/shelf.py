@@ -1,4 +1,4 @@
-"""Tensors that clients fetch, by the digest of their stream. What lies here never changes."""
+"""Cache of immutable streams of tensors that clients fetch, by their digest."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from dure.record.seal import sha256
 from dure.wire.tensors import pieces
 
 CHUNK = 1 << 16
-"""Bytes that are handed to the connection at once."""
+"""Bytes passed to the connection per call."""
 
 
 class Stream(NamedTuple):
-    """A stream of tensors, as views of their memory."""
+    """Stream of tensors, as views of their memory."""
 
     digest: str
     size: int
     views: Sequence[memoryview]
 
     def chunks(self, start: int, end: int) -> Iterator[memoryview]:
-        """Bytes [start, end) in pieces."""
+        """Yield bytes [start, end) in pieces."""
         at = 0
         for view in self.views:
             first = max(start - at, 0)
@@ -35,20 +35,20 @@ class Stream(NamedTuple):
 
 
 class Shelf:
-    """What can be fetched now."""
+    """Streams that clients can fetch now."""
 
     def __init__(self) -> None:
         self._streams: dict[str, Stream] = {}
         self._always: set[str] = set()
 
     def keep(self, tensors: Mapping[str, Tensor]) -> Stream:
-        """As `put`, for as long as there is the shelf."""
+        """Add a stream as `put` does, for the lifetime of the cache."""
         stream = self.put(tensors)
         self._always.add(stream.digest)
         return stream
 
     def put(self, tensors: Mapping[str, Tensor]) -> Stream:
-        """Makes the tensors' stream available. They must not be changed while it is."""
+        """Add the tensors' stream. The tensors must not change while the cache has the stream."""
         views = list(pieces(tensors))
         stream = Stream(sha256(views), sum(map(len, views)), views)
         self._streams[stream.digest] = stream
@@ -58,6 +58,6 @@ class Shelf:
         return self._streams.get(digest)
 
     def keep_only(self, digests: set[str]) -> None:
-        """Forgets all others."""
+        """Drop all streams except these and those of `keep`."""
         kept = digests | self._always
         self._streams = {d: s for d, s in self._streams.items() if d in kept}

@@ -1,4 +1,4 @@
-"""How many lines of one kind a log gets: strangers decide how often something is refused."""
+"""Rate limit on log lines of the same kind, because strangers can cause any number of refusals."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from collections.abc import Callable
 from dure.peer_text import one_line
 
 MOST_LINES = 20
-"""Lines of one kind a minute."""
+"""Maximum lines of the same kind per minute."""
 
 MINUTE = 60.0
 
 MOST_KINDS = 256
-"""Kinds that are counted apart; the others share one count."""
+"""Maximum kinds with separate counters; further kinds share a counter."""
 
 
 class Sparing:
-    """Counts the lines of each kind. Any thread may ask. clock: seconds that only grow."""
+    """Counter of lines by kind. Safe for several threads. `clock` returns monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float] | None = None) -> None:
         self._clock = time.monotonic if clock is None else clock
@@ -28,9 +28,9 @@ class Sparing:
         self._lock = threading.Lock()
 
     def take(self, kind: str) -> int | None:
-        """Return how many lines of this kind were left out before this one.
+        """Return the number of omitted lines of this kind before this line.
 
-        None: this line is left out too.
+        Returns None if this line is to be omitted too.
         """
         with self._lock:
             if kind not in self._kinds and len(self._kinds) >= MOST_KINDS:
@@ -39,7 +39,7 @@ class Sparing:
 
 
 def log_mistake(log: logging.Logger, sparing: Sparing, request: str) -> None:
-    """Log the exception that is being handled, unless its place in the code had its lines."""
+    """Log the exception being handled, unless its code position has used up its lines."""
     error = sys.exc_info()[1]
     trace = None if error is None else error.__traceback__
     while trace is not None and trace.tb_next is not None:

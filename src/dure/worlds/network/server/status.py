@@ -1,15 +1,15 @@
-"""What an operator sees of a server: /status as JSON, /metrics for Prometheus, and /health.
+"""Operator's view of a server: /status as JSON, /metrics for Prometheus, and /health.
 
-They have a listener of their own, which clients need not reach, and a token of their own, made at
-random and kept in `RUN/status.token` for its owner alone: it is sent as `Authorization: Bearer
-TOKEN`. What lets a client in opens nothing here. /health needs no token, and says no more than
-whether the server can serve.
+The routes have a separate listener, which clients need not reach, and a separate random token,
+which `RUN/status.token` stores readable by its owner only. The operator sends `Authorization:
+Bearer TOKEN`. Credentials of clients are not accepted here. /health needs no token, and reports
+only whether the server can serve.
 
-    200   it can                    401   the token is missing, or another one
+    200   it can                    401   the token is missing or wrong
     503   it is starting, or its journal cannot be written any more
 
-At / is the live page of the run (`dure.contracts.page`), which takes the same token by a form. What
-a browser has in its place opens the page alone.
+The path / has the live page of the run (`dure.contracts.page`), with a form for the same token. The
+page's cookie gives access to the page only.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ from dure.worlds.network.server.log_lines import as_json
 from dure.worlds.network.server.watching import Watching
 
 TOKEN = "status.token"
-"""Its name in a run folder."""
+"""Name of the file in a run folder."""
 
 _MOST_TOKEN = 4096
-"""Bytes of the file; a token has 64 digits."""
+"""Maximum bytes of the file; a token has 64 digits."""
 
 
 @dataclass
 class Status:
-    """What is known of a server. about: of the run, which does not change."""
+    """Status of a server and its routes. `about` has constant facts on the run."""
 
     about: Mapping[str, Any]
     watching: Watching
@@ -70,7 +70,7 @@ class Status:
         self.watching.registry.register(_Now(self))
 
     def asgi(self) -> Starlette:
-        """The application, for a listener of its own."""
+        """Return the application, for a separate listener."""
         return Starlette(
             routes=[
                 Route("/health", self.health, methods=["GET"]),
@@ -81,7 +81,7 @@ class Status:
         )
 
     async def show(self, request: Request) -> Response:
-        """The live page, and what belongs to it."""
+        """Answer a request for the live page and its parts."""
         if self.page is None:
             return _json({"error": "there is no page here: pip install 'dure[report]'"}, 404)
         body = b""
@@ -94,7 +94,7 @@ class Status:
             return Response(status_code=400)
         asked = (request.method, target_of(request), dict(request.headers), body)
         try:
-            # In a thread, since it reads files.
+            # In a thread, since the page reads files.
             answer = await run_in_threadpool(self.page.answer, *asked)
         except Exception:
             self.watching.mistake(f"{request.method} {request.scope['path']}")
@@ -105,9 +105,9 @@ class Status:
         return Response(answer.body, answer.status, headers)
 
     def _known(self, answer: Callable[[], Response]) -> Callable[[Request], Any]:
-        """The answer, for whoever has the token."""
+        """Return an endpoint that checks the token."""
 
-        # Not a coroutine: Starlette gives it a thread, so that a long answer delays no other.
+        # Not a coroutine: Starlette runs it in a thread, so that a slow answer delays no other.
         def endpoint(request: Request) -> Response:
             kind, _, token = request.headers.get("authorization", "").partition(" ")
             given = token.strip().encode(errors="replace")
@@ -123,7 +123,7 @@ class Status:
         return endpoint
 
     def health(self, request: Request) -> Response:
-        """Whether it can serve."""
+        """Report whether the server can serve."""
         state = self.state
         return _json({"status": state}, 200 if state not in ("starting", "broken") else 503)
 
@@ -135,7 +135,7 @@ class Status:
 
     @property
     def state(self) -> str:
-        """starting, broken, waiting (for the first clients), training, or over."""
+        """State of the server: starting, broken, waiting (for first clients), training, or over."""
         if self.journal.broken is not None:
             return "broken"
         if not self.desk.open.is_set():
@@ -145,7 +145,7 @@ class Status:
         return "training" if self.watching.training else "waiting"
 
     def look(self) -> dict[str, Any]:
-        """All of it, as JSON."""
+        """Return the whole status for JSON."""
         watching = self.watching
         admitted = self._admitted()
         away = admitted.pop("quarantine")
@@ -174,7 +174,7 @@ class Status:
             },
             "who": clients,
             "updates": dict(watching.outcomes),
-            # What is refused by whom: of strangers too.
+            # Includes refusals of strangers.
             "refusals": admitted["refusals"],
             "newest_refusals": list(watching.recent),
             "bytes": {"received": watching.received, "sent": watching.sent},
@@ -186,7 +186,7 @@ class Status:
     def _admitted(self) -> dict[str, Any]:
         try:
             return self.access.status()
-        # The register cannot be read just now: the rest is worth telling.
+        # The register is unreadable at present; the rest is still reported.
         except Refused:
             return {"places": None, "enrolled": None, "refusals": {}, "quarantine": {}}
 
@@ -213,7 +213,7 @@ class Status:
 
 
 async def _due(stream: Stream) -> AsyncIterator[bytes]:
-    """What a reader is sent, until the stream is over or the reader has gone."""
+    """Yield the stream's messages, until the stream ends or the reader disconnects."""
     try:
         while not stream.over:
             said = await run_in_threadpool(stream.due)
@@ -225,27 +225,27 @@ async def _due(stream: Stream) -> AsyncIterator[bytes]:
 
 
 def state_of(seat: Seat) -> str:
-    """at work, missing (at work, and not heard), here, or away."""
+    """Return the client's state: at work, missing (at work, and disconnected), here, or away."""
     if seat.train is not None:
         return "missing" if seat.missing else "at work"
     return "here" if seat.here else "away"
 
 
 def _silent(seat: Seat) -> float | None:
-    """Seconds since it was last heard; 0 while a call of its is open, None where it never was."""
+    """Return the seconds since the client's last request; 0 during a request, None if never."""
     if seat.calls:
         return 0.0
     return round(max(0.0, time.monotonic() - seat.seen), 3) if seat.seen else None
 
 
 class _Now(Collector):
-    """What is read when it is asked for, and not counted."""
+    """Collector of the metrics that are read on request instead of counted."""
 
     def __init__(self, status: Status) -> None:
         self._status = status
 
     def describe(self) -> list[Any]:
-        """Nothing: what there is is not known before."""
+        """Return no descriptions, because the metrics are known only when collected."""
         return []
 
     def collect(self) -> Any:
@@ -283,9 +283,10 @@ def _json(content: Any, status: int = 200, headers: Mapping[str, str] | None = N
 
 
 def kept_token(folder: Path) -> str:
-    """The token in a run folder, which only its owner may read; made at random where there is none.
+    """Return the token in a run folder, readable by its owner only; create a random one if missing.
 
-    Raises ValueError where others may read it, or it is no token; RunFolderWriteError.
+    Raises ValueError if others may read the file or it has no token, and RunFolderWriteError if it
+    cannot be created.
     """
     path = folder / TOKEN
     if not path.exists():
@@ -306,9 +307,9 @@ def kept_token(folder: Path) -> str:
 
 def _make(path: Path) -> None:
     beside = path.with_name(f".{path.name}.{os.getpid()}")
-    # What a killed process has left: the next may have its number, as in a container.
+    # Left by a killed process: the next process may get its process id, as in a container.
     beside.unlink(missing_ok=True)
-    # For nobody else from its first byte on.
+    # The mode protects the token from its first byte on.
     descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with open(descriptor, "w") as file:
         file.write(f"{secrets.token_hex(32)}\n")

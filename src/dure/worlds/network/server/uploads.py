@@ -1,8 +1,8 @@
-"""What clients send: updates in parts, why there is none, and how good a model is.
+"""Uploads of clients: updates in parts, failures, and evaluations.
 
-An update is reserved first, by all of it but its tensors, then sent in parts from an offset on. It
-is on the disk, and in the journal, before its client hears that all of it is there. The tensors of
-an answer to a step of a protocol come the same way, and are in no journal.
+A client first announces an update with all fields except its tensors, then sends the tensors in
+parts. The update is on the disk, and in the journal, before the client's last part is acknowledged.
+The tensors of an answer to a protocol step are sent the same way, without the journal.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from dure.worlds.network.server.receiving import piece_of, receive
 from dure.worlds.network.updates import OvertakenError, PartError, Updates, Upload
 
 PART = 4 << 20
-"""Bytes of an upload that are taken at once, and sent again where they did not arrive whole."""
+"""Maximum bytes of a part, which is sent again if it does not arrive completely."""
 
 
 @dataclass
 class Uploads:
-    """The routes of what clients send.
+    """Routes of uploads.
 
-    clients: how many there may be. samples: how many a client with so many examples processes in a
-    round, at most.
+    `clients` is the maximum number of clients. `samples` is a function of a client's number of
+    examples, and returns the maximum number of examples that the client processes in a round.
     """
 
     clients: int
@@ -55,7 +55,7 @@ class Uploads:
     access: Access
     samples: Callable[[int], int]
     reserved: dict[int, Reserve] = field(default_factory=dict)
-    """What each client has said of the update that it is sending."""
+    """Announcement of each client's upload in progress."""
 
     async def reserve(self, request: Request, admitted: Admitted) -> Response:
         said = await body_of(request, admitted, Reserve)
@@ -71,7 +71,7 @@ class Uploads:
             why = "updates of this run stay with their clients, and this one would travel bare"
             self.access.refuse(seat.number, 422, "bare", why)
         if not self.desk.wants(seat, said.ticket):
-            # A client that did not hear that all has arrived asks again.
+            # A client that did not receive the acknowledgement asks again.
             if said.ticket in seat.outcomes or said.ticket in seat.sent:
                 return answer(Reserved(str(said.ticket), said.bytes, PART, complete=True))
             raise unwanted()
@@ -92,7 +92,7 @@ class Uploads:
         return await self._received(seat, said, upload)
 
     async def _reserve_answer(self, seat: Seat, said: Reserve) -> Response:
-        """Tensors of an answer are to be sent."""
+        """Accept the announcement of an answer's tensors."""
         if said.asking in (seat.lies, seat.answered[0]):
             return answer(Reserved(str(said.ticket), said.bytes, PART, complete=True))
         if not self.desk.asks(seat, said.ticket, said.asking):
@@ -105,9 +105,10 @@ class Uploads:
         return await self._received(seat, said, upload)
 
     def _made_up(self, seat: Seat, said: Reserve) -> str | None:
-        """Why nobody can have trained as it says; None where that may be.
+        """Return why the announced numbers are impossible; None if they are possible.
 
-        Means weigh updates by these numbers, so what they come to is not left to who sends them.
+        The mean weights updates by these numbers, so a malicious client must not choose them
+        freely.
         """
         if not 1 <= said.examples <= seat.examples:
             return f"it is of {said.examples:,} examples, and its client has {seat.examples:,}"
@@ -120,7 +121,7 @@ class Uploads:
         return None
 
     def _opened(self, said: Reserve) -> Upload:
-        """What lies here of an update; on the disk, where that is all of it."""
+        """Open the upload; complete it if all its bytes are here already."""
         upload = self.updates.open(said.ticket, said.bytes, said.digest)
         if not upload.left:
             upload.complete(lasts=not said.asking)
@@ -146,12 +147,12 @@ class Uploads:
             try:
                 with _unproven():
                     await receive(request, part, PART, piece_of(self.clients))
-                # One after another: what is written down as whole stays as it is.
+                # Serialised, because a recorded update must not change.
                 async with seat.sending:
                     self._wanted(seat, name)
                     with _unproven():
                         await asyncio.to_thread(part.done, admitted.digest)
-                    # The digest of the whole is signed, and so is every part with its offset.
+                    # The digest of the whole is signed, and so is every part with a signed offset.
                     with nullcontext() if signed is not None else _unproven():
                         await asyncio.to_thread(_complete, upload, not said.asking)
                     return await self._received(seat, said, upload)
@@ -159,7 +160,7 @@ class Uploads:
                 return _go_on(name, upload)
 
     def _wanted(self, seat: Seat, name: str) -> Reserve:
-        """What was said of the update of this name. Raises Refused where nobody waits for it."""
+        """Return the announcement of an upload. Raises Refused if it is no longer needed."""
         said = self.reserved.get(seat.number)
         if said is None or name != str(said.ticket):
             raise unwanted()
@@ -172,7 +173,7 @@ class Uploads:
         return said
 
     async def _received(self, seat: Seat, said: Reserve, upload: Upload) -> Response:
-        """Once all bytes are here, and synced: the journal, then the client is told."""
+        """Acknowledge received bytes; record a complete upload first."""
         if upload.left:
             return answer(Reserved(str(said.ticket), upload.offset, PART))
         await self._complete(seat, said)
@@ -180,7 +181,7 @@ class Uploads:
 
     async def _complete(self, seat: Seat, said: Reserve) -> None:
         if said.asking:
-            # What is answered is written down nowhere. Its answer is still to come.
+            # The journal never has answers. The client sends the answer itself next.
             seat.lies = said.asking
             self.reserved.pop(seat.number, None)
             return
@@ -197,7 +198,7 @@ class Uploads:
             told = f": {said.message}" if said.message else ""
             reason = one_line(f"its own code raised {said.kind}{where}{told}")
             await logged(self.journal, "failed", seat.number, said.ticket, reason.encode())
-            # It is asked again after its next call.
+            # The client gets further work after its next request.
             seat.here = False
         return Response(status_code=204)
 
@@ -217,7 +218,7 @@ def _complete(upload: Upload, lasts: bool) -> None:
 
 @contextmanager
 def _unproven() -> Iterator[None]:
-    """What is wrong with bytes before their digest was compared, nobody has signed."""
+    """Context manager: mark errors in bytes whose digest is not compared yet as unsigned."""
     try:
         yield
     except PartError as error:
@@ -225,7 +226,7 @@ def _unproven() -> Iterator[None]:
 
 
 def _go_on(name: str, upload: Upload) -> Response:
-    """Says from where on bytes are wanted."""
+    """Return the refusal that states the expected offset."""
     response = answer(Reserved(name, upload.offset, PART))
     response.status_code = 409
     return response

@@ -1,11 +1,11 @@
-"""What happens at a server, counted and told: for the log, for /metrics and for /status.
+"""Events of a server, counted and logged: for the log, /metrics and /status.
 
-Handlers and the carrier say what has happened; nothing here decides anything. Counts are of this
-process, and begin anew with it, as Prometheus expects; what was gone through again after a restart
-is not counted twice. Lines of the log go to the logger `dure.server.events`, each with its fields.
+Handlers and the carrier report events; this module makes no decisions. Counters are those of this
+process and start at 0, as Prometheus expects; events applied again after a restart are not counted
+twice. Lines go to the logger `dure.server.events`, each with its fields.
 
-A refusal may be had by anybody who can reach the port. So lines of refusals of one kind are at most
-`sparing.MOST_LINES` a minute; the next one says how many were left out.
+Any stranger who reaches the port can cause refusals. Refusals of the same kind therefore get at
+most `sparing.MOST_LINES` lines per minute; the next line states the number of omitted lines.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from dure.worlds.network.server.log_lines import SERVER
 from dure.worlds.network.server.sparing import Sparing, log_mistake
 
 EVENTS = logging.getLogger("dure.server.events")
-# Whoever has set up nothing is not told on standard error, as logging would do with warnings.
+# Without a handler, logging would print warnings to standard error.
 EVENTS.addHandler(logging.NullHandler())
 
 RECENT = 50
-"""Refusals that /status shows, the newest."""
+"""Number of newest refusals in /status."""
 
 PULSE = 0.5
-"""Seconds between two looks that the terminal gets."""
+"""Seconds between two reports to the terminal."""
 
 _QUICK = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 _SLOW = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3600.0, 14400.0)
-"""Bounds of histograms, in seconds."""
+"""Bounds of histograms in seconds."""
 
 Report = Callable[[dict[str, Any]], None]
 
@@ -48,32 +48,32 @@ def _ignore(event: dict[str, Any]) -> None:
 
 
 class Watching:
-    """What has happened at one server. All methods may be called from any thread.
+    """Counters and events of a server. Safe for several threads.
 
-    report: hears at times who is there and what is waited for, as {"federation": …}.
+    `report` gets the available clients and the awaited work periodically, as {"federation": …}.
     """
 
     def __init__(self, report: Report = _ignore) -> None:
         self.began = time.time()
         self.step = 0
-        """Models that were made, over the whole run."""
+        """Models made, over the whole run."""
         self.loss: float | None = None
         self.metrics: dict[str, float] = {}
         self.evaluated: int | None = None
-        """The round of the newest metrics."""
+        """Round of the newest metrics."""
         self.recent: deque[dict[str, Any]] = deque(maxlen=RECENT)
         self.refusals: dict[int, Counter[str]] = {}
-        """Of each client that was refused something, by kind."""
+        """Refusals of each client, by kind."""
         self.outcomes: Counter[str] = Counter()
         self.last: dict[int, str] = {}
-        """What became of the newest assignment of each client."""
+        """Outcome of each client's newest assignment."""
         self.received = 0
         self.sent = 0
         self._report = report
         self._pulsed = float("-inf")
         self._round_began: float | None = None
         self._round_seconds: float | None = None
-        """What the newest round took."""
+        """Seconds of the newest round."""
         self.training = False
         """Whether the first round has begun."""
         self._sparing = Sparing()
@@ -107,7 +107,7 @@ class Watching:
         told("end", reason=reason, rounds=self.step)
 
     def hears(self, event: Mapping[str, Any]) -> None:
-        """Progress of the run, as whoever watches it is told."""
+        """Take the run's progress events."""
         if "unit" not in event:
             return
         made = int(event["step"])
@@ -121,7 +121,7 @@ class Watching:
             told("evaluation", round=made, metrics=self.metrics)
 
     def round_begins(self) -> None:
-        """The next model is worked on, unless it was already."""
+        """Record that work on the next model has begun, unless it had begun before."""
         self.training = True
         if self._round_began is None:
             self._round_began = time.monotonic()
@@ -150,7 +150,7 @@ class Watching:
         )
 
     def left(self, seat: Seat) -> None:
-        """It has gone. At work it is missing, and another may be asked."""
+        """Log that a client has disconnected: missing if at work, otherwise out."""
         if seat.train is not None:
             told("client missing", logging.WARNING, client=seat.number, ticket=seat.train.ticket)
         else:
@@ -163,7 +163,7 @@ class Watching:
         told("assignment", client=client, ticket=ticket, round=round + 1, bytes=size)
 
     def came(self, client: int, said: Reserve) -> None:
-        """An update lies here, and is written down."""
+        """Log a received and recorded update."""
         more: dict[str, Any] = {} if said.failure is None else {"reason": said.failure}
         told(
             "update",
@@ -176,16 +176,16 @@ class Watching:
         )
 
     def holds(self, client: int, ticket: int) -> None:
-        """An update is ready, and stays with its client."""
+        """Log that an update is ready and stays at its client."""
         told("ready", client=client, ticket=ticket)
 
     def left_protocol(self, client: int, ticket: int, stage: int, reason: str) -> None:
-        """A client does not go on with the protocol on its update."""
+        """Log that a client has left the protocol on its update."""
         more: dict[str, Any] = {"reason": reason} if reason else {}
         told("left", logging.WARNING, client=client, ticket=ticket, step=stage, **more)
 
     def came_of(self, client: int, ticket: int, outcome: str, reason: str = "") -> None:
-        """What became of an assignment. outcome: accepted, refused, late, expired, failed."""
+        """Count and log an assignment's outcome: accepted, refused, late, expired or failed."""
         self.updates.labels(outcome).inc()
         with self._lock:
             self.outcomes[outcome] += 1
@@ -197,8 +197,8 @@ class Watching:
     def refused(
         self, client: int | None, address: str, request: str, kind: str, reason: str
     ) -> None:
-        """A request was refused. client: None where nobody knows whose it was."""
-        # A new session signs once more: that is how signing goes.
+        """Count and log a refused request; `client` is None for an unknown sender."""
+        # Every new session begins with this answer, so it is not an offence.
         if kind == "new nonce":
             return
         self.refused_requests.labels(kind).inc()
@@ -214,10 +214,10 @@ class Watching:
             told("refusal", logging.WARNING, **about, **more)
 
     def mistake(self, request: str) -> None:
-        """Log the error of the server's own that is being handled, with its traceback.
+        """Log the server's own error that is being handled, with its traceback.
 
-        Of the same place of the code it does so a few times a minute: a stranger may have found
-        what brings it about. request: the method and the path.
+        The same position in the code is logged a few times per minute, because a stranger may be
+        able to cause the error. `request` has the method and the path.
         """
         self.mistakes.inc()
         log_mistake(SERVER, self._sparing, request)
@@ -225,7 +225,7 @@ class Watching:
     # The terminal
 
     def pulse(self, desk: Desk, doing: str) -> None:
-        """Tells who is there, not more often than somebody would read."""
+        """Report the available clients, at most every `PULSE` seconds."""
         at = time.monotonic()
         if at - self._pulsed < PULSE:
             return
@@ -233,7 +233,7 @@ class Watching:
         self._report({"federation": {"doing": doing, **self.look(desk)}})
 
     def look(self, desk: Desk) -> dict[str, Any]:
-        """Who is there and what is waited for, in short."""
+        """Return a short summary of the available clients and the awaited work."""
         seats = desk.everybody()
         here = [seat for seat in seats if seat.here]
         working = [seat for seat in seats if seat.train is not None]
@@ -252,17 +252,17 @@ class Watching:
 
 
 def told(event: str, level: int = logging.INFO, **about: Any) -> None:
-    """Writes a line of the log."""
+    """Write a line of the log."""
     EVENTS.log(level, event, extra={"about": about})
 
 
 def now() -> str:
-    """The time as logs have it."""
+    """Return the current time in the format of logs."""
     return datetime.now(timezone.utc).isoformat(timespec="milliseconds")
 
 
 class Metered:
-    """An ASGI application whose bytes are counted: bodies of requests and of answers."""
+    """ASGI application that counts the bytes of request and answer bodies."""
 
     def __init__(self, app: Any, watching: Watching) -> None:
         self._app = app

@@ -1,8 +1,8 @@
-"""The server's end of a WebSocket: uvicorn's, with limits that hold before anything is stored.
+"""Server's end of a WebSocket: uvicorn's, with limits checked before anything is buffered.
 
-A connection begins with room for a client's first message, `MOST_FIRST` bytes, and gets more when
-the application says so (`allow_of`). What is beyond a limit closes the connection with the reason,
-and neither the library nor the application sees it.
+A connection begins with a limit of `MOST_FIRST` bytes for the first message; the application raises
+the limit later (`allow_of`). A message beyond the limit closes the connection with a reason;
+neither the library nor the application sees the message.
 """
 
 from __future__ import annotations
@@ -15,33 +15,33 @@ from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIO
 from dure.worlds.network.frame_limits import FrameLimitError, FrameLimits
 
 MOST_FIRST = 1 << 16
-"""Bytes of a message, until the application allows more."""
+"""Maximum bytes of a message until the application raises the limit."""
 
 _ALLOW = "dure.allow"
-"""Where the application finds how to allow more."""
+"""Key of the function that raises the limit, in the connection's scope."""
 
 REASON_SECONDS = 2.0
-"""Seconds that a client has to read why it was refused."""
+"""Seconds that a client has to read the reason of a closed connection."""
 
 MOST_REASON = 120
-"""Bytes of a reason: a frame that closes a channel has room for no more."""
+"""Maximum bytes of a reason in a closing frame."""
 
 
 class LimitedWebSocket(WebSocketsSansIOProtocol):
-    """A connection whose messages are bounded by its state."""
+    """WebSocket whose messages have a limit that depends on its state."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._limits = FrameLimits(MOST_FIRST, masked=True)
         self._refused = False
-        """Whether what comes is dropped."""
+        """Whether received bytes are dropped."""
 
     def _allow(self, most: int) -> None:
         self._limits.most = most
 
     def handle_connect(self, event: Any) -> None:
         super().handle_connect(event)
-        # Missing where the handshake was refused.
+        # Missing if the handshake was refused.
         scope: MutableMapping[str, Any] | None = getattr(self, "scope", None)
         if scope is not None:
             scope[_ALLOW] = self._allow
@@ -49,7 +49,7 @@ class LimitedWebSocket(WebSocketsSansIOProtocol):
     def data_received(self, data: bytes) -> None:
         if self._refused:
             return
-        # The first bytes are those of the request, which was read as one of HTTP.
+        # The first bytes are those of the opening request, which is parsed as HTTP.
         if self.handshake_initiated:
             try:
                 self._limits.look(data)
@@ -61,11 +61,11 @@ class LimitedWebSocket(WebSocketsSansIOProtocol):
     async def send(self, message: Any) -> None:
         await super().send(message)
         if message["type"] == "websocket.http.response.body" and not message.get("more_body"):
-            # A refusal is an answer: else each one is an error in the log.
+            # A refusal is a complete answer; otherwise each refusal would be an error in the log.
             self.handshake_complete = True
 
     def _refuse(self, error: FrameLimitError) -> None:
-        """Tell both sides why, and close the connection."""
+        """Report the reason to both sides, and close the connection."""
         self._refused = True
         if self.close_sent or self.transport.is_closing():
             return
@@ -77,8 +77,8 @@ class LimitedWebSocket(WebSocketsSansIOProtocol):
         self.conn.fail(error.code, reason)
         self.transport.write(b"".join(self.conn.data_to_send()))
         self.close_sent = True
-        # A client that is in the midst of a message reads the reason when it has sent it: a
-        # connection that is closed at once takes the reason with it.
+        # A client in the middle of a message reads the reason only after it has sent the message;
+        # closing the connection at once would lose the reason.
         if self.read_paused:
             self.read_paused = False
             self.transport.resume_reading()
@@ -86,11 +86,11 @@ class LimitedWebSocket(WebSocketsSansIOProtocol):
 
 
 def allow_of(scope: MutableMapping[str, Any]) -> Callable[[int], None]:
-    """Return what sets how many bytes a message of this connection may have, from now on."""
+    """Return a function that sets the maximum size in bytes of a message on this connection."""
     found: Callable[[int], None] = scope[_ALLOW]
     return found
 
 
 def shortened(reason: str) -> str:
-    """A reason, as far as a frame that closes a connection has room for it."""
+    """Return the reason, truncated to the space in a closing frame."""
     return reason.encode()[:MOST_REASON].decode(errors="ignore")
