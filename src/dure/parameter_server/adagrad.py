@@ -1,9 +1,10 @@
-"""Adagrad as Downpour SGD has it: one rate, divided by the root of the sum of all squares so far.
+"""Adagrad for Downpour SGD: a single rate, divided by the root of the sum of squared gradients.
 
     G_i <- G_i + g_i^2;    eta_i = gamma / sqrt(G_i), 0 where G_i is 0;    w_i <- w_i - eta_i g_i
 
-The sum begins at zero and nothing is added to the root: where both are so it is torch's Adagrad, to
-the bit, but that an element which never had a gradient stays as it is, and does not become NaN.
+The sum begins at zero and no epsilon is added to the root. With the same settings torch's Adagrad
+gives the same bits, except for elements that never had a gradient: here they stay unchanged, there
+they become NaN.
 
 Source: Dean et al. 2012, "Large Scale Distributed Deep Networks", section 4.1; Duchi et al. 2011.
 """
@@ -20,7 +21,10 @@ from torch.optim import Optimizer
 
 
 class DownpourAdagrad(Optimizer):
-    """lr: gamma, about ten times the best fixed rate. Raises ValueError for one that is not > 0."""
+    """Adagrad without epsilon.
+
+    `lr` is gamma, about ten times the best fixed rate. Raises ValueError unless 0 < lr < inf.
+    """
 
     def __init__(
         self, params: Iterable[Tensor] | Iterable[Mapping[str, Any]], lr: float = 0.1
@@ -31,7 +35,7 @@ class DownpourAdagrad(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One step, for those that have a gradient."""
+        """Make a step on the parameters that have a gradient."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 gradient = parameter.grad
@@ -42,6 +46,6 @@ class DownpourAdagrad(Optimizer):
                     state["sum"] = torch.zeros_like(parameter)
                 state["sum"].addcmul_(gradient, gradient)
                 root = state["sum"].sqrt()
-                # A number divided by infinity is the zero that its rate is.
+                # Division by infinity gives the step 0 of elements without a gradient.
                 root.masked_fill_(root == 0, math.inf)
                 parameter.addcdiv_(gradient, root, value=-group["lr"])

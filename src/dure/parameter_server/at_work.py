@@ -1,8 +1,8 @@
-"""A worker at work under a virtual clock: pulls, computes for a while, pushes, and again.
+"""Worker under a virtual clock: a loop of pull, compute and push.
 
-A worker computes one gradient at a time: its own, or one that it owes in the name of a worker that
-was given up. It asks for the weights of both, and computes what can be computed first; so nobody
-waits for a part that waits for somebody who waits.
+A worker computes a single gradient at a time: its own, or a gradient that it owes on behalf of a
+dropped worker. The worker pulls the weights for all of them and computes the first that is ready,
+which prevents a deadlock between workers that wait for each other's parts.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from dure.parameter_server.tables import Rows
 from dure.parameter_server.worker import WorkerSide
 
 Next = Callable[[WorkerSide, Work | None], Work | None]
-"""next(side, asked): what is to be computed for it now; None where there is nothing.
+"""Function (side, asked) -> the part to compute next; None if there is none.
 
-asked: None before the weights are asked for. When they have come it is called again, with what it
-has said: who takes part in a clock may have changed until then.
+`asked` is None before the pull. After the pull the function is called again with its earlier
+result, since the members of the clock may have changed meanwhile.
 """
 Wanted = Callable[[WorkerSide, Work], Sequence[Tensor]]
-"""rows(side, work): the rows of tables that a part reads, by portion of tables."""
+"""Function (side, work) -> the table rows that a part reads, by portion of tables."""
 Compute = Callable[
     [WorkerSide, Work, Sequence[Tensor | Rows]], tuple[Sequence[Tensor | Rows], float]
 ]
-"""compute(side, work, values): the gradients of a part, by portion, and what they count."""
+"""Function (side, work, values) -> the gradients of a part, by portion, and their weight."""
 Seconds = Callable[[int, int], float]
-"""seconds(worker, clock): how long that takes."""
+"""Function (worker, clock) -> the duration of that computation, in seconds."""
 
 
 @dataclass
 class Job:
-    """What is computed for a side. gradients: None until it has begun."""
+    """Computation for a side. `gradients` is None before its start."""
 
     side: WorkerSide
     work: Work
@@ -46,10 +46,16 @@ class Job:
 
 
 class Worker:
-    """A worker, and those for which it speaks.
+    """Worker with the dropped workers on whose behalf it computes.
 
-    own: its side. other: makes the side that speaks for a worker that was given up. done: is told
-    what every server has. rows: what is to be pulled of tables.
+    Args:
+        own: the worker's own side of the protocol.
+        next: chooses the next part.
+        compute: computes gradients.
+        seconds: duration of a computation.
+        other: creates the side for a dropped worker.
+        done: callback for a part whose pushes all servers have.
+        rows: table rows to pull.
     """
 
     def __init__(
@@ -70,12 +76,12 @@ class Worker:
         self.done = done
         self.rows = rows
         self.computed = 0.0
-        """Seconds that it has computed."""
+        """Total computing time in seconds."""
         self._others: dict[Owed, WorkerSide] = {}
         self._jobs: list[Job] = []
-        """What was begun, for one side each: asked for, or computed."""
+        """Jobs in progress, at most one a side: pulled or computed."""
         self._unsafe: list[tuple[WorkerSide, int, Work]] = []
-        """What was pushed, and is not acknowledged: for whom, and at which of its clocks."""
+        """Unacknowledged pushes: side, the side's clock, and the part."""
         self._computing: Job | None = None
         self._ends = math.inf
         self._woken = True
@@ -83,31 +89,31 @@ class Worker:
 
     @property
     def sides(self) -> list[WorkerSide]:
-        """For whom it speaks: itself first."""
+        """Sides of the protocol, the worker's own first."""
         return [self.own, *self._others.values()]
 
     @property
     def finished(self) -> bool:
-        """Whether it has nothing to do, and every server has what it has done."""
+        """Whether the worker has no work, and every server has its pushes."""
         waits = self._woken or self._held or bool(self._jobs)
         return not waits and not any(side.behind for side in self.sides)
 
     @property
     def wake(self) -> float:
-        """When it is to be told that time has passed."""
+        """Time of the next `tick`."""
         if self._woken:
             return -math.inf
         return min([self._ends, *(side.wake for side in self.sides)])
 
     def go_on(self) -> None:
-        """There may be more to do now."""
+        """Look for work at the next `tick`."""
         self._woken = True
         self._held = False
 
     def hold(self) -> int:
-        """Begins to compute nothing more, until it is to go on.
+        """Stop before the next computation, until `go_on`.
 
-        Returns before which clock that has any of those for whom it speaks.
+        Returns the largest clock that a side has not begun.
         """
         self._held = True
         clocks = {id(side): side.clock for side in self.sides}
@@ -116,13 +122,13 @@ class Worker:
         return max(clocks.values())
 
     def drop(self) -> list[Work]:
-        """Drops what it has not begun; what that was."""
+        """Drop the jobs that have not begun to compute; returns their parts."""
         dropped = [job for job in self._jobs if job is not self._computing]
         self._jobs = [job for job in self._jobs if job is self._computing]
         return [job.work for job in dropped]
 
     def receive(self, sender: str, message: Message, now: float) -> list[Envelope]:
-        """What it says to a message."""
+        """Return the messages that answer a message."""
         said: list[Envelope] = []
         for side in self.sides:
             said += side.receive(sender, message, now)
@@ -132,7 +138,7 @@ class Worker:
         return [*said, *self._begin(now)]
 
     def tick(self, now: float) -> list[Envelope]:
-        """What is due: a gradient that is computed, a beat, what was not answered."""
+        """Process due events: a finished gradient, a heartbeat, retries. Returns messages."""
         self._woken = False
         said: list[Envelope] = []
         job = self._computing
@@ -140,7 +146,7 @@ class Worker:
             self._computing = None
             self._ends = math.inf
             self._jobs.remove(job)
-            # Another may have taken over from it meanwhile.
+            # Meanwhile another worker may have taken over this side.
             if job.side in self.sides:
                 assert job.gradients is not None
                 self._unsafe.append((job.side, job.side.clock, job.work))
@@ -150,7 +156,7 @@ class Worker:
         return [*said, *self._begin(now)]
 
     def _take_over(self) -> None:
-        """Speaks from now on for those for whom it is to speak, and for nobody else."""
+        """Create sides for newly owed work, and drop the sides of work that is no longer owed."""
         owed = self.own.owed
         for one in owed:
             if one not in self._others:
@@ -160,14 +166,14 @@ class Worker:
         self._jobs = [job for job in self._jobs if job.side in self.sides or job is self._computing]
 
     def _settle(self) -> None:
-        """Tells of what has become safe."""
+        """Call `done` for the parts that all servers have."""
         safe = [one for one in self._unsafe if one[0].clock - one[0].behind > one[1]]
         for side, _, work in safe:
             self.done(side, work)
         self._unsafe = [one for one in self._unsafe if one not in safe]
 
     def _begin(self, now: float) -> list[Envelope]:
-        """Asks for what it needs next, and computes what it can."""
+        """Pull for the next parts, and compute the first part that is ready."""
         if self.own.given_up or self._held:
             return []
         said: list[Envelope] = []
@@ -188,7 +194,7 @@ class Worker:
                 if work != job.work:
                     job.work = work
                     if rows := self.rows(job.side, work):
-                        # Those that have come are of the part that it was to have before.
+                        # The pulled rows belong to the earlier part: pull again.
                         said += job.side.pull(now, job.side.clock, rows)
                         continue
                 job.gradients, job.weight = self.compute(job.side, job.work, values)

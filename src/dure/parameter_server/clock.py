@@ -1,13 +1,13 @@
-"""The ranged vector clock: how far each worker's updates have come, for ranges of keys.
+"""Ranged vector clock: number of updates of each worker, for ranges of keys.
 
 A vector clock for each key would be as large as the model. Workers push ranges, so neighbouring
-keys have the same times, and one set of times does for a whole segment:
+keys have equal times, and a whole segment shares a set of times:
 
     set(R, worker, t):   a segment within R gets t
                          a segment that R cuts is split at R's ends first
 
-A set adds at most two segments. Times say how many pushes of a worker are contained, so a push that
-comes twice is known by them.
+A set adds at most two segments. Times count the pushes of a worker that the keys contain, so the
+clock detects duplicate pushes.
 
 Source: Li et al. 2014, "Scaling Distributed Machine Learning with the Parameter Server", algorithm
 2.
@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 
 
 class RangedClock:
-    """Times of workers over the keys start … stop-1; a worker that never was set is at 0."""
+    """Times of workers over the keys start … stop-1; initially 0."""
 
     def __init__(self, start: int, stop: int) -> None:
         self._starts = [start]
@@ -28,30 +28,33 @@ class RangedClock:
         self._times: list[dict[int, int]] = [{}]
 
     def set(self, start: int, stop: int, worker: int, time: int) -> None:
-        """The worker's time over start … stop-1 is `time` from now on."""
+        """Set the worker's time over start … stop-1 to `time`."""
         for segment in range(self._split(start), self._split(stop)):
             self._times[segment][worker] = time
 
     def least(self, start: int, stop: int, worker: int) -> int:
-        """The worker's time at that key of start … stop-1 where it is the least."""
+        """Return the worker's least time over the keys start … stop-1."""
         return min(times.get(worker, 0) for times in self._over(start, stop))
 
     def most(self, start: int, stop: int, worker: int) -> int:
-        """The worker's time at that key of start … stop-1 where it is the greatest."""
+        """Return the worker's greatest time over the keys start … stop-1."""
         return max(times.get(worker, 0) for times in self._over(start, stop))
 
     def segments(self) -> Iterator[tuple[int, int, dict[int, int]]]:
-        """(start, stop, times) of each segment, in order; together they are all keys."""
+        """Yield (start, stop, times) of each segment, in order; the segments cover all keys."""
         ends = [*self._starts[1:], self._stop]
         yield from zip(self._starts, ends, map(dict, self._times), strict=True)
 
     def _over(self, start: int, stop: int) -> Sequence[dict[int, int]]:
-        """The times of the segments that have a key of start … stop-1."""
+        """Return the times of the segments that intersect start … stop-1."""
         first = bisect_left(self._starts, start + 1) - 1
         return self._times[first : bisect_left(self._starts, stop)]
 
     def _split(self, key: int) -> int:
-        """Has a segment begin at `key`; its number."""
+        """Split a segment at `key` if needed.
+
+        Returns the number of the segment that begins there.
+        """
         at = bisect_left(self._starts, key)
         begins = at < len(self._starts) and self._starts[at] == key
         if not begins and key < self._stop:
@@ -60,11 +63,11 @@ class RangedClock:
         return at
 
     def state(self) -> list[list[object]]:
-        """For checkpoints and replicas."""
+        """Return the segments, for checkpoints and replicas."""
         return [[start, stop, times] for start, stop, times in self.segments()]
 
     def restore(self, state: Sequence[Sequence[object]]) -> None:
-        """Takes what `state` gave."""
+        """Restore the segments from `state`."""
         self._starts = [start for start, _, _ in state]  # type: ignore[misc]
         self._stop = state[-1][1]  # type: ignore[assignment]
         self._times = [dict(times) for _, _, times in state]  # type: ignore[call-overload]

@@ -1,23 +1,23 @@
-"""Pushes in fewer bytes: the message of a codec in the place of a gradient.
+"""Compressed pushes: the message of a codec in place of a gradient.
 
-    worker    p = weight · g + e;   push C(p);   e <- p - what C(p) decodes to
-    server    staleness 0   g = sum of what the pushes of a clock decode to / sum of their weights
-              s, None       g = what a push decodes to
+    worker    p = weight · g + e;   push C(p);   e <- p - decoded C(p)
+    server    staleness 0   g = sum of the decoded pushes of a clock / sum of their weights
+              s, None       g = a decoded push
 
-e is the error feedback of one worker and one shard, 0 at first; codecs that remember nothing have
-none. A weight is a share of a batch, so e is in the units of what the server adds up, and what was
-left out of a large part is not blown up by a small one: nothing is lost, only late. With staleness
-0 the share is what the loss has counted in the part, over what all know beforehand of the batch
-(`dure.tasks.loss_shares`); the shares of a clock add up to 1, but where only the loss can tell what
-counts.
+e is the error feedback of a worker for a shard, 0 at first; codecs without memory have no e. A
+weight is a fraction of a batch, so e is in the units of the server's sum, and the residual of a
+large part is not magnified by a small part: gradients arrive late, but completely. With staleness 0
+the fraction is the part's count by the loss over the expected count of the batch, which all workers
+know (`dure.tasks.loss_shares`); the fractions of a clock add up to 1, unless only the loss can
+determine the count.
 
-A message is encoded once, and the same bytes are sent again. So e does not depend on what gets
-lost; it is kept where the worker is, and dies with it.
+A message is encoded once, and retries send the same bytes. So e does not depend on lost messages; e
+is stored at the worker and is lost with the worker.
 
     bytes of a push     of the codec's message, for each shard (`dure.collectives.compression`)
 
-A shard is a bucket of tensors. A tensor that lies in two shards is cut: between rows of its first
-dimension, which are the columns of 1-bit SGD, and within a row if need be.
+A shard is a bucket of tensors. A tensor that spans two shards is cut: between rows of its first
+dimension, which are the columns of 1-bit SGD, and within a row if needed.
 
 Source: Karimireddy et al. 2019, "Error Feedback Fixes SignSGD and other Gradient Compression
 Schemes"; Li et al. 2014, section 4.2, for compressed messages.
@@ -39,16 +39,19 @@ from dure.tensors.flat import by_dtype
 
 
 class Layer(NamedTuple):
-    """The tensors of a vector, in the order of their keys."""
+    """Dtype and shapes of the tensors of a vector, in the order of their keys."""
 
     dtype: torch.dtype
     shapes: tuple[torch.Size, ...]
 
 
 class Coding:
-    """How gradients of keys become messages, and messages gradients.
+    """Encoder and decoder of gradients of key ranges.
 
-    parameters: those that the keys are of. waits: as in `PushCompressor`.
+    Args:
+        compression: the codec's settings.
+        parameters: parameters behind the keys.
+        waits: as in `PushCompressor`.
     """
 
     def __init__(
@@ -63,7 +66,7 @@ class Coding:
         self._codecs: dict[Range, Codec] = {}
 
     def codec(self, keys: Range) -> Codec:
-        """What encodes gradients of these keys. Raises ValueError where nothing can."""
+        """Return the codec of these keys. Raises ValueError if the compression has none."""
         found = self._codecs.get(keys)
         if found is None:
             found = self._codecs[keys] = self.compression.codec(self._bucket(keys))
@@ -72,15 +75,15 @@ class Coding:
     def _bucket(self, keys: Range) -> Bucket:
         layer = self._layers[keys.vector]
         shapes = pieces_of(layer.shapes, keys.start, keys.stop)
-        # Memory that nothing is written to, and that is let go of at once.
+        # Uninitialised memory, only for shapes; freed at once.
         whole = torch.empty(len(keys), dtype=layer.dtype)
         pieces = torch.split(whole, [shape.numel() for shape in shapes])
         return Bucket([piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)])
 
     def compressors(self, seed: int, worker: int, shards: Sequence[Range]) -> list[PushCompressor]:
-        """What encodes the pushes of a worker to these shards.
+        """Return the compressors of a worker's pushes, one for each shard.
 
-        seed: of random rounding, which is another for each worker, shard and push.
+        `seed` seeds random rounding, which differs by worker, shard and push.
         """
         return [
             PushCompressor(
@@ -94,7 +97,7 @@ class Coding:
         ]
 
     def check(self, keys: Range, message: Tensor) -> None:
-        """Raises ValueError for bytes that are no message about these keys."""
+        """Check that bytes are a message about these keys; raises ValueError if not."""
         codec = self.codec(keys)
         if message.dtype != torch.uint8 or message.shape != (codec.nbytes,):
             raise ValueError(
@@ -105,22 +108,28 @@ class Coding:
 
     @torch.no_grad()
     def sum_of(self, keys: Range, messages: Sequence[Tensor], scale: float = 1.0) -> Tensor:
-        """What messages decode to, added up in their order, times `scale`: a gradient."""
+        """Return the sum of decoded messages, in their order, times `scale`: a gradient."""
         codec = self.codec(keys)
         total = codec.bucket.zeros()
         for message in messages:
             codec.add(message, total, 1)
         if scale != 1.0:
             total.mul_(scale)
-        # Halves are rounded once, at the end.
+        # Half-precision sums are rounded once, at the end.
         return total.to(codec.bucket.dtype)
 
 
 class PushCompressor:
-    """What encodes the pushes of a worker to one shard.
+    """Compressor of a worker's pushes to a shard.
 
-    remembers: whether with error feedback. place: of the worker and the shard in all random draws.
-    waits: whether what was left out waits where a push counts nothing, since it makes no step.
+    Args:
+        codec: codec of the shard's keys.
+        remembers: whether to use error feedback.
+        seed: seed of random rounding.
+        place: numbers of the worker and the shard, in all random draws.
+        waits: whether the residual is kept for a later push if a push has weight 0, since such a
+            push
+            makes no step.
     """
 
     def __init__(
@@ -140,12 +149,15 @@ class PushCompressor:
 
     @property
     def keys(self) -> int:
-        """How many a message is about."""
+        """Number of keys in a message."""
         return self.codec.bucket.n
 
     @torch.no_grad()
     def encode(self, gradient: Tensor, weight: float, clock: int) -> Tensor:
-        """The message of the worker's `clock`-th push, uint8, which is to be called for once."""
+        """Return the message of the worker's push number `clock`, uint8; updates the residual.
+
+        Call this once for each push.
+        """
         codec = self.codec
         if self._waits and not weight:
             return self._nothing(clock)
@@ -156,14 +168,14 @@ class PushCompressor:
         corrected = vector if feedback is None else feedback.corrected(vector)
         message = torch.empty(codec.nbytes, dtype=torch.uint8)
         codec.encode(corrected, message, self._seed, (*self._place, clock))
-        # A gradient that is not finite is sent as it is, and leaves no trace in the error.
+        # A non-finite gradient is sent, but must not enter the residual.
         if feedback is not None and codec.is_finite(message):
             codec.add(message, corrected, -1)
             feedback.keep()
         return message
 
     def _nothing(self, clock: int) -> Tensor:
-        """The message of a push that makes no step: what was left out stays for the next."""
+        """Return the message of a push without a step; the residual stays for the next push."""
         message = torch.empty(self.codec.nbytes, dtype=torch.uint8)
         zeros = self.codec.bucket.zeros()
         self.codec.encode(zeros, message, self._seed, (*self._place, clock))
@@ -171,18 +183,18 @@ class PushCompressor:
 
     @torch.no_grad()
     def decode(self, message: Tensor) -> Tensor:
-        """What a server makes of one of its messages: weight · g, nearly."""
+        """Return the server's decoded message: approximately weight · g."""
         total = self.codec.bucket.zeros()
         self.codec.add(message, total, 1)
         return total.to(self.codec.bucket.dtype)
 
     @property
     def unsent(self) -> Tensor | None:
-        """The error e, shape (keys,), in the dtype that is computed with; None without feedback."""
+        """Residual e, shape (keys,), in the working dtype; None without error feedback."""
         return None if self._feedback is None else self._feedback.error
 
     def take_unsent(self, error: Tensor) -> None:
-        """Goes on with the error of before. Raises ValueError for that of other keys."""
+        """Restore the residual. Raises ValueError for another number of keys."""
         assert self._feedback is not None
         if error.shape != self._feedback.error.shape:
             raise ValueError(
@@ -194,19 +206,19 @@ class PushCompressor:
 def compressors_of(
     coding: Coding | None, seed: int, worker: int, shards: Sequence[Range]
 ) -> list[PushCompressor]:
-    """What encodes the pushes of a worker to these shards; none where they are not compressed."""
+    """Return a worker's compressors, one for each shard; empty without compression."""
     if coding is None:
         return []
     return coding.compressors(derive(seed, "compression"), worker, shards)
 
 
 def push_bytes(coding: Coding | None, shards: Sequence[Range]) -> list[int] | None:
-    """Bytes of a compressed push, by shard; None where pushes are gradients as they are."""
+    """Return bytes of a compressed push, by shard; None without compression."""
     return None if coding is None else [coding.codec(keys).nbytes for keys in shards]
 
 
 def pieces_of(shapes: Sequence[torch.Size], start: int, stop: int) -> list[torch.Size]:
-    """What lies at the keys start … stop-1 of tensors one after another: tensors and pieces."""
+    """Return the shapes of tensors and pieces at the keys start … stop-1 of consecutive tensors."""
     pieces: list[torch.Size] = []
     first = 0
     for shape in shapes:
@@ -220,7 +232,10 @@ def pieces_of(shapes: Sequence[torch.Size], start: int, stop: int) -> list[torch
 
 
 def _piece(shape: torch.Size, begin: int, end: int) -> list[torch.Size]:
-    """The elements begin … end-1 of a tensor: whole rows, and what is left before and after."""
+    """Return shapes of elements begin … end-1 of a tensor.
+
+    Whole rows, and the rest at both ends.
+    """
     if end - begin == shape.numel():
         return [shape]
     row = shape[1:].numel()

@@ -1,8 +1,8 @@
-"""Lists of rows by their digest: a list that a server has been sent before costs 8 bytes.
+"""Digests of row lists: a repeated list costs 8 bytes.
 
     digest    BLAKE2b of the rows as 8 bytes each, little-endian, to 8 bytes
 
-A server remembers the newest lists of each worker, and asks for those that it does not know.
+A server caches the newest lists of each worker, and requests the rows of an unknown digest.
 
 Source: Li et al. 2014, section 4.2 (key caching).
 """
@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 MOST = 16
-"""Lists that a server remembers of each worker."""
+"""Number of cached lists of each worker."""
 
 
 def digest_of(rows: Tensor | None) -> Tensor | None:
-    """The digest of rows, as one number; None where it would be no shorter than they are."""
+    """Return the digest of rows, int64 of shape (1,); None for lists that are no longer than it."""
     if rows is None or len(rows) < 2:
         return None
     data = rows.numpy().astype("<i8", copy=False).tobytes()
@@ -30,38 +30,38 @@ def digest_of(rows: Tensor | None) -> Tensor | None:
 
 
 class Lists:
-    """The lists that one shard has been sent."""
+    """Cache of the row lists that a shard has received."""
 
     def __init__(self) -> None:
         self._lists: dict[int, OrderedDict[int, Tensor]] = {}
 
     def keep(self, worker: int, rows: Tensor) -> None:
-        """Remembers a list of a worker, and forgets the one that was used longest ago."""
+        """Cache a list of a worker, and drop the least recently used list."""
         digest = digest_of(rows)
         if digest is not None:
             own = self._lists.setdefault(worker, OrderedDict())
-            # A copy: the worker may write other rows into that memory.
+            # A copy, since the worker may overwrite that memory.
             own[int(digest)] = rows.clone()
             own.move_to_end(int(digest))
             if len(own) > MOST:
                 own.popitem(last=False)
 
     def known_to(self, worker: int) -> dict[int, None]:
-        """The digests of a worker's lists, the one that was used last at the end."""
+        """Return the digests of a worker's lists, the most recently used last."""
         return dict.fromkeys(self._lists.get(worker, ()))
 
     def state(self) -> dict[int, list[Tensor]]:
-        """The lists of each worker."""
+        """Return the lists of each worker."""
         return {worker: list(own.values()) for worker, own in self._lists.items()}
 
     def restore(self, state: Mapping[int, Sequence[Tensor]]) -> None:
-        """Takes copies of what `state` gave."""
+        """Restore copies of the lists in `state`."""
         for worker, lists in state.items():
             for rows in lists:
                 self.keep(worker, rows)
 
     def find(self, worker: int, digest: Tensor) -> Tensor | None:
-        """The list of a digest; None where it is not known."""
+        """Return the list of a digest; None if unknown."""
         own = self._lists.get(worker)
         if own is None or int(digest) not in own:
             return None

@@ -1,18 +1,18 @@
-"""Downpour SGD: replicas of the model train on data of their own, and meet at the servers alone.
+"""Downpour SGD: replicas train on data of their own, and communicate only with the servers.
 
     replica:  t mod n_fetch = 0:  begin to fetch w      accrued <- accrued + g;  w <- w - alpha·g
               t mod n_push = 0:   begin to push accrued;  accrued <- 0          (`replica`)
-    server:   each push is one step of the task's optimizer, or of Adagrad with the rate gamma
+    server:   each push is a step of the task's optimizer, or of Adagrad with the rate gamma
               (`adagrad`), on the keys that it owns
 
-Fetches, pushes and gradients go on at the same time. Unlike the asynchronous parameter server
-(`dure.parameter_server.strategy`), a replica has its own part of the data, goes on with weights of
-its own between fetches, and may push the sum of several gradients.
+Fetches, pushes and gradients overlap. Unlike a worker of the asynchronous parameter server
+(`dure.parameter_server.strategy`), a replica has its own part of the data, trains on its own
+weights between fetches, and may push the sum of several gradients.
 
     bytes of a step and replica     d/n_push up and d/n_fetch down, for d bytes of weights
                                     up those of a codec's message (`compressed`), if there is one
 
-and one push and one fetch more where all meet, if these steps are not due for them.
+and an additional push and fetch at the end of a round, if the steps there include none.
 
 Source: Dean et al. 2012, "Large Scale Distributed Deep Networks" (DistBelief).
 """
@@ -58,25 +58,26 @@ from dure.tasks.pieces import check_accumulate
 
 @dataclass(frozen=True)
 class Downpour(Strategy):
-    """Replicas train on their own data, and push to and fetch from servers, each at its own pace.
+    """Downpour SGD: replicas train on their own data, and push and fetch at their own pace.
 
     Args:
-        replicas: of the model.
+        replicas: number of copies of the model that train.
         partitions: machines over which each replica is divided, as a pipeline.
-        servers: that share the weights.
+        servers: number of servers that share the weights.
         batch_size: examples of a replica's step; None is all of its data.
-        fetch_every: steps after which a replica fetches the weights.
-        push_every: steps after which it pushes the sum of its gradients.
+        fetch_every: steps between fetches of the weights.
+        push_every: steps between pushes of the summed gradients.
         warm_start: steps that the first replica makes alone, before the others begin.
-        gamma: the rate of Adagrad at the servers, in the place of the task's optimizer.
-        alpha: the rate of the replicas' own steps; by default the learning rate of the task.
-        overlap: whether fetches and pushes go on while a replica computes.
-        period: steps after which all replicas meet to be evaluated or saved; None is an epoch.
-        microbatches: of a replica's batch, where it is a pipeline.
+        gamma: rate of Adagrad at the servers, in place of the task's optimizer.
+        alpha: rate of the replicas' own steps; by default the learning rate of the task.
+        overlap: whether fetches and pushes overlap with a replica's computation.
+        period: steps between rounds, after which all replicas are evaluated or saved; None is an
+            epoch.
+        microbatches: microbatches of a replica's batch, if the replica is a pipeline.
         partition: how examples are divided over replicas: iid, label-shards:2, dirichlet:0.5,
             quantity-skew:1, feature-skew:0.8 or blocks:2.
-        copies: of each server's weights, 0 or 1: with one, a server may die.
-        compression: of what replicas push, such as top-k:0.01.
+        copies: copies of each server's weights, 0 or 1: with a copy, a server may fail.
+        compression: compression of the replicas' pushes, such as top-k:0.01.
         accumulate: pieces in which a worker computes its part of a batch, one after another.
     """
 
@@ -110,7 +111,7 @@ class Downpour(Strategy):
 
     @property
     def deterministic(self) -> bool:
-        # Who is first is the machine's affair, and when a fetch lands.
+        # Arrival order, and the time of a fetch, depend on the machine.
         return self.replicas == 1 and not self.overlap
 
     @property
@@ -130,7 +131,7 @@ class Downpour(Strategy):
 
     @property
     def plan(self) -> DownpourPlan:
-        """Servers and whole replicas, as they are simulated."""
+        """Plan of servers and undivided replicas, as in simulations."""
         return DownpourPlan(
             servers=self.servers,
             groups=(tuple(range(self.replicas)),),
@@ -195,11 +196,11 @@ class Downpour(Strategy):
             )
 
     def check_in(self, world: World) -> None:
-        """Raises ValueError for clients over a network, which are no workers."""
+        """Check that the world has ranks; raises ValueError for clients over a network."""
         check_world(world)
 
     def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
-        """Raises ValueError for a model, or an optimizer, that servers cannot hold."""
+        """Check that servers can train this model; raises ValueError if not."""
         check_model(model)
         check_no_tables(model)
         check_compressed(self.plan, model)
@@ -213,14 +214,17 @@ class Downpour(Strategy):
             self.plan.pipe.check(task, model)
 
     def prove(self, task: Task, model: nn.Module, workers: int | None) -> Proof | None:
-        """Where replicas are divided, runs their stages and the undivided model side by side."""
+        """Run the stages of a divided replica and the undivided model side by side.
+
+        None if undivided.
+        """
         self.check_model(task, model, workers)
         if self.partitions == 1:
             return None
         return self.plan.pipe.parallel.prove(task, model, self.partitions)
 
     def check_under(self, task: Task, model: nn.Module, conditions: Conditions) -> None:
-        """Raises ValueError for conditions that replicas do not have."""
+        """Check that replicas support the conditions; raises ValueError if not."""
         check_under(conditions)
 
     def division(self, task: Task, seed: int) -> Description | None:

@@ -1,4 +1,4 @@
-"""What a run of Downpour SGD is to be: servers, and replicas that each train on their own data."""
+"""Plan of a run of Downpour SGD: servers, and replicas that train on their own data."""
 
 from __future__ import annotations
 
@@ -28,11 +28,19 @@ from dure.tasks.batch_norm import needs_two
 
 @dataclass(frozen=True)
 class DownpourPlan(Plan):
-    """The workers of the plan are replicas, or the stages of replicas.
+    """Plan whose workers are replicas, or the stages of replicas.
 
-    pace, partitions, microbatches, partition, warm_start, gamma, alpha: as in `Downpour`. runs: the
-    keys of each stage, where each has a worker of its own (`made_for`); then the workers of a stage
-    are a group, and stage k of replica r is worker r·p + k.
+    Args:
+        pace: intervals of fetches and pushes.
+        partitions: as in `Downpour`.
+        microbatches: as in `Downpour`.
+        partition: as in `Downpour`.
+        warm_start: as in `Downpour`.
+        gamma: as in `Downpour`.
+        alpha: as in `Downpour`.
+        runs: keys of each stage if each stage has a worker (`made_for`); the workers of a stage
+            then
+            form a group, and stage k of replica r is worker r·p + k. Empty for undivided replicas.
     """
 
     pace: Pace
@@ -47,7 +55,7 @@ class DownpourPlan(Plan):
     copies_field: ClassVar[str] = "copies"
 
     def made_for(self, task: Task, model: nn.Module) -> DownpourPlan:
-        # A worker for each stage of each replica, where there are several.
+        # Each stage of each divided replica has a worker.
         if self.partitions == 1:
             return self
         stages = range(self.partitions)
@@ -60,7 +68,7 @@ class DownpourPlan(Plan):
 
     @property
     def pipe(self) -> Pipe:
-        """How each replica is divided."""
+        """Division of each replica into stages."""
         return Pipe(self.partitions, self.microbatches, self.batch_size)
 
     @property
@@ -68,11 +76,11 @@ class DownpourPlan(Plan):
         return sorted(super().workers)
 
     def replica_of(self, worker: int) -> int:
-        """The replica of which a worker is a part, or which it is."""
+        """Return the number of a worker's replica."""
         return worker // len(self.groups)
 
     def together(self, replica: int) -> list[int]:
-        """The workers that are a replica, by stage."""
+        """Return the workers of a replica, by stage."""
         stages = len(self.groups)
         return list(range(replica * stages, (replica + 1) * stages))
 
@@ -84,7 +92,10 @@ class DownpourPlan(Plan):
         return [cut_at(self.runs, each) for each in ranges] if self.runs else ranges
 
     def portions(self, worker: int, shards: Sequence[Range]) -> list[tuple[int, int, int]]:
-        """What a worker fetches and pushes: (shard, first key, last key + 1)."""
+        """Return the portions that a worker fetches and pushes.
+
+        (shard, first key, last key + 1).
+        """
         stage = worker % len(self.groups)
         return [
             (number, keys.start, keys.stop)
@@ -94,7 +105,7 @@ class DownpourPlan(Plan):
 
     @property
     def replicas_of_model(self) -> int:
-        """How many replicas train."""
+        """Number of replicas."""
         return len(self.groups[0])
 
     @property
@@ -106,11 +117,11 @@ class DownpourPlan(Plan):
         return [self.together(replica) for replica in range(self.replicas_of_model)]
 
     def until(self, worker: int, batches: int) -> int:
-        # The first replica has the steps of the warm start besides.
+        # The first replica makes the steps of the warm start in addition.
         return batches + (self.warm_start if self.replica_of(worker) == 0 else 0)
 
     def parts(self, model: nn.Module, examples: Examples, seed: int) -> Sequence[OwnPart]:
-        """The data of each replica."""
+        """Return the data of each replica."""
         return divide(
             self.partition,
             self.replicas_of_model,
@@ -146,19 +157,22 @@ class DownpourPlan(Plan):
         )
 
     def skips(self, task: Task, model: nn.Module) -> bool:
-        """Whether servers leave alone what has a gradient of zero, as this Adagrad does."""
+        """Return whether the servers leave elements with a zero gradient unchanged.
+
+        Downpour's Adagrad does, and so does SGD without momentum and weight decay.
+        """
         return self.gamma is not None or recipe_of(task, model).plain
 
     def local_step(self, task: Task, model: nn.Module, keys: Sequence[Range]) -> LocalStep:
-        """The steps that replicas make by themselves, on weights of these keys."""
+        """Return the function for a replica's own steps on weights of these keys."""
         schedule = None if task.lr_schedule is None else partial(factor_at, task.lr_schedule)
         return LocalStep(recipe_of(task, model), keys, self.alpha, schedule)
 
 
 def adagrad(recipe: Recipe, gamma: float) -> Recipe:
-    """The recipe of Downpour's Adagrad over the keys that another optimizer trains.
+    """Return the recipe of Downpour's Adagrad over the keys of another optimizer's recipe.
 
-    Raises ValueError for what that optimizer does besides, which would be lost.
+    Raises ValueError for settings of that optimizer that Adagrad would ignore.
     """
     for name in ("weight_decay", "maximize"):
         if any(group.get(name) for group in recipe.groups):

@@ -1,16 +1,17 @@
-"""The tables of a model: its sparse embeddings, of which a worker has only the rows of its batch.
+"""Tables of a model: its sparse embeddings, of which a worker has only the rows of its batch.
 
-Which rows a part of a batch reads is found before they are pulled, by a forward pass without
-gradients in which every table is zeros and only says what is asked of it. It ends as soon as every
-table has been read, so mostly before anything is computed. Then, in the pass that counts:
+The rows of a part are determined before the pull, by a forward pass without gradients in which
+every table returns zeros and records its ids. The pass ends as soon as every table has been read,
+so mostly before any computation. In the training pass:
 
-    ids -> their places among the rows that were pulled -> the embedding's own forward, on those
+    ids -> their positions among the pulled rows -> the embedding's own forward, on those
 
-so that the gradient is of these rows. Ids that were not asked for before raise an error: where they
-depend on the weights of a table, no rows can be pulled in time.
+so the gradient has these rows. Other ids raise an error: if ids depend on the weights of a table,
+no rows can be pulled in time.
 
-Outside of its own forward a table's weight is NaN, without memory: what else reads it, such as an
-output layer that shares the weight without naming it, gives no number, and no wrong one.
+Outside of the embedding's forward a table's weight is NaN, without memory: any other reader, such
+as an output layer that shares the weight without naming it, computes NaN in place of a wrong
+number.
 
 The row of `padding_idx` never changes, so it is neither pulled nor pushed.
 """
@@ -34,13 +35,13 @@ from dure.tensors.buffers import load_weights
 from dure.tensors.flat import trained_of
 
 FIRST_STATE = {"initial_accumulator_value"}
-"""Settings that torch's optimizers take for their first state alone."""
+"""Settings that torch's optimizers use for their first state alone."""
 
 Embedding: TypeAlias = nn.Embedding | nn.EmbeddingBag
 
 
 def embeddings_of(model: nn.Module) -> dict[str, Embedding]:
-    """The sparse embeddings that are trained, each once, by the name of their weight."""
+    """Return the trained sparse embeddings, each once, by the name of their weight."""
     return {
         f"{name}.weight" if name else "weight": module
         for name, module in model.named_modules()
@@ -51,13 +52,13 @@ def embeddings_of(model: nn.Module) -> dict[str, Embedding]:
 
 
 def dense_of(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters that are trained and are no tables, each once, in the model's order."""
+    """Return the trained parameters that are not tables, each once, in the model's order."""
     tables = {id(module.weight) for module in embeddings_of(model).values()}
     return [parameter for parameter in trained_of(model) if id(parameter) not in tables]
 
 
 def check_no_tables(model: nn.Module) -> None:
-    """Raises ValueError for a model with sparse embeddings, where nobody would train them."""
+    """Check that a model has no sparse embeddings; raises ValueError if it has."""
     name = next(iter(embeddings_of(model)), None)
     if name is not None:
         raise ValueError(
@@ -67,7 +68,7 @@ def check_no_tables(model: nn.Module) -> None:
 
 
 def check_tables(task: Task, model: nn.Module) -> None:
-    """Raises ValueError for a sparse embedding whose rows servers cannot hold, by its name."""
+    """Check that servers can store the rows of the sparse embeddings; raises ValueError if not."""
     rules_of(task, model)
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -80,7 +81,7 @@ def check_tables(task: Task, model: nn.Module) -> None:
 
 
 def _refusal(module: Embedding, also: Sequence[str]) -> str | None:
-    """Why an embedding cannot be a table; None where it can."""
+    """Return the reason that an embedding cannot be a table; None if it can."""
     for field in ("max_norm", "scale_grad_by_freq"):
         if getattr(module, field):
             return f"has {field}={getattr(module, field)}, which a table cannot have"
@@ -101,7 +102,10 @@ def _refusal(module: Embedding, also: Sequence[str]) -> str | None:
 
 
 def rules_of(task: Task, model: nn.Module) -> list[Rule]:
-    """The rule of each table, by the task's optimizer. Raises ValueError as `rule_of` does."""
+    """Return the update rule of each table, by the task's optimizer.
+
+    Raises ValueError as `rule_of`.
+    """
     found = embeddings_of(model)
     if not found:
         return []
@@ -111,7 +115,7 @@ def rules_of(task: Task, model: nn.Module) -> list[Rule]:
     for name, module in found.items():
         if id(module.weight) not in groups:
             raise ValueError(f"the optimizer does not have {name}: freeze it, or hand it over")
-        # As torch has it: what makes the first state is the optimizer's, and no group's.
+        # As in torch, the first state depends on the optimizer's defaults, not on the group.
         settings = dict(groups[id(module.weight)])
         for setting in FIRST_STATE & optimizer.defaults.keys():
             settings[setting] = optimizer.defaults[setting]
@@ -120,10 +124,10 @@ def rules_of(task: Task, model: nn.Module) -> list[Rule]:
 
 
 def tables_of(task: Task, model: nn.Module, seed: int) -> list[Table]:
-    """The tables of a model.
+    """Return the tables of a model.
 
-    Rows that nobody has changed are those of its embedding; of one without memory (device="meta"),
-    which may be larger than any, they are `first_rows`, and its padding is zero.
+    Unchanged rows are those of the embedding. An embedding without memory (device="meta") may be
+    larger than any memory; its unchanged rows are `first_rows`, with zeros for padding.
     """
     rules = rules_of(task, model)
     tables = []
@@ -150,9 +154,12 @@ def _made_rows(key: int, dim: int, dtype: torch.dtype, padding: int | None, rows
 
 
 class Tables:
-    """The tables of a worker's model, from now on.
+    """Tables of a worker's model; the constructor replaces the embeddings' weights.
 
-    tables: what `tables_of` gives. shards: the ranges of rows, by shard; `vector` is the table.
+    Args:
+        model: the worker's model.
+        tables: tables of the model, from `tables_of`.
+        shards: ranges of rows, by shard; `vector` is the number of the table.
     """
 
     def __init__(self, model: nn.Module, tables: Sequence[Table], shards: Sequence[Range]) -> None:
@@ -163,7 +170,7 @@ class Tables:
             for table, module in zip(tables, embeddings_of(model).values(), strict=True)
         ]
         self._alone = False
-        """Whether every table is known to be read once, and no more, by a forward pass."""
+        """Whether a forward pass is known to read every table exactly once."""
 
     def __len__(self) -> int:
         return len(self.tables)
@@ -172,7 +179,7 @@ class Tables:
 
     @torch.no_grad()
     def asked(self, forward: Callable[[], Any]) -> list[Tensor]:
-        """The rows that a forward pass reads of each table, ascending, each once."""
+        """Return the rows that a forward pass reads, by table, ascending without duplicates."""
         for reader in self._readers:
             reader.watch(self._look)
         try:
@@ -188,21 +195,22 @@ class Tables:
         return found
 
     def _look(self) -> None:
-        """Ends a forward pass from which no more is to be learned."""
+        """End a forward pass that will read no further rows."""
         if self._alone and all(reader.seen for reader in self._readers):
             raise _EnoughError
 
     def by_shard(self, rows: Sequence[Tensor]) -> list[Tensor]:
-        """Ascending rows of each table, as those of each shard."""
+        """Divide ascending rows of each table by shard."""
         return [rows[keys.vector][slice(*_ends(rows[keys.vector], keys))] for keys in self.shards]
 
-    # The pass that counts
+    # Training pass
 
     @contextmanager
     def holding(self, values: Sequence[Rows]) -> Iterator[Callable[[], list[Rows | None]]]:
-        """Within it the model has these rows, by shard.
+        """Context manager: the model computes with these rows, given by shard.
 
-        What it yields tells the gradients, by shard: None of a table that had none.
+        Yields a function that returns the gradients by shard, with None for a table without a
+        gradient.
         """
         for number, reader in enumerate(self._readers):
             own = [
@@ -230,7 +238,7 @@ class Tables:
         return found
 
     def empty(self) -> list[Rows]:
-        """Gradients of no row, by shard."""
+        """Return gradients without rows, by shard."""
         tables = [self.tables[keys.vector] for keys in self.shards]
         rows = torch.empty(0, dtype=torch.int64)
         return [Rows(rows, torch.empty(0, table.dim, dtype=table.dtype)) for table in tables]
@@ -239,7 +247,10 @@ class Tables:
 
     @contextmanager
     def reading(self, pulls: Sequence[Callable[[Tensor], Tensor]]) -> Iterator[None]:
-        """Within it the model reads whatever rows it wants. pulls: their values, by shard."""
+        """Context manager: the model reads any rows.
+
+        `pulls` are functions from rows to values, by shard.
+        """
         for number, reader in enumerate(self._readers):
             own = [
                 (keys, pull)
@@ -256,7 +267,7 @@ class Tables:
     # Weights as a whole
 
     def whole(self, changed: Sequence[Rows]) -> dict[str, Tensor]:
-        """The weights of the tables, by name. changed: rows that are not as at first, by shard."""
+        """Return the weights of the tables, by name. `changed` are the changed rows, by shard."""
         found = {}
         for table in self.tables:
             found[table.name] = table.first(torch.arange(table.rows))
@@ -266,7 +277,7 @@ class Tables:
 
     @contextmanager
     def given(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
-        """Within it the tables have the memory of these weights, so that they can be loaded."""
+        """Context manager: the tables use the memory of these weights, for loading a state."""
         for table, reader in zip(self.tables, self._readers, strict=True):
             reader.weight.data = weights[table.name]
         try:
@@ -278,7 +289,7 @@ class Tables:
 
 @contextmanager
 def reading(tables: Tables | None, rows: Sequence[TableRows]) -> Iterator[None]:
-    """Within it a model with these tables can be evaluated. rows: by shard."""
+    """Context manager: a model with these tables can be evaluated. `rows` are by shard."""
     if tables is None:
         yield
         return
@@ -289,7 +300,10 @@ def reading(tables: Tables | None, rows: Sequence[TableRows]) -> Iterator[None]:
 def weights_of(
     model: nn.Module, tables: Tables | None, changed: Sequence[Rows]
 ) -> dict[str, Tensor]:
-    """The state of a model with its tables as a whole. changed: rows, by shard."""
+    """Return the state of a model with complete tables.
+
+    `changed` are the changed rows, by shard.
+    """
     weights = dict(model.state_dict())
     return weights if tables is None else {**weights, **tables.whole(changed)}
 
@@ -297,7 +311,7 @@ def weights_of(
 def load_with_tables(
     model: nn.Module, tables: Tables | None, weights: Mapping[str, Tensor]
 ) -> None:
-    """The inverse of `weights_of`, but for what servers have: the rows of tables."""
+    """Load weights into a model, the inverse of `weights_of`; servers load the rows themselves."""
     if tables is None:
         load_weights(model, weights)
         return
@@ -306,11 +320,11 @@ def load_with_tables(
 
 
 class _EnoughError(BaseException):
-    """Ends a forward pass; no `except Exception` of a model stops it."""
+    """End of a forward pass; a BaseException, which a model's `except Exception` does not catch."""
 
 
 class _Reader:
-    """An embedding whose weight is that of a few rows while it computes."""
+    """Embedding whose weight consists of a few rows while it computes."""
 
     def __init__(self, table: Table, module: Embedding) -> None:
         self.table = table
@@ -318,7 +332,7 @@ class _Reader:
         self.weight = module.weight
         self.padding = module.padding_idx
         self.seen: list[Tensor] = []
-        """The ids of each call."""
+        """Ids of each call."""
         self._look: Callable[[], None] | None = None
         self._held: Rows | None = None
         self._leaf: nn.Parameter | None = None
@@ -328,7 +342,7 @@ class _Reader:
         module.register_forward_hook(self._after, always_call=True)
 
     def let_go(self) -> None:
-        """The weight needs no memory, and is NaN."""
+        """Free the memory of the weight; its elements become NaN."""
         nothing = torch.full((), math.nan, dtype=self.table.dtype)
         nothing = nothing.expand(self.table.rows, self.table.dim)
         if self.weight.is_meta:  # which cannot be given memory
@@ -336,36 +350,36 @@ class _Reader:
             self._put(self.weight, self.padding)
         self.weight.data = nothing
 
-    # What is to be done in a call
+    # Modes of a call
 
     def watch(self, look: Callable[[], None]) -> None:
-        """From now on it is zeros, and remembers what it is asked."""
+        """Return zeros and record the ids of each call, from now on."""
         self.seen = []
         self._look = look
 
     def hold(self, rows: Rows) -> None:
-        """From now on it has these rows, ascending."""
+        """Compute with these ascending rows, from now on."""
         self._held = rows
         self._leaf = self._with_padding(rows.values)
 
     def pull_from(self, pulls: Sequence[tuple[Range, Callable[[Tensor], Tensor]]]) -> None:
-        """From now on it reads what it is asked."""
+        """Pull the rows of each call, from now on."""
         self._pulls = pulls
 
     def leave(self) -> None:
-        """From now on it has nothing."""
+        """Leave the current mode."""
         self._look = self._held = self._leaf = None
         self._pulls = ()
         self._put(self.weight, self.padding)
 
     def rows_seen(self) -> Tensor:
-        """What it was asked, ascending, each once, without the padding."""
+        """Return the recorded ids, ascending, without duplicates and padding."""
         if not self.seen:
             return torch.empty(0, dtype=torch.int64)
         return self._distinct(torch.cat(self.seen))
 
     def gradient(self) -> Rows | None:
-        """Of the rows that it held; None where there is none."""
+        """Return the gradient of the rows of `hold`; None without a gradient."""
         assert self._held is not None
         assert self._leaf is not None
         if self._leaf.grad is None:
@@ -393,7 +407,7 @@ class _Reader:
             rows = self._distinct(ids.reshape(-1).long())
             leaf = self._with_padding(self._pull(rows))
         else:
-            # Such as where operations are counted.
+            # A call outside of all modes, such as for counting operations.
             return self._all_alike(math.nan, ids, args, kwargs)
         padding = None if self.padding is None else len(rows)
         return self._instead(leaf, padding, self._places(ids, rows), args, kwargs)
@@ -401,7 +415,7 @@ class _Reader:
     def _all_alike(
         self, value: float, ids: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Has the embedding compute with one row in place of all."""
+        """Let the embedding compute with a single row in place of all rows."""
         row = torch.full((1, self.table.dim), value, dtype=self.table.dtype)
         return self._instead(row, None, torch.zeros_like(ids), args, kwargs)
 
@@ -413,7 +427,7 @@ class _Reader:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Has the embedding compute with this weight, at these places of it."""
+        """Let the embedding compute with this weight and these positions."""
         self._put(weight, padding)
         if args:
             return (places, *args[1:]), kwargs
@@ -428,7 +442,7 @@ class _Reader:
         self.module.padding_idx = padding
 
     def _check(self, ids: Tensor) -> None:
-        """Raises IndexError for ids that the table does not have, as torch does."""
+        """Check that the table has these ids; raises IndexError as torch does."""
         if ids.numel() and not (int(ids.min()) >= 0 and int(ids.max()) < self.table.rows):
             raise IndexError(
                 f"{self.table.name} has {self.table.rows} rows, and is asked for those from "
@@ -440,13 +454,13 @@ class _Reader:
         return rows if self.padding is None else rows[rows != self.padding]
 
     def _with_padding(self, values: Tensor) -> nn.Parameter:
-        """The values of rows, and behind them the padding's where there is one."""
+        """Return the values of rows, followed by the padding row if there is padding."""
         if self.padding is not None:
             values = torch.cat([values, self.table.first(torch.tensor([self.padding]))])
         return nn.Parameter(values)
 
     def _places(self, ids: Tensor, rows: Tensor) -> Tensor:
-        """Where ids are among ascending rows. Raises ValueError for one that is not there."""
+        """Return positions of ids among ascending rows. Raises ValueError for a missing id."""
         wanted = ids.long()
         places = torch.searchsorted(rows, wanted)
         there = places < len(rows)
@@ -470,6 +484,6 @@ class _Reader:
 
 
 def _ends(rows: Tensor, keys: Range) -> tuple[int, int]:
-    """Where the rows of a range begin and end among ascending rows."""
+    """Return the first and the last + 1 position of a range among ascending rows."""
     first, stop = torch.searchsorted(rows, torch.tensor([keys.start, keys.stop])).tolist()
     return first, stop

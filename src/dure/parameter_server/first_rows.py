@@ -1,8 +1,8 @@
-"""The rows of a table before anybody has changed them: a function of seed, table and row.
+"""Initial rows of a table: a function of seed, table and row.
 
-A table may be larger than the memory of any machine, so its rows are made when they are needed
-first, on whichever server, in whichever order, and are the same bits: nothing is drawn from a
-generator that goes on, and nothing but integers is computed.
+A table may be larger than the memory of any machine, so a row is created at its first use, on any
+server and in any order, with the same bits: no sequential generator is involved, and only integers
+are computed.
 
     element e of row r      block b = r · ceil(dim / 4) + floor(e / 4)
                             z = mix(key + (b + 1) · 0x9E3779B97F4A7C15)      64 bits (SplitMix64)
@@ -26,18 +26,18 @@ from dure.randomness.seeds import derive
 
 _GAMMA = numpy.uint64(0x9E3779B97F4A7C15)
 _LANES = 4
-"""Numbers of 16 bits in one of 64."""
+"""Number of 16-bit numbers in 64 bits."""
 _FINENESS = 2.0**20
-"""Quantiles are multiples of one of this, which float32 has exactly."""
+"""Quantiles are multiples of 1 / _FINENESS, which float32 represents exactly."""
 
 
 def key_of(seed: int, table: int) -> int:
-    """The key of a run's table, by which `first_rows` makes its rows."""
+    """Return the key of a run's table for `first_rows`."""
     return derive(seed, "table", table)
 
 
 def first_rows(key: int, rows: NDArray[numpy.int64], dim: int) -> NDArray[numpy.float32]:
-    """The first values of these rows: shape (rows, dim)."""
+    """Return the initial values of these rows: shape (rows, dim)."""
     blocks = -(-dim // _LANES)
     counters = numpy.empty((len(rows), blocks), dtype=numpy.uint64)
     counters[:] = rows.astype(numpy.uint64)[:, None] * numpy.uint64(blocks)
@@ -50,7 +50,7 @@ def first_rows(key: int, rows: NDArray[numpy.int64], dim: int) -> NDArray[numpy.
 
 
 def _mix(z: NDArray[numpy.uint64]) -> NDArray[numpy.uint64]:
-    """SplitMix64's finalizer, in place."""
+    """Apply SplitMix64's finalizer in place."""
     z ^= z >> numpy.uint64(30)
     z *= numpy.uint64(0xBF58476D1CE4E5B9)
     z ^= z >> numpy.uint64(27)
@@ -61,10 +61,10 @@ def _mix(z: NDArray[numpy.uint64]) -> NDArray[numpy.uint64]:
 
 @cache
 def _quantiles() -> NDArray[numpy.float32]:
-    """The middles of 65,536 equal shares of the normal distribution, in order."""
+    """Return the midpoints of 65,536 equal shares of the normal distribution, ascending."""
     count = 1 << 16
     normal = NormalDist()
-    # Rounded far more coarsely than logarithms differ from one machine to another.
+    # Rounding is much coarser than the difference of logarithms between machines.
     upper: Any = [
         round(normal.inv_cdf((place + 0.5) / count) * _FINENESS) / _FINENESS
         for place in range(count // 2, count)

@@ -1,16 +1,15 @@
-"""What a worker computes: the gradient of its part of a batch, at the weights it was given.
+"""Gradient of a worker's part of a batch, at the pulled weights.
 
 The gradient of a part is that of its mean loss, and has a weight in its batch:
 
-    staleness 0          what the loss has counted in the part (`dure.tasks.loss_shares`)
-    others               its share of what the loss counts in the batch
+    staleness 0          the count of the loss in the part (`dure.tasks.loss_shares`)
+    others               the part's share of the count in the batch
 
-so that with staleness 0 the parts of a batch add up to the gradient of data parallel. Where pushes
-are compressed, the weight with staleness 0 is a share as well: of what is expected of the batch
-(`compressed`). The gradient
-leaves as flat vectors, one a dtype, in the order of the keys, and for tables as the rows that the
-part has read (`embeddings`). Draws, such as dropout's, are a function of the batch and the part, as
-those of the ranks of data parallel are.
+so that with staleness 0 the parts of a batch add up to the gradient of data parallel. With
+compressed pushes the weight for staleness 0 is a share as well: of the expected count of the batch
+(`compressed`). The gradient consists of flat vectors, one a dtype, in the order of the keys, and
+for tables of the rows that the part has read (`embeddings`). Random draws, such as dropout's, are a
+function of the batch and the part, as for ranks of data parallel.
 """
 
 from __future__ import annotations
@@ -42,10 +41,16 @@ from dure.tensors.flat import FlatParameters, by_dtype
 
 @dataclass
 class Computed:
-    """The gradient of a part, by vector, its weight, and what its loss was.
+    """Gradient of a part.
 
-    loss: the mean over what it has counted. seconds: of computing. rows: the gradients of tables,
-    by shard.
+    Args:
+        gradients: flat gradient, by vector.
+        weight: weight in the batch.
+        loss: mean loss over `counted`.
+        counted: count of the loss.
+        examples: number of examples in the part.
+        seconds: computing time.
+        rows: gradients of tables, by shard.
     """
 
     gradients: list[Tensor]
@@ -58,16 +63,24 @@ class Computed:
 
 
 class Gradients:
-    """The model of a worker, or of all that are simulated in one process.
+    """Model and data of a worker, or of all simulated workers of a process.
 
-    bulk: whether the parts of a batch become one step (staleness 0). skips: whether a step leaves
-    alone what has a gradient of zero; where it does not, every parameter has to have one. groups:
-    how many, each of which goes over the data in an order of its own. compressed: whether pushes
-    are.
+    Args:
+        task: the task.
+        model: the model.
+        seed: seed of the run.
+        batch_size: examples of a batch; None is all data.
+        bulk: whether the parts of a batch become a single step (staleness 0).
+        skips: whether a step leaves elements with a zero gradient unchanged; if not, every
+            parameter
+            must have a gradient.
+        groups: number of groups, each with its own order of the data.
+        compressed: whether pushes are compressed.
+        accumulate: pieces of a part that are computed one after another.
     """
 
     tables: Tables | None = None
-    """Those of the model. One that has some, and nobody who holds them, is refused."""
+    """Tables of the model. A model with sparse embeddings and without `Tables` raises an error."""
 
     def __init__(
         self,
@@ -112,13 +125,13 @@ class Gradients:
         return self.batches[0].steps_per_epoch
 
     def load(self, vectors: Sequence[Tensor]) -> None:
-        """Sets the weights, by vector."""
+        """Set the weights, by vector."""
         self.flat.load(vectors)
 
     def rows_of(self, work: Work, group: int) -> list[Tensor]:
-        """The rows of tables that a part reads, by shard of the tables; nothing without tables.
+        """Return the table rows that a part reads, by shard of tables; empty without tables.
 
-        The same draws are made as by `of`, and the model's buffers stay as they are.
+        The pass makes the same random draws as `of`, and leaves the model's buffers unchanged.
         """
         if self.tables is None:
             return []
@@ -133,7 +146,7 @@ class Gradients:
         return self.tables.by_shard(rows)
 
     def examples_of(self, work: Work, group: int) -> int:
-        """How many examples a part has."""
+        """Return the number of examples in a part."""
         return len(self._part(work, group)[0])
 
     def of(
@@ -144,15 +157,20 @@ class Gradients:
         rows: Sequence[Rows] = (),
         out: Sequence[Tensor] | None = None,
     ) -> Computed:
-        """The gradient of a part at the weights as they are.
+        """Return the gradient of a part at the current weights.
 
-        who: whose it is, for errors. rows: what `rows_of` has asked for, with their values. out:
-        where the rest is written, by vector; by default new memory. Raises LossNotFiniteError for a
-        loss that is not, and ValueError for a parameter without a gradient that the optimizer would
-        move all the same.
+        Args:
+            work: the part.
+            group: number of the group.
+            who: name of the worker, for errors.
+            rows: rows from `rows_of`, with their values.
+            out: vectors for the result; None allocates new memory.
+
+        Raises LossNotFiniteError for a loss that is not finite, and ValueError for a parameter
+        without a gradient that the optimizer would move nevertheless.
         """
         part, batch, place = self._part(work, group)
-        # The step of several workers is clipped by the servers, which have all of its gradient.
+        # The servers clip the step of several workers, since they have the whole gradient.
         clips = not self.bulk or (work.parts == 1 and not self.compressed)
         if self.tables is None:
             found = self.mean(part, place, who, out, clips)
@@ -164,7 +182,7 @@ class Gradients:
         return found
 
     def _weight(self, found: Computed, part: Tensor, batch: Tensor, parts: int) -> float:
-        """What the gradient of a part counts in its batch."""
+        """Return the weight of a part's gradient in its batch."""
         if not self.bulk:
             return 1.0 if parts == 1 else self._share(found, part, batch)
         if not self.compressed:
@@ -173,7 +191,7 @@ class Gradients:
         return found.counted / expected if expected else 0.0
 
     def _share(self, found: Computed, part: Tensor, batch: Tensor) -> float:
-        """The share of a part in its batch, of which no other part has been computed."""
+        """Return the share of a part in its batch, before other parts are computed."""
         examples = len(part) / len(batch)
         if self.losses.is_alike or not len(part):
             return examples
@@ -181,11 +199,11 @@ class Gradients:
             total = self._late.in_batch(part, found.counted, batch)
         else:
             total = self.losses.expected(batch)
-        # A batch in which nothing counts is a step like any other, with a gradient of zero.
+        # A batch without any count is an ordinary step, with a gradient of zero.
         return found.counted / total if total else examples
 
     def _part(self, work: Work, group: int) -> tuple[Tensor, Tensor, tuple[int, ...]]:
-        """The examples of a part, those of its batch, and where it is in the run."""
+        """Return a part's examples, its batch's examples, and its position for random draws."""
         batch = self.batches[group].at(work.batch)
         place = (work.batch, work.part) if group == 0 else (work.batch, work.part, group)
         return batch.tensor_split(work.parts)[work.part], batch, place
@@ -201,11 +219,18 @@ class Gradients:
         out: Sequence[Tensor] | None = None,
         clips: bool = True,
     ) -> Computed:
-        """The gradient of the mean loss of these examples, which has weight 1, or 0 without any.
+        """Return the gradient of the mean loss of these examples.
 
-        place: where they are in the run, its step first: what is drawn is a function of it. clips:
-        whether this gradient is clipped, where the task asks for it. who, out, and what is raised:
-        as in `of`.
+        The weight of the gradient is 1, or 0 without examples.
+
+        Args:
+            part: indices of the examples.
+            place: position in the run, the step first; determines random draws.
+            who: as in `of`.
+            out: as in `of`.
+            clips: whether to clip this gradient if the task asks for clipping.
+
+        Raises the errors of `of`.
         """
         if self._has_sparse and self.tables is None:
             check_no_tables(self.model)
@@ -245,7 +270,7 @@ class Gradients:
         )
 
     def _rows(self, found: Sequence[Rows | None], counted: float) -> list[Rows]:
-        """The gradients of tables, by shard; of one that had none, of no row."""
+        """Return the gradients of tables, by shard; without rows for a table without a gradient."""
         assert self.tables is not None
         gradients = []
         for one, keys, none in zip(found, self.tables.shards, self.tables.empty(), strict=True):
@@ -255,12 +280,15 @@ class Gradients:
         return gradients
 
     def _check_skipped(self, name: str, counted: float) -> None:
-        """Raises ValueError where a parameter without a gradient would be moved all the same."""
+        """Check that the optimizer does not move a parameter without a gradient.
+
+        Raises ValueError.
+        """
         if not self.skips and counted:
             raise ValueError(no_gradient(name))
 
     def _write(self, parameters: Sequence[nn.Parameter], counted: float, room: Tensor) -> None:
-        """Writes the gradients of the parameters of a vector, one after another."""
+        """Write the gradients of a vector's parameters one after another."""
         for parameter in parameters:
             if parameter.grad is None:
                 self._check_skipped(self._names[id(parameter)], counted)
@@ -268,7 +296,7 @@ class Gradients:
 
 
 def write_gradients(parameters: Sequence[nn.Parameter], room: Tensor) -> None:
-    """Writes the gradients of parameters into a vector, one after another; zeros where none is."""
+    """Write the gradients of parameters into a vector; zeros for parameters without a gradient."""
     parts = []
     for parameter in parameters:
         gradient = parameter.grad
@@ -281,7 +309,7 @@ def write_gradients(parameters: Sequence[nn.Parameter], room: Tensor) -> None:
 
 
 def no_gradient(name: str) -> str:
-    """What is wrong where a parameter of this name has no gradient."""
+    """Return the error message for a parameter without a gradient."""
     return (
         f"{name} has no gradient, and the optimizer at the servers would move it all the same: "
         f"freeze it, or take SGD without momentum and weight decay"

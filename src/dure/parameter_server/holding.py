@@ -1,14 +1,14 @@
-"""How a run ends before all meet: what is begun is finished, and all stand where it can go on.
+"""Graceful stop of a run between rounds: begun work is finished, and the state can be resumed.
 
     leader -> workers   Hold    begin nothing more
     worker -> leader    Held    this is the first of my batches that I have not begun
     leader -> workers   Grant   up to here
 
-Workers that have to be equally far, such as those of a group with a bound on their staleness, are
-granted the batches up to the furthest of them: those who are behind catch up, so that nobody waits
-for somebody who has stopped. A worker that was given up takes part in some batches still, which
-others do in its name; these belong to them too. Without a bound each stops where it is, and the
-parts that it has not begun go back to the scheduler.
+Workers that must have made equally many steps, such as those of a group with bounded staleness, are
+granted the batches up to the furthest of them: the others catch up, so that no worker waits for a
+stopped worker. A dropped worker still takes part in some batches, computed by others on its behalf;
+these batches are included. Without a bound each worker stops at once, and the scheduler takes back
+the parts that it has not begun.
 
 No I/O and no clock.
 """
@@ -24,10 +24,10 @@ from dure.parameter_server.scheduler import Work
 
 
 class Standing(msgspec.Struct, frozen=True):
-    """Where workers stand.
+    """Progress of workers at a stop.
 
-    until: of each, before which of its batches it is to go on. undone: of each group, the parts
-    before that which nobody has done.
+    `until` has the first batch of each worker that it has not done. `undone` has, for each group,
+    the earlier parts that no worker has done.
     """
 
     until: Mapping[int, int]
@@ -35,28 +35,30 @@ class Standing(msgspec.Struct, frozen=True):
 
 
 class Holding:
-    """Workers are to end. teams: those that have to be equally far; a worker is in one, or none."""
+    """Graceful stop of workers. `teams` lists workers that must have made equally many steps."""
 
     def __init__(self, teams: Sequence[Sequence[int]]) -> None:
         self.teams = teams
         self.until: dict[int, int] = {}
-        """Up to where each is granted, once that is known; of those in no team nothing, nor of a
-        team in which nobody is alive."""
+        """Granted first batch not to do, by worker, after the decision.
+
+        Workers without a team are absent, as are teams without a live worker.
+        """
         self._said: dict[int, int] = {}
         self._decided = False
 
     def held(self, worker: int, until: int) -> None:
-        """A worker has said before which of its batches it has stopped."""
+        """Record the first batch that a worker has not begun."""
         self._said[worker] = until
 
     def awaited(self, alive: Collection[int]) -> list[int]:
-        """Those who have said nothing yet."""
+        """Return the live workers that have not answered."""
         return [worker for worker in alive if worker not in self._said]
 
     def decide(self, alive: Collection[int], least: Callable[[int], int]) -> bool:
-        """Decides up to where each is granted, once all who are alive have said something.
+        """Decide the granted batches once all live workers have answered.
 
-        least: of the worker, up to where its team has to go in any case. Whether it is decided now.
+        `least` gives a lower bound by worker. Returns whether this call decides.
         """
         if self._decided or self.awaited(alive):
             return False
@@ -69,11 +71,11 @@ class Holding:
 
     @property
     def decided(self) -> bool:
-        """Whether everybody knows up to where it goes."""
+        """Whether the granted batches are decided."""
         return self._decided
 
 
 def owed_until(members: Members, until: int) -> int:
-    """Before which batch those who were given up take part in none, of the `until` granted ones."""
+    """Return the first batch without a part of a dropped worker, at most `until`."""
     ends = [end for worker in members.workers if (end := members.end(worker)) is not None]
     return min(max(ends, default=0), until)

@@ -1,13 +1,13 @@
-"""Keys: which server owns which part of the weights.
+"""Keys: assignment of the weights to servers.
 
-The trained parameters of a model, one after another in its own order, are vectors, one a dtype. A
-key is the place of an element in its vector. The keys are divided into contiguous ranges, so that
-every server owns as many bytes as any other, to within an element:
+The trained parameters of a model, one after another in its own order, form vectors, one a dtype. A
+key is the index of an element in its vector. The keys are divided into contiguous ranges, so that
+every server owns the same number of bytes, to within an element:
 
     server i of S has the bytes from total·i/S to total·(i+1)/S
 
-A range lies within one vector, and so a server that owns the end of one and the beginning of the
-next has two. A range with its values is a *shard*.
+A range is within a single vector, so a server that owns the end of a vector and the beginning of
+the next has two ranges. A range with its values is a *shard*.
 
 Source: Li et al. 2014, "Scaling Distributed Machine Learning with the Parameter Server", section
 4.3.
@@ -21,7 +21,7 @@ import msgspec
 
 
 class Range(msgspec.Struct, frozen=True, order=True):
-    """The keys start … stop-1 of a vector."""
+    """Keys start … stop-1 of a vector."""
 
     vector: int
     start: int
@@ -32,20 +32,23 @@ class Range(msgspec.Struct, frozen=True, order=True):
 
 
 class Vector(msgspec.Struct, frozen=True):
-    """What a vector has: elements, and bytes in each."""
+    """Size of a vector: number of elements, and bytes of each."""
 
     elements: int
     itemsize: int
 
 
 def divide(vectors: Sequence[Vector], servers: int) -> list[list[Range]]:
-    """The ranges of each server, in order of keys. A server may have none where keys are few."""
+    """Return the ranges of each server, in order of keys.
+
+    A server may have none if keys are few.
+    """
     total = sum(vector.elements * vector.itemsize for vector in vectors)
     found: list[list[Range]] = [[] for _ in range(servers)]
     before = 0
     for number, vector in enumerate(vectors):
         for server, ranges in enumerate(found):
-            # Rounded alike at the end of one server and the beginning of the next.
+            # The end of a server and the beginning of the next round to the same key.
             start = _key_at(total * server, servers, before, vector)
             stop = _key_at(total * (server + 1), servers, before, vector)
             if stop > start:
@@ -55,8 +58,8 @@ def divide(vectors: Sequence[Vector], servers: int) -> list[list[Range]]:
 
 
 def _key_at(numerator: int, denominator: int, before: int, vector: Vector) -> int:
-    """The first key of a vector at or after a place in bytes, which is a fraction."""
-    # In whole numbers: fractions of a total beyond 2**53 would not be exact.
+    """Return the first key of a vector at or after a position in bytes, given as a fraction."""
+    # Integer arithmetic: float fractions of a total beyond 2**53 would not be exact.
     behind = numerator - before * denominator
     key = -(-behind // (denominator * vector.itemsize))
     return min(max(key, 0), vector.elements)

@@ -1,12 +1,12 @@
-"""The count of a whole batch, for a worker that has computed a part of it alone.
+"""Loss count of a whole batch, for a worker that has computed only a part of it.
 
-A push that is a step by itself is weighed by its share of what the loss counts in its batch, before
-any other part is computed (`gradients`). torch's losses tell that from targets. Others tell it when
-they are computed: then a worker computes the loss of the other parts' targets as well, without the
-model. What counts is a matter of targets, so its own outputs stand in for theirs.
+A push that makes a step by itself is weighed by the part's share of the loss count in its batch,
+before other parts are computed (`gradients`). torch's losses give the count from targets. For other
+losses the worker computes the loss of the other parts' targets as well, without the model: the
+count depends on targets, so the worker's own outputs replace the missing outputs.
 
-Where the loss returns no pair (sum, count), and ignores no target of the worker's own part, all
-examples are taken to count alike, and no targets are read besides.
+If the loss returns no pair (sum, count), and ignores no target of the worker's own part, all
+examples count equally, and no other targets are read.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dure.tasks.loss_shares import CountedLoss
 
 
 class LateCounts:
-    """Counts batches by the targets and outputs of the part that was computed last."""
+    """Loss counts of batches, from the targets and outputs of the last computed part."""
 
     def __init__(self, losses: CountedLoss, examples: Examples) -> None:
         self._losses = losses
@@ -34,20 +34,20 @@ class LateCounts:
         self._count = 0
 
     def read(self, indices: Tensor) -> tuple[Any, Any]:
-        """Return inputs and targets of examples, and keep the targets."""
+        """Return inputs and targets of examples, and store the targets."""
         inputs, targets = self._examples.batch(indices)
         self._targets = targets
         self._count = len(indices)
         return inputs, targets
 
     def forward(self, model: Callable[[Any], Any], inputs: Any) -> Any:
-        """Return the outputs of a model, and keep them."""
+        """Return the outputs of a model, and store them."""
         outputs = model(inputs)
         self._outputs = tree_map(_detached, outputs)
         return outputs
 
     def in_batch(self, part: Tensor, counted: float, batch: Tensor) -> float:
-        """Return the count of a batch. counted: of `part`, which was computed last."""
+        """Return the count of a batch, given the count of `part`, which was computed last."""
         outputs, self._outputs = self._outputs, None
         if not self._losses.counts_unlike(self._targets):
             return counted * len(batch) / len(part)

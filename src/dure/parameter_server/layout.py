@@ -1,10 +1,10 @@
-"""What the manager says, and everybody acts upon: who owns which shard, and who takes part.
+"""Layout: the manager's assignment of shards to servers, and the members of each group.
 
-There is one layout at a time, with a version. A node that hears of a newer one takes it as a whole,
-so that it can be told twice, or late, without harm. Each shard has an *epoch*, which grows when its
-owner or its replica changes: what is said to a shard names the epoch, and a server that was
-replaced while it slept is refused by it. Each worker has a *life*, which grows when it is given up:
-what it pushes afterwards is refused.
+There is a single layout at a time, with a version. A node replaces its layout by a newer version as
+a whole, so repeated and late messages do no harm. Each shard has an *epoch*, which grows when its
+owner or its replica changes: messages to a shard name the epoch, and a replaced server's messages
+are rejected. Each worker has a *life*, which grows when the worker is dropped: later pushes of the
+old life are rejected.
 """
 
 from __future__ import annotations
@@ -17,9 +17,12 @@ from dure.parameter_server.members import Members
 
 
 class Placed(msgspec.Struct, frozen=True):
-    """Where a shard is. owner: the server that answers for it; None where it is lost.
+    """Location of a shard.
 
-    replica: who holds a copy; None where nobody does.
+    Args:
+        owner: server that answers for the shard; None for a lost shard.
+        replica: server with a copy; None without a copy.
+        epoch: number of changes of owner and replica.
     """
 
     owner: int | None
@@ -28,9 +31,13 @@ class Placed(msgspec.Struct, frozen=True):
 
 
 class Owed(msgspec.Struct, frozen=True):
-    """Parts of a worker that was given up, which another computes in its name.
+    """Parts of a dropped worker that another worker computes on its behalf.
 
-    first … stop-1: the clocks. by: the other.
+    Args:
+        worker: the dropped worker.
+        first: first clock.
+        stop: last clock + 1.
+        by: the worker that computes.
     """
 
     worker: int
@@ -40,10 +47,15 @@ class Owed(msgspec.Struct, frozen=True):
 
 
 class Layout(msgspec.Struct, frozen=True, tag=True):
-    """Where everything is.
+    """Assignment of shards and members.
 
-    shards: by number. groups: the workers of each. lives: of each worker, 0 at first. closing:
-    workers that were given up, and of whose pushes the servers are to say how many they have.
+    Args:
+        version: number of the layout.
+        shards: location of each shard, by number.
+        groups: members of each group.
+        lives: life of each worker; 0 by default.
+        closing: dropped workers whose pushes the servers are still to count.
+        owed: work of dropped workers.
     """
 
     version: int
@@ -54,19 +66,19 @@ class Layout(msgspec.Struct, frozen=True, tag=True):
     owed: tuple[Owed, ...] = ()
 
     def life(self, worker: int) -> int:
-        """Which life of a worker counts."""
+        """Return the valid life of a worker."""
         return self.lives.get(worker, 0)
 
     def owned_by(self, server: int) -> list[int]:
-        """The shards that a server answers for."""
+        """Return the shards that a server answers for."""
         return [n for n, placed in enumerate(self.shards) if placed.owner == server]
 
     def held_by(self, server: int) -> list[int]:
-        """The shards of which a server has the copy."""
+        """Return the shards of which a server has the copy."""
         return [n for n, placed in enumerate(self.shards) if placed.replica == server]
 
     def group_of(self, worker: int) -> int:
-        """The number of a worker's group. Raises ValueError for one that is in none."""
+        """Return the number of a worker's group. Raises ValueError for a worker without a group."""
         for number, members in enumerate(self.groups):
             if worker in members.workers:
                 return number

@@ -1,9 +1,9 @@
-"""The steps that a replica of Downpour SGD makes by itself, between two fetches.
+"""Steps that a replica of Downpour SGD makes on its own weights, between two fetches.
 
     w <- w - alpha·factor(t)·g       on the keys that the task's optimizer trains
 
-alpha is by default the learning rate of the task's optimizer for these keys, and factor that of the
-task's schedule at the replica's own step t.
+alpha is by default the learning rate of the task's optimizer for these keys, and factor the value
+of the task's schedule at the replica's own step t.
 """
 
 from __future__ import annotations
@@ -19,7 +19,14 @@ from dure.parameter_server.optimizer import Recipe
 
 @dataclass(frozen=True)
 class LocalStep:
-    """recipe: of the task's optimizer. keys: of each portion. alpha: None is the optimizer's."""
+    """Local SGD step of a replica.
+
+    Args:
+        recipe: recipe of the task's optimizer.
+        keys: keys of each portion.
+        alpha: learning rate; None takes the optimizer's.
+        schedule: factor of the learning rate by step; None is 1.
+    """
 
     recipe: Recipe
     keys: Sequence[Range]
@@ -27,7 +34,7 @@ class LocalStep:
     schedule: Callable[[int], float] | None
 
     def __call__(self, weights: Sequence[Tensor], gradients: Sequence[Tensor], step: int) -> None:
-        """Moves the weights, by portion, against the gradients, in place."""
+        """Move the weights against the gradients in place, by portion."""
         factor = 1.0 if self.schedule is None else self.schedule(step)
         for keys, own, gradient in zip(self.keys, weights, gradients, strict=True):
             for span in self.recipe.pieces(keys.vector, keys.start, keys.stop):

@@ -1,16 +1,15 @@
-"""The manager: who is alive, and who owns what.
+"""Manager: liveness of nodes, and ownership of shards.
 
-    a node beats every so often            heard
-    silent for `patience` seconds, or lost given up
+    a node sends regular beats               alive
+    silent for `patience` seconds, or lost   dropped
 
-A server that is given up loses its shards to those that hold their copies, and these get another
-copy at the next server alive; a shard without a copy is lost, which is told and not hidden. A
-worker that is given up takes part no more from a clock on that nobody has begun, and what it owes
-until then another computes (`members`); where others cannot, since each has data of its own, it
-takes part no more from the first clock of which a server lacks its push. A worker that leaves by
-itself takes part no more from its last clock on. Everything is said by a new layout, which the
-manager writes down before it says it: after a restart it goes on from there, while pushes and pulls
-have gone on without it.
+The shards of a dropped server pass to the servers with their copies, and get a new copy at the next
+live server; a shard without a copy is lost, and the loss is reported. A dropped worker takes part
+no more from a clock that no worker has begun, and another worker computes its earlier parts
+(`members`). If others cannot compute them, since each has its own data, the dropped worker takes
+part no more from the first clock of which a server lacks its push. A worker that leaves takes part
+no more after its last clock. Each change is a new layout, which the manager records before sending:
+a restarted manager resumes from the record, while pushes and pulls continue without the manager.
 
 No I/O and no clock: `now` is an argument, in seconds of the manager's own clock.
 
@@ -30,7 +29,7 @@ from dure.parameter_server.messages import Beat, Count, Envelope, Lease, Message
 
 
 class Loss(NamedTuple):
-    """What went with a server. shards: those that nobody has a copy of."""
+    """A dropped server, the reason, and the shards without a copy."""
 
     server: int
     reason: str
@@ -40,10 +39,15 @@ class Loss(NamedTuple):
 def first_layout(
     owners: Sequence[int], servers: int, groups: Sequence[Sequence[int]], replicas: int = 0
 ) -> Layout:
-    """The layout of the beginning.
+    """Return the initial layout.
 
-    owners: of each shard. groups: the workers of each. replicas: copies of each shard, 0 or 1; the
-    next server has it. Raises ValueError for a copy that no server can have.
+    Args:
+        owners: owner of each shard.
+        servers: number of servers.
+        groups: workers of each group.
+        replicas: copies of each shard, 0 or 1; the next server has the copy.
+
+    Raises ValueError for copies that the servers cannot have.
     """
     if replicas not in (0, 1):
         raise ValueError(f"replicas is {replicas}, but a shard has no copy, or one")
@@ -54,11 +58,16 @@ def first_layout(
 
 
 class Manager:
-    """The manager of servers 0 … servers-1 and of the layout's workers.
+    """Manager of servers 0 … servers-1 and of the layout's workers.
 
-    staleness: of the workers. patience: seconds of silence after which a node is given up; a
-    server's lease is as long. inherits: whether others compute what a worker owes that was given
-    up.
+    Args:
+        layout: initial layout.
+        servers: number of servers.
+        staleness: bound of the workers; None without a bound.
+        patience: seconds of silence after which a node is dropped; also the length of a server's
+            lease.
+        replicas: copies of each shard.
+        inherits: whether others compute the owed parts of a dropped worker.
     """
 
     def __init__(
@@ -77,33 +86,33 @@ class Manager:
         self.replicas = replicas
         self.inherits = inherits
         self.losses: list[Loss] = []
-        """Servers that were given up, for whoever has to be told."""
+        """Dropped servers, for reports."""
         self._dead: dict[str, str] = {}
         self._left: set[str] = set()
         self._heard: dict[str, float] = {}
         self._counts: dict[tuple[int, int], Count] = {}
-        """What the servers have of workers that are closing: by worker and shard."""
+        """Push counts of closing workers, by worker and shard."""
 
     @property
     def workers(self) -> tuple[int, ...]:
-        """All that there ever were."""
+        """All workers since the beginning."""
         return tuple(w for members in self.layout.groups for w in members.workers)
 
     def alive(self, node: str) -> bool:
-        """Whether a node was not given up, and has not left."""
+        """Return whether a node was neither dropped nor has left."""
         return node not in self._dead and node not in self._left
 
     @property
     def dead(self) -> Mapping[str, str]:
-        """Who was given up, and why."""
+        """Dropped nodes, with the reasons."""
         return self._dead
 
     def receive(self, sender: str, message: Message, now: float) -> list[Envelope]:
-        """What it says to a beat; other messages are not for it, and it says nothing."""
+        """Return the messages that answer a beat; ignores other messages."""
         if not isinstance(message, Beat):
             return []
         said: list[Envelope] = []
-        # One that was given up is told so, by the layout; it is not taken back.
+        # A dropped node learns of its drop from the layout and is not admitted again.
         if self.alive(message.node):
             self._heard[message.node] = now
             if message.node in map(server, range(self.servers)):
@@ -118,12 +127,12 @@ class Manager:
 
     @property
     def wake(self) -> float:
-        """When it is to be told that time has passed."""
+        """Time of the next `tick`."""
         alive = [node for node in self._nodes() if self.alive(node)]
         return min((self._heard.get(node, 0.0) + self.patience for node in alive), default=1e300)
 
     def tick(self, now: float) -> list[Envelope]:
-        """Gives up those who were silent for too long."""
+        """Drop the nodes that were silent for too long; returns messages."""
         said: list[Envelope] = []
         for node in self._nodes():
             since = self._heard.setdefault(node, now)
@@ -132,7 +141,7 @@ class Manager:
         return said
 
     def lost(self, node: str, reason: str, now: float) -> list[Envelope]:
-        """A node is gone for good. For the silent, `tick` says so."""
+        """Drop a node that is known to be lost; `tick` detects silent nodes."""
         if not self.alive(node):
             return []
         self._dead[node] = reason
@@ -144,7 +153,7 @@ class Manager:
         return [*self._say(), *self._close()]
 
     def leave(self, who: int, clock: int) -> list[Envelope]:
-        """A worker leaves, after so many pushes, all of which every server has."""
+        """Remove a worker after `clock` pushes, all of which every server has."""
         if not self.alive(worker(who)):
             return []
         self._left.add(worker(who))
@@ -158,7 +167,7 @@ class Manager:
         return [*map(server, range(self.servers)), *map(worker, self.workers)]
 
     def _say(self) -> list[Envelope]:
-        """The layout, to everybody."""
+        """Return the layout as messages to all live nodes."""
         return [(node, self.layout) for node in self._nodes() if self.alive(node)]
 
     def _change(self, **fields: Any) -> None:
@@ -186,7 +195,7 @@ class Manager:
         self._change(shards=tuple(shards))
 
     def _without(self, beat: Beat) -> list[Envelope]:
-        """Shards that went with their owner before the copy was made are lost."""
+        """Mark shards as lost whose owner was lost before the copy was complete."""
         held = [
             shard
             for shard in beat.without
@@ -206,7 +215,7 @@ class Manager:
         return self._say()
 
     def _next_to(self, owner: int | None) -> int | None:
-        """Who holds the copy of a shard of this owner."""
+        """Return the server for the copy of a shard of this owner; None without copies."""
         if owner is None or not self.replicas:
             return None
         others = [(owner + step) % self.servers for step in range(1, self.servers)]
@@ -215,7 +224,7 @@ class Manager:
     # Workers
 
     def _give_up_worker(self, number: int) -> None:
-        # What it computes for others comes to an end as well; another will do it.
+        # Its work on behalf of others ends as well; another worker will take over.
         theirs = [owed.worker for owed in self.layout.owed if owed.by == number]
         closing = (number, *theirs)
         lives = {**self.layout.lives, **{w: self.layout.life(w) + 1 for w in closing}}
@@ -233,7 +242,7 @@ class Manager:
             self._counts[count.worker, count.shard] = count
 
     def _close(self) -> list[Envelope]:
-        """Those of whom all servers have said what they have take part no more."""
+        """End the closing workers whose pushes all servers have counted."""
         there = [n for n, placed in enumerate(self.layout.shards) if placed.owner is not None]
         closed = [
             who
@@ -248,7 +257,7 @@ class Manager:
         return self._say()
 
     def _end(self, who: int, least: int, most: int) -> None:
-        """A worker takes part no more. least, most: how many of its pushes the shards have."""
+        """End the participation of a worker, of whose pushes the shards have `least` to `most`."""
         number = self.layout.group_of(who)
         members = self.layout.groups[number]
         stop = members.end(who)
@@ -257,7 +266,7 @@ class Manager:
             members = members.without(who, stop)
         owed = list(self.layout.owed)
         heirs = [w for w in members.changes[-1].workers if self.alive(worker(w))]
-        # Without a bound nobody waits for it, and what it had begun is dealt out again.
+        # Without a bound no worker waits for its parts, and the scheduler assigns them again.
         if self.staleness is not None and least < stop and heirs:
             busy = [one.by for one in owed]
             owed.append(Owed(who, least, stop, min(heirs, key=busy.count)))
@@ -270,7 +279,7 @@ class Manager:
         )
 
     def _stop(self, least: int, most: int) -> int:
-        """From which clock on one that was given up takes part no more."""
+        """Return the first clock without the dropped worker."""
         if not self.inherits:
             return least
         return most if self.staleness is None else most + self.staleness + 1
@@ -278,7 +287,7 @@ class Manager:
     # Restarts
 
     def state(self) -> dict[str, Any]:
-        """What has to be written down before a new layout is said."""
+        """Return the state to record before a new layout is sent."""
         return {
             "layout": msgspec.to_builtins(self.layout),
             "dead": dict(self._dead),
@@ -286,7 +295,7 @@ class Manager:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Goes on from what was written down. Nodes have time anew to be heard."""
+        """Restore a recorded state. All nodes get the full patience again."""
         self.layout = msgspec.convert(state["layout"], Layout, strict=False)
         self._dead = dict(state["dead"])
         self._left = set(state["left"])

@@ -1,17 +1,16 @@
-"""Who takes part in which clock: the workers of a group, and how that changes when one dies.
+"""Members of a group by clock, and their change after the loss of a worker.
 
-A group's workers share its batches: at clock c each of the m workers that take part has its part of
-batch c, one of m. So who takes part has to be the same for everybody at every clock, and a change
-can only be made from a clock on that nobody has begun.
+A group's workers share its batches: at clock c each of the m members has its part of batch c, one
+of m. The members of a clock must therefore be the same for all nodes, and a change must begin at a
+clock that no worker has begun.
 
-With staleness s nobody has begun a clock beyond k + s, where k pushes of the dead worker arrived
-somewhere: all others wait for it. So from clock
+With staleness s no worker has begun a clock beyond k + s if k pushes of the lost worker arrived
+anywhere: all others wait for its pushes. So from clock
 
     k + s + 1
 
-on it takes part no more, and the parts that it owes before that are computed by another, in its
-name: each example counts once. Without a bound there is no clock that nobody has begun; there a
-scheduler deals out the parts.
+on it takes part no more, and another worker computes its earlier parts on its behalf: each example
+counts once. Without a bound every clock may have begun; a scheduler then assigns the parts.
 """
 
 from __future__ import annotations
@@ -23,30 +22,30 @@ import msgspec
 
 
 class Change(msgspec.Struct, frozen=True):
-    """From this clock on these workers take part, in order."""
+    """Members from a clock on, in order."""
 
     clock: int
     workers: tuple[int, ...]
 
 
 class Members(msgspec.Struct, frozen=True):
-    """The workers of a group, clock by clock. changes: in order; the first is at 0 or before it."""
+    """Workers of a group by clock. `changes` are ascending; the first is at clock 0 or before."""
 
     changes: tuple[Change, ...]
 
     @classmethod
     def of(cls, workers: Sequence[int]) -> Members:
-        """A group in which these take part from the start."""
+        """Return a group with these members from the start."""
         return cls((Change(0, tuple(workers)),))
 
     def at(self, clock: int) -> tuple[int, ...]:
-        """Who takes part in this clock."""
+        """Return the members of a clock."""
         return next(c.workers for c in reversed(self.changes) if c.clock <= clock)
 
     def without(self, worker: int, clock: int) -> Members:
-        """The same, but that a worker takes part no more from this clock on."""
+        """Return the group with a worker removed from this clock on."""
         kept = tuple(change for change in self.changes if change.clock < clock)
-        if not kept:  # who takes part in no clock at all is known as well
+        if not kept:  # a worker that takes part in no clock stays in the list of workers
             kept = (Change(clock - 1, self.workers),)
         later = [Change(clock, self.at(clock)), *(c for c in self.changes if c.clock > clock)]
         left = (
@@ -56,7 +55,7 @@ class Members(msgspec.Struct, frozen=True):
         return Members(kept + tuple(left))
 
     def end(self, worker: int) -> int | None:
-        """From which clock on a worker takes part no more; None if it does to the end."""
+        """Return the first clock without a worker; None for a worker that stays."""
         if worker in self.changes[-1].workers:
             return None
         last = max(n for n, change in enumerate(self.changes) if worker in change.workers)
@@ -64,14 +63,14 @@ class Members(msgspec.Struct, frozen=True):
 
     @property
     def workers(self) -> tuple[int, ...]:
-        """All who ever take part."""
+        """All workers that ever take part."""
         return tuple(dict.fromkeys(w for change in self.changes for w in change.workers))
 
     def floor(self, times: Sequence[tuple[int, int]]) -> float:
-        """The least time of those who are waited for; infinity where nobody is.
+        """Return the least time of the workers to wait for; infinity if there are none.
 
-        times: (worker, its pushes). One that takes part no more is waited for until its last part
-        is there.
+        `times` are pairs (worker, number of its pushes). A removed worker counts until its last
+        part has arrived.
         """
         there = {time: frozenset(self.at(time)) for time in {time for _, time in times}}
         return min((time for worker, time in times if worker in there[time]), default=math.inf)

@@ -1,21 +1,21 @@
-"""What workers, servers and the manager say to each other. Nothing else passes between them.
+"""Messages between workers, servers and the manager; all their communication.
 
-    worker  -> server    Push          my gradient of your keys, at this clock
-    server  -> worker    Acknowledged  I have it, and so has my replica
-    worker  -> server    Pull          your keys, as soon as they contain what I have to see
-    server  -> worker    Values        so they are, and this they contain
-    server  -> any       Refused       you speak of an epoch, or a life, that is over
-    server  -> server    Replicate     apply this update to your copy
-    server  -> server    Replicated    my copy has it
-    server  -> server    Snapshot      here is all of a shard: you hold its copy from now on
-    leader  -> server    Snapshot      the same, to the first owner: the weights of the beginning
-    server  -> server    Norms         my shards' part of a step's norm, where steps are clipped
-    any     -> manager   Beat          I am here
-    manager -> any       Layout        who owns what, and who takes part (`layout`)
-    manager -> server    Lease         you may answer until this time after your beat
+    worker  -> server    Push          gradient of keys, at a clock
+    server  -> worker    Acknowledged  the push is safe, at the server and its replica
+    worker  -> server    Pull          request for keys, once they contain the required updates
+    server  -> worker    Values        values of keys, and the updates in them
+    server  -> any       Refused       the message's epoch or life has ended
+    server  -> server    Replicate     apply this update to the copy
+    server  -> server    Replicated    the copy contains the update
+    server  -> server    Snapshot      whole shard: the receiver has its copy from now on
+    leader  -> server    Snapshot      the same for the first owner: the initial weights
+    server  -> server    Norms         the norms of the sender's shards, if steps are clipped
+    any     -> manager   Beat          heartbeat
+    manager -> any       Layout        owners of shards, and members (`layout`)
+    manager -> server    Lease         permission to answer until a time after a beat
 
-A message may come late, twice, or not at all: what is not answered is said again, and what was done
-is not done again. Nodes are called by their names: "worker 2", "server 0", "manager".
+A message may arrive late, twice, or never: senders retry until an answer arrives, and receivers
+discard duplicates. Node names are "worker 2", "server 0", "manager".
 """
 
 from __future__ import annotations
@@ -32,23 +32,35 @@ MANAGER = "manager"
 
 
 def server(number: int) -> str:
-    """What a server is called."""
+    """Return the node name of a server."""
     return f"server {number}"
 
 
 def worker(number: int) -> str:
-    """What a worker is called."""
+    """Return the node name of a worker."""
     return f"worker {number}"
 
 
 class Push(msgspec.Struct, frozen=True, tag=True):
-    """A worker's update of the keys from `start` on, its `clock`-th, counted from 0.
+    """Update of the keys from `start` on by a worker.
 
-    weight: what its mean gradient counts, such as examples. version: how many updates the weights
-    contained to which it belongs. rows, digest: of a table, as in `Pull`. encoded: how many keys
-    the gradient is about, where it is the message of a codec (`compressed`), which has the weight
-    in it. step: the worker's own, from 0, by which learning rates are scheduled. gradients: how
-    many the gradient is the sum of.
+    Args:
+        shard: number of the shard.
+        epoch: epoch of the shard.
+        worker: number of the worker.
+        life: life of the worker.
+        clock: number of the push, from 0.
+        start: first key.
+        gradient: the mean gradient, or a codec's message.
+        weight: weight of the gradient, such as the number of examples.
+        version: number of updates in the weights at which the gradient was computed.
+        rows: table rows, as in `Pull`.
+        digest: digest of table rows, as in `Pull`.
+        encoded: number of keys behind a codec's message (`compressed`), which includes the weight;
+            None
+            for a plain gradient.
+        step: the worker's own step, from 0, for learning rate schedules.
+        gradients: number of gradients in the sum.
     """
 
     shard: int
@@ -72,7 +84,7 @@ class Push(msgspec.Struct, frozen=True, tag=True):
 
 
 class Acknowledged(msgspec.Struct, frozen=True, tag=True):
-    """All pushes of a worker before `clock` to the keys from `start` on are safe."""
+    """Confirmation that a worker's pushes before `clock` to the keys from `start` on are safe."""
 
     shard: int
     worker: int
@@ -81,13 +93,22 @@ class Acknowledged(msgspec.Struct, frozen=True, tag=True):
 
 
 class Pull(msgspec.Struct, frozen=True, tag=True):
-    """A worker asks for the keys start … stop-1.
+    """Request of a worker for the keys start … stop-1.
 
-    clock: what it is about to begin, so that all updates before clock - staleness have to be
-    contained; None asks for what there is. own: so many of its own pushes have to be contained.
-    number: of the question, which the answer repeats. into: where the answer is to be written, if
-    both see that memory. rows: of a table, those that are wanted, in ascending order; None asks for
-    all that were changed. digest: in place of rows that the server was sent before.
+    Args:
+        shard: number of the shard.
+        epoch: epoch of the shard.
+        worker: number of the worker.
+        life: life of the worker.
+        number: number of the request, which the answer repeats.
+        start: first key.
+        stop: last key + 1.
+        clock: clock that the worker is about to begin; the values must contain all updates before
+            clock - staleness. None accepts the current values.
+        own: number of the worker's own pushes that the values must contain.
+        into: shared memory for the answer; None without.
+        rows: requested table rows, ascending; None requests all changed rows.
+        digest: digest of rows that the server has received before, in place of rows.
     """
 
     shard: int
@@ -105,12 +126,20 @@ class Pull(msgspec.Struct, frozen=True, tag=True):
 
 
 class Values(msgspec.Struct, frozen=True, tag=True):
-    """The answer to a worker's pull: the keys as they were at one moment.
+    """Answer to a pull: the keys at a single moment.
 
-    version: how many updates they contain. own: how many pushes of the one who asked. floor: so
-    many of each worker of its group; None where nobody is waited for any more. layout: the version
-    of the layout by which they were given: whoever takes them has to know who takes part by that.
-    rows: whose values these are, where all rows of a table were asked for that were changed.
+    Args:
+        shard: number of the shard.
+        worker: the worker that asked.
+        number: number of the request.
+        values: values of the keys.
+        version: number of updates in the values.
+        own: number of the worker's own pushes in the values.
+        floor: least number of pushes of any worker of the group in the values; None if the server
+            waits
+            for no worker.
+        layout: version of the layout behind the answer; the receiver needs at least this version.
+        rows: rows of the values, if all changed rows were requested.
     """
 
     shard: int
@@ -128,9 +157,10 @@ Reason = Literal["epoch", "life", "lease", "rows"]
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """What was said does not count: its epoch or its life is over. epoch: the shard's now.
+    """Rejection of a message whose epoch or life has ended.
 
-    "rows": the digest is of no list of rows that this server knows; they have to be sent.
+    `epoch` is the shard's current epoch. The reason "rows" means that the server does not know the
+    list of rows behind the digest, so the worker must send the rows.
     """
 
     shard: int
@@ -139,16 +169,16 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 
 
 class Made(msgspec.Struct, frozen=True):
-    """A push that an update contains."""
+    """A push in an update."""
 
     worker: int
     clock: int
 
 
 class Norms(msgspec.Struct, frozen=True, tag=True):
-    """The squared norms of a clock's mean gradient, by shard, as far as the sender knows them.
+    """Squared norms of a clock's mean gradient, by shard, as known to the sender.
 
-    asks: whether the receiver is to answer with those that it knows.
+    `asks` requests the receiver's norms as an answer.
     """
 
     group: int
@@ -158,13 +188,18 @@ class Norms(msgspec.Struct, frozen=True, tag=True):
 
 
 class Step(msgspec.Struct, frozen=True):
-    """An update of the keys from `start` on, ready to be applied: the same for shard and copy.
+    """Update of the keys from `start` on, ready to apply; equal for shard and copy.
 
-    pushes: what it contains. factor: of the learning rates: by their schedule, by its age, and by
-    its share. rows: of a table, to which the gradient belongs. decay: what weight decay that is
-    part of the gradient is multiplied with, as the gradient was. moves: whether the optimizer makes
-    a step; a push that counts nothing moves the clock alone. norms: by which the gradient was
-    clipped.
+    Args:
+        start: first key.
+        gradient: the gradient.
+        pushes: pushes in the update.
+        factor: factor of the learning rates, from schedule, age and share.
+        rows: table rows of the gradient.
+        decay: factor of a weight decay that is part of the gradient, equal to the gradient's
+            factor.
+        moves: whether the optimizer makes a step; a push of weight 0 moves only the clock.
+        norms: norms by which the gradient was clipped.
     """
 
     start: int
@@ -178,7 +213,7 @@ class Step(msgspec.Struct, frozen=True):
 
 
 class Replicate(msgspec.Struct, frozen=True, tag=True):
-    """The `number`-th update of a shard, counted from 0."""
+    """Update number `number` of a shard, from 0."""
 
     shard: int
     epoch: int
@@ -187,7 +222,7 @@ class Replicate(msgspec.Struct, frozen=True, tag=True):
 
 
 class Replicated(msgspec.Struct, frozen=True, tag=True):
-    """The copy contains the first `number` updates."""
+    """Confirmation that the copy contains the first `number` updates."""
 
     shard: int
     epoch: int
@@ -195,7 +230,7 @@ class Replicated(msgspec.Struct, frozen=True, tag=True):
 
 
 class Snapshot(msgspec.Struct, frozen=True, tag=True):
-    """All of a shard, after `number` updates. state: what `Shard.state` gives."""
+    """Whole shard after `number` updates. `state` is from `Shard.state`."""
 
     shard: int
     epoch: int
@@ -204,7 +239,7 @@ class Snapshot(msgspec.Struct, frozen=True, tag=True):
 
 
 class Count(msgspec.Struct, frozen=True):
-    """How many pushes of a worker a shard has: at least, and at most, over its keys."""
+    """Number of a worker's pushes in a shard: least and most over its keys."""
 
     shard: int
     epoch: int
@@ -215,10 +250,16 @@ class Count(msgspec.Struct, frozen=True):
 
 
 class Beat(msgspec.Struct, frozen=True, tag=True):
-    """A node is there. layout: the version that it has. sent: by its own clock.
+    """Heartbeat of a node.
 
-    counts: of the workers that are closing. clock: a worker's. without: shards that a server is to
-    answer for, and of which it has nothing: they went with the one before.
+    Args:
+        node: name of the node.
+        layout: version of the node's layout.
+        sent: time on the node's own clock, in seconds.
+        counts: push counts of closing workers.
+        clock: clock of a worker.
+        without: shards that a server owns without any data, since they were lost with the previous
+            owner.
     """
 
     node: str
@@ -230,7 +271,7 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
 
 
 class Lease(msgspec.Struct, frozen=True, tag=True):
-    """A server may answer until `seconds` after it sent the beat of `sent`."""
+    """Permission for a server to answer until `seconds` after it sent the beat of time `sent`."""
 
     sent: float
     seconds: float
@@ -251,4 +292,4 @@ Message = (
     | Layout
 )
 Envelope = tuple[str, Message]
-"""To whom, and what."""
+"""Receiver and message."""

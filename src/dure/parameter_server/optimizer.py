@@ -1,15 +1,14 @@
-"""The optimizer at the servers: the task's own, over the keys of a shard.
+"""Optimizer at the servers: the task's own optimizer, over the keys of a shard.
 
-An optimizer that treats every element for itself gives the same bits whether it has a model's
-parameters or pieces of them, so a shard has the task's optimizer over its own keys:
+An elementwise optimizer gives the same bits on a model's parameters and on pieces of them, so a
+shard has the task's optimizer over its own keys:
 
     gradient g, keys w of the shard       w <- w - step(factor · lr, g)       by that optimizer
 
-What it remembers, such as momentum, stays with the shard. Parameters that the optimizer's groups
-treat alike, and that are neighbours, are one piece. SGD with momentum, Adam, AdamW, Adagrad,
-RMSprop and what `ELEMENTWISE` names besides are of this kind; others, which look at a whole
-parameter (LBFGS, Muon), are refused by name. So is an optimizer with more than its class and its
-settings say, such as hooks, which would be lost.
+Its state, such as momentum, stays with the shard. Neighbouring parameters with equal settings form
+a piece. SGD with momentum, Adam, AdamW, Adagrad, RMSprop and the others in `ELEMENTWISE` are
+elementwise; optimizers that need a whole parameter (LBFGS, Muon) raise an error. So does an
+optimizer with features beyond its class and settings, such as hooks, which would be lost.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ ELEMENTWISE: tuple[type[Optimizer], ...] = (
 
 @dataclass(frozen=True)
 class Span:
-    """Neighbouring keys of a vector, start … stop-1, in the group of this number."""
+    """Neighbouring keys start … stop-1 of a vector, with the number of their parameter group."""
 
     start: int
     stop: int
@@ -51,12 +50,14 @@ class Span:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the optimizer of any keys is made.
+    """Recipe for an optimizer over any keys.
 
-    kind: its class. groups: the settings of each of its groups. spans: by vector, in order; keys
-    that no group has are in none. seams: keys at which pieces begin, since some push one side
-    alone. arguments: that its class was called with, since some make its first state, which groups
-    do not say.
+    Args:
+        kind: class of the optimizer.
+        groups: settings of each parameter group.
+        spans: spans by vector, in order; keys without a group are in no span.
+        seams: keys at which pieces must begin, since some workers push only one side.
+        arguments: constructor arguments, of which some affect only the first state.
     """
 
     kind: type[Optimizer]
@@ -67,10 +68,10 @@ class Recipe:
 
     @classmethod
     def of(cls, optimizer: Optimizer, vectors: Sequence[Sequence[nn.Parameter]]) -> Recipe:
-        """That of an optimizer over parameters, which lie one after another in vectors.
+        """Return the recipe of an optimizer over parameters that form these vectors.
 
-        Raises ValueError for an optimizer that cannot be divided by elements, that has made steps,
-        or that has hooks.
+        Raises ValueError for an optimizer that is not elementwise, that has made steps, or that has
+        hooks.
         """
         kind = type(optimizer)
         if kind not in ELEMENTWISE:
@@ -94,11 +95,11 @@ class Recipe:
         return cls(kind, groups, spans, arguments=arguments_of(optimizer))
 
     def make(self, groups: Sequence[Mapping[str, Any]]) -> Optimizer:
-        """An optimizer of these groups of parameters, in its first state."""
+        """Return a new optimizer of these parameter groups."""
         return self.kind(groups, **self.arguments)  # type: ignore[arg-type]
 
     def pieces(self, vector: int, start: int, stop: int) -> list[Span]:
-        """The keys start … stop-1 of a vector, cut where the settings change and at the seams."""
+        """Return the keys start … stop-1 of a vector, cut at changes of settings and at seams."""
         cuts = sorted(key for v, key in self.seams if v == vector and start < key < stop)
         pieces = []
         for span in self.spans[vector]:
@@ -111,12 +112,12 @@ class Recipe:
 
     @property
     def linear(self) -> bool:
-        """Whether a step is linear in the gradient: a part of one makes a part of the step."""
+        """Whether a step is linear in the gradient."""
         return self.kind is torch.optim.SGD
 
     @property
     def plain(self) -> bool:
-        """Whether a step is w <- w - lr·g, and nothing else: one that a worker can make as well."""
+        """Whether a step is just w <- w - lr·g, which a worker can make as well."""
         return self.linear and not any(
             group[name]
             for group in self.groups
@@ -125,13 +126,13 @@ class Recipe:
 
 
 def arguments_of(optimizer: Optimizer) -> dict[str, Any]:
-    """The settings that an optimizer was made with, under the names of its class's arguments."""
+    """Return the settings of an optimizer's constructor, by argument."""
     named = inspect.signature(type(optimizer)).parameters
     return {name: value for name, value in optimizer.defaults.items() if name in named}
 
 
 def check_new(optimizer: Optimizer) -> None:
-    """Raises ValueError for what an optimizer has besides its class and its settings."""
+    """Check that an optimizer is new and has no hooks; raises ValueError if not."""
     kind = type(optimizer).__name__
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         raise ValueError(
@@ -146,12 +147,12 @@ def check_new(optimizer: Optimizer) -> None:
 
 
 def _is_first(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
-    """Whether the parameters of a group have the state that its class and settings begin with."""
+    """Return whether the parameters of a group have the first state of their optimizer."""
     kind: Any = type(optimizer)
     for parameter in group["params"]:
         state = optimizer.state.get(parameter)
         if state:
-            # Of a parameter of one element, since every element begins alike.
+            # A parameter of one element suffices, since all elements begin with equal state.
             sample = nn.Parameter(torch.zeros(1, dtype=parameter.dtype))
             known = kind([{**group, "params": [sample]}], **arguments_of(optimizer)).state[sample]
             if not _same(state, known):
@@ -160,7 +161,7 @@ def _is_first(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
 
 
 def _same(state: Mapping[str, Any], known: Mapping[str, Any]) -> bool:
-    """Whether every element of a state has the one value that is known of it."""
+    """Return whether every element of a state has the known value."""
     return state.keys() == known.keys() and all(
         value.is_meta or torch.equal(value, known[name].to(value).expand_as(value))
         if isinstance(value, Tensor)
@@ -185,13 +186,13 @@ def _spans(vector: Sequence[nn.Parameter], number_of: Mapping[int, int]) -> list
 
 
 def _coupled_decay(group: Mapping[str, Any]) -> float:
-    """The weight decay that a group's optimizer adds to the gradient, as SGD does and AdamW not."""
+    """Return the weight decay that the optimizer adds to the gradient; SGD does, AdamW does not."""
     decay: float = group.get("weight_decay", 0.0)
     return 0.0 if group.get("decoupled_weight_decay") else decay
 
 
 class ShardOptimizer:
-    """The optimizer of the keys from `start` on of a vector, whose values it changes in place."""
+    """Optimizer of a vector's keys from `start` on; changes their values in place."""
 
     def __init__(self, recipe: Recipe, vector: int, start: int, values: Tensor) -> None:
         self.start = start
@@ -214,14 +215,14 @@ class ShardOptimizer:
             }
             for number, settings in enumerate(recipe.groups)
         ]
-        # A group without keys here would be refused by some optimizers.
+        # Some optimizers reject an empty parameter group.
         groups = [group for group in groups if group["params"]]
         self.optimizer = recipe.make(groups) if groups else None
         self.rates = [group["lr"] for group in groups]
         self.decays = [_coupled_decay(group) for group in groups]
 
     def check_range(self, start: int, stop: int) -> None:
-        """Raises ValueError where an update of start … stop-1 would change a part of a piece."""
+        """Check that start … stop-1 consists of whole pieces; raises ValueError if not."""
         for span in self.spans:
             if span.start < start < span.stop or span.start < stop < span.stop:
                 raise ValueError(
@@ -233,14 +234,14 @@ class ShardOptimizer:
     def step(self, start: int, gradient: Tensor, factor: float, decay: float = 1.0) -> None:
         """Make a step on the keys from `start` on.
 
-        factor: of the learning rates. decay: of weight decay that is part of the gradient.
+        `factor` multiplies the learning rates, `decay` a weight decay that is part of the gradient.
         """
         if self.optimizer is None:
             return
         stop = start + len(gradient)
         inside = [start <= span.start and span.stop <= stop for span in self.spans]
         if self.plain:
-            # What the optimizer would do, without what takes it longer than a small step.
+            # The optimizer's arithmetic without its overhead, which exceeds a small step.
             for piece, span, is_inside in zip(self.pieces, self.spans, inside, strict=True):
                 if is_inside:
                     own = gradient[span.start - start : span.stop - start]
@@ -259,7 +260,7 @@ class ShardOptimizer:
             piece.grad = None
 
     def state(self) -> dict[str, Any]:
-        """What it remembers, by the number of the piece. The tensors are its own, not copies."""
+        """Return the state by the number of the piece; tensors are shared, not copied."""
         if self.optimizer is None:
             return {}
         return {
@@ -269,7 +270,7 @@ class ShardOptimizer:
         }
 
     def restore(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """Takes copies of what `state` gave."""
+        """Restore copies of the states in `state`."""
         if self.optimizer is None:
             return
         for number, kept in state.items():

@@ -1,4 +1,4 @@
-"""What a run of servers and workers is to be, before any of them lives."""
+"""Plan of a run with servers and workers, and checks of task, model and conditions."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from dure.tasks.unreached import unreached
 from dure.tensors.flat import by_dtype, check_apart, trained_of
 
 TRAINS_WITH: frozenset[Part] = frozenset({"clip_norm", "precision", "compile", "unfreeze"})
-"""Of what a task may ask for, what workers of parameter servers can do."""
+"""Optional parts of a task that workers of parameter servers support."""
 
 CANNOT: Mapping[Part, str] = {
     "ema": "the weights lie with the servers, and after a push nobody has them all"
@@ -47,10 +47,18 @@ CANNOT: Mapping[Part, str] = {
 
 @dataclass(frozen=True)
 class Plan:
-    """How many there are of each, and how they work together.
+    """Numbers of servers and workers, and their settings.
 
-    groups: the workers of each, by number. staleness, batch_size, period, replicas, slows_stale,
-    compression, accumulate: as in `ParameterServer`.
+    Args:
+        servers: number of servers.
+        groups: numbers of the workers in each group.
+        batch_size: as in `ParameterServer`.
+        staleness: as in `ParameterServer`.
+        period: as in `ParameterServer`.
+        replicas: copies of each shard.
+        slows_stale: as in `ParameterServer`.
+        compression: as in `ParameterServer`.
+        accumulate: as in `ParameterServer`.
     """
 
     servers: int
@@ -64,50 +72,50 @@ class Plan:
     accumulate: int
 
     copies_field: ClassVar[str] = "replicas"
-    """What users call `replicas`."""
+    """Name of the user's setting for `replicas`."""
 
     @property
     def workers(self) -> list[int]:
-        """All of them."""
+        """All workers."""
         return [worker for group in self.groups for worker in group]
 
     def made_for(self, task: Task, model: nn.Module) -> Plan:
-        """The same for ranks that have this model."""
+        """Return the plan for ranks that have this model."""
         return self
 
     @property
     def shares_data(self) -> bool:
-        """Whether a group's workers share its batches, so that one computes what another left."""
+        """Whether a group's workers share its batches, so that one can compute another's part."""
         return True
 
     @property
     def deals(self) -> bool:
-        """Whether parts of batches are dealt out to whoever is free."""
+        """Whether a scheduler assigns parts of batches to idle workers."""
         return self.shares_data and self.staleness is None
 
     @property
     def teams(self) -> list[Sequence[int]]:
-        """Workers that have to be equally far where a run ends before all meet."""
+        """Workers that must have made equally many steps at a graceful stop."""
         return [] if self.deals else list(self.groups)
 
     def until(self, worker: int, batches: int) -> int:
-        """Before which of its batches a worker stops, where all meet after so many of a group."""
+        """Return a worker's first batch after a round, given the group's batches until then."""
         return batches
 
     def steps_per_epoch(self, computing: Gradients) -> int:
-        """Batches in a pass over the data."""
+        """Return the batches in a pass over the data."""
         return computing.steps_per_epoch
 
     def companions(self, worker: int) -> list[int]:
-        """Workers that cannot go on without this one."""
+        """Return the workers that cannot continue without this worker."""
         return []
 
     def group_of(self, worker: int) -> int:
-        """The number of a worker's group."""
+        """Return the number of a worker's group."""
         return next(n for n, workers in enumerate(self.groups) if worker in workers)
 
     def keys(self, model: nn.Module) -> list[list[Range]]:
-        """The ranges of each server."""
+        """Return the key ranges of each server."""
         vectors = by_dtype(dense_of(model))
         return divide(
             [
@@ -118,15 +126,15 @@ class Plan:
         )
 
     def shards(self, model: nn.Module) -> list[Range]:
-        """All ranges of keys, by the number of the shard."""
+        """Return all key ranges, by the number of the shard."""
         return [keys for ranges in self.keys(model) for keys in ranges]
 
     def table_shards(self, model: nn.Module) -> list[Range]:
-        """All ranges of rows, whose shards come after those of keys; `vector` is the table."""
+        """Return all row ranges, whose shards follow those of keys; `vector` is the table."""
         return [keys for _, keys in self._rows(model)]
 
     def _rows(self, model: nn.Module) -> list[tuple[int, Range]]:
-        """(server, rows) of each shard of a table."""
+        """Return (server, rows) of each shard of a table."""
         found = []
         for number, module in enumerate(embeddings_of(model).values()):
             rows, dim = module.weight.shape
@@ -136,29 +144,29 @@ class Plan:
         return found
 
     def all_portions(self, model: nn.Module) -> list[tuple[int, int, int]]:
-        """(shard, start, stop) of every shard, those of tables at the end."""
+        """Return (shard, start, stop) of every shard, those of tables last."""
         shards = [*self.shards(model), *self.table_shards(model)]
         return [(number, keys.start, keys.stop) for number, keys in enumerate(shards)]
 
     def layout(self, model: nn.Module) -> Layout:
-        """Who owns what at first."""
+        """Return the initial layout."""
         owners = [server for server, ranges in enumerate(self.keys(model)) for _ in ranges]
         owners += [server for server, _ in self._rows(model)]
         return first_layout(owners, self.servers, self.groups, self.replicas)
 
     def coding(self, model: nn.Module) -> Coding | None:
-        """How pushes are compressed; None where they are not."""
+        """Return the encoder of pushes; None without compression."""
         if not self.compression.compresses:
             return None
         return Coding(self.compression, dense_of(model), waits=self.staleness != 0)
 
     @property
     def remembers(self) -> bool:
-        """Whether workers keep what compressed pushes have left out."""
+        """Whether workers keep residuals of compressed pushes."""
         return self.compression.compresses and self.compression.remembers
 
     def terms(self, task: Task, model: nn.Module) -> Terms:
-        """On what terms the shards of keys train. Raises ValueError as `Recipe.of` does."""
+        """Return the training terms of key shards. Raises ValueError as `Recipe.of`."""
         schedule: Callable[[int], float] | None = None
         if task.lr_schedule is not None:
             schedule = partial(factor_at, task.lr_schedule)
@@ -172,15 +180,18 @@ class Plan:
         )
 
     def terms_with_tables(self, task: Task, model: nn.Module, seed: int) -> Terms:
-        """As `terms`, for shards of tables too. Call it before `tables`, which takes them out."""
+        """Return `terms` with tables.
+
+        Call this before `tables`, which removes them from the model.
+        """
         return replace(self.terms(task, model), tables=tables_of(task, model, seed))
 
     def tables(self, model: nn.Module, tables: Sequence[Table]) -> Tables | None:
-        """Takes the tables, which are those of the terms, out of a model; None: it has none."""
+        """Replace the sparse embeddings of a model by these tables; None without tables."""
         return Tables(model, tables, self.table_shards(model)) if tables else None
 
     def gradients(self, task: Task, model: nn.Module, seed: int) -> Gradients:
-        """What computes gradients with this model. Its tables are still to be told to it."""
+        """Return the gradient computation of this model; the caller sets its tables."""
         return Gradients(
             task,
             model,
@@ -200,7 +211,7 @@ def first_states(
     terms: Terms,
     table_shards: Sequence[Range] = (),
 ) -> list[Mapping[str, Any]]:
-    """The states of shards, and behind them those of tables, with the weights of the beginning."""
+    """Return the initial states of shards, those of tables last."""
     states = states_of_keys(shards, computing.flat.buffers, terms)
     states += [
         TableShard(number, rows, terms).state()
@@ -212,7 +223,7 @@ def first_states(
 def states_of_keys(
     shards: Sequence[Range], vectors: Sequence[Tensor], terms: Terms
 ) -> list[Mapping[str, Any]]:
-    """The states of shards of keys that begin with the values of these vectors."""
+    """Return the states of key shards that begin with the values of these vectors."""
     return [
         Shard(number, keys, vectors[keys.vector][keys.start : keys.stop].clone(), terms).state()
         for number, keys in enumerate(shards)
@@ -225,7 +236,7 @@ def in_words(
     table_shards: Sequence[Range] = (),
     tables: Sequence[Table] = (),
 ) -> list[str]:
-    """What each shard holds, for errors."""
+    """Return a description of each shard, for errors."""
     dtypes = [str(vector.dtype).removeprefix("torch.") for vector in vectors]
     names = [f"the {dtypes[keys.vector]} keys {keys.start} to {keys.stop - 1}" for keys in shards]
     names += [
@@ -236,16 +247,16 @@ def in_words(
 
 
 def recipe_of(task: Task, model: nn.Module) -> Recipe:
-    """How servers make the task's optimizer. Raises ValueError where they cannot."""
+    """Return the recipe of the task's optimizer. Raises ValueError if servers cannot use it."""
     vectors = list(by_dtype(dense_of(model)).values())
     optimizer = task.optimizer(model.parameters())
     check_new(optimizer)
-    # Where there are tables and nothing else, their own rules are all that counts.
+    # A model with tables alone needs only their update rules.
     return Recipe.of(optimizer, vectors) if vectors else Recipe(type(optimizer), [], [])
 
 
 def check_compression(compression: Compression) -> None:
-    """Raises ValueError for one that makes no message of a single worker's gradient."""
+    """Check that a single worker's gradient can be encoded; raises ValueError if not."""
     try:
         compression.codec(Bucket([torch.empty(1)]))
     except (ValueError, NotImplementedError) as error:
@@ -256,7 +267,7 @@ def check_compression(compression: Compression) -> None:
 
 
 def check_compressed(plan: Plan, model: nn.Module) -> None:
-    """Raises ValueError for a model whose pushes cannot be compressed as they are to be."""
+    """Check that the model's pushes can be compressed; raises ValueError if not."""
     coding = plan.coding(model)
     if coding is None:
         return
@@ -271,7 +282,10 @@ def check_compressed(plan: Plan, model: nn.Module) -> None:
 
 
 def check_tables_whole(model: nn.Module, accumulate: int) -> None:
-    """Raises ValueError for tables, of which the rows of a whole part are asked for at once."""
+    """Check that `accumulate` is 1 for a model with tables; raises ValueError if not.
+
+    A worker requests the rows of a whole part at once.
+    """
     if accumulate > 1 and embeddings_of(model):
         raise ValueError(
             f"accumulate is {accumulate}, but {next(iter(embeddings_of(model)))} is sparse, and a "
@@ -280,9 +294,9 @@ def check_tables_whole(model: nn.Module, accumulate: int) -> None:
 
 
 def check_unfreeze(task: Task, skips: bool) -> None:
-    """Raises ValueError where the optimizer at the servers would move what is frozen.
+    """Check that the servers' optimizer leaves frozen parameters unchanged; raises ValueError.
 
-    skips: whether it leaves alone what has a gradient of zero.
+    `skips`: whether the optimizer leaves elements with a zero gradient unchanged.
     """
     if task.unfreeze is not None and not skips:
         raise ValueError(
@@ -292,10 +306,9 @@ def check_unfreeze(task: Task, skips: bool) -> None:
 
 
 def check_reached(task: Task, model: nn.Module, part: int, skips: bool) -> None:
-    """Raises ValueError for a parameter without a gradient that the servers would move.
+    """Check that all parameters that the servers would move have a gradient; raises ValueError.
 
-    part: examples of a worker's step. skips: whether the optimizer leaves alone what has a gradient
-    of zero.
+    `part` is the number of examples of a worker's step. `skips` is as in `check_unfreeze`.
     """
     if skips:
         return
@@ -304,7 +317,7 @@ def check_reached(task: Task, model: nn.Module, part: int, skips: bool) -> None:
 
 
 def check_sparse(task: Task, model: nn.Module) -> None:
-    """Raises ValueError for sparse embeddings that servers cannot have as tables."""
+    """Check that servers can train the sparse embeddings as tables; raises ValueError if not."""
     check_tables(task, model)
     _check_memory(model)
     if task.compile and embeddings_of(model):
@@ -326,7 +339,7 @@ def check_sparse(task: Task, model: nn.Module) -> None:
 
 
 def _check_memory(model: nn.Module) -> None:
-    """Raises ValueError for tables that would not be there when the model is written."""
+    """Check that this machine has memory to write the tables; raises ValueError if not."""
     names = {name: m.weight for name, m in embeddings_of(model).items() if m.weight.is_meta}
     available = available_memory()
     needed = sum(weight.nbytes for weight in names.values())
@@ -338,11 +351,11 @@ def _check_memory(model: nn.Module) -> None:
 
 
 def check_model(model: nn.Module) -> None:
-    """Raises ValueError for a model whose weights cannot lie in vectors of keys."""
+    """Check that the model's weights can form vectors of keys; raises ValueError if not."""
     trained = trained_of(model)
     if not trained:
         raise ValueError("the model has no parameter that is trained: servers would hold nothing")
-    # Tables may have no memory: servers make their rows.
+    # Tables may be on the meta device: servers create their rows.
     device = next((p.device for p in dense_of(model) if p.device.type != "cpu"), None)
     if device is not None:
         raise ValueError(f"the model is on {device}, and servers hold weights in the CPU's memory")
@@ -352,7 +365,7 @@ def check_model(model: nn.Module) -> None:
 
 
 def check_world(world: World) -> None:
-    """Raises ValueError for clients over a network, which are no workers."""
+    """Check that the world has ranks; raises ValueError for clients over a network."""
     if world.serves:
         raise ValueError(
             "a parameter server's workers are ranks, or simulated: clients over a network have "
@@ -371,11 +384,11 @@ WITHOUT = (
     "keep_updates",
     "deadline",
 )
-"""Conditions of clients that workers do not have."""
+"""Conditions of clients that workers do not support."""
 
 
 def check_under(conditions: Conditions) -> None:
-    """Raises ValueError for conditions that workers do not have."""
+    """Check that workers support the conditions; raises ValueError if not."""
     ideal = Conditions()
     if conditions.server_examples_per_second != ideal.server_examples_per_second:
         raise ValueError(

@@ -1,16 +1,16 @@
-"""A replica of Downpour SGD at work: it fetches, computes and pushes, one beside the other.
+"""Replica of Downpour SGD: overlapping fetches, gradients and pushes.
 
 At step t, counted from 0, with weights w of its own:
 
-    t mod n_fetch = 0    begin to fetch w; what comes takes the place of w, between two steps
+    t mod n_fetch = 0    begin to fetch w; fetched values replace w between two steps
                          g = gradient of the replica's next batch at w
                          accrued <- accrued + g;  w <- w - alpha·g
     t mod n_push = 0     begin to push accrued;  accrued <- 0
 
-so the push of step 0 carries one gradient. At most one fetch and one push are under way: the next
-one waits for it, and the replica with it, so that a slow link holds up steps and does not fill the
-memory. Where all meet, the last step pushes what is accrued, and the next step waits for a fetch:
-what is evaluated there contains every gradient.
+so the push of step 0 carries a single gradient. At most one fetch and one push are in flight: the
+next waits for its predecessor, and the replica with it, so that a slow connection delays steps in
+place of filling the memory. At the end of a round the last step pushes the accrued gradients, and
+the next step waits for a fetch: the evaluated weights contain every gradient.
 
 Without overlap a step waits for its fetch, which contains all own pushes, and for the push of the
 step before.
@@ -36,7 +36,7 @@ from dure.parameter_server.worker import WorkerSide
 
 @dataclass(frozen=True)
 class Pace:
-    """How often a replica fetches and pushes, in steps, and whether it computes meanwhile."""
+    """Steps between a replica's fetches and pushes, and whether they overlap with computation."""
 
     fetch_every: int = 1
     push_every: int = 1
@@ -44,31 +44,36 @@ class Pace:
 
 
 class Job(Protocol):
-    """A gradient that is being computed."""
+    """Gradient computation in progress."""
 
     @property
     def ends(self) -> float:
-        """When it is there; infinity as long as nobody knows."""
+        """Time of the end; infinity while it is unknown."""
 
     def result(self) -> Sequence[Tensor]:
-        """The gradient, by portion, which nobody else uses. Raises what its computation raised."""
+        """Return the gradient, by portion, owned by the caller. Raises the computation's error."""
 
     @property
     def is_empty(self) -> bool:
-        """Whether the gradient, which is there, is of no example."""
+        """Whether the finished gradient has no examples."""
 
 
 Compute = Callable[[int, Sequence[Tensor], float], Job]
-"""compute(step, weights, now): begins the gradient of a step, at these weights by portion."""
+"""Function (step, weights, now) that begins the gradient of a step at these weights, by portion."""
 Move = Callable[[Sequence[Tensor], Sequence[Tensor], int], None]
-"""move(weights, gradients, step): w <- w - alpha·g, in place."""
+"""Function (weights, gradients, step) for w <- w - alpha·g, in place."""
 
 
 class Replica:
-    """A replica, or the part of one that a machine has, from its first step on.
+    """Replica, or a machine's part of a replica.
 
-    side: what it says to the servers. weights: by portion, of which it takes copies. done: steps
-    that were done before.
+    Args:
+        side: protocol towards the servers.
+        pace: intervals of fetches and pushes.
+        weights: initial weights by portion, which are copied.
+        compute: begins a gradient.
+        move: makes a local step.
+        done: number of steps that were done before.
     """
 
     def __init__(
@@ -86,29 +91,29 @@ class Replica:
         self.compute = compute
         self.move = move
         self.step = done
-        """Steps that are done."""
+        """Number of steps done."""
         self.until = done
-        """It may do the steps before this one."""
+        """First step that is not granted."""
         self._fresh = False
-        """Whether weights have come since all have met."""
+        """Whether a fetch has arrived since the begin of the round."""
         self._fetched = -1
-        """For which step it has begun to fetch."""
+        """Last step with a begun fetch."""
         self._job: Job | None = None
         self._accrued: list[Tensor] | None = None
         self._count = 0
-        """Gradients of examples that are accrued."""
+        """Number of accrued gradients with examples."""
         self._due = False
-        """Whether what is accrued is to be pushed now."""
+        """Whether the accrued gradients are to be pushed now."""
         self._woken = False
         self.held = False
-        """Whether it begins no step, since the run is to end."""
+        """Whether no step may begin, since the run is to end."""
 
     def begin_at(self, step: int) -> None:
-        """So many steps were done before; for one that has done none."""
+        """Set the number of steps that were done before, for a new replica."""
         self.step = self.until = step
 
     def grant(self, until: int) -> None:
-        """All have met, and it may do the steps before `until`."""
+        """Begin a round with the steps before `until`."""
         if until != self.until:
             self.until = until
             self._fresh = False
@@ -116,12 +121,12 @@ class Replica:
             self._woken = True
 
     def hold(self) -> int:
-        """Begins no step until it hears where it stops; the first that it has not begun."""
+        """Begin no step until `stop_at`; returns the first step that is not begun."""
         self.held = True
         return self.step + (self._job is not None)
 
     def stop_at(self, until: int) -> None:
-        """It stops before this step, though not all have met, and pushes what is accrued there."""
+        """Stop before step `until`, within a round, and push the accrued gradients there."""
         self.held = False
         self.until = until
         self._due = self._due or (self.step >= until and self._accrued is not None)
@@ -129,7 +134,7 @@ class Replica:
 
     @property
     def finished(self) -> bool:
-        """Whether it has done all that it may do, and every server has it."""
+        """Whether all granted steps are done, and every server has their pushes."""
         waits = self._job is not None or self._due or self.side.asked is not None
         return self.step >= self.until and not waits and not self.side.behind
 
@@ -140,18 +145,18 @@ class Replica:
 
     @property
     def wake(self) -> float:
-        """When it is to be told that time has passed."""
+        """Time of the next `tick`."""
         if self._woken:
             return -math.inf
         return min(self.side.wake, math.inf if self._job is None else self._job.ends)
 
     def receive(self, sender: str, message: Message, now: float) -> list[Envelope]:
-        """What it says to a message."""
+        """Return the messages that answer a message."""
         said = self.side.receive(sender, message, now)
         return [*said, *self._go_on(now)]
 
     def tick(self, now: float) -> list[Envelope]:
-        """What is due: a gradient that is computed, what was not answered."""
+        """Process due events: a finished gradient, retries. Returns messages."""
         self._woken = False
         if self._job is not None and now >= self._job.ends:
             job = self._job
@@ -161,7 +166,7 @@ class Replica:
         return [*said, *self._go_on(now)]
 
     def _take(self, job: Job) -> None:
-        """The gradient of the step is there."""
+        """Accrue a finished gradient and make the local step."""
         gradients = job.result()
         self._count += not job.is_empty
         if self._accrued is None:
@@ -175,7 +180,7 @@ class Replica:
         self.step += 1
 
     def _go_on(self, now: float) -> list[Envelope]:
-        """Whatever need not wait."""
+        """Begin all operations that need not wait."""
         if self.side.given_up or self._job is not None:
             return []
         self._land()
@@ -187,7 +192,7 @@ class Replica:
         return said
 
     def _land(self) -> None:
-        """Takes what was fetched, if it is there."""
+        """Take the fetched weights if they have arrived."""
         if self.side.asked is not None and self.side.arrived:
             fetched, _ = apart(self.side.take())
             for weights, values in zip(self.weights, fetched, strict=True):
@@ -195,7 +200,7 @@ class Replica:
             self._fresh = True
 
     def _push(self, now: float) -> list[Envelope]:
-        """Pushes what is to be pushed, if the push before it is safe."""
+        """Push due gradients if the previous push is acknowledged."""
         if not self._due or self.side.behind:
             return []
         assert self._accrued is not None
@@ -203,17 +208,17 @@ class Replica:
         self._accrued = None
         self._count = 0
         self._due = False
-        # Of no example at all it moves the clock, and no weights.
+        # A push without examples moves the clock, but no weights.
         return self.side.push(gradients, 1.0 if count else 0.0, now, self.step - 1, max(1, count))
 
     @property
     def _to_fetch(self) -> bool:
-        """Whether this step has a fetch, and that has not begun."""
+        """Whether this step has a fetch that has not begun."""
         due = self.step % self.pace.fetch_every == 0 or not self._fresh
         return due and self._fetched != self.step
 
     def _fetch(self, now: float) -> list[Envelope]:
-        """Begins the fetch of this step, if it has one, and the one before it has landed."""
+        """Begin the fetch of this step, if it has one and the previous fetch has arrived."""
         if not self._to_fetch or self.side.asked is not None:
             return []
         self._fetched = self.step
@@ -221,7 +226,7 @@ class Replica:
 
     @property
     def _waits(self) -> bool:
-        """Whether the gradient of this step cannot be begun yet."""
+        """Whether the gradient of this step cannot begin yet."""
         if self._to_fetch or not self._fresh:
             return True
         return not self.pace.overlap and (self.side.asked is not None or self.side.behind > 0)

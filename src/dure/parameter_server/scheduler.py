@@ -1,20 +1,20 @@
-"""The scheduler of a worker group: who computes which part of which batch.
+"""Scheduler of a worker group: assignment of parts of batches to workers.
 
-A group goes over the batches of the training data in order; a batch has as many parts as workers
-take part.
+A group processes the batches of the training data in order; a batch has as many parts as there are
+members.
 
     bounded staleness    at clock c a worker has its own part of batch c
-    without a bound      whoever is free gets the next part: a slow worker gets fewer
+    without a bound      an idle worker gets the next part: a slow worker gets fewer
 
-so that in both each example is used once an epoch. What a worker had and did not finish when it was
-given up is dealt out again (without a bound), or is owed and computed in its name (`members`).
+so that in both cases each example is used once an epoch. Unfinished parts of a dropped worker are
+assigned again (without a bound), or computed by another worker on its behalf (`members`).
 
-Work is granted up to a batch: where a run is evaluated or saved, all meet. Where it is to end
-before that, nothing more is dealt out, and what was not begun comes back (`holding`).
+Work is granted up to a batch, at which a round ends for evaluation or a checkpoint. If the run is
+to end earlier, no more parts are assigned, and parts that were not begun come back (`holding`).
 
-Without a bound several parts are dealt out at a time, so that small steps do not wait for the
-dealer: with r parts left and m workers, r / 4m, so that near the end they are single ones and a
-slow worker keeps nobody waiting.
+Without a bound several parts are assigned at a time, so that small steps do not wait for the
+scheduler: with r parts left and m workers, r / 4m, so that single parts are assigned near the end
+and a slow worker delays no other worker.
 
 Source: Li et al. 2014, section 4.1 (a task scheduler for each group); Polychronopoulos and Kuck
 1987, "Guided Self-Scheduling".
@@ -29,7 +29,7 @@ import msgspec
 from dure.parameter_server.members import Members
 
 _MOST_DEALT = 32
-"""Parts at a time, at most."""
+"""Largest number of parts in an assignment."""
 
 
 class Work(msgspec.Struct, frozen=True):
@@ -41,25 +41,25 @@ class Work(msgspec.Struct, frozen=True):
 
 
 class Scheduler:
-    """Of the group `members`. bounded: whether there is a bound on the staleness."""
+    """Scheduler of a group. `bounded`: whether staleness has a bound."""
 
     def __init__(self, members: Members, bounded: bool) -> None:
         self.members = members
         self.bounded = bounded
         self.until = 0
-        """Batches before this one may be begun."""
+        """First batch that may not be begun."""
         self.held = False
-        """Whether nothing more is dealt out, since the run is to end."""
+        """Whether no more parts are assigned, since the run is to end."""
         self._dealt = 0
-        """Parts that were dealt out for the first time."""
+        """Number of parts that were assigned for the first time."""
         self._again: list[Work] = []
         self._out: dict[int, list[Work]] = {}
         self._gone: set[int] = set()
 
     def next(self, worker: int, clock: int, asked: Work | None = None) -> Work | None:
-        """What a worker does at its clock; None where it has nothing to do now.
+        """Return a worker's part at its clock; None without work.
 
-        asked: what this has said before, when the weights for it were asked for.
+        `asked` is the earlier result of this call, for which the worker has pulled the weights.
         """
         if self.bounded:
             workers = self.members.at(clock)
@@ -68,7 +68,7 @@ class Scheduler:
             return Work(clock, workers.index(worker), len(workers))
         if asked is not None:
             return asked
-        # One that was stopped, and given up, may wake and ask.
+        # A dropped worker may resume and ask.
         if worker in self._gone:
             return None
         work = self._again.pop(0) if self._again else self._fresh()
@@ -77,8 +77,7 @@ class Scheduler:
         return work
 
     def deal(self, worker: int) -> tuple[Work, ...]:
-        """Parts for a worker that has asked for some, where there is no bound; none if none are
-        left."""
+        """Return parts for a worker that has asked for some, without a bound; may be empty."""
         if self.held:
             return ()
         count = min(_MOST_DEALT, max(1, self._left() // (4 * self._parts())))
@@ -88,34 +87,34 @@ class Scheduler:
         return tuple(found)
 
     def done(self, worker: int, work: Work) -> None:
-        """Every server has what a worker has computed of a part."""
+        """Record that every server has a worker's part."""
         if not self.bounded:
             self._out[worker].remove(work)
 
     def back(self, worker: int, works: Sequence[Work]) -> None:
-        """A worker gives back what it has not begun."""
+        """Take back parts that a worker has not begun."""
         for work in works:
             self._out[worker].remove(work)
         self._again += works
 
     def gone(self, worker: int) -> None:
-        """A worker was given up: what it had is dealt out again, and it gets nothing any more."""
+        """Assign the parts of a dropped worker again; the worker gets no more parts."""
         self._gone.add(worker)
         self._again += self._out.pop(worker, [])
 
     @property
     def idle(self) -> bool:
-        """Whether everything granted was dealt out and done; if it is held, whether nobody has any.
+        """Whether all granted parts are done; after `held`, whether no worker has a part.
 
-        Asked where there is no bound.
+        Only for groups without a bound.
         """
         left = self._left() + len(self._again)
         return not any(self._out.values()) and (self.held or not left)
 
     def undone(self) -> tuple[int, tuple[Work, ...]]:
-        """Before which batch it stands, and the parts before that which nobody has done.
+        """Return the first batch that was not assigned, and the earlier parts that are not done.
 
-        Asked when it is idle, where there is no bound.
+        Only for an idle group without a bound.
         """
         batches = -(-self._dealt // self._parts())
         rest = range(self._dealt, batches * self._parts())
@@ -125,7 +124,7 @@ class Scheduler:
         return self.until * self._parts() - self._dealt
 
     def _parts(self) -> int:
-        """Into how many parts a batch is divided: as many as there were workers at first."""
+        """Return the number of parts of a batch, equal to the initial number of workers."""
         return len(self.members.workers)
 
     def _fresh(self) -> Work | None:
@@ -135,12 +134,12 @@ class Scheduler:
         return self._work(self._dealt - 1)
 
     def _work(self, number: int) -> Work:
-        """A part by its number over all batches."""
+        """Return a part by its number over all batches."""
         batch, part = divmod(number, self._parts())
         return Work(batch, part, self._parts())
 
     def resume(self, batches: int, undone: Sequence[Work] = ()) -> None:
-        """So many batches were granted, dealt out and done before, but for some parts of them."""
+        """Resume after `batches` batches, of which the parts `undone` are not done."""
         self.until = batches
         self._dealt = batches * self._parts()
         self._again = list(undone)

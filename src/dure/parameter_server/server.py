@@ -1,19 +1,19 @@
-"""A server: the shards that it answers for, and the copies that it holds of others.
+"""Server: the shards that it owns, and its copies of other shards.
 
-With a replica an update is first sent there, and is applied here when the replica has it; only then
-are its pushes acknowledged, and only what is applied is given to anybody:
+With a replica, an update is first sent to the replica, and applied here after the replica has
+applied it; only then are its pushes acknowledged. Answers contain only applied updates:
 
     push -> step n -> Replicate(n) -> the copy applies it -> Replicated(n) -> applied here
                                                           -> Acknowledged, Values
 
-Where steps are clipped, servers tell each other norms before that (`clipping`).
+If steps are clipped, servers first exchange norms (`clipping`).
 
-So whoever answers for a shard next has all that anybody was told of. Where a whole clock becomes
-one step, one step is replicated for all its workers.
+The next owner of a shard therefore has all updates that any node has seen. If a whole clock becomes
+a single step, a single step is replicated for all workers.
 
-A server answers only while it has a lease: the manager gives it with every beat, and waits until it
-is over before it gives the shards to another. A server that was stopped and wakes up finds its
-lease over, and asks the manager first.
+A server answers only while it has a lease. The manager grants the lease with every beat, and waits
+for its end before it assigns the shards to another server. A stopped server that resumes finds its
+lease expired, and asks the manager first.
 
 No I/O and no clock: `now` is an argument, in seconds of this server's own clock.
 
@@ -56,26 +56,32 @@ from dure.parameter_server.worker import RETURN
 
 @dataclass
 class Owned:
-    """A shard that this server answers for.
+    """Shard that this server owns.
 
-    waiting: steps that the replica does not have yet, by their number, the first of them
-    `shard.version`; sent: when they, or the snapshot, went there last.
+    Args:
+        shard: the shard.
+        epoch: epoch of the shard.
+        replica: server with the copy; None without a copy.
+        snapshot: as below.
+        waiting: steps that the replica has not confirmed, by number; the first is `shard.version`.
+        sent: time of the last transmission of these steps or of the snapshot.
+        cut: as below.
     """
 
     shard: Shard
     epoch: int
     replica: int | None = None
     snapshot: bool = False
-    """Whether the replica still has to confirm the snapshot with which it begins."""
+    """Whether the replica has not confirmed its initial snapshot yet."""
     waiting: dict[int, Step] = field(default_factory=dict)
     sent: float = -math.inf
     cut: bool = False
-    """Whether what was said may have been lost since then: the way broke, or it was refused."""
+    """Whether messages since then may be lost, by a broken connection or a rejection."""
 
 
 @dataclass
 class Copy:
-    """A shard of which this server has the copy. early: steps that came before their turn."""
+    """Copy of a shard at this server. `early` has steps that arrived out of order."""
 
     epoch: int
     shard: Shard | None = None
@@ -83,11 +89,15 @@ class Copy:
 
 
 class Server:
-    """Server `number`. Its shards come with snapshots.
+    """Server `number`. Its shards arrive as snapshots.
 
-    beat: seconds between two beats; None where nobody asks whether it lives. patience: seconds
-    after which a message is said again; infinity where nothing is lost unless a connection breaks
-    (`cut`).
+    Args:
+        number: number of the server.
+        layout: initial layout.
+        terms: training terms of the shards.
+        beat: seconds between heartbeats; None sends none.
+        patience: seconds before a retry; infinity if messages are lost only by broken connections
+            (`cut`).
     """
 
     def __init__(
@@ -107,12 +117,15 @@ class Server:
         self.owned: dict[int, Owned] = {}
         self.copies = {shard: Copy(layout.shards[shard].epoch) for shard in layout.held_by(number)}
         self.lease = math.inf
-        """Until when it may answer; without a manager that has said so, for ever."""
+        """End of the lease; infinity before the manager grants a first lease."""
         self._next_beat = -math.inf if beat is not None else math.inf
         self._norms = NormExchange()
         self._first_layout = layout.version
         self._speakers: dict[int, str] = {}
-        """Who speaks for a worker: itself, or one that computes in its name."""
+        """Node that sends for a worker.
+
+        The worker itself, or the node that computes on its behalf.
+        """
         self._receivers: dict[type, Callable[..., list[Envelope]]] = {
             Push: self._push,
             Pull: self._pull,
@@ -126,7 +139,7 @@ class Server:
         }
 
     def receive(self, sender: str, message: Message, now: float) -> list[Envelope]:
-        """What it says to a message. Raises ValueError for one that no server is sent."""
+        """Return the messages that answer a message. Raises ValueError for other message types."""
         receiver = self._receivers.get(type(message))
         if receiver is None:
             raise ValueError(f"a server has no use for a {type(message).__name__}")
@@ -134,12 +147,12 @@ class Server:
 
     @property
     def wake(self) -> float:
-        """When it is to be told that time has passed."""
+        """Time of the next `tick`."""
         due = [self._due(one) for one in self.owned.values() if self._expects(one)]
         return min([self._next_beat, self._norms_due, *due])
 
     def tick(self, now: float) -> list[Envelope]:
-        """What is due: a beat, and what was not answered in time."""
+        """Process due events: a heartbeat, and retries. Returns messages."""
         said: list[Envelope] = []
         if now >= self._next_beat:
             said += self._beats(now)
@@ -166,19 +179,19 @@ class Server:
         if one.shard.unclipped:
             return [*said, *self._clip(now)]
         if not steps and push.clock < one.shard.contains(push.worker, push.start):
-            # It came again because the acknowledgement was lost.
+            # A retry, since the acknowledgement was lost: acknowledge again.
             said.append((sender, _acknowledged(one.shard, push.worker, push.start)))
         return said
 
     def _take(self, number: int, one: Owned, steps: Iterable[Step], now: float) -> list[Envelope]:
-        """Steps that are ready: applied, or sent to the replica first."""
+        """Apply steps, or send them to the replica first."""
         said: list[Envelope] = []
         for step in steps:
             if one.replica is None:
                 said += self._apply(one, step)
                 continue
             place = one.shard.version + len(one.waiting)
-            # By the first that the replica owes an answer to: later ones do not put it off.
+            # The retry timer starts at the first unconfirmed step; later steps do not delay it.
             if not self._expects(one):
                 one.sent = now
             one.waiting[place] = step
@@ -186,7 +199,7 @@ class Server:
         return said
 
     def _apply(self, one: Owned, step: Step) -> list[Envelope]:
-        """Applies a step; tells whose pushes it contains, and who has waited for it."""
+        """Apply a step; returns acknowledgements of its pushes, and answers to waiting pulls."""
         one.shard.apply(step)
         said: list[Envelope] = [
             (
@@ -198,18 +211,18 @@ class Server:
         return said + self._answers(one)
 
     def _answers(self, one: Owned) -> list[Envelope]:
-        """What pulls have waited for."""
+        """Return the answers to pulls that waited for the latest steps."""
         answers = one.shard.answers(self.layout)
         return [(self._speaker(values.worker), values) for values in answers]
 
     def _speaker(self, who: int) -> str:
-        """To whom the words for a worker go."""
+        """Return the node that receives messages for a worker."""
         return self._speakers.get(who, worker(who))
 
     # Norms
 
     def _clip(self, now: float) -> list[Envelope]:
-        """Steps of which all norms are known now; others are told of those that are known here."""
+        """Clip the steps with complete norms, and send new norms to the other owners."""
         waiting: set[At] = set()
         for number, one in self.owned.items():
             for at, waited in one.shard.unclipped.items():
@@ -220,7 +233,7 @@ class Server:
             squares = self._squares(at)
             whole = len(squares) == len(self.layout.shards)
             if self._norms.is_new(at):
-                # After a death others may have had norms before this one came into its place.
+                # After a change of owners, other servers may have norms that this server lacks.
                 asks = not whole and self.layout.version > self._first_layout
                 said += self._to_owners(norms_at(at, squares, asks))
             if whole:
@@ -232,13 +245,13 @@ class Server:
         return said
 
     def _clipped(self) -> dict[int, int]:
-        """The last clock of each group of which a step was clipped here."""
+        """Return the last clock of each group with a clipped step here."""
         shards = [one.shard for one in self.owned.values()]
         last = sorted((norms.clock, group) for one in shards for group, norms in one.norms.items())
         return {group: clock for clock, group in last}
 
     def _squares(self, at: At) -> dict[int, float]:
-        """The squared norms of a step that are known here, by shard."""
+        """Return the known squared norms of a step, by shard."""
         squares = dict(self._norms.of(at))
         for one in self.owned.values():
             norms = one.shard.norms.get(at.group)
@@ -247,7 +260,7 @@ class Server:
         return squares
 
     def _to_owners(self, message: Norms) -> list[Envelope]:
-        """A message to all other servers that answer for shards."""
+        """Return a message as envelopes to all other owners of shards."""
         owners = {placed.owner for placed in self.layout.shards if placed.owner is not None}
         return [(server(owner), message) for owner in sorted(owners - {self.number})]
 
@@ -263,17 +276,17 @@ class Server:
         return said
 
     def _waits_for(self, at: At) -> bool:
-        """Whether a step waits for norms."""
+        """Return whether a step waits for norms."""
         return any(at in one.shard.unclipped for one in self.owned.values())
 
     @property
     def _norms_due(self) -> float:
-        """Return when to ask again for norms that have not come."""
+        """Time of the next request for missing norms."""
         patience = self.patience if self.beat is None else min(self.patience, PATIENCE)
         return self._norms.sent + patience
 
     def _ask_for_norms(self, now: float) -> list[Envelope]:
-        """Asks the other servers for the norms of all steps that wait for some."""
+        """Request the norms of all waiting steps from the other servers."""
         waiting = {at for one in self.owned.values() for at in one.shard.unclipped}
         self._norms.sent = now if waiting else math.inf
         said: list[Envelope] = []
@@ -296,7 +309,7 @@ class Server:
         return [] if values is None else [(sender, values)]
 
     def _check(self, number: int, epoch: int, who: int, life: int, now: float) -> Refused | None:
-        """Why a worker is not answered; None if it is."""
+        """Return the rejection of a worker's message; None to accept the message."""
         one = self.owned.get(number)
         if now > self.lease:
             return self._no(number, "lease")
@@ -313,25 +326,25 @@ class Server:
 
     @property
     def follows(self) -> set[str]:
-        """The servers that answer for the shards of which this one has the copies."""
+        """Owners of the shards of which this server has copies."""
         owners = (self.layout.shards[number].owner for number in self.copies)
         return {server(owner) for owner in owners if owner is not None}
 
     def cut(self, node: str) -> None:
-        """The connection to a node broke, which it may survive."""
+        """Register a broken connection to a node, which may still be alive."""
         for one in self.owned.values():
             one.cut = one.cut or (one.replica is not None and server(one.replica) == node)
 
     def _due(self, one: Owned) -> float:
-        """When to say again what the replica has not answered."""
+        """Return the time of the next retry to the replica."""
         return one.sent + (min(self.patience, RETURN) if one.cut else self.patience)
 
     def _expects(self, one: Owned) -> bool:
-        """Whether the replica owes an answer."""
+        """Return whether the replica owes a confirmation."""
         return one.replica is not None and (one.snapshot or bool(one.waiting))
 
     def _to_replica(self, number: int, one: Owned, now: float) -> list[Envelope]:
-        """Everything that the replica does not have, as far as is known here."""
+        """Return all messages that the replica has not confirmed."""
         assert one.replica is not None
         to = server(one.replica)
         one.sent = now
@@ -348,8 +361,8 @@ class Server:
     def _replicate(self, sender: str, message: Replicate, now: float) -> list[Envelope]:
         copy = self.copies.get(message.shard)
         if copy is None or message.epoch != copy.epoch:
-            # An owner of before, which does not know yet that it is none; or one of whom nothing
-            # was heard here yet, which says it again.
+            # A former owner that does not know the new layout yet; or a new owner, which will
+            # retry, before the new layout has arrived here.
             return [(sender, self._no(message.shard, "epoch"))]
         if copy.shard is None or message.number >= copy.shard.version:
             copy.early[message.number] = message.step
@@ -369,7 +382,7 @@ class Server:
         return self._in_turn(message.shard, copy, sender)
 
     def _begin(self, message: Snapshot, now: float) -> list[Envelope]:
-        """The first weights of a shard: only the first to come counts."""
+        """Take the initial weights of a shard; later snapshots only get a confirmation."""
         if message.shard in self.owned:
             return [(MANAGER, self._replicated_by_me(message.shard))]
         placed = self.layout.shards[message.shard]
@@ -383,7 +396,7 @@ class Server:
         return Replicated(number, one.epoch, one.shard.version)
 
     def _in_turn(self, number: int, copy: Copy, sender: str) -> list[Envelope]:
-        """Applies to a copy what is its turn; says how far it is."""
+        """Apply the next steps of a copy in order; returns the confirmation."""
         if copy.shard is None:
             return []
         while (place := copy.shard.version) in copy.early:
@@ -393,7 +406,7 @@ class Server:
         return [(sender, Replicated(number, copy.epoch, copy.shard.version))]
 
     def copied(self, number: int) -> None:
-        """The copy of a shard has been made: it began with the same weights."""
+        """Mark the copy of a shard as complete, since it began with equal weights."""
         self.owned[number].snapshot = False
 
     def _replicated(self, sender: str, message: Replicated, now: float) -> list[Envelope]:
@@ -405,13 +418,13 @@ class Server:
         while one.waiting and one.shard.version < message.number:
             said += self._apply(one, one.waiting.pop(one.shard.version))
         one.sent = now
-        # Else something after this may still be lost.
+        # Later messages may still be lost.
         one.cut = one.cut and self._expects(one)
         return said
 
     def _refused(self, sender: str, message: Refused, now: float) -> list[Envelope]:
-        # Whoever refuses knows another layout: the manager has the newest. Where that is the one of
-        # this server, the other will hear of it, and is told again.
+        # The rejecting server has another layout: ask the manager for the newest. If this server
+        # has the newest, the other will learn of it, and this server retries.
         one = self.owned.get(message.shard)
         if one is not None:
             one.cut = True
@@ -429,7 +442,7 @@ class Server:
                 least, most = one.shard.count(who)
                 life = self.layout.life(who)
                 counts.append(Count(number, one.epoch, who, life, least, most))
-        # At the first epoch the weights of the beginning are still to come.
+        # At the first epoch the initial weights have yet to arrive.
         without = tuple(
             number
             for number in self.layout.owned_by(self.number)
@@ -440,12 +453,12 @@ class Server:
 
     def _leased(self, sender: str, message: Lease, now: float) -> list[Envelope]:
         until = message.sent + message.seconds
-        # Infinite before the first: nobody can have been put into its place by then.
+        # Infinite before the first lease: no other server can have replaced this one by then.
         self.lease = until if math.isinf(self.lease) else max(self.lease, until)
         return []
 
     def _laid_out(self, sender: str, layout: Layout, now: float) -> list[Envelope]:
-        """Takes a newer layout: shards come, go, or get another replica."""
+        """Take a newer layout: shards arrive, leave, or get another replica."""
         if layout.version <= self.layout.version:
             return []
         self.layout = layout
@@ -457,7 +470,7 @@ class Server:
                 self.owned.pop(number, None)
             if placed.replica == self.number:
                 copy = self.copies.get(number)
-                # A copy of before may lack what came after it: it begins with a snapshot.
+                # A copy of an earlier epoch may lack steps: the new copy begins with a snapshot.
                 if copy is None or copy.epoch != placed.epoch:
                     self.copies[number] = Copy(placed.epoch)
             else:
@@ -467,16 +480,16 @@ class Server:
             said += self._answers(one)
         if self.terms.clip_norm is not None:
             said += [*self._clip(now), *self._ask_for_norms(now)]
-        # At once, since others wait for the counts.
+        # Sent at once, since the manager waits for the counts.
         return [*said, *self._beats(now)]
 
     def _own(self, number: int, epoch: int, replica: int | None, now: float) -> list[Envelope]:
-        """This server answers for a shard from now on, or goes on to."""
+        """Begin or continue to own a shard."""
         one = self.owned.get(number)
         if one is None:
             copy = self.copies.pop(number, None)
             if copy is None or copy.shard is None:
-                return []  # its first weights are still to come
+                return []  # the initial weights have yet to arrive
             one = self.owned[number] = Owned(copy.shard, epoch)
         elif one.epoch == epoch:
             return []
@@ -486,7 +499,7 @@ class Server:
     def _with_replica(
         self, number: int, one: Owned, replica: int | None, now: float
     ) -> list[Envelope]:
-        """A shard has another replica, or none, from now on."""
+        """Set the replica of a shard, or none."""
         one.replica = replica
         one.snapshot = replica is not None
         if replica is not None:

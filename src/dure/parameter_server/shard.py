@@ -1,26 +1,26 @@
-"""A shard: a range of keys with its values, optimizer and clock, and what waits for them.
+"""Shard: a range of keys with values, optimizer, clock and waiting requests.
 
-Pushes become *steps*, and steps are applied; in between a replica may have to have them first
+Pushes become *steps*, and steps are applied; in between a replica may have to confirm them first
 (`server`). With staleness s, over the workers of a group:
 
-    0       the pushes of a clock become one step, when all are there:
+    0       the pushes of a clock become a single step, once all have arrived:
                 g = sum of weight_p / (sum of weights) · g_p, in the order of the workers
-    s, None each push becomes a step when those before it of the same worker are applied, times its
+    s, None each push becomes a step after the earlier pushes of the same worker, scaled by its
             weight, which is a share of a joint batch:
                 SGD     g = weight_p · g_p,  weight decay times weight_p
                 others  g = g_p,             learning rate times weight_p
 
 so that a clock of all workers moves the weights as far, and decays them as much, to first order,
-whatever the staleness. A push of weight 0 makes no step. Compressed pushes have their weights in
-them (`compressed`).
+for any staleness. A push of weight 0 makes no step. Compressed pushes include their weights
+(`compressed`).
 
-Where steps are clipped (staleness 0), one waits for the norms of all shards (`clipping`):
+If steps are clipped (staleness 0), a step waits for the norms of all shards (`clipping`):
 
                 g = g · min(1, clip_norm / |g|)      over the shards together
 
-A pull at clock c is answered as soon as all updates before c - s are contained, of every worker of
-the group, and as many of the worker's own as it asks for; until then it waits here. Whatever is
-applied, all pulls that now may be answered are answered. The values of an answer are a copy, made
+A pull at clock c is answered once all updates before c - s are contained, of every worker of the
+group, and the requested number of the worker's own pushes; until then the pull waits here. After
+each step all pulls that can be answered are answered. The values of an answer are a copy, made
 between two steps.
 
 Source: Ho et al. 2013, "More Effective Distributed ML via a Stale Synchronous Parallel Parameter
@@ -50,18 +50,23 @@ from dure.tensors.blocks import Blocks
 
 Asks = TypeVar("Asks", Push, Pull)
 Floors = dict[tuple[int, int, int], float]
-"""By group, first key and last key + 1."""
+"""Least times by group, first key and last key + 1."""
 
 
 @dataclass(frozen=True)
 class Terms:
-    """On what terms a shard trains, the same for all of a run.
+    """Training terms of a run's shards.
 
-    recipe: how its optimizer is made. staleness: by how many clocks a worker may be ahead of the
-    slowest of its group; None: by any. schedule: the factor of the learning rates at a clock.
-    slows: whether an update whose gradient is n updates old counts one n-th. tables: of the model.
-    coding: of pushes; None where they are gradients as they are. clip_norm: the largest norm of the
-    gradient of a step of a clock; None is any. A worker that is alone clips its own.
+    Args:
+        recipe: recipe of the optimizer.
+        staleness: clocks by which a worker may be ahead of the slowest of its group; None is
+            unbounded.
+        schedule: factor of the learning rates at a clock; None is 1.
+        slows: whether an update whose gradient is n updates old counts one n-th.
+        tables: tables of the model.
+        coding: decoder of pushes; None for plain gradients.
+        clip_norm: largest norm of the gradient of a clock's step; None for no limit. A lone worker
+            clips its own gradient.
     """
 
     recipe: Recipe
@@ -74,7 +79,7 @@ class Terms:
 
 
 class Shard:
-    """The keys of `range`; `values` is theirs from now on, and changed in place."""
+    """Shard of a key range; owns `values` and changes them in place."""
 
     def __init__(self, number: int, keys: Range, values: Tensor, terms: Terms) -> None:
         self._begin(number, keys, terms)
@@ -89,30 +94,33 @@ class Shard:
         self._blocks = Blocks()
         self._plain = terms.recipe.plain
         self.version = 0
-        """Steps that are applied."""
+        """Number of applied steps."""
         self.made = 0
-        """Steps that were made here, and those that others had made before."""
+        """Number of steps made here, plus those made by earlier owners."""
         self._contributions: dict[tuple[int, int, int], dict[int, Push]] = {}
         """Pushes that wait for the rest of their clock: by group, clock and first key."""
         self._early: dict[tuple[int, int], dict[int, Push]] = {}
-        """Pushes that came before an earlier one of the same worker: by worker and first key."""
+        """Pushes that arrived before an earlier push of the same worker.
+
+        By worker and first key.
+        """
         self.unclipped: dict[At, Unclipped] = {}
         """Steps that wait for the norms of other shards."""
         self.norms: dict[int, Norms] = {}
-        """By which the last step of each group was clipped."""
+        """Norms of the last clipped step of each group."""
         self._taken: dict[tuple[int, int], int] = {}
-        """How many pushes of a worker have become steps here: by worker and first key."""
+        """Number of a worker's pushes that have become steps: by worker and first key."""
         self._waiting: dict[int, Pull] = {}
         """Pulls that cannot be answered yet, the newest of each worker."""
         self._answered: dict[tuple[int, int], int] = {}
-        """The newest question that was answered: by worker and first key."""
+        """Number of the newest answered request: by worker and first key."""
 
     # Pushes become steps
 
     def push(self, push: Push, layout: Layout) -> list[Step]:
-        """The steps that are ready now that a push has come.
+        """Return the steps that are ready after a push.
 
-        Raises ValueError for one that does not fit the shard's keys.
+        Raises ValueError for a push that does not fit the shard's keys.
         """
         self._check_push(push)
         if push.clock < self._next(push.worker, push.start):
@@ -126,11 +134,11 @@ class Shard:
         return self._in_turn(push.worker, push.start)
 
     def full(self, message: Asks) -> Asks | None:
-        """A message with all that it says; None where it names rows that are not known here."""
+        """Return a message with its rows; None if it names an unknown digest of rows."""
         return message
 
     def _check_push(self, push: Push) -> None:
-        """Raises ValueError for one that does not fit."""
+        """Check that a push fits the shard; raises ValueError if not."""
         self._check(push.start, push.stop)
         if self.terms.clip_norm is not None and len(self._keys_of(push)) < len(self.keys):
             raise ValueError(
@@ -150,33 +158,33 @@ class Shard:
         return Range(self.keys.vector, push.start, push.stop)
 
     def _joint(self, pushes: Sequence[Push]) -> tuple[Tensor, Tensor | None]:
-        """The mean gradient of pushes, and the rows to which it belongs."""
+        """Return the mean gradient of pushes, and its rows."""
         if self.terms.coding is not None:
             return self._decoded(pushes, scale_of(1.0, sum(push.weight for push in pushes))), None
         return _mean(pushes, shares_of(pushes)), None
 
     def _decoded(self, pushes: Sequence[Push], scale: float = 1.0) -> Tensor:
-        """What compressed pushes to the same keys add up to, times `scale`."""
+        """Return the sum of decoded pushes to the same keys, times `scale`."""
         assert self.terms.coding is not None
         messages = [push.gradient for push in pushes]
         return self.terms.coding.sum_of(self._keys_of(pushes[0]), messages, scale)
 
     def settled(self, layout: Layout) -> list[Step]:
-        """The steps that are ready because others take part now."""
+        """Return the steps that are ready after a change of members."""
         return self._complete(layout)
 
     def _next(self, worker: int, start: int) -> int:
-        """Which push of a worker is the next to become a step."""
+        """Return the number of a worker's next push to become a step."""
         return max(self._taken.get((worker, start), 0), self.contains(worker, start))
 
     def _complete(self, layout: Layout) -> list[Step]:
-        """Clocks of which every push is there, as steps."""
+        """Return the steps of clocks whose pushes have all arrived."""
         steps = []
         for key in sorted(self._contributions):
             group, clock, start = key
             there = self._contributions[key]
             members = layout.groups[group].at(clock)
-            # Of those who died or left before they pushed, nobody takes part.
+            # A clock may have no members if all were lost or left before their push.
             if members and all(worker in there for worker in members):
                 del self._contributions[key]
                 pushes = [there[worker] for worker in members]
@@ -191,12 +199,15 @@ class Shard:
         return steps
 
     def _is_clipped(self, pushes: Sequence[Push]) -> bool:
-        """Whether a step of these pushes has to be clipped: a lone worker has done it."""
+        """Return whether a step of these pushes needs clipping.
+
+        A lone worker clips its own gradient.
+        """
         alone = len(pushes) == 1 and self.terms.coding is None
         return self.terms.clip_norm is not None and not alone
 
     def clip(self, at: At, squares: Mapping[int, float]) -> list[Step]:
-        """The step that has waited for the norms of all shards, if there is one."""
+        """Return the clipped step that has waited for these norms, if there is one."""
         waited = self.unclipped.pop(at, None)
         if waited is None:
             return []
@@ -213,7 +224,7 @@ class Shard:
         factor: float = 1.0,
         decay: float = 1.0,
     ) -> Step:
-        """A step of pushes that are of one step of their workers."""
+        """Return a step of pushes of the same step of their workers."""
         self.made += 1
         if self.terms.schedule is not None:
             factor *= self.terms.schedule(pushes[0].step)
@@ -228,7 +239,7 @@ class Shard:
             push = early.pop(clock)
             self._taken[worker, start] = clock + 1
             gradient, factor, decay = self._weighted(push)
-            # Steps that are on their way to the replica will be applied before this one.
+            # Steps in flight to the replica count, since they are applied before this step.
             age = self.made - push.version
             factor *= 1 / age if self.terms.slows and age > 1 else 1.0
             step = self._step(start, gradient, push.rows, [push], factor, decay)
@@ -238,9 +249,9 @@ class Shard:
         return steps
 
     def _weighted(self, push: Push) -> tuple[Tensor, float, float]:
-        """The gradient of a push, and the factors of learning rates and of weight decay.
+        """Return the gradient of a push, the factor of learning rates, and that of weight decay.
 
-        What is accrued of several gradients has the decay of each of them.
+        An accrued gradient has the weight decay of each of its gradients.
         """
         weight = push.weight
         is_coded = self.terms.coding is not None
@@ -248,9 +259,9 @@ class Shard:
         if weight in (0, 1):
             return gradient, 1.0, push.gradients
         if not self.terms.recipe.linear:
-            # Optimizers that measure gradients would make a whole step of a part of one.
+            # Adaptive optimizers normalise the gradient, so the weight must scale the rate.
             return gradient / weight if is_coded else gradient, weight, push.gradients
-        # In plain SGD a part of a gradient is a part of the rate, which needs no pass of its own.
+        # In plain SGD the weight can scale the rate, which saves a pass over the gradient.
         if self._plain and not is_coded:
             return gradient, weight, 1.0
         return gradient if is_coded else gradient * weight, 1.0, weight * push.gradients
@@ -258,7 +269,7 @@ class Shard:
     # Steps are applied
 
     def apply(self, step: Step) -> None:
-        """Applies a step. Afterwards, `answers` has what has waited for it."""
+        """Apply a step; call `answers` afterwards for the waiting pulls."""
         stop = self._move(step)
         self.version += 1
         if step.norms is not None:
@@ -268,26 +279,26 @@ class Shard:
             self.clock.set(step.start, stop, made.worker, made.clock + 1)
 
     def _move(self, step: Step) -> int:
-        """Changes the values by a step; the first key behind those that it is about."""
+        """Change the values by a step; returns the last key of the step + 1."""
         if step.moves:
             self.optimizer.step(step.start, step.gradient, step.factor, step.decay)
         return step.start + len(step.gradient)
 
     def contains(self, worker: int, start: int) -> int:
-        """How many pushes of a worker to the keys from `start` on are applied."""
+        """Return the number of a worker's applied pushes to the keys from `start` on."""
         return self.clock.least(start, start + 1, worker)
 
     # Pulls
 
     def pull(self, pull: Pull, layout: Layout) -> Values | None:
-        """The answer to a pull; None where it has to wait. A later one takes its place.
+        """Return the answer to a pull; None if the pull has to wait. A later pull replaces it.
 
         Raises ValueError for keys that the shard does not have.
         """
         self._check(pull.start, pull.stop)
         if pull.into is not None and self._answered.get((pull.worker, pull.start)) == pull.number:
-            # Asked again, as an answer seems to have been lost: but it may be in use by now, and
-            # must not change.
+            # A retry: the first answer may have arrived after all, and its memory may be in use:
+            # do not write there again.
             pull = msgspec.structs.replace(pull, into=None)
         values = self._answer(pull, layout, {})
         if values is None:
@@ -297,7 +308,7 @@ class Shard:
         return values
 
     def answers(self, layout: Layout) -> list[Values]:
-        """The answers to all pulls that have waited, and need wait no more."""
+        """Return the answers to the waiting pulls that can be answered now."""
         found = []
         floors: Floors = {}
         for worker, pull in list(self._waiting.items()):
@@ -308,9 +319,9 @@ class Shard:
         return found
 
     def _floor(self, pull: Pull, layout: Layout, floors: Floors) -> float:
-        """How many pushes are there of each worker of a group that is waited for.
+        """Return the least number of pushes of the workers to wait for.
 
-        floors: those that were found before, since nothing has changed.
+        `floors` caches earlier results, which are valid since nothing has changed.
         """
         key = (layout.group_of(pull.worker), pull.start, pull.stop)
         if key not in floors:
@@ -341,17 +352,17 @@ class Shard:
         )
 
     def _read(self, pull: Pull) -> tuple[Tensor, Tensor | None]:
-        """What is asked for, a copy where nobody says where it is to be; and which rows it is."""
+        """Return the requested values, and their rows; a copy unless the pull names memory."""
         first = pull.start - self.keys.start
         values = self.values[first : first + pull.stop - pull.start]
         return (self._blocks.copy(values) if pull.into is None else values), None
 
-    # Workers that were given up
+    # Dropped workers
 
     def count(self, worker: int) -> tuple[int, int]:
-        """How many pushes of a worker have arrived here: least and most over the keys.
+        """Return the number of a worker's arrived pushes: least and most over the keys.
 
-        Those that wait for others of their clock have arrived.
+        Pushes that wait for others of their clock have arrived.
         """
         waiting = [key[1] + 1 for key, there in self._contributions.items() if worker in there]
         least = self.clock.least(self.keys.start, self.keys.stop, worker)
@@ -362,7 +373,7 @@ class Shard:
     # Copies
 
     def state(self) -> dict[str, Any]:
-        """Everything applied, as copies: for a replica, a checkpoint."""
+        """Return copies of the applied state, for a replica or a checkpoint."""
         return {
             "keys": [self.keys.vector, self.keys.start, self.keys.stop],
             "values": self.values.clone(),
@@ -374,13 +385,13 @@ class Shard:
 
     @classmethod
     def of(cls, number: int, state: Mapping[str, Any], terms: Terms) -> Shard:
-        """A shard from what `state` gave; it shares no tensor with it."""
+        """Return a shard from `state`, without shared tensors."""
         shard = cls(number, Range(*state["keys"]), state["values"].clone(), terms)
         shard.version = state["version"]
         shard.made = shard.version
         shard.clock.restore(state["clock"])
         shard.optimizer.restore(state["optimizer"])
-        # Written since steps are clipped here.
+        # States from before clipping lack this entry.
         for group, clock, squares in state.get("norms", ()):
             shard.norms[group] = Norms(group, clock, dict(squares))
         return shard
@@ -394,21 +405,21 @@ class Shard:
 
 
 def shares_of(pushes: Sequence[Push]) -> list[float]:
-    """Which share each push has in what they count together; that of a lone one is 1."""
+    """Return the share of each push in their total weight; 1 for a lone push."""
     if len(pushes) == 1:
         return [1.0]
     total = sum(push.weight for push in pushes)
-    # Where nothing counts, such as in parts of padding alone, every gradient is zero.
+    # Without any count, such as in parts of padding alone, every gradient is zero.
     return [push.weight / total if total else 0.0 for push in pushes]
 
 
 def _mean(pushes: Sequence[Push], shares: Sequence[float]) -> Tensor:
-    """The mean gradient of the pushes, folded in their order."""
+    """Return the weighted mean gradient, summed in the order of the pushes."""
     if len(pushes) == 1:
         return pushes[0].gradient
     out = pushes[0].gradient * shares[0]
     for push, share in zip(pushes[1:], shares[1:], strict=True):
-        # Multiplied and added apart, so that processors that fuse both give the same bits.
+        # Product and sum are rounded separately (no fused multiply-add), for equal bits everywhere.
         out += push.gradient * share
     return out
 

@@ -1,9 +1,9 @@
-"""Servers and workers under a virtual clock: the learner.
+"""Learner of servers and workers under a virtual clock.
 
 The state machines are those of real processes, and the gradients are computed; only the time is
-made up. A worker takes as long as its device takes for so many examples, a message as long as the
-links take (`virtual`). So a straggler among four workers, or a thousand workers at the link of one
-server, cost no more than the gradients that they compute, and a run repeats itself to the bit.
+simulated. The duration of a gradient follows from the worker's device, the duration of a message
+from the links (`virtual`). A straggler among four workers, or a thousand workers at a server's
+link, cost no more than their gradients, and a run is reproducible to the bit.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from dure.tasks.loss_shares import mean_over
 from dure.tensors.buffers import Buffers, load_passing_buffers, passing_buffers
 
 _SPANS = 4_000
-"""Of the timeline, which is in the report: the first ones, of servers and workers together."""
+"""Largest number of recorded spans of the timeline, for servers and workers together."""
 
 
 class SimulatedLearner(Learner):
-    """All servers and workers of a run, in one process."""
+    """All servers and workers of a run, in a single process."""
 
     unit = "round"
     where = "server"
@@ -74,7 +74,7 @@ class SimulatedLearner(Learner):
         self.waiting = 0.0
         self.spans: list[list[Any]] = []
         self.buffers = Buffers(self.model)
-        # Each worker's own, such as the statistics of batch norm.
+        # Buffers of each worker, such as the statistics of batch norm.
         self.own_buffers = {number: self._buffers() for number in plan.workers}
         self._computed: list[Computed] = []
         self._begin(first_states(self.shards, self.computing, self.terms, self.table_shards))
@@ -84,10 +84,10 @@ class SimulatedLearner(Learner):
             self.model, self.computing.examples, self.computing.batches[0].batch_size
         )
 
-    # Making them
+    # Creation
 
     def _begin(self, states: Sequence[Mapping[str, Any]], clocks: Mapping[int, int] = {}) -> None:
-        """Servers with these shards, and workers that have pushed so often."""
+        """Create servers with these shards, and workers with these numbers of pushes."""
         plan = self.plan
         self.virtual = VirtualServers(
             plan, self.layout, self.terms, self.conditions, states, self.now, self._sends
@@ -114,14 +114,14 @@ class SimulatedLearner(Learner):
             self._remind(working.own)
 
     def _remind(self, side: WorkerSide) -> None:
-        """A worker knows which lists of rows the servers have: messages are as long as before."""
+        """Restore a worker's knowledge of the servers' row lists, for equal message lengths."""
         portions = side.portions[len(self.shards) :]
         for portion, shard in zip(portions, self.virtual.tables(), strict=True):
             portion.known = shard.lists.known_to(side.number)
 
     def _side(self, number: int, clock: int) -> WorkerSide:
-        # Where servers answer with what they have applied, a worker's own pushes are there: its
-        # messages arrive in order, and a pull that finds them missing waits for the copy.
+        # No `again`: messages arrive in order, so a worker's own pushes are applied before its next
+        # pull is answered, or the pull waits for the copy.
         return WorkerSide(
             number,
             self.layout,
@@ -132,7 +132,7 @@ class SimulatedLearner(Learner):
             compressors=compressors_of(self.terms.coding, self.seed, number, self.shards),
         )
 
-    # What workers do
+    # Callbacks of workers
 
     def _next(self, side: WorkerSide, asked: Work | None) -> Work | None:
         scheduler = self.schedulers[self.plan.group_of(side.number)]
@@ -142,7 +142,7 @@ class SimulatedLearner(Learner):
         self.schedulers[self.plan.group_of(side.number)].done(side.number, work)
 
     def _seconds(self, number: int, clock: int) -> float:
-        """Of computing what was computed last."""
+        """Return the duration of the last computation."""
         devices = self.conditions.devices
         device = devices.of(number, self.seed)
         seconds = self._computed[-1].examples / device.examples_per_second
@@ -151,7 +151,7 @@ class SimulatedLearner(Learner):
         return seconds
 
     def _sends(self, passage: Passage) -> None:
-        """A server's link was busy: where many workers wait for it, that is seen here."""
+        """Record that a server's link was busy, which shows congestion."""
         if passage.sender.startswith("server"):
             seconds = passage.gone - passage.left
             self._mark(passage.sender, "communication", passage.left, seconds)
@@ -163,7 +163,7 @@ class SimulatedLearner(Learner):
             self.spans.append([name, category, began, seconds, clock])
 
     def _rows(self, side: WorkerSide, work: Work) -> Sequence[Tensor]:
-        """What is to be pulled of tables."""
+        """Return the table rows to pull."""
         self.buffers.load(self.model, self.own_buffers[side.number])
         return self.computing.rows_of(work, self.plan.group_of(side.number))
 
@@ -181,7 +181,7 @@ class SimulatedLearner(Learner):
         return [*gradients, *found.rows], found.weight
 
     def _load(self, values: Sequence[Tensor]) -> None:
-        """Sets the weights to those of the shards."""
+        """Set the weights to those of the shards."""
         for keys, value in zip(self.shards, values, strict=True):
             self.computing.flat.buffers[keys.vector][keys.start : keys.stop] = value
 
@@ -191,7 +191,7 @@ class SimulatedLearner(Learner):
     # The run
 
     def advance(self, wish: int) -> Progress:
-        """One round: so many batches of every group, until all meet."""
+        """Run a round: `period` batches of every group."""
         self._computed = []
         for scheduler in self.schedulers:
             scheduler.until = (self.round + 1) * self.period
@@ -218,14 +218,14 @@ class SimulatedLearner(Learner):
         return all(one.finished for one in self.workers.values())
 
     def _count(self, seconds: float) -> None:
-        """Takes over what was sent, received and computed in the last round, of so many seconds."""
+        """Add the traffic and the computing time of a round of `seconds` to the meters."""
         self.virtual.count([*self.server_meters, *self.worker_meters.values()])
         computed = sum(one.computed for one in self.workers.values())
         self.waiting = 1 - computed / (seconds * len(self.workers)) if seconds else 0.0
         for number, one in self.workers.items():
             counters = self.worker_meters[number].counters
             counters.compute_seconds += one.computed
-            # For messages and for others: under this clock the two are not told apart.
+            # Waiting for messages and for workers: the virtual clock does not distinguish them.
             counters.idle_seconds += seconds - one.computed
             one.computed = 0.0
             for behind, often in one.own.staleness.items():
@@ -244,12 +244,12 @@ class SimulatedLearner(Learner):
         }
 
     def _load_all(self) -> None:
-        """The weights of the servers, and the buffers of the first worker, into the model."""
+        """Load the servers' weights and the first worker's buffers into the model."""
         self._load(self.virtual.values())
         self.buffers.load(self.model, self.own_buffers[self.plan.workers[0]])
 
     def _table_rows(self) -> list[TableRows]:
-        """What the servers have of tables, by shard."""
+        """Return the servers' table rows, by shard."""
         return [shard.table for shard in self.virtual.tables()]
 
     def evaluate(self) -> dict[str, float]:
@@ -297,7 +297,7 @@ class SimulatedLearner(Learner):
         return [*self.server_meters, *self.worker_meters.values()]
 
     def facts(self) -> dict[str, Any]:
-        """Who owned what, and how stale the weights of workers were, in clocks."""
+        """Return owners of shards, and the staleness of the workers' weights in clocks."""
         return {
             "parameter_server": {
                 "shards": [[keys.vector, keys.start, keys.stop] for keys in self.shards],

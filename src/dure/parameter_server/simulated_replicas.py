@@ -1,12 +1,12 @@
-"""Downpour SGD under a virtual clock: the learner.
+"""Learner of Downpour SGD under a virtual clock.
 
 Servers and replicas are the state machines of real processes, and the gradients are computed; only
-the time is made up. A replica takes as long for a batch as its device takes for so many examples.
-One of p partitions is p such devices: it has p links, and a pipeline's time for M micro-batches,
+the time is simulated. The duration of a replica's batch follows from its device. A replica of p
+partitions is p such devices with p links, and takes a pipeline's time for M micro-batches,
 
     examples / (p · speed) · (M + p - 1) / M
 
-(`dure.parallel.pipeline.builders` for the bubble). What it computes is the same.
+(`dure.parallel.pipeline.builders` for the bubble). The results are the same.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ from dure.tensors.buffers import Buffers, load_passing_buffers, load_weights, pa
 
 @dataclass(frozen=True)
 class VirtualJob:
-    """A gradient that is computed already, and counts as there from `ends` on."""
+    """Gradient that is computed already, and counts as finished from `ends` on."""
 
     ends: float
     gradients: Sequence[Tensor]
     is_empty: bool
 
     def result(self) -> Sequence[Tensor]:
-        """The gradient, by portion."""
+        """Return the gradient, by portion."""
         return self.gradients
 
 
 class SimulatedReplicas(Learner):
-    """All servers and replicas of a run, in one process."""
+    """All servers and replicas of a run, in a single process."""
 
     unit = "round"
     where = "server"
@@ -82,11 +82,11 @@ class SimulatedReplicas(Learner):
         self.staleness: dict[int, int] = {}
         self.pushes = 0
         self.buffers = Buffers(self.model)
-        # Each replica's own, such as the statistics of batch norm.
+        # Buffers of each replica, such as the statistics of batch norm.
         self.own_buffers = {number: self._buffers() for number in plan.workers}
         self._computed: list[Computed] = []
         self._spent: dict[int, float] = {}
-        """Seconds that each replica has computed since the last round."""
+        """Computing seconds of each replica since the last round."""
         self._begin(first_states(self.shards, self.computing, self.terms), {})
 
     def flops_per_step(self) -> float:
@@ -95,7 +95,7 @@ class SimulatedReplicas(Learner):
         )
 
     def _begin(self, states: Sequence[Mapping[str, Any]], clocks: Mapping[int, int]) -> None:
-        """Servers with these shards, and replicas that have pushed so often."""
+        """Create servers with these shards, and replicas with these numbers of pushes."""
         self.virtual = VirtualServers(
             self.plan, self.layout, self.terms, self.conditions, states, self.now
         )
@@ -139,14 +139,14 @@ class SimulatedReplicas(Learner):
         return VirtualJob(now + seconds, gradients, not found.examples)
 
     def _seconds(self, number: int, examples: int) -> float:
-        """That a replica takes for so many examples."""
+        """Return a replica's duration for this number of examples."""
         machines = self.plan.partitions
         pieces = max(1, min(self.plan.microbatches, examples))
         speed = machines * self.conditions.devices.of(number, self.seed).examples_per_second
         return examples / speed * (pieces + machines - 1) / pieces
 
     def _load(self, values: Sequence[Tensor]) -> None:
-        """Sets the weights to those of the shards."""
+        """Set the weights to those of the shards."""
         for keys, value in zip(self.shards, values, strict=True):
             self.computing.flat.buffers[keys.vector][keys.start : keys.stop] = value
 
@@ -156,7 +156,7 @@ class SimulatedReplicas(Learner):
     # The run
 
     def advance(self, wish: int) -> Progress:
-        """One round: so many steps of every replica, until all meet."""
+        """Run a round: `period` steps of every replica."""
         self._computed = []
         if self.round == 0:
             self._meet(0)  # the warm start, if there is one
@@ -174,7 +174,7 @@ class SimulatedReplicas(Learner):
         )
 
     def _meet(self, steps: int) -> None:
-        """Lets every replica do its steps until all meet after so many."""
+        """Run every replica until the end of a round after so many steps."""
         for number, replica in self.replicas.items():
             replica.grant(self.plan.until(number, steps))
         before = generators_state()
@@ -186,7 +186,7 @@ class SimulatedReplicas(Learner):
         return all(one.finished for one in self.replicas.values())
 
     def _count(self, elapsed: float) -> None:
-        """Takes over what was sent, received and observed in the seconds since the last round."""
+        """Add the traffic and the computing time of a round of `elapsed` seconds to the meters."""
         self.virtual.count([*self.server_meters, *self.replica_meters.values()])
         for number, meter in self.replica_meters.items():
             computed = self._spent.pop(number, 0.0)
@@ -204,7 +204,7 @@ class SimulatedReplicas(Learner):
         return {"virtual_seconds": self.now, "staleness": mean, "pushes": float(self.pushes)}
 
     def _load_all(self) -> None:
-        """The weights of the servers, and the buffers of the first replica, into the model."""
+        """Load the servers' weights and the first replica's buffers into the model."""
         self._load(self.virtual.values())
         self.buffers.load(self.model, self.own_buffers[self.plan.workers[0]])
 
@@ -246,7 +246,7 @@ class SimulatedReplicas(Learner):
         return [*self.server_meters, *self.replica_meters.values()]
 
     def facts(self) -> dict[str, Any]:
-        """Who owned what, and by how many pushes replicas were ahead of the slowest."""
+        """Return owners of shards, and the replicas' lead over the slowest in pushes."""
         return {
             "parameter_server": {
                 "shards": [[keys.vector, keys.start, keys.stop] for keys in self.shards],

@@ -1,9 +1,9 @@
-"""Which stage of a replica's pipeline has which keys: a replica of Downpour SGD that is divided.
+"""Assignment of keys to the pipeline stages of a divided replica of Downpour SGD.
 
-A replica of p partitions is a pipeline of p ranks (`dure.parallel.pipeline`). A parameter is of the
-stage that computes with it; one that no stage computes with is of the first. Ranges of servers are
-cut where the stage changes, so that a shard is the affair of one stage: its rank alone fetches it
-and pushes to it.
+A replica of p partitions is a pipeline of p ranks (`dure.parallel.pipeline`). A parameter belongs
+to the stage that computes with it; an unused parameter belongs to the first stage. Ranges of
+servers are cut where the stage changes, so that a shard belongs to a single stage: only its rank
+fetches the shard and pushes to it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dure.tensors.flat import by_dtype, trained_of
 
 
 class Run(NamedTuple):
-    """Neighbouring keys of one stage. names: of the parameters that lie there, in order."""
+    """Neighbouring keys of a stage, with the names of their parameters in order."""
 
     keys: Range
     stage: int
@@ -36,7 +36,7 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True)
 class Pipe:
-    """How each replica is divided. The same on every rank, since nothing is measured."""
+    """Division of each replica into stages; equal on all ranks, since nothing is measured."""
 
     partitions: int
     microbatches: int
@@ -44,7 +44,7 @@ class Pipe:
 
     @property
     def parallel(self) -> Parallel:
-        """A replica as a mesh of one axis."""
+        """Replica as a mesh with a single axis."""
         return Parallel(
             mesh=Mesh(pipeline=self.partitions),
             batch_size=self.batch_size,
@@ -52,7 +52,7 @@ class Pipe:
         )
 
     def check(self, task: Task, model: nn.Module) -> None:
-        """Raises ValueError for a model that cannot be divided so. It stays as it is."""
+        """Check that the model can be divided; raises ValueError if not. The model is unchanged."""
         buffers = Buffers(model).names
         if buffers:
             raise ValueError(
@@ -65,7 +65,7 @@ class Pipe:
         runs_of(model, cut.holders)
 
     def runs(self, task: Task, model: nn.Module) -> tuple[Run, ...]:
-        """The keys of the stages, in order.
+        """Return the keys of the stages, in order.
 
         Raises ValueError for a parameter that several stages use.
         """
@@ -81,7 +81,7 @@ class Pipe:
 
 
 def runs_of(model: nn.Module, holders: Mapping[str, Sequence[int]]) -> tuple[Run, ...]:
-    """The runs of a model's keys. holders: the stages that use each parameter."""
+    """Return the runs of a model's keys. `holders` are the stages that use each parameter."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     runs: list[Run] = []
     for vector, parameters in enumerate(by_dtype(trained_of(model)).values()):
@@ -106,7 +106,7 @@ def runs_of(model: nn.Module, holders: Mapping[str, Sequence[int]]) -> tuple[Run
 
 
 def cut_at(runs: Sequence[Run], ranges: Sequence[Range]) -> list[Range]:
-    """The ranges, each of them cut where the stage changes."""
+    """Return the ranges, cut where the stage changes."""
     return [
         Range(keys.vector, max(keys.start, run.keys.start), min(keys.stop, run.keys.stop))
         for keys in ranges
@@ -117,7 +117,7 @@ def cut_at(runs: Sequence[Run], ranges: Sequence[Range]) -> list[Range]:
 
 
 def stage_at(runs: Sequence[Run], keys: Range) -> int:
-    """Whose keys these are, which lie in one run."""
+    """Return the stage of keys that are within a single run."""
     return next(
         run.stage
         for run in runs

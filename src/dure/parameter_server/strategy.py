@@ -1,20 +1,20 @@
-"""The parameter server: servers hold the weights, workers push gradients and pull weights.
+"""Parameter server: servers hold the weights, workers push gradients and pull weights.
 
     worker:   w = pull();  g = gradient of its part of a batch at w;  push(g);  and again
     server:   w <- w - step(g)     by the task's optimizer, on the keys that it owns
 
-Workers never talk to each other. By how many clocks one may be ahead of the slowest is the
-staleness: 0 is bulk synchronous, and is data parallel; s is stale synchronous parallel; None is
-asynchronous. A run counts *rounds* of `period` batches: after each all workers meet, so that it can
-be evaluated, saved, or ended.
+Workers do not communicate with each other. The staleness is the number of clocks by which a worker
+may be ahead of the slowest: 0 is bulk synchronous, and equals data parallel; s is stale synchronous
+parallel; None is asynchronous. A run consists of *rounds* of `period` batches, after which all
+workers meet, so that the run can be evaluated, saved, or ended.
 
     bytes of a step and worker     d up and d down, for d bytes of weights
                                    up those of a codec's message (`compressed`), if there is one
 
     rows of sparse embeddings      only those of the batch (`table_shard`)
 
-and as much again between servers for every update that has a copy (`server`): one of each push, or
-one for all of a batch with staleness 0.
+and as much again between servers for every update with a copy (`server`): for each push, or once
+for the whole batch with staleness 0.
 
 Source: Li et al. 2014, "Scaling Distributed Machine Learning with the Parameter Server"; Ho et al.
 2013, "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server".
@@ -64,17 +64,20 @@ class ParameterServer(Strategy):
     """Servers own the weights by ranges of keys; workers push gradients and pull weights.
 
     Args:
-        servers: that share the weights.
-        workers: that compute gradients, in all groups together.
+        servers: number of servers that share the weights.
+        workers: number of workers that compute gradients, in all groups together.
         batch_size: examples of a step over all workers of a group together; None is all the data.
-        staleness: by how many steps a worker may be ahead of the slowest of its group: 0 is
-            synchronous, None is any.
-        period: steps after which all workers meet to be evaluated or saved; None is an epoch.
-        replicas: copies of each server's weights, 0 or 1: with one, a server may die.
-        groups: of workers, which share the weights and do not wait for each other; each goes over
-            all the data, in an order of its own.
-        slows_stale: an update whose gradient is n updates old counts one n-th.
-        compression: of what workers push, such as top-k:0.01.
+        staleness: steps by which a worker may be ahead of the slowest of its group: 0 is
+            synchronous,
+            None is unbounded.
+        period: steps between rounds, after which all workers are evaluated or saved; None is an
+            epoch.
+        replicas: copies of each server's weights, 0 or 1: with a copy, a server may fail.
+        groups: number of worker groups, which share the weights and do not wait for each other;
+            each
+            group processes all the data, in an order of its own.
+        slows_stale: whether an update whose gradient is n updates old counts one n-th.
+        compression: compression of the workers' pushes, such as top-k:0.01.
         accumulate: pieces in which a worker computes its part of a batch, one after another.
     """
 
@@ -102,7 +105,7 @@ class ParameterServer(Strategy):
 
     @property
     def deterministic(self) -> bool:
-        # Who is first is the machine's affair where workers do not wait for all others.
+        # Arrival order depends on the machine unless workers wait for all others.
         return self.staleness == 0 and self.groups == 1
 
     @property
@@ -121,7 +124,7 @@ class ParameterServer(Strategy):
 
     @property
     def plan(self) -> Plan:
-        """How many there are of each, and how they work together."""
+        """Plan with the numbers of servers and workers."""
         each = self.workers // self.groups
         return Plan(
             servers=self.servers,
@@ -170,11 +173,11 @@ class ParameterServer(Strategy):
             )
 
     def check_in(self, world: World) -> None:
-        """Raises ValueError for clients over a network, which are no workers."""
+        """Check that the world has ranks; raises ValueError for clients over a network."""
         check_world(world)
 
     def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
-        """Raises ValueError for a model, or an optimizer, that servers cannot hold."""
+        """Check that servers can train this model; raises ValueError if not."""
         check_model(model)
         check_sparse(task, model)
         check_tables_whole(model, self.accumulate)
@@ -187,7 +190,7 @@ class ParameterServer(Strategy):
         check_reached(task, model, part, recipe_of(task, model).plain)
 
     def check_under(self, task: Task, model: nn.Module, conditions: Conditions) -> None:
-        """Raises ValueError for conditions that workers do not have."""
+        """Check that workers support the conditions; raises ValueError if not."""
         check_under(conditions)
 
     def assist(self, task: Task, place: Place, seed: int) -> str:

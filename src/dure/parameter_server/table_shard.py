@@ -1,11 +1,11 @@
-"""A shard of a table: rows instead of keys, and otherwise what every shard is (`shard`).
+"""Shard of a table: rows in place of keys, otherwise an ordinary shard (`shard`).
 
-A push is about all rows of the shard, and says the gradients of those that it has touched, which
-may be none: so clocks go on, and staleness, acknowledgements and copies are those of other shards.
+A push covers all rows of the shard, and has the gradients of the touched rows, which may be none:
+so clocks advance, and staleness, acknowledgements and copies work as in other shards.
 
     pull of n rows     8 n bytes there, dim · itemsize · n back
     push of n rows     (8 + dim · itemsize) n there
-    where the list of rows was sent before, 8 bytes stand for its 8 n
+    for a list of rows that was sent before, 8 bytes replace its 8 n
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dure.parameter_server.tables import Rows, TableRows, joined
 
 
 class TableShard(Shard):
-    """The rows of `keys`, whose vector is the number of the table in `terms.tables`."""
+    """Shard with the rows `keys`, whose `vector` is the number of the table in `terms.tables`."""
 
     def __init__(self, number: int, keys: Range, terms: Terms) -> None:
         self._begin(number, keys, terms)
@@ -88,7 +88,7 @@ class TableShard(Shard):
 
 
 def shard_of(number: int, state: Mapping[str, Any], terms: Terms) -> Shard:
-    """A shard, of a table or of keys, from what its `state` gave."""
+    """Return a shard of keys or of a table from its `state`."""
     kind = TableShard if "table" in state else Shard
     return kind.of(number, state, terms)
 

@@ -1,24 +1,24 @@
 """Tables: rows of embeddings, of which a step reads and changes only a few.
 
-A server has a range of a table's rows, and memory for those that somebody has changed:
+A server has a range of a table's rows, and memory for the changed rows:
 
-    index    where in the memory a row lies, 4 bytes for each row of the range
-    memory   values, and what the optimizer remembers, for each row that was changed
+    index    position of a row in the memory, 4 bytes for each row of the range
+    memory   values and optimizer state, for each changed row
 
-A row that was not is what it was at first (`Table.first`), and is computed whenever it is read; so
-reading changes nothing, and a table may be larger than a machine's memory. (The index is zeros,
-which the system backs with memory where something else is written.)
+An unchanged row has its initial values (`Table.first`), which are computed at each read; so reading
+changes nothing, and a table may be larger than a machine's memory. (The index is zeros, for which
+the operating system allocates memory only at writes.)
 
-    push(rows, g)    rows that are there twice are summed first
+    push(rows, g)    gradients of repeated rows are summed first
         SGD          w <- w - lr · g
         Adagrad      s <- s + g²;  w <- w - lr/(1 + (t - 1) · decay) · g / (sqrt(s) + eps)
         Adam         m <- m + (1 - b1)(g - m);  v <- v + (1 - b2)(g² - v)
                      w <- w - lr · sqrt(1 - b2^t)/(1 - b1^t) · m / (sqrt(v) + eps)
 
-t counts the updates of the table, also those that change none of these rows. With SGD and Adagrad a
-row without a gradient stays as it is, so a table equals the dense parameter. Adam is the lazy form
-of `torch.optim.SparseAdam`: moments of rows without a gradient stay as they are. What moves rows
-without a gradient (momentum, weight decay) is refused by name.
+t counts the updates of the table, including those without these rows. With SGD and Adagrad a row
+without a gradient stays unchanged, so a table equals the dense parameter. Adam is the lazy form of
+`torch.optim.SparseAdam`: moments of rows without a gradient stay unchanged. Settings that move rows
+without a gradient (momentum, weight decay) raise an error.
 
 Source: Li et al. 2014, "Scaling Distributed Machine Learning with the Parameter Server".
 """
@@ -35,13 +35,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 _MOST = 2**31 - 2
-"""Rows that a range may have: an index is of 32 bits."""
+"""Largest number of rows in a range: the index has 32 bits."""
 
 
 class Rows(NamedTuple):
-    """Rows of a table and what belongs to each.
+    """Rows of a table with their values.
 
-    rows: int64, shape (n,). values: weights or gradients, shape (n, dim).
+    Args:
+        rows: row numbers, int64 of shape (n,).
+        values: weights or gradients, of shape (n, dim).
     """
 
     rows: Tensor
@@ -49,7 +51,7 @@ class Rows(NamedTuple):
 
 
 class Rule(Protocol):
-    """How an optimizer changes rows. memories: what it remembers of an element, at first."""
+    """Update rule of rows. `memories` are the initial values of an element's optimizer state."""
 
     @property
     def memories(self) -> tuple[float, ...]: ...
@@ -62,10 +64,10 @@ class Rule(Protocol):
         number: int,
         factor: float,
     ) -> None:
-        """Changes weights and memories of rows in place.
+        """Change weights and memories of rows in place.
 
-        All have shape (rows, dim). number: of the table's update, counted from 1. factor: of the
-        learning rate.
+        All have shape (rows, dim). `number` is that of the table's update, from 1. `factor`
+        multiplies the learning rate.
         """
 
 
@@ -89,7 +91,10 @@ class Sgd:
 
 @dataclass(frozen=True)
 class Adagrad:
-    """Duchi, Hazan and Singer 2011, as in torch.optim.Adagrad. memories: the sum of squares."""
+    """Adagrad of Duchi, Hazan and Singer 2011, as in torch.optim.Adagrad.
+
+    The memory of an element is the sum of its squared gradients.
+    """
 
     lr: float
     lr_decay: float
@@ -112,7 +117,7 @@ class Adagrad:
 
 @dataclass(frozen=True)
 class LazyAdam:
-    """Kingma and Ba 2015, as in torch.optim.SparseAdam. memories: both moments."""
+    """Adam of Kingma and Ba 2015, as in torch.optim.SparseAdam. The memories are both moments."""
 
     lr: float
     betas: tuple[float, float]
@@ -136,9 +141,9 @@ class LazyAdam:
 
 
 def rule_of(kind: type[Optimizer], settings: Mapping[str, Any], name: str) -> Rule:
-    """The rule of an optimizer and the settings of a group, for the table of this name.
+    """Return the update rule of an optimizer with a group's settings, for the table `name`.
 
-    Raises ValueError for one that rows cannot have each for itself.
+    Raises ValueError for an optimizer that cannot update rows separately.
     """
     number = next((key for key, value in settings.items() if isinstance(value, Tensor)), None)
     if number is not None:
@@ -164,10 +169,15 @@ def rule_of(kind: type[Optimizer], settings: Mapping[str, Any], name: str) -> Ru
 
 @dataclass(frozen=True)
 class Table:
-    """What everybody knows of a table.
+    """Description of a table.
 
-    name: of the embedding's weight in the model. rows, dim: its shape. first: the values of rows
-    that nobody has changed, as a tensor of shape (n, dim) that is its own.
+    Args:
+        name: name of the embedding's weight in the model.
+        rows: number of rows.
+        dim: length of a row.
+        dtype: dtype of the weights.
+        rule: update rule.
+        first: function from row numbers to initial values, a new tensor of shape (n, dim).
     """
 
     name: str
@@ -179,7 +189,7 @@ class Table:
 
 
 class TableRows:
-    """The rows start … stop-1 of a table."""
+    """Rows start … stop-1 of a table."""
 
     def __init__(self, table: Table, start: int, stop: int) -> None:
         if stop - start > _MOST:
@@ -191,9 +201,9 @@ class TableRows:
         self.start = start
         self.stop = stop
         self.count = 0
-        """Rows that were changed; each of them has a slot."""
+        """Number of changed rows; each has a slot."""
         self.updates = 0
-        # One more than the slot; 0 where there is none. Zeros of numpy cost no memory.
+        # The slot + 1; 0 without a slot. The operating system allocates numpy's zeros lazily.
         self._index = torch.from_numpy(numpy.zeros(stop - start, dtype=numpy.int32))
         self._rows = torch.empty(0, dtype=torch.int64)
         self._values = torch.empty(0, table.dim, dtype=table.dtype)
@@ -202,7 +212,7 @@ class TableRows:
     # Reading and changing
 
     def check(self, rows: Tensor) -> None:
-        """Raises ValueError for rows that are not all of this range."""
+        """Check that the rows are within this range; raises ValueError if not."""
         if len(rows) and not (self.start <= int(rows.min()) and int(rows.max()) < self.stop):
             raise ValueError(
                 f"the rows {int(rows.min())} to {int(rows.max())} are not all of "
@@ -210,20 +220,23 @@ class TableRows:
             )
 
     def pull(self, rows: Tensor) -> Tensor:
-        """The values of rows, a copy of shape (n, dim)."""
+        """Return the values of rows, a copy of shape (n, dim)."""
         slots = self._slots(rows)
         new = (slots < 0).nonzero().squeeze(1)
         if not len(new):
             return self._values.index_select(0, slots)
         if len(new) == len(rows):
             return self.table.first(rows)
-        # The first slot stands in for those that have none.
+        # Rows without a slot read the first slot, and are overwritten below.
         found = self._values.index_select(0, slots.clamp(min=0))
         found[new] = self.table.first(rows[new])
         return found
 
     def push(self, rows: Tensor, gradient: Tensor, factor: float = 1.0) -> None:
-        """One update of the table. rows: may be none. factor: of the learning rate."""
+        """Make an update of the table. `rows` may be empty.
+
+        `factor` multiplies the learning rate.
+        """
         self.updates += 1
         if not len(rows):
             return
@@ -244,15 +257,15 @@ class TableRows:
 
     @property
     def changed(self) -> Rows:
-        """All rows that were changed, and their values; no copies."""
+        """All changed rows and their values, without copies."""
         return Rows(self._rows[: self.count], self._values[: self.count])
 
     def _slots(self, rows: Tensor) -> Tensor:
-        """Where rows lie; -1 for those that have no slot."""
+        """Return the slots of rows; -1 for rows without a slot."""
         return self._index.index_select(0, rows - self.start).sub_(1)
 
     def _make(self, rows: Tensor) -> None:
-        """Gives slots to distinct rows that have none."""
+        """Assign slots to distinct rows that have none."""
         stop = self.count + len(rows)
         self._grow(stop)
         self._rows[self.count : stop] = rows
@@ -264,7 +277,7 @@ class TableRows:
         self.count = stop
 
     def _grow(self, count: int) -> None:
-        """Has memory for so many rows; by doubling, so that a row is moved once on average."""
+        """Allocate memory for `count` rows, by doubling: a row is moved O(1) times on average."""
         if count > len(self._rows):
             size = min(max(count, 2 * len(self._rows), 16), self.stop - self.start)
             self._rows = _longer(self._rows, size, self.count)
@@ -274,7 +287,7 @@ class TableRows:
     # Copies
 
     def state(self) -> dict[str, Any]:
-        """Everything that was changed, as copies."""
+        """Return copies of all changed rows and their optimizer state."""
         return {
             "rows": self._rows[: self.count].clone(),
             "values": self._values[: self.count].clone(),
@@ -283,12 +296,12 @@ class TableRows:
         }
 
     def take(self, rows: Rows) -> None:
-        """These rows have these values, and are the first that were changed."""
+        """Set the values of the first changed rows, in an unchanged table."""
         self._make(rows.rows)
         self._values[: self.count] = rows.values
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Takes what `state` gave, where nothing was changed before."""
+        """Restore `state` in an unchanged table."""
         self.take(Rows(state["rows"], state["values"]))
         for memory, kept in zip(self._memories, state["memories"], strict=True):
             memory[: self.count] = kept
@@ -296,20 +309,20 @@ class TableRows:
 
 
 def copied(value: Tensor | Rows) -> Tensor | Rows:
-    """The same in memory of its own."""
+    """Return a copy in memory of its own."""
     if isinstance(value, Rows):
         return Rows(value.rows.clone(), value.values.clone())
     return value.clone()
 
 
 def apart(values: Sequence[Tensor | Rows]) -> tuple[list[Tensor], list[Rows]]:
-    """Those of keys, and those of tables."""
+    """Return the values of keys, and the values of tables."""
     dense = [value for value in values if not isinstance(value, Rows)]
     return dense, [value for value in values if isinstance(value, Rows)]
 
 
 def summed(given: Rows) -> Rows:
-    """The same with each row once, in ascending order: what it had several times is added up."""
+    """Return the rows ascending without duplicates; values of repeated rows are summed."""
     rows, values = given
     if len(rows) < 2 or bool((rows[1:] > rows[:-1]).all()):
         return given
@@ -319,27 +332,27 @@ def summed(given: Rows) -> Rows:
 
 
 def joined(parts: Sequence[Rows], shares: Sequence[float]) -> Rows:
-    """The sum of share · values over the parts, folded in their order, with each row once."""
+    """Return the sum of share · values over the parts, in order, with each row once."""
     if len(parts) == 1:
         return parts[0]
     rows = distinct(torch.cat([part.rows for part in parts]))
     values = parts[0].values.new_zeros(len(rows), parts[0].values.shape[1])
     for part, share in zip(parts, shares, strict=True):
         each = summed(part)
-        # Every row is there once, so that none is added over another.
+        # Rows of a part must be distinct, since `+=` with repeated indices adds only one of them.
         places = torch.searchsorted(rows, each.rows)
         values[places] += each.values * share
     return Rows(rows, values)
 
 
 def distinct(rows: Tensor) -> Tensor:
-    """Rows in ascending order, each once."""
+    """Return the rows ascending without duplicates."""
     found: Tensor = torch.unique(rows)
     return found
 
 
 def _longer(tensor: Tensor, size: int, used: int) -> Tensor:
-    """The first `used` rows of a tensor in one that has `size`."""
+    """Return a tensor of `size` rows that begins with the first `used` rows of another."""
     found = tensor.new_empty(size, *tensor.shape[1:])
     found[:used] = tensor[:used]
     return found

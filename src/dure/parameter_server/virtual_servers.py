@@ -1,7 +1,7 @@
-"""The servers of a simulated run, and their manager, on a network with a virtual clock.
+"""Servers of a simulated run, and their manager, on a network with a virtual clock.
 
-What workers of all kinds have in common there: who they are is the learner's affair (`simulated`,
-`simulated_replicas`). Nobody dies, so nobody beats.
+Learners add the workers (`simulated`, `simulated_replicas`). No node fails, so there are no
+heartbeats.
 """
 
 from __future__ import annotations
@@ -26,9 +26,16 @@ from dure.record.meter import Meter
 
 
 class VirtualServers:
-    """They have the shards with these states, at the time `now`.
+    """Servers with shards of these states, at the time `now`.
 
-    conditions: their links. watch: as `VirtualNetwork` has it.
+    Args:
+        plan: plan of the run.
+        layout: initial layout.
+        terms: training terms.
+        conditions: conditions with the speed of the servers' links.
+        states: states of the shards.
+        now: virtual time in seconds.
+        watch: as in `VirtualNetwork`.
     """
 
     def __init__(
@@ -42,7 +49,7 @@ class VirtualServers:
         watch: Watch = unwatched,
     ) -> None:
         speed = conditions.server_mbit * BYTES_PER_MBIT
-        # Nobody dies here: nobody has to say that it lives.
+        # No node fails here, so the manager needs no heartbeats.
         self.manager = Manager(
             layout, plan.servers, plan.staleness, math.inf, replicas=plan.replicas
         )
@@ -59,7 +66,7 @@ class VirtualServers:
             self._begin(number, state, now)
 
     def _begin(self, number: int, state: Mapping[str, Any], now: float) -> None:
-        """The weights of the beginning are there before the run, and cost it nothing."""
+        """Distribute an initial shard before the run, without any cost."""
         placed = self.manager.layout.shards[number]
         assert placed.owner is not None
         snapshot = Snapshot(number, placed.epoch, state["version"], state)
@@ -77,20 +84,19 @@ class VirtualServers:
         ]
 
     def values(self) -> list[Tensor]:
-        """The weights, by shard of keys; they are the servers' own."""
+        """Return the weights, by shard of keys; views of the servers' memory."""
         return [shard.values for shard in self._shards() if not isinstance(shard, TableShard)]
 
     def tables(self) -> list[TableShard]:
-        """The shards of tables, which come after those of keys."""
+        """Return the shards of tables, which follow those of keys."""
         return [shard for shard in self._shards() if isinstance(shard, TableShard)]
 
     def states(self) -> list[dict[str, Any]]:
-        """The shards with all that their optimizers remember."""
+        """Return the shards with the states of their optimizers."""
         return [shard.state() for shard in self._shards()]
 
     def count(self, meters: Sequence[Meter]) -> None:
-        """Tells meters, each by its node's name, what was sent and received since this was last
-        done."""
+        """Add the traffic since the last call to the meters, by node name."""
         for meter in meters:
             traffic = self.network.traffic(meter.name)
             meter.exchanged(sent=traffic.sent, received=traffic.received)

@@ -1,11 +1,11 @@
-"""The worker's side: what to pull and to push, and when to say it again.
+"""Worker's side of the protocol: pulls, pushes and retries.
 
-At its clock c a worker pulls its keys, computes a gradient, pushes it, and is at clock c + 1. A
-push is kept until its server has acknowledged it; it is said again when that takes too long, or
-when the shard has another owner. An answer says how many of the worker's own pushes it contains. A
-worker sees all that it has done itself:
+At its clock c a worker pulls its keys, computes a gradient, pushes it, and moves to clock c + 1.
+The worker stores a push until its server acknowledges it; it retries after a timeout, or when the
+shard has another owner. An answer states the number of the worker's own pushes in its values. A
+worker sees all its own updates:
 
-    plain SGD           what the answer lacks is applied here once more:  w <- w - lr · share · g
+    plain SGD           missing updates are applied here once more:  w <- w - lr · share · g
     other optimizers    the pull is answered when the worker's pushes are contained
 
 No I/O and no clock: `now` is an argument, in seconds of the worker's own clock.
@@ -41,20 +41,29 @@ from dure.parameter_server.messages import (
 from dure.parameter_server.tables import Rows
 
 RETURN = 0.3
-"""Seconds until something is said again to a node whose connection broke, or that refused it."""
+"""Seconds before a retry to a node whose connection broke, or that rejected a message."""
 
 Again = Callable[[int, int, Tensor, Tensor, float], None]
-"""again(shard, start, values, gradient, weight): applies an own push to values once more."""
+"""Function (shard, start, values, gradient, weight) that applies an own push once more."""
 
 
 @dataclass
 class Portion:
-    """The keys start … stop-1 of a shard, which this worker pulls and pushes.
+    """Keys start … stop-1 of a shard, which this worker pulls and pushes.
 
-    kept: pushes that are not acknowledged, by clock; or, where they are applied to answers once
-    more (`again`), that the newest answer does not contain.
-    rows: of a table, those that were asked for last. known: digests of the lists of rows that the
-    server remembers, the one that was used last at the end. compressor: of its pushes.
+    Args:
+        shard: number of the shard.
+        start: first key.
+        stop: last key + 1.
+        kept: unacknowledged pushes, by clock; with `again`, also pushes that the newest answer
+            lacks.
+        safe: as below.
+        sent: as below.
+        cut: as below.
+        answer: newest answer; None before the first.
+        rows: table rows of the newest request.
+        known: digests of the row lists that the server caches, the most recently used last.
+        compressor: compressor of the pushes; None without compression.
     """
 
     shard: int
@@ -62,30 +71,30 @@ class Portion:
     stop: int
     kept: dict[int, Push] = field(default_factory=dict)
     safe: int = 0
-    """Pushes that are acknowledged."""
+    """Number of acknowledged pushes."""
     sent: float = math.inf
-    """When what is expected was said last."""
+    """Time of the last transmission of unanswered messages; infinity if there are none."""
     cut: bool = False
-    """Whether what was said may have been lost since then: the way broke, or it was refused."""
+    """Whether messages since then may be lost, by a broken connection or a rejection."""
     answer: Values | None = None
     rows: Tensor | None = None
     known: dict[int, None] = field(default_factory=dict)
     compressor: PushCompressor | None = None
 
     def values(self) -> Tensor | Rows:
-        """The values of the newest answer; of a table with their rows."""
+        """Return the values of the newest answer; for a table with their rows."""
         assert self.answer is not None
         rows = self.answer.rows if self.rows is None else self.rows
         return self.answer.values if rows is None else Rows(rows, self.answer.values)
 
     def gradient_of(self, push: Push) -> tuple[Tensor, float]:
-        """The gradient of an own push, as the server has it, and its weight."""
+        """Return the gradient of an own push as the server decodes it, and its weight."""
         if self.compressor is None:
             return push.gradient, push.weight
         return self.compressor.decode(push.gradient), 1.0
 
     def heard(self, message: Pull | Push) -> None:
-        """The server has got a message: it knows the list of rows in it."""
+        """Register that the server has received a message, and caches its list of rows."""
         if message.digest is not None:
             self.known.pop(int(message.digest), None)
             self.known[int(message.digest)] = None
@@ -93,27 +102,32 @@ class Portion:
                 del self.known[next(iter(self.known))]
 
     def shortened(self, message: Pull | Push) -> Mapping[str, None]:
-        """What can be left out of a message: the rows, or their digest."""
+        """Return the fields to leave out of a message: the rows, or their digest."""
         if message.digest is None:
             return {}
         return {"rows": None} if int(message.digest) in self.known else {"digest": None}
 
     def forget(self, again: bool) -> None:
-        """Lets go of what is safe, and seen where that matters."""
+        """Drop the pushes that are acknowledged and, with `again`, contained in the answer."""
         seen = self.safe if self.answer is None or not again else self.answer.own
         for clock in [clock for clock in self.kept if clock < min(self.safe, seen)]:
             del self.kept[clock]
 
 
 class WorkerSide:
-    """What worker `number` has asked and said. clock: how many pushes it has made.
+    """Protocol state of worker `number`.
 
-    portions: its keys, and then its rows. into: where the answers to the next question are to be
-    written, by portion of keys; None: anywhere. again: how an own push is applied to pulled values;
-    None waits for the servers to do it. patience: seconds after which something is said again;
-    infinity where nothing is lost unless a connection breaks (`cut`). beat: seconds between beats;
-    None leaves them to another, for a part that is computed in another's name. compressors: of its
-    pushes, by portion; none where they are not compressed.
+    Args:
+        number: number of the worker.
+        layout: initial layout.
+        portions: (shard, start, stop) of its keys, followed by its table rows.
+        again: applies an own push to pulled values; None waits for the servers to apply it.
+        clock: number of its pushes so far.
+        patience: seconds before a retry; infinity if messages are lost only by broken connections
+            (`cut`).
+        beat: seconds between heartbeats; None sends none.
+        into: returns memory for the next answers, by portion of keys; None allocates.
+        compressors: compressors of the pushes, by portion; empty without compression.
     """
 
     def __init__(
@@ -142,15 +156,15 @@ class WorkerSide:
         self.patience = patience
         self.beat = beat
         self.asked: int | None = None
-        """The number of the question whose answers are awaited."""
+        """Number of the request in progress; None without."""
         self.staleness: dict[int, int] = {}
-        """How often an answer was how many clocks behind."""
+        """Histogram of staleness: clocks behind -> number of pulls."""
         self._questions = 0
         self._pulls: dict[int, Pull] = {}
         self._next_beat = -math.inf if beat is not None else math.inf
 
     def begin_at(self, clock: int) -> None:
-        """So many pushes of this worker the servers have already; for one that has made none."""
+        """Set the number of pushes that the servers have already, for a new worker."""
         if self.clock < clock:
             self.clock = clock
             for portion in self.portions:
@@ -158,21 +172,21 @@ class WorkerSide:
 
     @property
     def given_up(self) -> bool:
-        """Whether the others go on without this worker."""
+        """Whether this worker was dropped."""
         return self.layout.life(self.number) != self.life
 
     @property
     def owed(self) -> list[Owed]:
-        """Parts of others that this worker is to compute."""
+        """Parts of dropped workers that this worker is to compute."""
         return [owed for owed in self.layout.owed if owed.by == self.number]
 
-    # What it does
+    # Requests
 
     def pull(self, now: float, clock: int | None, rows: Sequence[Tensor] = ()) -> list[Envelope]:
-        """Asks for its keys as they have to be at a clock; None: as they are.
+        """Request the keys as required at a clock; None accepts the current values.
 
-        rows: those that are wanted of the last portions, which are of tables, by portion; without
-        them tables are asked for what was changed.
+        `rows` are the requested rows of the last portions, which are tables; without `rows`, the
+        changed rows of tables are requested.
         """
         self._questions += 1
         self.asked = self._questions
@@ -182,7 +196,7 @@ class WorkerSide:
             self.portions, self._at_end(rows), self._at_front(rooms), strict=True
         ):
             portion.rows = wanted
-            # Rows are not applied again here: the servers have to have done it.
+            # Own pushes of rows are not applied here, so the servers must have applied them.
             own = 0 if self.again is not None and wanted is None else self.clock
             pull = Pull(
                 shard=portion.shard,
@@ -197,29 +211,29 @@ class WorkerSide:
                 rows=wanted,
                 digest=digest_of(wanted),
             )
-            # Asked again it names no room: that may be in use when a second answer is written.
+            # A retry names no memory, which may be in use when a second answer is written.
             self._pulls[portion.shard] = pull
             said += self._say(portion, msgspec.structs.replace(pull, into=room), now)
         return said
 
     def _at_end(self, rows: Sequence[Tensor]) -> list[Tensor | None]:
-        """What belongs to the last portions, by portion."""
+        """Return values for the last portions, and None for the others, by portion."""
         return [*[None] * (len(self.portions) - len(rows)), *rows]
 
     def _at_front(self, rooms: Sequence[Tensor]) -> list[Tensor | None]:
-        """What belongs to the first portions, by portion: rows have no rooms."""
+        """Return memory for the first portions, and None for tables, by portion."""
         return [*rooms, *[None] * (len(self.portions) - len(rooms))]
 
     @property
     def arrived(self) -> bool:
-        """Whether every answer to the newest question is there, and the layout of its givers."""
+        """Whether all answers to the newest request, and their layout, have arrived."""
         if self.asked is None or self._pulls:
             return False
         given = (portion.answer.layout for portion in self.portions if portion.answer is not None)
         return self.layout.version >= max(given, default=0)
 
     def take(self) -> list[Tensor | Rows]:
-        """The values that have arrived, by portion, with all of the worker's own pushes."""
+        """Return the arrived values, by portion, with all own pushes."""
         assert self.arrived
         self.asked = None
         found: list[Tensor | Rows] = []
@@ -248,10 +262,10 @@ class WorkerSide:
         step: int | None = None,
         accrued: int = 1,
     ) -> list[Envelope]:
-        """Says its gradients, by portion, which nobody may change until they are acknowledged.
+        """Push gradients, by portion, which must stay unchanged until the acknowledgement.
 
-        step: by which learning rates are scheduled; None is its clock. accrued: of how many
-        gradients each is the sum.
+        `step` is the step for learning rate schedules; None takes the clock. `accrued` is the
+        number of gradients in each sum.
         """
         said: list[Envelope] = []
         for portion, given in zip(self.portions, gradients, strict=True):
@@ -283,31 +297,34 @@ class WorkerSide:
 
     @property
     def unsent(self) -> list[Tensor]:
-        """Copies of what compressed pushes have left out, by portion; none without feedback."""
+        """Copies of the residuals of compressed pushes, by portion.
+
+        Empty without error feedback.
+        """
         compressors = [portion.compressor for portion in self.portions]
         errors = [None if one is None else one.unsent for one in compressors]
         return [error.clone() for error in errors if error is not None]
 
     def take_unsent(self, errors: Sequence[Tensor]) -> None:
-        """Takes copies of what `unsent` gave. Raises ValueError for what was of other keys."""
+        """Restore copies of residuals. Raises ValueError for residuals of other keys."""
         for portion, error in zip(self.portions, errors, strict=True):
             assert portion.compressor is not None
             portion.compressor.take_unsent(error)
 
     @property
     def behind(self) -> int:
-        """How many of its pushes are not acknowledged by some server."""
+        """Number of own pushes that some server has not acknowledged."""
         return self.clock - min((portion.safe for portion in self.portions), default=self.clock)
 
     @property
     def unanswered(self) -> list[int]:
-        """The shards whose servers owe it an answer."""
+        """Shards whose servers owe an answer."""
         return [portion.shard for portion in self.portions if self._awaits(portion)]
 
-    # What it hears
+    # Received messages
 
     def receive(self, sender: str, message: Message, now: float) -> list[Envelope]:
-        """What it says to a message. One that answers nothing it has asked is passed over."""
+        """Return the messages that answer a message; stale answers are ignored."""
         if isinstance(message, Layout):
             return self._laid_out(message, now)
         if isinstance(message, Refused):
@@ -337,8 +354,10 @@ class WorkerSide:
         return []
 
     def _refused(self, shard: int, now: float) -> list[Envelope]:
-        """One of both knows an older layout, or a lease is over. The manager has the newest of
-        both; where this worker has it, the server is told again."""
+        """Ask the manager for the layout after a rejection, and retry.
+
+        Either side has an older layout, or the server's lease has expired.
+        """
         portion = self._portion(shard)
         if portion is not None:
             portion.cut = True
@@ -346,7 +365,7 @@ class WorkerSide:
         return self._beats(now)
 
     def _explain(self, shard: int, now: float) -> list[Envelope]:
-        """Sends the rows that a server does not know by their digest."""
+        """Send the rows of a digest that a server does not know."""
         portion = self._portion(shard)
         if portion is None:
             return []
@@ -369,15 +388,15 @@ class WorkerSide:
                 said += self._again(portion, now)
         return said
 
-    # What it says again
+    # Retries
 
     @property
     def wake(self) -> float:
-        """When it is to be told that time has passed."""
+        """Time of the next `tick`."""
         return min([self._next_beat, *map(self._due, self.portions)])
 
     def tick(self, now: float) -> list[Envelope]:
-        """What is due: a beat, and what was not answered in time."""
+        """Process due events: a heartbeat, and retries. Returns messages."""
         said: list[Envelope] = []
         if now >= self._next_beat:
             said += self._beats(now)
@@ -387,13 +406,13 @@ class WorkerSide:
         return said
 
     def cut(self, node: str) -> None:
-        """The connection to a node broke, which it may survive."""
+        """Register a broken connection to a node, which may still be alive."""
         for portion in self.portions:
             owner = self.layout.shards[portion.shard].owner
             portion.cut = portion.cut or (owner is not None and server(owner) == node)
 
     def _due(self, portion: Portion) -> float:
-        """When to say again what was not answered."""
+        """Return the time of the next retry of a portion."""
         return portion.sent + (min(self.patience, RETURN) if portion.cut else self.patience)
 
     def _beats(self, now: float) -> list[Envelope]:
@@ -424,15 +443,15 @@ class WorkerSide:
         return [(server(placed.owner), message)]
 
     def _look(self, portion: Portion, now: float) -> None:
-        """From now on it waits, or waits for nothing."""
+        """Start or stop the retry timer of a portion."""
         waits = self._awaits(portion)
-        # What is said of a life that is over counts for nothing.
+        # Servers reject the messages of a dropped worker, so retries are useless.
         portion.sent = now if waits and not self.given_up else math.inf
-        # Of several things one may be lost and another answered.
+        # Messages may still be lost while others were answered.
         portion.cut = portion.cut and waits
 
     def _awaits(self, portion: Portion) -> bool:
-        """Whether a pull is to be answered, or a push acknowledged."""
+        """Return whether a pull lacks its answer, or a push its acknowledgement."""
         return portion.shard in self._pulls or any(c >= portion.safe for c in portion.kept)
 
     def _portion(self, shard: int) -> Portion | None:

@@ -1,1 +1,1 @@
-"""Servers and workers as real processes: what carries their messages, and what drives them."""
+"""Servers and workers as operating-system processes: transport and main loops."""

@@ -1,18 +1,17 @@
-"""A message as a frame: a header, and the tensors next to it or in memory that both see.
+"""Frames: a message as a header, with tensors in the frame or in shared memory.
 
     bytes 0 to 3     H, the bytes of the header, little-endian
     4 to 11          D, the bytes of the data
     then the header  the message in MessagePack, with (dtype, shape, place) for each tensor
-    then the data    the tensors that have no place elsewhere, in the header's order
+    then the data    the tensors outside of shared memory, in the header's order
 
-A tensor's place is None where it lies in the data, or the name of a process and an offset in the
-memory that it shares (`memory`). What comes is checked: every dtype is one of a list, sizes are
-non-negative, what has a place lies within the memory that its owner has shown, and the data have as
-many bytes as the tensors in them. Nothing is unpickled, and nothing is allocated for a frame that
-is longer than any that is expected.
+The place of a tensor is None if the data contain it, or the name of a process and an offset in its
+shared memory (`memory`). The decoder checks each frame: dtypes are in a list, sizes are
+non-negative, places are within the owner's shared memory, and the data have exactly the bytes of
+their tensors. Nothing is unpickled, and nothing is allocated for a frame beyond the length limit.
 
-The elements of shared memory are whatever its owner writes there. Processes of one job trust each
-other with that, and with nothing else: a wrong length or place is refused.
+The owner of shared memory may write any elements there. Processes of a job trust each other's
+elements, and nothing else: a wrong length or place raises an error.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ from dure.tensors.elements import element_bytes
 
 HEAD = struct.Struct("<IQ")
 MOST_HEADER = 1 << 24
-"""Bytes of the longest header: a layout, or the clock of a shard, with room."""
+"""Largest length of a header in bytes: a layout, or the clock of a shard, with a margin."""
 _MOST_EXTENT = 1 << 48
-"""Elements along a dimension, of which no memory has more."""
+"""Upper bound of a dimension's elements, beyond any memory."""
 
 
 class FrameError(ValueError):
@@ -42,21 +41,21 @@ class FrameError(ValueError):
 
 
 class Place(NamedTuple):
-    """Where a tensor lies: in the memory of this process, from this byte on."""
+    """Location of a tensor: offset in bytes in the shared memory of a process."""
 
     owner: str
     offset: int
 
 
 class Frame(NamedTuple):
-    """What is sent. data: in pieces, of which nothing is copied."""
+    """Encoded message. `data` has pieces without copies."""
 
     head: bytes
     data: list[memoryview]
 
     @property
     def nbytes(self) -> int:
-        """Of the data."""
+        """Bytes of the data."""
         return sum(len(piece) for piece in self.data)
 
 
@@ -65,7 +64,7 @@ Look = Callable[[Place, torch.dtype, int], Tensor | None]
 
 
 class Encoder:
-    """Makes frames. One for each thread: it is made once, since that takes longer than a frame."""
+    """Encoder of frames. Use one for each thread; its creation takes longer than a frame."""
 
     def __init__(self) -> None:
         self._encoder = msgspec.msgpack.Encoder(enc_hook=self._described)
@@ -73,10 +72,10 @@ class Encoder:
         self._pieces: list[memoryview] = []
 
     def encode(self, message: Said, place_of: PlaceOf | None) -> Frame:
-        """A frame of a message.
+        """Return the frame of a message.
 
-        place_of: where the receiver sees a tensor, if it does; None: it sees none. Raises TypeError
-        for a tensor of a dtype that no frame can have.
+        `place_of` returns a tensor's location in memory that the receiver shares, or None; a
+        `place_of` of None shares no memory. Raises TypeError for a tensor of an unsupported dtype.
         """
         self._place_of = place_of
         self._pieces = []
@@ -100,11 +99,11 @@ class Encoder:
 
 
 class Decoder:
-    """Reads frames. One for each thread.
+    """Decoder of frames. Use one for each thread.
 
-    look: the vector at a place, of this dtype and so many elements; None: there is none.
+    `look` returns the vector at a place with this dtype and number of elements, or None.
 
-    The tensors of a message are views of its data, or of the memory in which they have a place.
+    The tensors of a message are views of its data, or of shared memory.
     """
 
     def __init__(self, look: Look) -> None:
@@ -116,7 +115,7 @@ class Decoder:
         self._at = 0
 
     def decode(self, header: bytes | memoryview, data: Tensor) -> Said:
-        """The message of a header and its data. Raises FrameError for what is no message."""
+        """Return the message of a header and its data. Raises FrameError for other bytes."""
         self._data = data
         self._at = 0
         try:
@@ -144,7 +143,7 @@ class Decoder:
         return found if len(shape) == 1 else found.view(shape)
 
     def _inside(self, size: int, dtype: torch.dtype) -> Tensor:
-        """The next bytes of the data, as a vector."""
+        """Return the next bytes of the data as a vector."""
         found = self._data[self._at : self._at + size]
         if len(found) != size:
             raise FrameError(f"a tensor of {size} bytes is not there as a whole")
@@ -155,8 +154,8 @@ class Decoder:
 
 
 def _description(node: Any) -> tuple[str, tuple[int, ...], Place | None]:
-    """What a header says of a tensor, checked: its dtype's name, its shape, its place."""
-    # By hand: every push and pull comes through here, and a schema takes ten times as long.
+    """Return the checked dtype name, shape and place of a tensor from a header."""
+    # Checked by hand: this runs for every push and pull, and a schema takes ten times as long.
     if not isinstance(node, list | tuple) or len(node) != 3:
         raise FrameError("a tensor is described by its dtype, its shape and its place")
     name, shape, place = node

@@ -1,14 +1,14 @@
-"""How two processes of a job greet each other: both prove that they know its token.
+"""Handshake between two processes of a job: both prove knowledge of the job's token.
 
     listener -> caller    16 random bytes a
     caller -> listener    its name, 16 random bytes b, HMAC(token, "caller", a, name)
     listener -> caller    HMAC(token, "listener", b, the listener's name)
-    caller -> listener    one byte: it has that
+    caller -> listener    one byte: the answer arrived
 
-The token never travels. The listener waits for nobody: what a caller has said so far it keeps, and
-reads the rest when it comes. So strangers who say nothing, or anything else, hold up no one. A
-caller who waits no longer closes the connection and calls again: without the last byte the listener
-would take the connection that was given up for the caller's own, and its end for the caller's.
+The token never travels. The listener does not block: it stores partial messages and reads the rest
+on arrival, so silent or wrong callers delay nobody else. A caller closes its connection after a
+timeout and calls again. Without the last byte, the listener would take the abandoned connection for
+the caller's current connection, and its end for the caller's end.
 
 Source: Krawczyk et al. 1997, RFC 2104 (HMAC).
 """
@@ -31,9 +31,9 @@ _MOST_NAME = 64
 def call(
     address: tuple[str, int], name: str, other: str, token: bytes, seconds: float
 ) -> socket.socket:
-    """Calls a process; the connection, once both know each other. Waits so long at the most.
+    """Call a process and return the connection after the handshake, within `seconds`.
 
-    Raises OSError if it is not there, or is another.
+    Raises OSError if the process does not answer, or fails the handshake.
     """
     until = time.monotonic() + seconds
     there = socket.create_connection(address, timeout=seconds)
@@ -51,7 +51,7 @@ def call(
 
 
 class Caller:
-    """One who has called, and has not proved anything yet. until: when it has to have done so."""
+    """Caller during the handshake. `until` is its deadline."""
 
     def __init__(self, there: socket.socket, until: float) -> None:
         self.socket = there
@@ -59,14 +59,14 @@ class Caller:
         self._nonce = os.urandom(NONCE)
         self._said = b""
         self._name: str | None = None
-        """What it is called, once it has proved it and was answered."""
+        """Name of the caller, after its proof was checked and answered."""
         there.setblocking(False)
         there.send(self._nonce)  # a new connection has room for it
 
     def hear(self, token: bytes, name: str) -> str | None:
-        """The caller's name, once both have proved that they know the token, and know it.
+        """Return the caller's name after a complete handshake; None while it is incomplete.
 
-        None: not yet. Raises OSError for one that will not. name: the listener's.
+        `name` is the listener's. Raises OSError for a failed handshake.
         """
         while self._name is None:
             missing = self._missing()
@@ -78,7 +78,7 @@ class Caller:
         return self._name if self._read(len(_HEARD)) else None
 
     def _read(self, count: int) -> bool:
-        """Reads so many bytes at most; whether there were any."""
+        """Read up to `count` bytes; returns whether there were any."""
         try:
             more = self.socket.recv(count)
         except BlockingIOError:
@@ -89,7 +89,7 @@ class Caller:
         return True
 
     def _proved(self, token: bytes) -> str:
-        """Its name. Raises ConnectionError if it does not know the token."""
+        """Return the caller's name. Raises ConnectionError for a wrong proof."""
         (length,) = _HELLO.unpack_from(self._said)
         other = self._said[_HELLO.size : _HELLO.size + length]
         if not hmac.compare_digest(
@@ -102,7 +102,7 @@ class Caller:
             raise ConnectionError("its name is no text") from error
 
     def _missing(self) -> int:
-        """How many bytes it is still to say, as far as is known. Never more: frames may follow."""
+        """Return the number of bytes still to read; never more, since frames may follow."""
         if len(self._said) < _HELLO.size:
             return _HELLO.size - len(self._said)
         length: int = _HELLO.unpack_from(self._said)[0]
@@ -112,7 +112,7 @@ class Caller:
 
 
 def _said(name: str, own: bytes, nonce: bytes, token: bytes) -> bytes:
-    """What a caller says."""
+    """Return the caller's message."""
     text = name.encode()
     return _HELLO.pack(len(text)) + text + own + _proof(token, b"caller", nonce, text)
 
@@ -126,9 +126,9 @@ def _proof(token: bytes, role: bytes, nonce: bytes, name: bytes) -> bytes:
 
 
 def _exactly(there: socket.socket, count: int, until: float) -> bytes:
-    """So many bytes. Raises ConnectionError at the end of the stream, TimeoutError when it is late.
+    """Return exactly `count` bytes. Raises ConnectionError at the end, TimeoutError after `until`.
 
-    A stranger may say a byte now and then for ever.
+    The deadline covers all bytes, since a malicious peer may send a byte at a time forever.
     """
     found = b""
     while len(found) < count:

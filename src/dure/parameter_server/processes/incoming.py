@@ -1,7 +1,7 @@
-"""What has come over a connection, until it is a frame: bytes in, frames out, and no socket.
+"""Assembly of frames from received bytes, without a socket.
 
-Small frames come into a buffer, many at a time. The data of a large one go where they stay: what
-the buffer has of them is copied there, and the rest is read into their place (`Blocks`).
+Small frames share a buffer. The data of a large frame go to their final memory: the part in the
+buffer is copied there, and the rest is read there directly (`Blocks`).
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 class Came(NamedTuple):
-    """A frame that has come as a whole."""
+    """Complete frame."""
 
     header: bytes
     data: Tensor
 
 
 class Incoming:
-    """The frames of one connection. most: bytes that a frame's data may have."""
+    """Frames of a connection. `most` is the largest length of a frame's data in bytes."""
 
     def __init__(self, most: int, blocks: Blocks) -> None:
         self._most = most
@@ -34,20 +34,20 @@ class Incoming:
         self._buffer = memoryview(bytearray(_BUFFER))
         self._start = 0
         self._end = 0
-        """What has come and is part of no frame yet lies in between, in the buffer."""
+        """Bytes from `_start` to `_end` of the buffer belong to no complete frame yet."""
         self._header = b""
         self._data = torch.empty(0, dtype=torch.uint8)
         self._missing = memoryview(b"")
-        """Where the rest of a frame's data belongs."""
+        """Memory for the rest of a frame's data."""
 
     def room(self) -> memoryview:
-        """Where the next bytes are to be written; never empty."""
+        """Return the memory for the next bytes; never empty."""
         return self._missing if len(self._missing) else self._buffer[self._end :]
 
     def came(self, count: int) -> list[Came]:
-        """The frames that are there as a whole, now that `room` has so many more bytes.
+        """Return the complete frames after `count` more bytes were written to `room`.
 
-        Raises FrameError for one that is longer than any that is expected.
+        Raises FrameError for a frame beyond the length limit.
         """
         if len(self._missing):
             self._missing = self._missing[count:]
@@ -59,7 +59,7 @@ class Incoming:
         return found
 
     def _next(self) -> Came | None:
-        """The next frame that is in the buffer; None where that is not there as a whole."""
+        """Return the next complete frame in the buffer; None if it is incomplete."""
         there = self._end - self._start
         if there < HEAD.size:
             self._make_room(HEAD.size)
@@ -87,11 +87,11 @@ class Incoming:
         return Came(self._header, self._data)
 
     def _make_room(self, wanted: int) -> None:
-        """Moves what has come to the front of a buffer that has room for so many bytes."""
+        """Move the unread bytes to the front of a buffer with room for `wanted` bytes."""
         there = self._end - self._start
         if self._start + wanted > len(self._buffer) or there == 0:
             size = max(_BUFFER, wanted)
-            # Larger for a long header, and as it was for the next.
+            # A larger buffer for a long header, and the usual size afterwards.
             target = self._buffer if size == len(self._buffer) else memoryview(bytearray(size))
             target[:there] = bytes(self._buffer[self._start : self._end])
             self._buffer = target

@@ -1,7 +1,7 @@
-"""The leader: the manager, the schedulers, and what the run asks of servers and workers.
+"""Leader: the manager, the schedulers, and the run's requests to servers and workers.
 
-It lives in a thread of rank 0, since servers have to be heard while the run is evaluated or saved.
-The thread alone touches its port; others hand it a request and wait for what comes of it.
+The leader is a thread of rank 0, since servers must be heard during evaluation and checkpoints.
+Only this thread uses the leader's port; other threads queue requests and wait for futures.
 """
 
 from __future__ import annotations
@@ -55,24 +55,29 @@ from dure.parameter_server.tables import Rows, copied
 from dure.parameter_server.worker import WorkerSide
 
 READER = -1
-"""The number of the leader as one that pulls."""
+"""Worker number of the leader as a reader of weights."""
 
 _RETURN_SECONDS = 0.3
-"""That a process has to come back after its connection broke, if it still lives."""
+"""Seconds that a live process has for a new connection after its connection broke."""
 
 Shards = list[Mapping[str, Any]]
 Errors = dict[int, list[Tensor]]
-"""What the compressed pushes of each worker have left out, by portion."""
+"""Residuals of each worker's compressed pushes, by portion."""
 
 
 class Leader:
-    """Leads from `start` to `end`.
+    """Leader of a run, from `start` to `end`.
 
-    portions: all shards, as those of a worker. holds: what each shard holds, in words. deadline:
-    seconds for which others wait for a worker that lives and makes no step, or for a measurement
-    that comes to no further batch.
+    Args:
+        plan: plan of the run.
+        manager: manager of the nodes.
+        portions: all shards, as portions of a worker.
+        holds: description of each shard.
+        port: the leader's port.
+        deadline: seconds that others wait for a live worker without a step, or for a measurement
+            without a further batch.
 
-    From the beginning on its thread says to all that it lives: a leader that is silent is given up.
+    From the constructor on the thread sends heartbeats to all: a silent leader is dropped.
     """
 
     def __init__(
@@ -96,16 +101,16 @@ class Leader:
         self._error: BaseException | None = None
         self._over = False
         self.ended = ""
-        """By which limit the run has ended."""
+        """Limit by which the run has ended."""
         self._first: dict[int, Mapping[str, Any]] = {}
-        """Shards of the beginning that were not handed out yet."""
+        """Initial shards that were not sent yet."""
         self._begun: set[int] = set()
         self._began: Mapping[int, int] = {}
         """Batches of each worker that were done before the start."""
         self._buffers: dict[int, list[Tensor]] = {}
-        """Of the models of workers, that were not handed out yet."""
+        """Buffers of the workers' models that were not sent yet."""
         self._clocks: dict[int, int] = {}
-        """How many pushes of each worker the servers had at the start."""
+        """Pushes of each worker that the servers had at the start."""
         self._begins: Future[None] | None = None
         self._meets: Future[list[Report]] | None = None
         self._reads: Future[list[Tensor | Rows]] | None = None
@@ -113,29 +118,29 @@ class Leader:
         self._saved: dict[int, Mapping[str, Any]] = {}
         self._keeps: Future[Errors] | None = None
         self._unsent: dict[int, Errors] = {}
-        """By the worker that keeps it; at the start, that is to."""
+        """Residuals by the worker that stores them, or at the start is to store them."""
         self._tells: Future[list[Account]] | None = None
         self._asked: list[str] = []
-        """Who is to tell."""
+        """Nodes that are to report counters."""
         self._accounts: dict[str, Account] = {}
         self._ends = False
         """Whether the run is to end."""
         self._holding: Holding | None = None
         self._held_since = 0.0
         self.standing: Standing | None = None
-        """Where workers have stopped, if that was before all have met."""
+        """Progress of the workers at a graceful stop; None after a complete round."""
         self._reports: list[Report] = []
         self._stands: dict[int, tuple[int, int]] = {}
-        """What each worker has reported: until which batch, and knowing which layout."""
+        """Reported progress of each worker: first batch not done, and version of its layout."""
         self._deadline = deadline
         self._clock: dict[int, tuple[int, float]] = {}
-        """How far each worker is, and since when."""
+        """Clock of each worker, and the time of its last change."""
         self._gone: dict[str, tuple[float, str]] = {}
-        """Whose connection broke, when, and why."""
+        """Broken connections: time and reason."""
         self._spoke: dict[str, float] = {}
-        """When it was said to whom that the leader lives."""
+        """Time of the last heartbeat to each node."""
         self._measures: tuple[str, int] | None = None
-        """After which round is measured, and how many batches of that have begun."""
+        """Round of the current measurement, and the number of its begun batches."""
         self._patience = Patience(deadline)
         self._thread = threading.Thread(target=self._lead, name="dure leader", daemon=True)
         self._thread.start()
@@ -147,10 +152,13 @@ class Leader:
         buffers: Mapping[int, list[Tensor]],
         unsent: Errors | None = None,
     ) -> None:
-        """Begins to lead; returns when the owners of all shards have these states.
+        """Start the run; returns when the owners of all shards have these states.
 
-        standing: where workers stood when these were written. buffers: that their models had.
-        unsent: what workers begin with.
+        Args:
+            states: initial states, by shard.
+            standing: progress of the workers in these states.
+            buffers: buffers of the workers' models.
+            unsent: residuals of the workers; None for none.
         """
         self._began = standing.until
         self._buffers = dict(buffers)
@@ -165,52 +173,55 @@ class Leader:
         self._ask(lambda: self._hand_out(states)).result()
 
     def meet(self, until: int) -> Future[list[Report]]:
-        """Has all workers do the batches before `until`; what they report when all are there."""
+        """Let all workers do the batches before `until`; the future has their reports."""
         return self._ask(lambda: self._grant(until))
 
     def hold(self) -> None:
-        """The run is to end: what was begun is finished, and what `meet` has promised comes then.
+        """Begin a graceful stop: begun work is finished, and then the future of `meet` completes.
 
-        Where that is before all have met, `standing` says where. Not if they have met just now,
-        and not before one of them has made a step since the start.
+        If this is before the end of the round, `standing` has the progress. The stop has no effect
+        after the round is complete, and waits for the first step since the start.
         """
         self._requests.put(self._is_to_end)
         self.port.wake()
 
     def accounts(self, workers: bool = False) -> Future[list[Account]]:
-        """What the servers that live have counted; workers: and what these have, within a round."""
+        """Request counters of the live servers.
+
+        With `workers`, of the workers as well, within a round.
+        """
         return self._ask(lambda: self._tell(workers))
 
     def values(self) -> Future[list[Tensor | Rows]]:
-        """The weights, by shard; of tables the rows that were changed."""
+        """Request the weights, by shard; for tables the changed rows."""
         return self._ask(self._read)
 
     def states(self) -> Future[Shards]:
-        """The shards with all that their optimizers remember."""
+        """Request the shards with the states of their optimizers."""
         return self._ask(self._save)
 
     def unsent(self) -> Future[Errors]:
-        """What the compressed pushes of each worker have left out."""
+        """Request the residuals of each worker's compressed pushes."""
         return self._ask(self._keep)
 
     def measures(self, step: str) -> None:
-        """Another batch of a measurement begins, for which all others wait."""
+        """Record the begin of another batch of a measurement, for which all others wait."""
         often = 0 if self._measures is None else self._measures[1]
         self._measures = (step, often + 1)
 
     def measured(self) -> None:
-        """A measurement is over."""
+        """Record the end of a measurement."""
         self._measures = None
 
     def end(self) -> None:
-        """Tells everybody that it is over."""
+        """End the run at all nodes, and join the thread."""
         self._requests.put(self._end)
         self.port.wake()
         if self._thread.is_alive():
             self._thread.join()
 
     def _ask(self, begin: Callable[[], Future[Any]]) -> Future[Any]:
-        """Has the thread begin something; what comes of it."""
+        """Let the thread begin an operation; returns a future of its result."""
         asked: Future[Any] = Future()
 
         def here() -> None:
@@ -228,7 +239,7 @@ class Leader:
 
     def _lead(self) -> None:
         try:
-            # Until it is started, what comes is kept.
+            # Messages before the start are queued.
             while self._requests.empty():
                 self._speak()
                 self._look_at_measuring()
@@ -237,7 +248,7 @@ class Leader:
                 self._turn()
         except BaseException as error:
             self._fail(error)
-            while not self._over:  # whoever asks is told
+            while not self._over:  # requests get the error
                 self._requests.get()()
         finally:
             self.port.close()
@@ -273,7 +284,7 @@ class Leader:
     def _hear(self, sender: str, said: Any, now: float) -> None:
         version = self.manager.layout.version
         if isinstance(said, Gone):
-            # Who dies loses its other connection too; a heart calls again, or is missed.
+            # A lost process loses its main connection too; a heartbeat connection is renewed.
             if sender.endswith(" heart"):
                 return
             self._gone[sender] = (now, said.reason)
@@ -319,7 +330,7 @@ class Leader:
                 self._reader.cut(to)
 
     def _speak(self) -> None:
-        """Says to all who are here, every so often, that the leader lives; at once to who comes."""
+        """Send due heartbeats to all reachable nodes; a new node gets one at once."""
         now = time.monotonic()
         for name in self._everybody():
             if now >= self._spoke.get(name, 0.0) + self._patience.every and self.port.reaches(name):
@@ -332,7 +343,7 @@ class Leader:
     # Losses
 
     def _look_at_measuring(self) -> None:
-        """Raises PeerLostError, here and for all, where the main thread hangs in a measurement."""
+        """Check the progress of a measurement; raises PeerLostError, here and at all nodes."""
         measures = self._measures
         if measures is None or not self._patience.is_over(measures):
             return
@@ -345,11 +356,11 @@ class Leader:
         raise lost.error()
 
     def _return(self) -> float:
-        """When the next of those whose connection broke has had its time to come back."""
+        """Return the time at which the next broken connection counts as a loss."""
         return min((since for since, _ in self._gone.values()), default=1e300) + _RETURN_SECONDS
 
     def _bury(self, now: float) -> None:
-        """Gives up those who have not come back."""
+        """Drop the nodes that have not reconnected in time."""
         for name, (since, reason) in list(self._gone.items()):
             if now < since + _RETURN_SECONDS:
                 continue
@@ -357,7 +368,7 @@ class Leader:
             self._say(self.manager.lost(name, reason, now))
 
     def _changed(self, now: float) -> None:
-        """There is a new layout."""
+        """Distribute a new layout to the reader and the schedulers."""
         for who in self.plan.workers:
             if not self.manager.alive(worker(who)):
                 for other in self.plan.companions(who):
@@ -370,22 +381,22 @@ class Leader:
             for who in scheduler.members.workers:
                 if not self.manager.alive(worker(who)) and who not in layout.closing:
                     scheduler.gone(who)
-        # What was dealt to the dead is there to be asked for.
+        # The parts of dropped workers are available again: workers may ask for them.
         if self._holding is None or self._holding.until:
             self._grant_all()
         if self._saves is not None:
             self._ask_shards()
 
     def _note(self, beat: Beat, now: float) -> None:
-        """How far a worker is."""
+        """Record a worker's clock."""
         kind, _, number = beat.node.partition(" ")
         if kind == "worker" and self._clock.get(int(number), (-1, 0.0))[0] < beat.clock:
             self._clock[int(number)] = (beat.clock, now)
 
     def _look_at_hanging(self, now: float) -> None:
-        """Raises PeerLostError for a worker for which another has waited longer than the deadline.
+        """Check that no worker delays others beyond the deadline; raises PeerLostError if so.
 
-        One that is alone, or as far as all others, may take as long as it likes.
+        A worker that is alone, or has the same clock as all others, may take any time.
         """
         if self._meets is None:
             return
@@ -398,7 +409,7 @@ class Leader:
             if not clocks:
                 continue
             least, since, who = min(clocks)
-            # Since when those who are ahead have waited at the least.
+            # The workers ahead have waited at least since the earliest of their clock changes.
             ahead = [at for clock, at, _ in clocks if clock > least]
             if ahead and now - max(since, min(ahead)) > self._deadline:
                 raise PeerLostError(
@@ -445,12 +456,12 @@ class Leader:
         return self._begins
 
     def _look_at_beginning(self) -> None:
-        """Whether all are there, and the owners of all shards have the first weights."""
+        """Send initial shards to reachable owners, and complete `start` if all nodes are ready."""
         if self._begins is None:
             return
         for shard, state in list(self._first.items()):
             placed = self.manager.layout.shards[shard]
-            # They call the leader, some sooner and some later.
+            # Servers connect to the leader at different times.
             if placed.owner is not None and self.port.reaches(server(placed.owner)):
                 snapshot = Snapshot(shard, placed.epoch, state["version"], state)
                 self.port.say(server(placed.owner), snapshot)
@@ -477,7 +488,7 @@ class Leader:
             self.port.say(worker(who), Grant(self._until(who), clock, self._began[who], buffers))
 
     def _until(self, who: int) -> int:
-        """Before which of its batches a worker is to stop."""
+        """Return the first batch that a worker is not to do."""
         if self._holding is not None and who in self._holding.until:
             return self._holding.until[who]
         return self.plan.until(who, self.schedulers[self.plan.group_of(who)].until)
@@ -486,7 +497,7 @@ class Leader:
         self._ends = self._meets is not None and self._error is None
 
     def _look_at_holding(self) -> None:
-        """Has workers begin nothing more, where the run is to end."""
+        """Let workers begin nothing more if the run is to end."""
         moved = any(clock > self._clocks.get(who, 0) for who, (clock, _) in self._clock.items())
         if not self._ends or not moved or self._holding is not None:
             return
@@ -503,15 +514,15 @@ class Leader:
             self.schedulers[self.plan.group_of(held.worker)].back(held.worker, held.back)
 
     def _decide(self) -> None:
-        """Up to where workers go on that are to end, once all have said where they are."""
-        # Who closes may have pushed more than is known yet.
+        """Decide the last batches of a graceful stop once all workers have answered."""
+        # A closing worker may have pushed more than the servers have reported.
         if self._holding is None or self.manager.layout.closing or self._gone:
             return
         if self._holding.decide(self._alive(), self._least) and self._holding.until:
             self._grant_all()
 
     def _least(self, who: int) -> int:
-        """Up to where a worker's group has to go, so that nobody takes part who was given up."""
+        """Return the first batch without a part of a dropped worker of this worker's group."""
         if self.plan.staleness is None:
             return 0
         number = self.plan.group_of(who)
@@ -519,12 +530,12 @@ class Leader:
         return owed_until(members, self.schedulers[number].until)
 
     def _look_at_end(self, now: float) -> None:
-        """Raises PeerLostError for a worker that does not end within the deadline."""
+        """Check that workers stop within the deadline; raises PeerLostError if not."""
         assert self._holding is not None
         alive = self._alive()
         since = {who: max(self._held_since, self._clock.get(who, (0, 0.0))[1]) for who in alive}
         late = [who for who in alive if now - since[who] > self._deadline and not self._there(who)]
-        # Who waits for others has said where it is, and is not the one that is furthest behind.
+        # A worker that waits for others has answered, and is not the furthest behind.
         silent = [who for who in self._holding.awaited(alive) if who in late]
         if self._holding.decided:
             silent = sorted(late, key=lambda who: self._clock.get(who, (0, 0.0))[0])
@@ -543,7 +554,7 @@ class Leader:
                 scheduler.done(who, work)
 
     def _look_at_meeting(self) -> None:
-        """Whether all are there, with everything done."""
+        """Complete the round if all workers are ready with all work done."""
         if self._meets is None:
             return
         self._decide()
@@ -564,18 +575,18 @@ class Leader:
         meets.set_result(reports)
 
     def _there(self, who: int) -> bool:
-        """Whether a worker has done everything up to where it is to stop."""
+        """Return whether a worker has done all granted batches."""
         return self._stands.get(who) == (self._until(who), self.manager.layout.version)
 
     def _stopped(self) -> Standing:
-        """Where workers have stopped."""
+        """Return the progress of the workers after a graceful stop."""
         if self.plan.deals:
             stood = [scheduler.undone() for scheduler in self.schedulers]
             until = {w: stood[n][0] for n, group in enumerate(self.plan.groups) for w in group}
             return Standing(until, [undone for _, undone in stood])
         assert self._holding is not None
         until = self._holding.until
-        # A team that was lost takes part again in the run that is resumed, where the others are.
+        # A lost team takes part again in the resumed run, from the others' progress.
         batches = max(at - self.plan.until(who, 0) for who, at in until.items())
         everybody = {w: until.get(w, self.plan.until(w, batches)) for w in self.plan.workers}
         return Standing(everybody, [() for _ in self.schedulers])
@@ -591,7 +602,7 @@ class Leader:
         return self._tells
 
     def _look_at_accounts(self) -> None:
-        """Whether all that were asked, and live, have told."""
+        """Complete the request for counters if all live nodes have answered."""
         awaited = [name for name in self._asked if self.manager.alive(name)]
         if self._tells is not None and all(name in self._accounts for name in awaited):
             tells = self._tells
@@ -606,7 +617,7 @@ class Leader:
         return self._keeps
 
     def _look_at_unsent(self) -> None:
-        """Whether all workers that live have told."""
+        """Complete the request for residuals if all live workers have answered."""
         if self._keeps is not None and all(who in self._unsent for who in self._alive()):
             keeps = self._keeps
             self._keeps = None
@@ -637,7 +648,7 @@ class Leader:
 
     def _end(self) -> None:
         self._over = True
-        # Those too that were given up, and may not know it yet.
+        # Dropped nodes included, which may not know of their drop.
         for name in self._everybody():
             self.port.say(name, Over(self.ended))
 
@@ -656,9 +667,10 @@ class Leader:
 
 
 def _all_at(state: Mapping[str, Any], until: Mapping[int, int]) -> Mapping[str, Any]:
-    """A shard of which every worker has made the pushes of its batches until there.
+    """Return a shard's state with every worker's clock set to its batches before `until`.
 
-    Others have made them in the name of one that was given up, which takes part again from now on.
+    Other workers have made the pushes of a dropped worker on its behalf; it takes part again from
+    now on.
     """
     clock = [[start, stop, {**times, **until}] for start, stop, times in state["clock"]]
     return {**state, "clock": clock}
@@ -673,7 +685,7 @@ def _pass_on(done: Future[Any], asked: Future[Any]) -> None:
 
 
 def _error_of(failed: Failed) -> DureError:
-    """The error that a process has told."""
+    """Return the error that a process has reported."""
     if failed.kind == "loss":
         return LossNotFiniteError(failed.value, failed.who, failed.step, intact=False)
     return WorkerFailedError(failed.who, failed.step, failed.reason, failed.traceback)

@@ -1,4 +1,4 @@
-"""Servers and workers as processes: what rank 0 drives, and what the other ranks do."""
+"""Servers and workers as processes: the learner of rank 0, and the work of the other ranks."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ from dure.tasks.loss_shares import mean_over
 from dure.tensors.buffers import Buffers, load_passing_buffers, passing_buffers
 
 PATIENCE = 10.0
-"""Seconds of silence after which a process is given up. One that dies is noticed at once."""
+"""Seconds of silence after which a process is dropped. A closed connection is noticed at once."""
 
 _LOOK_SECONDS = 0.1
-"""Between two looks, while workers are at a round, at whether the run is to end."""
+"""Seconds between checks for the end of the run, during a round."""
 
 _COUNT_SECONDS = 1.0
-"""Between two counts of what has travelled, which may end it."""
+"""Seconds between counts of traffic, which may end the run."""
 
 
 def assist(task: Task, place: Place, seed: int, plan: Plan) -> str:
-    """What a rank other than the first does, until the run is over; by which limit that is.
+    """Run a rank other than the first; returns the limit by which the run has ended.
 
-    Raises PeerLostError if rank 0 is gone, and what the task raises.
+    Raises PeerLostError if rank 0 is lost, and errors of the task.
     """
     model = place.model(task, seed)
     plan = plan.made_for(task, model)
@@ -62,7 +62,7 @@ def assist(task: Task, place: Place, seed: int, plan: Plan) -> str:
     try:
         if rank <= plan.servers:
             layout = plan.layout(model)
-            # Streams lose nothing but when they break.
+            # A connection loses messages only by breaking, so retries need no timeout.
             terms = plan.terms_with_tables(task, model, seed)
             return serve(Server(rank - 1, layout, terms, patience=math.inf), port, place)
         place.prepared = lambda: model
@@ -82,7 +82,7 @@ def assist(task: Task, place: Place, seed: int, plan: Plan) -> str:
 
 
 def _tell(error: BaseException, who: str, step: str, port: Port) -> None:
-    """Tells the leader what went wrong here."""
+    """Report an error of this process to the leader."""
     if isinstance(error, LossNotFiniteError):
         port.say(MANAGER, Failed(error.where, error.when, "loss", str(error), value=error.loss))
         return
@@ -91,7 +91,7 @@ def _tell(error: BaseException, who: str, step: str, port: Port) -> None:
 
 
 class ProcessesLearner(Learner):
-    """Rank 0: it leads, and measures what the servers have."""
+    """Learner of rank 0, which leads, and evaluates the weights of the servers."""
 
     unit = "round"
     where = "rank 0"
@@ -124,12 +124,12 @@ class ProcessesLearner(Learner):
         self.standing = self._at(0)
         self._wish = 0
         self._loss = (0.0, 0.0)
-        """Of what is done of a round: the sum of the losses, and what they count."""
+        """Finished part of a round: sum of the losses, and their count."""
         self._counting: Future[list[Account]] | None = None
         self._counted_at = 0.0
         self.buffers = Buffers(self.model)
         self.own_buffers: dict[int, list[Tensor]] = {}
-        """Of each worker's model, such as the statistics of batch norm."""
+        """Buffers of each worker's model, such as the statistics of batch norm."""
         self.staleness: dict[int, int] = {}
         self.pushes = 0
         self.waiting = 0.0
@@ -143,9 +143,9 @@ class ProcessesLearner(Learner):
         place.ending.callback(self.leader.end)
         self._told: set[str] = set()
         self._before: dict[str, Counters] = {}
-        """What each had counted in processes of before, where the run was interrupted."""
+        """Counters of earlier processes of each node, in a resumed run."""
         self._unsent: dict[int, list[Tensor]] = {}
-        """What the compressed pushes of each worker had left out, where the run goes on."""
+        """Residuals of each worker's compressed pushes, in a resumed run."""
         self._started = False
         self._states: Sequence[Mapping[str, Any]] = first_states(
             self.shards, self.computing, self.terms, self.table_shards
@@ -157,7 +157,7 @@ class ProcessesLearner(Learner):
         )
 
     def _begin(self) -> None:
-        """Hands out the weights, those of the beginning or of a checkpoint, once."""
+        """Send the initial weights, or those of a checkpoint, once."""
         if not self._started:
             self._started = True
             self.leader.start(self._states, self.standing, self.own_buffers, self._unsent)
@@ -165,13 +165,13 @@ class ProcessesLearner(Learner):
             self._unsent = {}
 
     def advance(self, wish: int) -> Progress:
-        """One round: so many batches of every group, until all meet, or the run is to end."""
+        """Run a round: `period` batches of every group, or fewer if the run is to end."""
         self._begin()
         self._wish = wish
         before = self._spent()
         reports: list[Report] = []
         if self.round == 0 and any(self.plan.until(who, 0) for who in self.plan.workers):
-            # What some do before the others begin.
+            # The warm start, before the other replicas begin.
             reports += self._met(0)
         if self.leader.standing is None:
             reports += self._met((self.round + 1) * self.period)
@@ -203,7 +203,7 @@ class ProcessesLearner(Learner):
         )
 
     def _met(self, until: int) -> list[Report]:
-        """What workers report when all have met, or have stopped before that."""
+        """Return the workers' reports after a round, or after a graceful stop."""
         meeting = self.leader.meet(until)
         ends = False
         while not wait([meeting], _LOOK_SECONDS).done:
@@ -216,7 +216,7 @@ class ProcessesLearner(Learner):
         return meeting.result()
 
     def _count(self) -> None:
-        """Takes over, every so often, what was counted in the middle of a round."""
+        """Update the counters at regular intervals within a round."""
         now = time.monotonic()
         if self._counting is not None and self._counting.done():
             self._take_accounts(self._counting.result())
@@ -231,21 +231,21 @@ class ProcessesLearner(Learner):
             self._counted(meters[account.name], account.counters, account.trace)
 
     def _at(self, batches: int) -> Standing:
-        """Where workers stand when all have met after so many batches of a group."""
+        """Return the progress of the workers after so many batches of a group."""
         until = {who: self.plan.until(who, batches) if batches else 0 for who in self.plan.workers}
         return Standing(until, [() for _ in self.plan.groups])
 
     def _samples(self, standing: Standing, reports: Sequence[Report]) -> int:
-        """Examples until workers stand here: also those of workers that died without a report.
+        """Return the examples of the round up to `standing`, including unreported examples.
 
-        Where nobody does what another has left, those that were reported.
+        If no worker takes over another's work, return the reported examples.
         """
         if not self.plan.shares_data:
             return sum(report.examples for report in reports)
         return self._done(standing) - self._done(self.standing)
 
     def _done(self, standing: Standing) -> int:
-        """Examples of the round's batches that are done where workers stand."""
+        """Return the round's examples that are done at `standing`."""
         done = 0
         for number, group in enumerate(self.plan.groups):
             batches = range(self.round * self.period, standing.until[group[0]])
@@ -255,7 +255,7 @@ class ProcessesLearner(Learner):
         return done
 
     def _spent(self) -> tuple[float, float]:
-        """Seconds that the workers have computed, and all their seconds."""
+        """Return computing seconds and total seconds of the workers."""
         total = sum_of_counters(meter.counters for meter in self.worker_meters.values())
         waited = total.communication_seconds + total.idle_seconds
         return total.compute_seconds, total.compute_seconds + waited
@@ -270,7 +270,7 @@ class ProcessesLearner(Learner):
             self.buffers.load(self.model, report.buffers)
 
     def _counted(self, meter: Meter, told: list[float], trace: bytes) -> None:
-        """Takes over what a process has counted since it began."""
+        """Add a process's counters since its start to those of earlier processes."""
         before = self._before.setdefault(meter.name, meter.counters)
         meter.counters = sum_of_counters([before, Counters.from_list(told)])
         self.trace.take(trace)
@@ -290,7 +290,7 @@ class ProcessesLearner(Learner):
         return {"staleness": mean, "waiting": self.waiting, "pushes": float(self.pushes)}
 
     def _load(self) -> list[TableRows]:
-        """The weights of the servers into the model; the rows of its tables, by shard."""
+        """Load the servers' weights into the model; returns the rows of its tables, by shard."""
         if not self._started:
             states = [state["table"] for state in self._states[len(self.shards) :]]
             return self._table_rows([Rows(one["rows"], one["values"]) for one in states])
@@ -300,7 +300,7 @@ class ProcessesLearner(Learner):
         return self._table_rows(changed)
 
     def _table_rows(self, changed: Sequence[Rows]) -> list[TableRows]:
-        """Copies of what servers have of tables, by shard, to be read here."""
+        """Return readable copies of the servers' table rows, by shard."""
         copies = []
         for keys, rows in zip(self.table_shards, changed, strict=True):
             copy = TableRows(self.terms.tables[keys.vector], keys.start, keys.stop)
@@ -315,7 +315,7 @@ class ProcessesLearner(Learner):
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
-        """The leader's thread sees whether a measurement comes from batch to batch."""
+        """Context manager: the leader's thread monitors the batches of a measurement."""
         step = f"round {self.round}" if self.round else "the first evaluation"
         hook = self.model.register_forward_pre_hook(lambda *_: self.leader.measures(step))
         self.leader.measures(step)
@@ -366,7 +366,7 @@ class ProcessesLearner(Learner):
         return [self.group.meter, *self.server_meters, *self.worker_meters.values()]
 
     def facts(self) -> dict[str, Any]:
-        """Who owned what, who was lost, and how stale the weights of workers were, in clocks."""
+        """Return owners of shards, lost nodes, and the staleness of weights in clocks."""
         vectors = self.computing.flat.buffers
         return {
             "parameter_server": {

@@ -1,9 +1,8 @@
-"""How the processes of a job come to know each other: who is what, and where.
+"""Setup of a job's processes: roles of the ranks, and their connections.
 
-Rank 0 leads: it is the manager, deals out work, and is the one that is driven. The next ranks are
-the servers, the rest the workers. All of them exchange their cards (`memory.Card`) once, over the
-group of ranks; after that nobody needs the group any more, so that those who live can go on without
-those who die.
+Rank 0 leads: it is the manager, assigns work, and runs the learner. The next ranks are the servers,
+the rest the workers. All ranks exchange their cards (`memory.Card`) once, over the group of ranks;
+afterwards the group is not used, so that the remaining processes can continue after a loss.
 """
 
 from __future__ import annotations
@@ -27,22 +26,23 @@ from dure.parameter_server.processes.memory import Card, own_card
 from dure.parameter_server.processes.port import Port
 
 SPIN = 100e-6
-"""Seconds that a process looks for messages before it sleeps, where each has a core of its own: to
-be woken takes about as long as a small step."""
+"""Seconds that a process polls for messages before it sleeps, if each process has a core: waking up
+takes about as long as a small step.
+"""
 
 SLACK = 1 << 20
-"""Bytes of a frame besides the weights, or what an optimizer remembers of them."""
+"""Bytes of a frame beyond the weights and the optimizer's state."""
 ROW = 8
-"""Bytes of the number of a row."""
+"""Bytes of a row number."""
 
 
 def ranks_of(plan: Plan) -> int:
-    """How many ranks a plan needs."""
+    """Return the number of ranks that a plan needs."""
     return 1 + plan.servers + len(plan.workers)
 
 
 def name_of(rank: int, plan: Plan) -> str:
-    """What a rank is."""
+    """Return the node name of a rank."""
     if rank == 0:
         return MANAGER
     if rank <= plan.servers:
@@ -51,18 +51,19 @@ def name_of(rank: int, plan: Plan) -> str:
 
 
 def rank_of(name: str, plan: Plan) -> int:
-    """The inverse of `name_of`."""
+    """Return the rank of a node name; the inverse of `name_of`."""
     names = [name_of(rank, plan) for rank in range(ranks_of(plan))]
     return names.index(name)
 
 
 def meet(group: Group, plan: Plan, model: nn.Module) -> Port:
-    """This rank's port, connected to those that it talks to. All ranks call it together.
+    """Return this rank's port, connected to its peers. All ranks call this together.
 
-    Raises PeerLostError if a rank does not come.
+    Raises PeerLostError if a rank does not connect, or has another key.
     """
     told_to_all = group.broadcast_bytes(os.urandom(32) if group.rank == 0 else None)
-    # The group's connections tell it to whoever listens: with a key, that is not enough.
+    # The group broadcasts this value in the clear. With a shared key the token also depends on the
+    # key, so that an eavesdropper cannot compute the token.
     key = group_key()
     token = told_to_all if key is None else hmac.digest(key, told_to_all, "sha256")
     mark = "" if key is None else hmac.digest(token, b"dure card", "sha256").hex()
@@ -87,7 +88,7 @@ def meet(group: Group, plan: Plan, model: nn.Module) -> Port:
 
 
 def _check_keys(cards: dict[str, Card], own: str) -> None:
-    """Raises PeerLostError for the first process that has another key, or alone has one."""
+    """Check that all processes have the same key or none; raises PeerLostError if not."""
     for rank, card in enumerate(cards.values()):
         if card.key != own:
             which = f"another {VARIABLE}" if card.key and own else "a key" if card.key else "no key"
@@ -100,18 +101,18 @@ def _check_keys(cards: dict[str, Card], own: str) -> None:
 
 
 def _most(plan: Plan, model: nn.Module) -> int:
-    """Bytes that a frame may have: those of a whole shard, for a copy or a checkpoint."""
-    # What an optimizer remembers is a few times the weights.
+    """Return the largest bytes of a frame: a whole shard, for a copy or a checkpoint."""
+    # The factor 8 covers the optimizer's state, which is a few times the weights.
     weights = 8 * sum(one.nbytes for one in [*model.parameters(), *model.buffers()])
-    # A table has the numbers of its rows besides, and the lists of them that workers have sent.
+    # A table adds the numbers of its rows, and the cached row lists of all workers.
     rows = sum(len(keys) for keys in plan.table_shards(model))
     return weights + ROW * rows * (1 + LISTS * len(plan.workers)) + SLACK
 
 
 def pipeline_of(group: Group, plan: Plan) -> Group:
-    """The ranks that cannot go on without each other, this one among them, in order of workers.
+    """Return the group of ranks that depend on each other, with this rank, in order of workers.
 
-    All ranks call it together, while all are alive.
+    All ranks call this together, while all are alive.
     """
     alone = [[rank] for rank in range(1 + plan.servers)]
     teams = []
@@ -125,12 +126,15 @@ def pipeline_of(group: Group, plan: Plan) -> Group:
 
 
 def _called_by(rank: int, plan: Plan) -> list[str]:
-    """Whom a rank calls: those before it, so that no two call each other. Workers do not talk."""
+    """Return the nodes that a rank calls: those before it, so that no two call each other.
+
+    Workers do not communicate with each other.
+    """
     return [name_of(other, plan) for other in range(min(rank, plan.servers + 1))]
 
 
 def _own_address(group: Group) -> str:
-    """Where others reach this host; loopback where all ranks are on it."""
+    """Return the address at which others reach this host; loopback if all ranks are on it."""
     if group.process_group is None or len(group.hosts()) == 1:
         return "127.0.0.1"
     found = address_towards(dist.distributed_c10d._get_default_store())

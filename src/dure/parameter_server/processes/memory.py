@@ -1,13 +1,13 @@
-"""Memory that the processes of a host share, for the tensors of their messages.
+"""Shared memory between the processes of a host, for the tensors of their messages.
 
-Each process has a pool (`dure.collectives.shared_memory.pool`), which others of the same host map.
-So a gradient that lies in its worker's pool is not sent: the server reads it there. And weights
-that a worker has pulled its server writes where the worker wants them.
+Each process has a pool (`dure.collectives.shared_memory.pool`), which other processes of the host
+map. A gradient in its worker's pool is not sent: the server reads it there. A server writes pulled
+weights into the worker's pool.
 
     push    the worker's copy into its pool, and the server's reading       d bytes, once each
     pull    the server's copy into the worker's pool                        d bytes, once
 
-What of a worker's pool is free again when, `rooms` knows.
+The module `rooms` tracks the free buffers of a worker's pool.
 """
 
 from __future__ import annotations
@@ -27,9 +27,16 @@ _MOST_VIEWS = 256
 
 
 class Card(msgspec.Struct, frozen=True):
-    """Where a process is: its host, its memory there, and where it listens.
+    """Address of a process: host, shared memory, and listening socket.
 
-    key: by which others see whether it has the same `DURE_KEY`; empty without one.
+    Args:
+        name: name of the node.
+        host: name of the host and user.
+        process: process id.
+        pool: file descriptor of the pool in that process.
+        nbytes: bytes of the pool.
+        address: host and port of the listener.
+        key: fingerprint of the process's `DURE_KEY`; empty without a key.
     """
 
     name: str
@@ -42,7 +49,7 @@ class Card(msgspec.Struct, frozen=True):
 
 
 def own_card(name: str, address: tuple[str, int], key: str = "") -> Card:
-    """This process's."""
+    """Return this process's card."""
     own = pool()
     # Processes of different users may not open each other's files in /proc.
     host = f"{name_of_this_host()} {os.getuid()}"
@@ -50,30 +57,30 @@ def own_card(name: str, address: tuple[str, int], key: str = "") -> Card:
 
 
 class Memory:
-    """The memory of the processes with these cards, as far as it can be seen from here."""
+    """Shared memory of the processes with these cards, if they are on this host."""
 
     def __init__(self, name: str, cards: dict[str, Card]) -> None:
         self.name = name
         self.cards = cards
         self._maps: dict[str, Mapping] = {name: pool().mapping}
         self._views: dict[tuple[Place, torch.dtype, int], Tensor] = {}
-        """What was looked at."""
+        """Cached views."""
 
     def see(self, others: Iterable[str]) -> None:
-        """Maps the memory of those that are on this host, now.
+        """Map the memory of these processes of this host now.
 
-        Later is too late where they may have died: a gradient in the memory of a dead worker can
-        still be read by all that had mapped it.
+        A later mapping is impossible after a process's end: only earlier mappings can read a
+        gradient of a lost worker.
         """
         for other in others:
             self._map(other)
 
     def shares(self, other: str) -> bool:
-        """Whether another process is on this host, so that both see each other's memory."""
+        """Return whether another process is on this host, so that both share memory."""
         return self.cards[other].host == self.cards[self.name].host
 
     def place_of(self, tensor: Tensor) -> Place | None:
-        """Where a tensor lies in memory that is shared; None elsewhere."""
+        """Return the place of a tensor in shared memory; None for other memory."""
         if not tensor.is_cpu or not tensor.is_contiguous():
             return None
         address = tensor.data_ptr()
@@ -85,8 +92,8 @@ class Memory:
         return None
 
     def look(self, place: Place, dtype: torch.dtype, count: int) -> Tensor | None:
-        """So many elements at a place, as a vector; None where there are none."""
-        # Rooms are used again and again, and a view takes longer to make than to find.
+        """Return `count` elements at a place as a vector; None if there are none."""
+        # Buffers are reused, and a cached view is faster than a new view.
         found = self._views.get((place, dtype, count))
         if found is None:
             found = self._view(place, dtype, count)

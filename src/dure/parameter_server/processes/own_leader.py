@@ -1,9 +1,9 @@
-"""The leader of workers in training loops of their own (`own_loop`).
+"""Leader of workers in user-defined training loops (`own_loop`).
 
-It deals out no work, and nobody meets: workers make as many steps as they like, and leave when they
-like. It looks who lives, says who owns what, and has ended when the last worker has left. Whoever
-waits for a pull for too long says so, and here is known for whom: then the run ends, everywhere,
-with an error that names that one.
+This leader assigns no work, and there are no rounds: workers make any number of steps, and leave at
+any time. The leader monitors the nodes, distributes layouts, and ends when the last worker has
+left. A worker whose pull times out reports the timeout. The leader determines the node that is
+late, and the run ends everywhere with an error that names this node.
 """
 
 from __future__ import annotations
@@ -21,25 +21,24 @@ from dure.parameter_server.processes.said import Failed, Leave, Lost, Over, Wait
 from dure.parameter_server.tables import apart
 
 ENDLESS = 1 << 62
-"""Steps that are granted: more than anybody makes."""
+"""Granted number of steps: more than any worker makes."""
 
 LEFT = "left"
-"""By what a run ends of which the last worker has left."""
+"""Reason of the end of a run whose last worker has left."""
 
 _LOOK_SECONDS = 0.5
 
 
 class OwnLeader(Leader):
-    """Leads from `start` until the last worker has left."""
+    """Leader from `start` until the last worker has left."""
 
     buffers: tuple[int, list[Tensor]] | None = None
-    """The first worker that has left, by number, and the buffers of its model."""
+    """Lowest number of a worker that has left, and the buffers of its model."""
 
     def until_all_left(self) -> list[Tensor]:
-        """Waits until nobody is left, and warns of those who died; the weights then, by shard.
+        """Wait until all workers have left, warn of lost nodes, and return the weights, by shard.
 
-        Raises PeerLostError if weights were lost, or all workers, or if somebody waited for too
-        long.
+        Raises PeerLostError if weights were lost, all workers were lost, or a pull timed out.
         """
         told: set[str] = set()
         all_left = self.meet(ENDLESS)
@@ -68,17 +67,17 @@ class OwnLeader(Leader):
         elif isinstance(said, Waits):
             self._look_for(said)
         elif isinstance(said, Failed) and sender.startswith("worker"):
-            # Its own loop has ended with an error, and is nobody else's.
+            # The error of a worker's loop ends this worker alone.
             self._say(self.manager.lost(sender, said.reason, now))
             self._changed(now)
         else:
             super()._hear(sender, said, now)
 
     def _look_at_hanging(self, now: float) -> None:
-        """Nobody is too slow by itself: whoever waits for too long says so."""
+        """Do nothing: a slow worker is legal until another worker's pull times out."""
 
     def _look_for(self, waits: Waits) -> None:
-        """Raises PeerLostError for those for whom a worker has waited for so long."""
+        """Raise PeerLostError for the nodes that delayed a worker's pull."""
         names = [worker(who) for who in self._behind(waits.clock)]
         reason = f"made no step for {self._deadline:g} s"
         if not names:
@@ -94,7 +93,7 @@ class OwnLeader(Leader):
             )
 
     def _behind(self, clock: int) -> list[int]:
-        """For whom a pull at this clock waits."""
+        """Return the workers that a pull at this clock waits for."""
         if self.plan.staleness is None:
             return []
         least = clock - self.plan.staleness
@@ -109,7 +108,7 @@ class OwnLeader(Leader):
 
 
 def _lost(error: BaseException) -> Lost:
-    """What others are told of an error of the leader."""
+    """Return the message about an error of the leader."""
     if isinstance(error, PeerLostError):
         return Lost(error.ranks, error.operation, error.step, error.reason)
     return Lost((0,), "the run", "the training", f"failed: {text_of(error)}")

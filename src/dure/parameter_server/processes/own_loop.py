@@ -1,4 +1,4 @@
-"""Servers and workers in anyone's training loop: `join`, on every rank of a job.
+"""Servers and workers in a user's training loop: `join`, on every rank of a job.
 
     worker = ps.join(model, optimizer, servers=1, staleness=2)
     if worker is not None:  # a rank that led, or served, is done
@@ -9,13 +9,13 @@
                 loss(model(inputs), targets).backward()
                 worker.push()
 
-Rank 0 leads, the next ranks are servers, the rest workers. Servers have an optimizer with the
-settings of the one that is handed over, and it is they who step. Rank 0's weights and buffers are
-those with which all begin, and its model has the servers' weights when all workers have left.
+Rank 0 leads, the next ranks are servers, the rest workers. The servers make the steps, with an
+optimizer of the class and settings of the given one. All ranks begin with rank 0's weights and
+buffers, and rank 0's model has the servers' weights when all workers have left.
 
-A run of these loops has neither rounds nor batches: each worker has data of its own, makes as many
-steps as it likes, and leaves when it likes. What a worker that dies has not pushed nobody makes up
-for. d bytes go up and d down in a step of a worker, for d bytes of trained weights.
+Such a run has neither rounds nor batches: each worker has data of its own, makes any number of
+steps, and leaves at any time. The steps of a lost worker are not replaced. A step of a worker sends
+d bytes up and d down, for d bytes of trained weights.
 
 Source: Li et al. 2014, "Scaling Distributed Machine Learning with the Parameter Server", section 3.
 """
@@ -61,12 +61,12 @@ from dure.tensors.buffers import Buffers
 from dure.tensors.flat import FlatParameters, by_dtype, trained_of
 
 PATIENCE = 10.0
-"""Seconds of silence after which a process is given up, if the deadline is no shorter."""
+"""Seconds of silence after which a process is dropped, at most the deadline, but at least 2."""
 
 
 @dataclass(frozen=True)
 class OwnPlan(Plan):
-    """Workers that have data of their own."""
+    """Plan of workers with data of their own."""
 
     @property
     def shares_data(self) -> bool:
@@ -85,29 +85,30 @@ def join(
     process_group: Group | dist.ProcessGroup | None = None,
     deadline: float = 60.0,
 ) -> Worker | None:
-    """Takes part in a run of servers and workers; all ranks of the group call it, with the same.
+    """Take part in a run of servers and workers; all ranks call this with equal arguments.
 
     Args:
-        model: on the CPU, of one shape on all ranks. All begin with rank 0's weights and buffers.
-        optimizer: over the model's parameters, new: that of the servers has its class and settings.
-        servers: that share the weights; the ranks behind them are workers.
-        staleness: by how many steps a worker may be ahead of the slowest: 0 is synchronous, None is
-            any.
-        replicas: copies of each server's weights, 0 or 1: with one, a server may die.
-        lr_schedule: the factor of the learning rates at the clock of the worker that pushes, as of
-            a `Task`.
-        slows_stale: an update whose gradient is n updates old counts one n-th.
+        model: a model on the CPU, of equal shapes on all ranks. All begin with rank 0's weights and
+            buffers.
+        optimizer: a new optimizer over the model's parameters; the servers use its class and
+            settings.
+        servers: number of servers that share the weights; the ranks behind them are workers.
+        staleness: steps by which a worker may be ahead of the slowest: 0 is synchronous, None is
+            unbounded.
+        replicas: copies of each server's weights, 0 or 1: with a copy, a server may fail.
+        lr_schedule: the factor of the learning rates at the clock of the pushing worker, as in a
+            `Task`.
+        slows_stale: whether an update whose gradient is n updates old counts one n-th.
         process_group: a group of torch.distributed of any backend for CPU tensors, or a
-            `dure.collectives.Group`; None is all ranks. It is used while all come together, and not
-            afterwards.
-        deadline: seconds that a pull waits for others.
+            `dure.collectives.Group`; None is all ranks. The group is used for the setup alone.
+        deadline: seconds until a pull times out.
 
-    Returns the worker, on a rank that is one. On the others it returns None when all workers have
-    left; the model of rank 0 has their weights then, and the buffers of the first worker.
+    Returns the worker, on a rank that is a worker. On other ranks the call returns None when all
+    workers have left; rank 0's model then has their weights, and the buffers of the first worker.
 
-    Raises ValueError, on every rank and before anything begins, for arguments, a model or an
-    optimizer that servers cannot have. On rank 0 and on servers it raises PeerLostError where the
-    run cannot go on: weights were lost, or all workers.
+    Raises ValueError, on every rank and before any work, for arguments, a model or an optimizer
+    that servers cannot use. On rank 0 and on servers it raises PeerLostError if the run cannot
+    continue: weights were lost, or all workers.
     """
     group = watched(process_group)
     workers = tuple(range(group.size - 1 - servers))
@@ -141,11 +142,11 @@ def join(
     return None
 
 
-# Before anything begins
+# Checks
 
 
 def _check(plan: Plan, group: Group, deadline: float) -> None:
-    """Raises ValueError for settings that make no run."""
+    """Check the settings of a run; raises ValueError for invalid settings."""
     if plan.servers < 1:
         raise ValueError(f"servers is {plan.servers}, but someone has to hold the weights")
     if not plan.workers:
@@ -170,7 +171,7 @@ def _check(plan: Plan, group: Group, deadline: float) -> None:
 def _check_optimizer(
     model: nn.Module, optimizer: Optimizer, lr_schedule: LRSchedule | None
 ) -> None:
-    """Raises ValueError for a model and an optimizer that servers cannot have."""
+    """Check that servers can use the model and the optimizer; raises ValueError if not."""
     lazy = next((name for name, one in model.named_parameters() if is_lazy(one)), None)
     if lazy is not None:
         raise ValueError(f"{lazy} has no shape yet: let the model see an input before it joins")
@@ -193,7 +194,7 @@ def _check_optimizer(
 def _terms(
     plan: Plan, model: nn.Module, optimizer: Optimizer, lr_schedule: LRSchedule | None
 ) -> Terms:
-    """On what terms the shards train. Raises ValueError as `Recipe.of` does."""
+    """Return the training terms of the shards. Raises ValueError as `Recipe.of`."""
     return Terms(
         recipe=Recipe.of(optimizer, list(by_dtype(trained_of(model)).values())),
         staleness=plan.staleness,
@@ -203,9 +204,9 @@ def _terms(
 
 
 def _check_same(plan: Plan, recipe: Recipe, group: Group) -> None:
-    """Raises ValueError, on every rank, if they were given different settings or optimizers."""
+    """Check that all ranks have equal settings and optimizers; raises ValueError on every rank."""
     text = repr((plan, recipe.kind, [sorted(one.items()) for one in recipe.groups], recipe.spans))
-    # 6 bytes, since float64 holds every integer below 2^53
+    # 6 bytes, since float64 represents every integer below 2^53.
     number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "little")
     rows = group.all_gather_values([float(number)], "comparison of the settings")
     others = [str(rank) for rank, row in enumerate(rows) if row != rows[0]]
@@ -216,7 +217,7 @@ def _check_same(plan: Plan, recipe: Recipe, group: Group) -> None:
         )
 
 
-# What a rank is
+# Roles of ranks
 
 
 def _work(
@@ -228,10 +229,10 @@ def _work(
 
 
 def _serve(plan: Plan, terms: Terms, model: nn.Module, number: int, port: Port) -> None:
-    """Serves until all workers have left."""
+    """Serve until all workers have left."""
     name = server(number)
     try:
-        # Streams lose nothing but when they break.
+        # A connection loses messages only by breaking, so retries need no timeout.
         own = Server(number, plan.layout(model), terms, patience=math.inf)
         if not serve(own, port, Place(Group(None, Meter(name)))):
             raise PeerLostError((0,), "serving", "the training", "has ended the run")
@@ -245,7 +246,7 @@ def _serve(plan: Plan, terms: Terms, model: nn.Module, number: int, port: Port) 
 
 
 def _lead(plan: Plan, terms: Terms, model: nn.Module, port: Port, deadline: float) -> None:
-    """Leads until all workers have left; then the model has their weights."""
+    """Lead until all workers have left; the model then has the servers' weights."""
     flat = FlatParameters(model)
     shards = plan.shards(model)
     patience = min(PATIENCE, max(2.0, deadline))

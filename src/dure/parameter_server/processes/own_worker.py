@@ -1,11 +1,11 @@
-"""A worker in anyone's training loop: `pull` the weights, compute, `push` the gradients.
+"""Worker in a user's training loop: `pull` the weights, compute, `push` the gradients.
 
     pull    the servers' weights into the model, at most `staleness` clocks behind the slowest
     push    the gradients of the model's parameters; the clock grows by one
-    leave   waits until every server has all that was pushed; from then on nobody waits for it
+    leave   wait until every server has all pushes; afterwards no worker waits for this worker
 
-The state machine is that of every worker (`worker`), at whose calls messages come and go; while the
-loop computes, nobody listens, and a thread says that the worker is alive.
+The state machine is that of every worker (`worker`). Messages are sent and received within these
+calls; while the loop computes, a thread sends heartbeats.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from dure.tensors.finite import all_finite
 from dure.tensors.flat import FlatParameters, by_dtype, trained_of
 
 VERDICT_SECONDS = 5.0
-"""In which the leader says for whom a worker has waited too long: longer, and it is not there."""
+"""Seconds for the leader's answer about a timed-out pull; without an answer the leader is lost."""
 
 
 class Worker:
-    """Worker `number` of `count`, as `join` returns it. A context: at its end it leaves.
+    """Worker `number` of `count`, from `join`. A context manager: at its end the worker leaves.
 
-    Leaving by an exception counts as a death: the others go on without it.
+    An exception in the context counts as a loss of the worker: the others continue without it.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Worker:
         self._begun = False
         self._pulled = False
         self._ended = ""
-        """Why nothing can be pulled or pushed any more."""
+        """Reason that pulls and pushes are no longer possible; empty before."""
         self._closed = False
         self._heart = Heart(self._side, port)
         self._heart.start()
@@ -87,32 +87,32 @@ class Worker:
 
     @property
     def clock(self) -> int:
-        """How many pushes it has made."""
+        """Number of pushes of this worker."""
         return self._side.clock
 
     @property
     def staleness(self) -> dict[int, int]:
-        """How often what it pulled was how many clocks behind."""
+        """Histogram of the pulled weights' staleness: clocks behind -> number of pulls."""
         return dict(self._side.staleness)
 
     @property
     def bytes_sent(self) -> int:
-        """Of gradients."""
+        """Bytes of sent gradients."""
         return self._port.sent
 
     @property
     def bytes_received(self) -> int:
-        """Of weights."""
+        """Bytes of received weights."""
         return self._port.received
 
     # The loop
 
     def pull(self) -> None:
-        """Sets the model's weights to those of the servers, as soon as they are recent enough.
+        """Set the model's weights to those of the servers, once they are recent enough.
 
-        They contain all that this worker has pushed, and with a staleness of s all pushes of all
-        workers but the last s of this worker's clocks. Raises PeerLostError where others were lost
-        without whom it cannot go on, or where it has waited for longer than the deadline.
+        The weights contain all pushes of this worker, and with a staleness of s all pushes of all
+        workers except the last s clocks before this worker's. Raises PeerLostError if a required
+        node was lost, or if the pull timed out.
         """
         self._check_here("pull")
         self._say(self._side.pull(time.monotonic(), self._side.clock))
@@ -122,16 +122,16 @@ class Worker:
         self._pulled = True
 
     def push(self, weight: float = 1.0) -> None:
-        """Pushes the gradients of the model's parameters, and returns at once.
+        """Push the gradients of the model's parameters, without waiting.
 
-        weight: what the mean gradient counts beside those of other workers, such as its examples
-        where they have different numbers of them. With staleness 0 a step is the mean of all
-        pushes of a clock by their weights; otherwise each push is a step with weight / (workers
-        that take part) of its gradient.
+        `weight` is the weight of the mean gradient relative to other workers, such as the number of
+        examples if the numbers differ. With staleness 0 a step is the mean of all pushes of a clock
+        by their weights; otherwise each push is a step with weight / (number of members) of its
+        gradient.
 
         Raises RuntimeError without a pull before it, ValueError for a gradient that is not finite,
-        or that is missing where the optimizer would move the parameter all the same, and
-        PeerLostError as `pull`.
+        or that is missing although the optimizer would move the parameter, and PeerLostError as
+        `pull`.
         """
         self._check_here("push")
         if not self._pulled:
@@ -148,9 +148,11 @@ class Worker:
         self._listen(0.0)
 
     def leave(self) -> None:
-        """Returns when every server has all that was pushed; nobody waits for this worker then.
+        """Leave the run once every server has all pushes.
 
-        The model keeps the weights that were pulled last. Raises PeerLostError as `pull`.
+        Afterwards no worker waits for this worker.
+
+        The model keeps the weights of the last pull. Raises PeerLostError as `pull`.
         """
         if self._ended:
             self._end()
@@ -184,7 +186,7 @@ class Worker:
         self._end()
 
     def begin(self) -> None:
-        """Waits until the servers have the weights of the beginning. `join` calls it."""
+        """Wait until the servers have the initial weights. `join` calls this."""
         try:
             self._wait(lambda: self._begun, "the beginning")
         except BaseException:
@@ -194,7 +196,7 @@ class Worker:
     # Gradients
 
     def _gradients(self, weight: float) -> list[Tensor]:
-        """By shard, in memory that stays as it is until the push is acknowledged."""
+        """Return the gradients by shard, in memory that is stable until the acknowledgement."""
         if weight and not self._skips:
             self._check_all_there()
         room = self._outbox.room(self._side)
@@ -220,7 +222,7 @@ class Worker:
                 )
 
     def _share(self, weight: float) -> float:
-        """The weight of a push as the servers have it."""
+        """Return the weight of a push for the servers."""
         if self._bulk:
             return weight
         members = self._side.layout.groups[0].at(self._side.clock)
@@ -233,7 +235,7 @@ class Worker:
         return f"step {self._side.clock + 1}"
 
     def _wait(self, is_there: Callable[[], bool], operation: str) -> None:
-        """Listens until something is there."""
+        """Receive messages until `is_there` returns True."""
         since = time.monotonic()
         limit = since + self.deadline
         asked = False
@@ -247,17 +249,17 @@ class Worker:
                 waits = Waits(self.number, self._side.clock, tuple(self._side.unanswered))
                 self._port.say(MANAGER, waits)
             seconds = min(self._side.wake, limit) - now
-            if not self._port.reach(MANAGER):  # it may be late, and speaks to those who have called
+            if not self._port.reach(MANAGER):  # the leader may start late: call it again soon
                 seconds = min(seconds, 0.1)
             self._listen(seconds)
 
     def _listen(self, seconds: float) -> None:
-        """Takes what has come; waits so long for it, at the most."""
+        """Process received messages; waits for them for at most `seconds`."""
         for sender, said in self._port.hear(seconds):
             if isinstance(said, Over):
                 self._ended = "the run has ended"
                 if said.ended:
-                    return  # it was told to, since it leaves
+                    return  # the answer to this worker's leave
                 self._lost((0,), "the training", "has ended the run")
             elif isinstance(said, Lost):
                 self._ended = said.reason
@@ -266,7 +268,7 @@ class Worker:
                 check_leader(sender, said, "training", self._step)
                 self._side.cut(sender)
             elif isinstance(said, Leads):
-                continue  # who waits for a pull too long asks (`Waits`)
+                continue  # timeouts of pulls are reported by `Waits`
             elif isinstance(said, Grant):
                 self._begun = self._begun or said.until > 0
             else:
@@ -293,7 +295,7 @@ class Worker:
         raise PeerLostError(ranks, operation, self._step, reason)
 
     def _end(self) -> None:
-        """Ends the thread and the connections, once."""
+        """End the thread and the connections, once."""
         if not self._closed:
             self._closed = True
             self._heart.stop()

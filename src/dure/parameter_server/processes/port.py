@@ -1,13 +1,12 @@
-"""The port of a process: connections to others of its job, and the frames that come over them.
+"""Port: connections of a process to others of its job, and the frames over them.
 
-Whoever has something to say to a process that it is not connected to calls it, if it may be there;
-both prove that they know the job's token (`greeting`). A connection that breaks is an event,
-`Gone`, and no error; what was on its way over it is lost, and said again by those whose affair it
-is. What cannot leave at once waits in memory, and leaves when the peer takes it: nothing here waits
-for a peer, but a call for a second at most.
+Before sending to an unconnected process, a port connects to it if possible; both prove knowledge of
+the job's token (`greeting`). A broken connection is an event, `Gone`, not an error. Its undelivered
+messages are lost, and their senders retry. Data that cannot be sent at once wait in memory until
+the peer takes them: no operation waits for a peer, except a call for at most a second.
 
-What is said leaves together, when its speaker listens again: a push, and the pull after it, cost
-one system call and wake their server once.
+Messages are sent together, when the sender listens again: a push and the following pull cost a
+single system call and wake their server once.
 """
 
 from __future__ import annotations
@@ -35,27 +34,27 @@ from dure.parameter_server.processes.said import Said, Shipped, landed, shipped
 from dure.tensors.blocks import Blocks
 
 _CALL_SECONDS = 1.0
-"""That a call may take, with both proofs: a process that is there answers at once."""
+"""Timeout of a call with both proofs, in seconds: a live process answers at once."""
 _AGAIN_SECONDS = 0.25
-"""Until one that could not be reached is called again."""
+"""Seconds before an unreachable process is called again."""
 _MOST_CALLERS = 64
-"""Who have proved nothing yet; of more, the one that has waited longest goes."""
+"""Largest number of callers in a handshake; beyond, the oldest caller is dropped."""
 BESIDE = " heart"
-"""Ends the name of the second port of a process, by which it says that it lives."""
+"""Suffix of the name of a process's second port, for heartbeats."""
 _LARGE = 1 << 16
-"""Bytes of a payload that is not kept for what may be said after it."""
+"""Bytes of a payload that is sent without waiting for further messages."""
 _PIECES = 16
-"""That leave in one system call."""
+"""Largest number of pieces in a system call."""
 
 _KEPT_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
-"""A connection over which nothing comes for 30 s has ended."""
+"""TCP keep-alive: a connection without any answer for 30 s has ended."""
 
 _STAY = (messages.Push, messages.Values, messages.Replicate, Shipped)
-"""Messages whose tensors nobody changes until they have been answered: they leave uncopied."""
+"""Messages whose tensors stay unchanged until the answer: they are sent without a copy."""
 
 
 class Gone(NamedTuple):
-    """The connection to a process has ended. reason: what that process did."""
+    """End of the connection to a process. `reason` describes the action of that process."""
 
     reason: str
 
@@ -65,27 +64,31 @@ Heard = tuple[str, "Said | messages.Snapshot | Gone"]
 
 @dataclass(eq=False)
 class Line:
-    """A connection: what waits to leave, and what has come of the next frame."""
+    """Connection with its outgoing data and the incoming partial frame."""
 
     name: str
     socket: socket.socket
     incoming: Incoming
     leaving: deque[memoryview] = field(default_factory=deque)
     full: bool = False
-    """Whether the peer has to take something before more can leave."""
+    """Whether the peer must take data before more can be sent."""
 
 
 class Port:
-    """The port of process `name`. Listens from the start; call `meet` before anything is said.
+    """Port of process `name`. The port listens from the start; call `meet` before sending.
 
-    token: the job's. most: bytes that a frame's data may have. host: where it listens.
+    Args:
+        name: name of the node.
+        token: token of the job.
+        most: largest length of a frame's data in bytes.
+        host: address to listen at.
     """
 
     def __init__(self, name: str, token: bytes, most: int, host: str = "127.0.0.1") -> None:
         self.name = name
         self.most = most
         self.spin = 0.0
-        """Seconds that `hear` looks again and again before it sleeps: for a core of its own."""
+        """Seconds that `hear` polls before it sleeps, for a process with a core of its own."""
         self._token = token
         self._listener = socket.create_server((host, 0), backlog=128)
         self._listener.setblocking(False)
@@ -97,7 +100,7 @@ class Port:
         self._heard: deque[Heard] = deque()
         self._failed: dict[str, float] = {}
         self._calls: frozenset[str] = frozenset()
-        # Written to by other threads, so that a wait ends.
+        # Other threads write to this socket pair to end a wait.
         self._awake, self._waker = socket.socketpair()
         self._awake.setblocking(False)
         self._waker.setblocking(False)
@@ -106,20 +109,20 @@ class Port:
         self._encoder = Encoder()
         self.memory: Memory | None = None
         self.sent = 0
-        """Payload bytes that have left, those in shared memory among them."""
+        """Sent payload bytes, including those in shared memory."""
         self.received = 0
 
     @property
     def address(self) -> tuple[str, int]:
-        """Where it listens."""
+        """Host and port of the listener."""
         host, port = self._listener.getsockname()[:2]
         return host, port
 
     def meet(self, cards: dict[str, Card], calls: Sequence[str]) -> None:
-        """These are the processes of the job, this one among them.
+        """Set the processes of the job, this process included, and connect to `calls`.
 
-        calls: those that this one calls, now and whenever it has something to say and no connection
-        to them; the others call it.
+        `calls` are the nodes that this process calls, now and when it sends without a connection;
+        the others call this process.
         """
         self._see(Memory(self.name, cards))
         self._calls = frozenset(calls)
@@ -127,7 +130,7 @@ class Port:
             self._line(other)
 
     def beside(self, name: str) -> Port:
-        """Another port of this process, which another thread may have, to those that it calls."""
+        """Return another port of this process, for another thread, to the nodes of `calls`."""
         assert self.memory is not None
         port = Port(name, self._token, self.most, self.address[0])
         card = self.memory.cards[self.name]
@@ -141,20 +144,20 @@ class Port:
         self._decoder = Decoder(memory.look)
 
     def reaches(self, other: str) -> bool:
-        """Whether there is a connection to a process."""
+        """Return whether a connection to a process exists."""
         return other in self._lines
 
     def reach(self, other: str) -> bool:
-        """Whether there is a connection to a process, which is called where there is none."""
+        """Return whether a connection to a process exists, after a call if needed."""
         return self._line(other) is not None
 
     def wake(self) -> None:
-        """Has `hear` return at once; any thread may call it, and after the port was closed too."""
+        """Let `hear` return at once. Any thread may call this, even after `close`."""
         with contextlib.suppress(OSError):
             self._waker.send(b"!")
 
     def close(self) -> None:
-        """Ends all connections, after what waits has had a moment to leave."""
+        """Close all connections, after a short time for outgoing data."""
         self.flush()
         until = time.monotonic() + _CALL_SECONDS
         while any(line.leaving for line in self._lines.values()) and time.monotonic() < until:
@@ -168,13 +171,13 @@ class Port:
         for each in (self._listener, self._awake, self._waker):
             each.close()
 
-    # Saying
+    # Sending
 
     def say(self, to: str, message: Said | messages.Snapshot) -> bool:
-        """Says something to a process; False where it cannot be reached, and nothing is said.
+        """Send a message to a process; returns False without sending if it is unreachable.
 
-        It leaves with `flush` or `hear`, or at once if it is large. Tensors of pushes, values,
-        replicated updates and snapshots stay as they are until then; others are copied.
+        The message is sent by `flush` or `hear`, or at once if it is large. Tensors of pushes,
+        values, replicated updates and snapshots must stay unchanged until then; others are copied.
         """
         line = self._line(to)
         if line is None:
@@ -184,7 +187,7 @@ class Port:
         if isinstance(message, messages.Snapshot):
             message = shipped(message)
         elif isinstance(message, messages.Pull) and message.into is not None and not shared:
-            # Memory that the other does not see.
+            # The receiver does not share this memory.
             message = msgspec.structs.replace(message, into=None)
         frame = self._encoder.encode(message, self.memory.place_of if shared else None)
         payload = payload_of(message)
@@ -199,7 +202,7 @@ class Port:
         return True
 
     def flush(self) -> None:
-        """Lets leave what was said."""
+        """Send the queued messages."""
         lines = self._unsent
         self._unsent = []
         for line in lines:
@@ -207,7 +210,7 @@ class Port:
                 self._send(line)
 
     def _send(self, line: Line) -> None:
-        """Sends what can be sent at once; the rest leaves when the peer has taken some."""
+        """Send without blocking; the rest follows when the peer has taken some."""
         try:
             while line.leaving:
                 pieces = [*islice(line.leaving, _PIECES)]
@@ -223,22 +226,22 @@ class Port:
             events = selectors.EVENT_READ | (selectors.EVENT_WRITE if full else 0)
             self._selector.modify(line.socket, events, line)
 
-    # Hearing
+    # Receiving
 
     def hear(self, seconds: float) -> Iterator[Heard]:
-        """What has come, and from whom; waits so long for the first, at the most."""
+        """Yield received messages with their senders; waits for the first for at most `seconds`."""
         if not self._heard:
             self.flush()
-        # A line that broke is heard of.
+        # A broken connection during the flush is itself an event.
         if not self._heard:
             self._look(max(0.0, seconds))
         while self._heard:
             yield self._heard.popleft()
 
     def listen(self, seconds: float) -> None:
-        """Lets leave what was said, and takes what comes, which `hear` gives later.
+        """Send the queued messages and receive messages for a later `hear`.
 
-        It waits so long for something, at the most.
+        Waits for at most `seconds`.
         """
         self.flush()
         self._look(max(0.0, seconds))
@@ -257,14 +260,14 @@ class Port:
                 self._go_on(key.data, events)
 
     def _go_on(self, line: Line, events: int) -> None:
-        # What was ready may have been dropped since.
+        # The connection may have been dropped since the select.
         if events & selectors.EVENT_WRITE and self._lines.get(line.name) is line:
             self._send(line)
         if events & selectors.EVENT_READ and self._lines.get(line.name) is line:
             self._read(line)
 
     def _wait(self, seconds: float) -> list[tuple[selectors.SelectorKey, int]]:
-        """What can be done; looks for a while before it sleeps, where cores allow it."""
+        """Return ready sockets; polls for `spin` seconds before sleeping."""
         if self.spin > 0:
             until = time.perf_counter() + min(self.spin, seconds)
             while True:
@@ -294,7 +297,7 @@ class Port:
             self._broke(line, error)
 
     def _take(self, sender: str, frame: Came) -> None:
-        """A frame has come. Raises FrameError if it is none of this job."""
+        """Decode a frame. Raises FrameError for a frame that is not of this job."""
         said = self._decoder.decode(frame.header, frame.data)
         self.received += payload_of(said)
         self._heard.append((sender, _landed(said) if isinstance(said, Shipped) else said))
@@ -302,7 +305,7 @@ class Port:
     # Connections
 
     def _line(self, to: str) -> Line | None:
-        """The connection to a process, made now where there is none; None where it cannot be."""
+        """Return the connection to a process, after a call if needed; None if unreachable."""
         line = self._lines.get(to)
         if line is not None or self.memory is None:
             return line
@@ -332,9 +335,9 @@ class Port:
             self._hang_up(self._callers[0])
 
     def _greet(self, caller: Caller) -> None:
-        """Hears what one who has called says to prove that it is of this job."""
+        """Continue the handshake with a caller."""
         if caller not in self._callers:
-            return  # it was hung up on since
+            return  # the caller was dropped meanwhile
         try:
             name = caller.hear(self._token, self.name)
         except OSError:
@@ -348,7 +351,7 @@ class Port:
             self._add(name, caller.socket)
 
     def _is_of_job(self, name: str) -> bool:
-        """Whether a process of the job may be called this: so there are no more lines than that."""
+        """Return whether a node may have this name; bounds the number of connections."""
         if self.memory is None:
             return True
         return name in self.memory.cards or name.removesuffix(BESIDE) in self.memory.cards
@@ -365,7 +368,7 @@ class Port:
         line = Line(name, there, Incoming(self.most, self._blocks))
         former = self._lines.get(name)
         if former is not None:
-            # Both have called each other, or it has come back: the newer one is the one it uses.
+            # The peer has connected again: it uses the newer connection.
             self._forget(former)
         self._lines[name] = line
         self._selector.register(there, selectors.EVENT_READ, line)
@@ -388,9 +391,9 @@ class Port:
 
 
 def _look_after(there: socket.socket) -> None:
-    """Has the system ask a silent peer whether it is there: a host may go without a word.
+    """Enable TCP keep-alive: a host may disappear without closing its connections.
 
-    One that is stopped is there; it is the manager that gives it up.
+    A stopped process still answers; the manager drops it.
     """
     there.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _KEPT_ALIVE.items():
@@ -399,7 +402,7 @@ def _look_after(there: socket.socket) -> None:
 
 
 def _take_away(pieces: deque[memoryview], count: int) -> None:
-    """Takes so many bytes from the front."""
+    """Remove `count` bytes from the front."""
     while pieces and count >= len(pieces[0]):
         count -= len(pieces.popleft())
     if count:
@@ -414,7 +417,7 @@ def _landed(said: Shipped) -> messages.Snapshot:
 
 
 def payload_of(message: Said) -> int:
-    """Bytes of weights, gradients and rows of tables in a message, wherever they lie."""
+    """Return the bytes of weights, gradients and table rows in a message, in any memory."""
     if isinstance(message, messages.Push):
         return message.gradient.nbytes + _nbytes(message.rows, message.digest)
     if isinstance(message, messages.Pull):
@@ -427,5 +430,5 @@ def payload_of(message: Said) -> int:
 
 
 def _nbytes(*tensors: Tensor | None) -> int:
-    """Bytes of the tensors that are there."""
+    """Return the bytes of the tensors that are not None."""
     return sum(tensor.nbytes for tensor in tensors if tensor is not None)

@@ -1,9 +1,9 @@
-"""What computes the gradients of a replica in a process: the whole model, or a stage of it.
+"""Gradient computation of a replica in a process: the whole model, or a stage of it.
 
     weights of the portions, a step  ->  the gradient of that step's batch, by portion
 
-The process that has a stage computes together with those that have the others; all of them go
-through the same steps.
+The process of a stage computes together with the processes of the other stages; all of them make
+the same steps.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from dure.tensors.flat import views_of
 
 
 class WholeModel:
-    """The model of worker `number`, which is a replica."""
+    """Model of worker `number`, which is a replica."""
 
     def __init__(
         self,
@@ -51,12 +51,12 @@ class WholeModel:
         self._buffers = Buffers(model)
 
     def weights(self) -> list[Tensor]:
-        """By portion, as they are now."""
+        """Return the current weights, by portion."""
         buffers = self.computing.flat.buffers
         return [buffers[keys.vector][keys.start : keys.stop] for keys in self.keys]
 
     def compute(self, step: int, weights: Sequence[Tensor]) -> Computed:
-        """The gradient of the replica's batch of a step at these weights, by portion.
+        """Return the gradient of the replica's batch of a step at these weights, by portion.
 
         Raises LossNotFiniteError.
         """
@@ -70,16 +70,16 @@ class WholeModel:
         return dataclasses.replace(found, gradients=gradients)
 
     def buffers(self) -> list[Tensor]:
-        """As they are now."""
+        """Return the current buffers."""
         return [buffer.detach() for buffer in self._buffers.of(self.model)]
 
     def load_buffers(self, buffers: Sequence[Tensor]) -> None:
-        """Goes on with these."""
+        """Set the buffers."""
         self._buffers.load(self.model, buffers)
 
 
 class StageModel:
-    """The stage of worker `number`. group: the ranks of its replica, by stage."""
+    """Stage of worker `number`. `group` has the ranks of its replica, by stage."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class StageModel:
         replica = plan.replica_of(number)
         self.part = plan.parts(model, examples_for(task)[0], seed)[replica]
         self.skips = plan.skips(task, model)
-        # Replicas draw apart; the first one as a pipeline that trains alone.
+        # Replicas have different random draws; the first has those of a pipeline that trains alone.
         own = seed if replica == 0 else derive(seed, "replica", replica)
         self.learner = ParallelLearner(
             task,
@@ -115,14 +115,14 @@ class StageModel:
         ]
 
     def weights(self) -> list[Tensor]:
-        """By portion, as they are now."""
+        """Return the current weights, by portion."""
         return [self._run_of(keys).at(keys) for keys in self.keys]
 
     def compute(self, step: int, weights: Sequence[Tensor]) -> Computed:
-        """The gradient of the replica's batch of a step at these weights, by portion.
+        """Return the gradient of the replica's batch of a step at these weights, by portion.
 
-        Computed together with the other stages. Raises LossNotFiniteError, and PeerLostError if
-        one of them is lost.
+        The stages compute together. Raises LossNotFiniteError, and PeerLostError if a stage is
+        lost.
         """
         for keys, value in zip(self.keys, weights, strict=True):
             self._run_of(keys).at(keys).copy_(value)
@@ -141,7 +141,7 @@ class StageModel:
             first = run.run.keys.start
             whole = vectors[self.runs.index(run)]
             gradients.append(whole[keys.start - first : keys.stop - first])
-        # The replica's loss is told once.
+        # Only the last stage reports the replica's loss.
         return Computed(
             gradients=gradients,
             weight=1.0 if len(indices) else 0.0,
@@ -155,44 +155,44 @@ class StageModel:
         return next(run for run in self.runs if run.has(keys))
 
     def buffers(self) -> list[Tensor]:
-        """None: a model with buffers is not divided."""
+        """Return no buffers: a model with buffers is not divided."""
         return []
 
     def load_buffers(self, buffers: Sequence[Tensor]) -> None:
-        """There are none."""
+        """Do nothing: there are no buffers."""
 
 
 class OwnRun:
-    """A run of keys whose parameters this process computes with, which lie in one vector now."""
+    """Run of keys whose parameters this process trains, moved into a single vector."""
 
     def __init__(self, run: Run, parameters: Sequence[nn.Parameter]) -> None:
         self.run = run
         self.parameters = parameters
         self.vector = torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
         for parameter, view in zip(parameters, views_of(self.vector, parameters), strict=True):
-            # The same object: the stage's program holds it.
+            # The parameter objects stay the same, since the stage's program refers to them.
             parameter.data = view
 
     def has(self, keys: Range) -> bool:
-        """Whether these keys lie here."""
+        """Return whether this run contains the keys."""
         own = self.run.keys
         return own.vector == keys.vector and own.start <= keys.start < own.stop
 
     def at(self, keys: Range) -> Tensor:
-        """The weights of these keys, as a view."""
+        """Return a view of the weights of these keys."""
         first = self.run.keys.start
         return self.vector[keys.start - first : keys.stop - first]
 
     def forget(self) -> None:
-        """No parameter has a gradient."""
+        """Delete the gradients of the parameters."""
         for parameter in self.parameters:
             parameter.grad = None
 
     def gradient(self, skips: bool) -> Tensor:
-        """The gradients of the parameters, one after another.
+        """Return the gradients of the parameters, one after another.
 
-        skips: whether servers leave alone what has zeros. Raises ValueError for a parameter without
-        a gradient where they do not.
+        `skips`: whether servers leave elements with a zero gradient unchanged. If not, raises
+        ValueError for a parameter without a gradient.
         """
         parts = []
         for parameter, name in zip(self.parameters, self.run.names, strict=True):

@@ -1,7 +1,7 @@
-"""The life of a replica's process: fetch, compute, push, until the run is over.
+"""Process of a replica: fetch, compute and push until the run ends.
 
-What is to be fetched and pushed the state machines say (`replica`, `worker`). A thread of its own
-computes, so that messages come and go meanwhile; another says that the process is alive.
+State machines (`replica`, `worker`) determine the messages. A thread computes, so that messages
+travel meanwhile; another thread sends heartbeats.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from dure.record.trace import Trace
 
 
 class ThreadJob:
-    """A gradient that a thread computes. told: is called in that thread when it is there."""
+    """Gradient computation in a thread. The thread calls `told` at its end."""
 
     def __init__(self, compute: Callable[[], Computed], told: Callable[[], None]) -> None:
         self._compute = compute
@@ -55,7 +55,7 @@ class ThreadJob:
         self._found: Computed | None = None
         self._error: BaseException | None = None
         self._over = threading.Event()
-        # A daemon: the run may end while it waits for another stage.
+        # A daemon, since the run may end while the thread waits for another stage.
         threading.Thread(target=as_here(self._run), name="dure replica", daemon=True).start()
 
     def _run(self) -> None:
@@ -64,16 +64,16 @@ class ThreadJob:
         except BaseException as error:
             self._error = error
         self._over.set()
-        with contextlib.suppress(OSError):  # the port is closed where the run has ended
+        with contextlib.suppress(OSError):  # the port is closed if the run has ended
             self._told()
 
     @property
     def ends(self) -> float:
-        """Long ago, once it is there."""
+        """-inf after the end of the computation, inf before."""
         return -math.inf if self._over.is_set() else math.inf
 
     def result(self) -> Sequence[Tensor]:
-        """The gradient, by portion. Raises what its computation raised."""
+        """Return the gradient, by portion. Raises the error of the computation."""
         if self._error is not None:
             raise self._error
         assert self._found is not None
@@ -81,15 +81,23 @@ class ThreadJob:
 
     @property
     def is_empty(self) -> bool:
-        """Whether the gradient is of no example."""
+        """Whether the gradient has no examples."""
         assert self._found is not None
         return not self._found.weight
 
 
 class Replicating:
-    """Worker `number` of a plan, which is a replica or a stage of one.
+    """Process of worker `number` of a plan, which is a replica or a stage of a replica.
 
-    model: the run's. group: the ranks of its replica, by stage.
+    Args:
+        number: number of the worker.
+        task: the task.
+        place: context of the rank.
+        model: the run's model.
+        seed: seed of the run.
+        plan: plan of the run.
+        group: ranks of the replica, by stage.
+        port: port of the process.
     """
 
     def __init__(
@@ -124,7 +132,7 @@ class Replicating:
         else:
             self.model = WholeModel(number, task, model, seed, plan, self.meter)
         self.replica = Replica(
-            # Streams lose nothing but when they break.
+            # A connection loses messages only by breaking, so retries need no timeout.
             WorkerSide(
                 number, layout, portions, patience=math.inf, beat=None, compressors=compressors
             ),
@@ -137,7 +145,7 @@ class Replicating:
         self.leads = plan.together(plan.replica_of(number))[0] == number
         self._begun = False
         self._told = 0
-        """Pushes that were told."""
+        """Number of reported pushes."""
         self._reported = (-1, -1)
 
     def _compute(self, step: int, weights: Sequence[Tensor], now: float) -> ThreadJob:
@@ -149,13 +157,13 @@ class Replicating:
 
         return ThreadJob(compute, self.port.wake)
 
-    # The life
+    # Main loop
 
     def live(self) -> str:
-        """Until the leader says that it is over, or the others go on without this replica.
+        """Run until the leader ends the run, or the others continue without this replica.
 
-        Returns by which limit the run has ended, if it has. Raises PeerLostError if the leader is
-        gone, and what the task raises.
+        Returns the limit by which the run has ended, or "". Raises PeerLostError if the leader is
+        lost, and errors of the task.
         """
         heart = Heart(self.replica.side, self.port)
         heart.start()
@@ -169,11 +177,11 @@ class Replicating:
             heart.stop()
 
     def _turn(self) -> str | None:
-        """What has come, and what is due; by which limit the run has ended, if it has."""
+        """Process received messages and due events; returns the run's limit after its end."""
         waited = time.perf_counter()
         idle = not self.replica.computing
         seconds = self.replica.wake - time.monotonic()
-        if not self.port.reach(MANAGER):  # it may be late, and speaks to those who have called
+        if not self.port.reach(MANAGER):  # the leader may start late: call it again soon
             seconds = min(seconds, 0.1)
         for sender, said in self.port.hear(self.watch.within(seconds)):
             if isinstance(said, Over):
@@ -203,7 +211,7 @@ class Replicating:
             try:
                 self._say(self.replica.tick(time.monotonic()))
             except PeerLostError:
-                return ""  # another stage of this replica: the other replicas go on
+                return ""  # another stage of this replica was lost; other replicas continue
         return None
 
     def _granted(self, grant: Grant) -> None:
@@ -220,13 +228,13 @@ class Replicating:
             self.replica.grant(grant.until)
 
     def _tell(self) -> None:
-        """Says what was counted."""
-        # The timeline is left to reports: a gradient may be under way, and writes there.
+        """Send the counters."""
+        # Without the timeline, to which a concurrent computation may be writing.
         nothing = Trace().packed(self.clock_offset)
         self.port.say(MANAGER, Account(worker(self.number), self._counters(), nothing))
 
     def _counters(self) -> list[float]:
-        # A copy, since a pipeline counts its messages meanwhile.
+        # A copy, since a pipeline updates the counters concurrently.
         counters = sum_of_counters([self.meter.counters])
         counters.bytes_sent += self.port.sent
         counters.bytes_received += self.port.received
@@ -238,7 +246,7 @@ class Replicating:
                 self.replica.side.cut(to)
 
     def _report(self) -> None:
-        """Says what it has done, once it has nothing to do."""
+        """Send a report when all granted work is done."""
         side = self.replica.side
         stands = (self.replica.until, side.layout.version)
         if not self.replica.finished or stands == self._reported:
@@ -264,7 +272,7 @@ class Replicating:
         self.port.say(MANAGER, report)
 
     def _pushes(self) -> int:
-        """Of its replica, since it has said so last; the first stage says it for all."""
+        """Return the replica's pushes since the last report; the first stage reports for all."""
         clock = self.replica.side.clock
         made = clock - self._told
         self._told = clock

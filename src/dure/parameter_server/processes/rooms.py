@@ -1,22 +1,22 @@
-"""What of a worker's pool is free: rooms for the weights that it pulls, and for its gradients.
+"""Buffers in a worker's pool: for pulled weights and for gradients.
 
-    pull   the question names a room; each server writes its shards there, and the model uses the
-           weights where they lie
-    push   the gradient lies in a room; each server reads it there
+    pull   the request names a buffer; each server writes its shards there, and the model uses the
+           weights in place
+    push   the gradient is in a buffer; each server reads it there
 
-A room is used again as soon as nobody can write to it, or read it, any more:
+A buffer is reused as soon as no process can write to it or read it:
 
-    weights    a server that was asked has answered this question, or a later one for the same
-               shard: it deals with questions in order, and answers each once
+    weights    each server has answered this request, or a later request for the same shard: a
+               server processes requests in order, and answers each once
     gradients  every server has acknowledged the push
 
-A server that was stopped, and replaced, may wake in the middle of an answer and write the rest of
-it. So a room that such a server was told of is never used again: it stays allocated, and its
-contents matter to nobody. Two rooms for weights do otherwise, since the model stays in one while
-the next answer comes into the other.
+A server that was stopped and replaced may resume in the middle of an answer and write the rest. A
+buffer that such a server knows is therefore never reused: it stays allocated, with irrelevant
+contents. Otherwise two buffers for weights suffice, since the model uses one while the next answer
+arrives in the other.
 
-Between hosts there is no memory to name. There the model uses the weights where they came, if a
-server has all of them; what comes from several is copied into one room.
+Hosts share no memory with each other. Across hosts the model uses the received memory if a single
+server has all weights; answers of several servers are copied into a buffer.
 """
 
 from __future__ import annotations
@@ -36,8 +36,12 @@ from dure.tensors.flat import FlatParameters, Room
 
 @dataclass(eq=False)
 class Slot:
-    """A room for weights. parts: by shard. writers: who may still write there, and what they were
-    asked: the server, the shard and the worker, with the number of the question.
+    """Buffer for weights.
+
+    Args:
+        room: memory of the weights.
+        parts: views by shard.
+        writers: processes that may still write: (server, shard, worker) -> number of the request.
     """
 
     room: Room
@@ -46,32 +50,32 @@ class Slot:
 
 
 class Slots:
-    """The rooms of a worker for the weights of its model, which has these shards."""
+    """Weight buffers of a worker whose model has these shards."""
 
     def __init__(self, flat: FlatParameters, shards: Sequence[Range]) -> None:
         self._flat = flat
         self._shards = shards
         self._undivided = [keys.vector for keys in shards] == [*range(len(flat.buffers))]
-        """Whether every vector is one shard."""
+        """Whether every vector is a single shard."""
         self._slots: list[Slot] = []
         self._asked: dict[int, Slot] = {}
-        """Where the answers to the newest question of a worker are to be written."""
+        """Buffer for the answers to a worker's newest request."""
         self._used: Slot | None = None
-        """Where the model is."""
+        """Buffer that the model uses."""
 
     def ask(self, worker: int) -> list[Tensor]:
-        """Where the answers to the next question of a worker are to be written, by shard."""
+        """Return the memory for the answers to a worker's next request, by shard."""
         slot = self._asked[worker] = self._free()
         return slot.parts
 
     def said(self, to: str, message: Said) -> None:
-        """Something was said. Who was asked may write from now on where the question says."""
+        """Register a sent message: after a pull the server may write to its buffer."""
         if isinstance(message, Pull) and message.into is not None:
             key = (to, message.shard, message.worker)
             self._asked[message.worker].writers[key] = message.number
 
     def heard(self, sender: str, message: Said) -> None:
-        """Something was heard. Who has answered writes no more where it was to until then."""
+        """Register a received message: after its answer a server no longer writes to the buffer."""
         if not isinstance(message, Values):
             return
         key = (sender, message.shard, message.worker)
@@ -80,7 +84,7 @@ class Slots:
                 del slot.writers[key]
 
     def take(self, worker: int, values: Sequence[Tensor]) -> None:
-        """Has the model use the values that have come, by shard."""
+        """Let the model use the received values, by shard."""
         slot = self._asked.pop(worker)
         strange = [
             part.data_ptr() != value.data_ptr()
@@ -91,7 +95,7 @@ class Slots:
             self._used = None
             self._flat.move(self._flat.room(values))
             return
-        if slot.writers:  # some came another way, and may still come this one
+        if slot.writers:  # a late server may still write to this buffer
             self._used = self._free()
         for part, value in zip(self._used.parts, values, strict=True):
             if part.data_ptr() != value.data_ptr():
@@ -99,7 +103,7 @@ class Slots:
         self._flat.move(self._used.room)
 
     def _free(self) -> Slot:
-        """One to which nobody writes, and of which nobody thinks that it is theirs."""
+        """Return a buffer without writers that is neither in use nor requested."""
         taken = [self._used, *self._asked.values()]
         for slot in self._slots:
             if not slot.writers and slot not in taken:
@@ -111,7 +115,7 @@ class Slots:
 
 
 class Outbox:
-    """The rooms of a worker for gradients, which are flat vectors like these."""
+    """Gradient buffers of a worker, with flat vectors like these."""
 
     def __init__(self, like: Sequence[Tensor]) -> None:
         self._like = [(len(one), one.dtype) for one in like]
@@ -119,7 +123,7 @@ class Outbox:
         self._out: list[tuple[WorkerSide, int, list[Tensor]]] = []
 
     def room(self, side: WorkerSide) -> list[Tensor]:
-        """Where the gradient of the next push of a side is to be written, by vector."""
+        """Return memory for the gradient of a side's next push, by vector."""
         for one in [one for one in self._out if _safe(one[0], one[1])]:
             self._out.remove(one)
             self._free.append(one[2])
@@ -132,5 +136,5 @@ class Outbox:
 
 
 def _safe(side: WorkerSide, clock: int) -> bool:
-    """Whether every server has acknowledged the push of a clock."""
+    """Return whether every server has acknowledged the push of a clock."""
     return side.clock - side.behind > clock

@@ -1,26 +1,21 @@
-"""What processes say to each other besides the messages of the state machines.
+"""Messages between processes, in addition to those of the state machines.
 
-leader -> worker   Grant     batches before this one may be begun
-worker -> leader   Ask       parts, please; these are done
-leader -> worker   Deal      do these parts; none: there is nothing now
-leader -> worker   Hold      begin nothing more, until you are granted it   (`holding`)
-worker -> leader   Held      this I have not begun
-worker -> leader   Report    I have nothing to do; this I have done since I said so last
-leader -> any      Tell      what have you counted?
-any    -> leader   Account   this, since I began
-leader -> server   Save      what have you of this shard?  (the answer is a Snapshot)
-leader -> worker   Keep      what have your compressed pushes left out?
-worker -> leader   Unsent    this
-leader -> worker   Unsent    begin with this, of a checkpoint
-any    -> leader   Failed    an error of the task's own
-leader -> any      Leads     I live
-leader -> any      Lost      the run has ended, since these ranks are lost
+leader -> worker   Grant     batches before this one may be begun worker -> leader   Ask
+request for parts; these parts are done leader -> worker   Deal      parts to do; none if there is
+no work now leader -> worker   Hold      begin nothing more until the next grant   (`holding`)
+worker -> leader   Held      batches and parts that are not begun worker -> leader   Report    all
+granted work is done; results since the last report leader -> any      Tell      request for
+counters any    -> leader   Account   counters since the start leader -> server   Save      request
+for a shard  (the answer is a Snapshot) leader -> worker   Keep      request for the residuals of
+compressed pushes worker -> leader   Unsent    residuals leader -> worker   Unsent    initial
+residuals, from a checkpoint any    -> leader   Failed    an error of the task leader -> any
+Leads     heartbeat leader -> any      Lost      the run has ended, since these ranks are lost
 leader -> any      Over      the run has ended
 
-Workers in a loop of their own (`own_loop`) say besides:
+Workers in a user's loop (`own_loop`) send in addition:
 
-worker -> leader   Leave     I am done, and every server has all that I pushed  (answer: Over)
-worker -> leader   Waits     I have waited too long for my pull
+worker -> leader   Leave     the worker is done, and every server has all its pushes (answer: Over)
+worker -> leader   Waits     the worker's pull has timed out
 """
 
 from __future__ import annotations
@@ -39,11 +34,13 @@ from dure.record.on_disk import in_memory
 
 
 class Grant(msgspec.Struct, frozen=True, tag=True):
-    """Batches before `until` may be begun.
+    """Permission to begin the batches before `until`.
 
-    clock: how many pushes of this worker the servers have, when it has made none itself. done:
-    batches of its own that were done before the run began, or was resumed. buffers: with which its
-    model goes on; none: with its own.
+    Args:
+        until: first batch that is not granted.
+        clock: number of this worker's pushes at the servers, before it has made any itself.
+        done: the worker's batches that were done before the run began or was resumed.
+        buffers: initial buffers of its model; empty to keep its own.
     """
 
     until: int
@@ -53,26 +50,26 @@ class Grant(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ask(msgspec.Struct, frozen=True, tag=True):
-    """A worker asks for parts. done: parts that every server has."""
+    """Request of a worker for parts. `done` are parts that every server has."""
 
     worker: int
     done: tuple[Work, ...] = ()
 
 
 class Deal(msgspec.Struct, frozen=True, tag=True):
-    """The parts that a worker is to do; none: nothing is left of what was granted."""
+    """Parts that a worker is to do; none if no granted work is left."""
 
     works: tuple[Work, ...]
 
 
 class Hold(msgspec.Struct, frozen=True, tag=True):
-    """Nothing is to be begun any more, as the run is to end."""
+    """Request to begin nothing more, as the run is to end."""
 
 
 class Held(msgspec.Struct, frozen=True, tag=True):
-    """A worker begins none of its batches from `until` on. back: dealt parts that it has not begun.
+    """Answer to `Hold`: the worker begins none of its batches from `until` on.
 
-    What it has begun it finishes, and reports.
+    `back` are assigned parts that it has not begun. The worker finishes and reports begun work.
     """
 
     worker: int
@@ -81,11 +78,21 @@ class Held(msgspec.Struct, frozen=True, tag=True):
 
 
 class Report(msgspec.Struct, frozen=True, tag=True):
-    """A worker has done all that was granted until a batch, and knows the layout of a version.
+    """Report of a worker that has done all batches before `until`.
 
-    loss: the sum of the losses of what `counted` counts. staleness: how often its weights were how
-    many clocks behind. counters: as `Counters.as_list`, since this process began. buffers: its own.
-    trace: its lanes since it said so last, as `Trace.packed`.
+    Args:
+        worker: number of the worker.
+        until: first batch not done.
+        layout: version of the worker's layout.
+        loss: sum of the losses over `counted`.
+        counted: count of the loss.
+        examples: number of examples.
+        pushes: number of pushes.
+        staleness: histogram of staleness: clocks behind -> number of pulls.
+        counters: counters since the start of the process, as `Counters.as_list`.
+        done: parts that every server has.
+        buffers: buffers of the worker's model.
+        trace: timeline since the last report, as `Trace.packed`.
     """
 
     worker: int
@@ -103,7 +110,7 @@ class Report(msgspec.Struct, frozen=True, tag=True):
 
 
 class Shipped(msgspec.Struct, frozen=True, tag=True):
-    """A `Snapshot` on its way: its tree without tensors, and the tensors that belong into it."""
+    """Serialised `Snapshot`: its tree without tensors, and the named tensors."""
 
     shard: int
     epoch: int
@@ -114,20 +121,20 @@ class Shipped(msgspec.Struct, frozen=True, tag=True):
 
 
 class Save(msgspec.Struct, frozen=True, tag=True):
-    """What is in a shard?"""
+    """Request for the state of a shard."""
 
     shard: int
 
 
 class Keep(msgspec.Struct, frozen=True, tag=True):
-    """What have a worker's compressed pushes left out so far?"""
+    """Request for the residuals of a worker's compressed pushes."""
 
 
 class Unsent(msgspec.Struct, frozen=True, tag=True):
-    """What compressed pushes have left out so far.
+    """Residuals of compressed pushes.
 
-    worker: who keeps it, or is to keep it. errors: by the number of the worker in whose name, and
-    by portion.
+    `worker` is the worker that stores them. `errors` are by the number of the worker on whose
+    behalf the pushes were made, and by portion.
     """
 
     worker: int
@@ -135,11 +142,11 @@ class Unsent(msgspec.Struct, frozen=True, tag=True):
 
 
 class Tell(msgspec.Struct, frozen=True, tag=True):
-    """What has a server, or a worker, counted?"""
+    """Request for the counters of a server or a worker."""
 
 
 class Account(msgspec.Struct, frozen=True, tag=True):
-    """What one has counted, as a worker says it in a `Report`. name: "server 0"."""
+    """Counters of a node, as in a `Report`. `name` is the node, such as "server 0"."""
 
     name: str
     counters: list[float]
@@ -147,7 +154,7 @@ class Account(msgspec.Struct, frozen=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """An error of a process. kind: "loss" where a loss became not finite: `value`."""
+    """Error of a process. The kind "loss" means a loss that is not finite: `value`."""
 
     who: str
     step: str
@@ -158,13 +165,16 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Over(msgspec.Struct, frozen=True, tag=True):
-    """The run has ended, by this limit; empty where it has failed."""
+    """End of the run, by this limit; empty if the run has failed."""
 
     ended: str
 
 
 class Leave(msgspec.Struct, frozen=True, tag=True):
-    """A worker is done, after so many pushes, which all servers have. buffers: its model's."""
+    """Departure of a worker after `clock` pushes, which all servers have.
+
+    `buffers` are those of its model.
+    """
 
     worker: int
     clock: int
@@ -172,11 +182,11 @@ class Leave(msgspec.Struct, frozen=True, tag=True):
 
 
 class Leads(msgspec.Struct, frozen=True, tag=True):
-    """The leader lives, and so does the run."""
+    """Heartbeat of the leader."""
 
 
 class Waits(msgspec.Struct, frozen=True, tag=True):
-    """A worker has waited for its pull at a clock for too long: these shards have not answered."""
+    """Timeout of a worker's pull at a clock: these shards have not answered."""
 
     worker: int
     clock: int
@@ -184,7 +194,7 @@ class Waits(msgspec.Struct, frozen=True, tag=True):
 
 
 class Lost(msgspec.Struct, frozen=True, tag=True):
-    """The run has ended with a `PeerLostError`, whose fields these are."""
+    """End of the run by a `PeerLostError` with these fields."""
 
     ranks: tuple[int, ...]
     operation: str
@@ -192,7 +202,7 @@ class Lost(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
     def error(self) -> PeerLostError:
-        """It."""
+        """Return the error."""
         return PeerLostError(self.ranks, self.operation, self.step, self.reason)
 
 
@@ -227,11 +237,11 @@ Said: TypeAlias = (
     | Lost
     | Leads
 )
-"""What a frame can hold."""
+"""Messages that a frame can contain."""
 
 
 def shipped(snapshot: messages.Snapshot) -> Shipped:
-    """A snapshot as it travels."""
+    """Return a snapshot in its serialised form."""
     tree, tensors = pack_tree(snapshot.state)
     return Shipped(
         shard=snapshot.shard,
@@ -244,7 +254,7 @@ def shipped(snapshot: messages.Snapshot) -> Shipped:
 
 
 def landed(shipped: Shipped) -> messages.Snapshot:
-    """The inverse of `shipped`."""
+    """Return the snapshot; the inverse of `shipped`."""
     tensors = dict(zip(shipped.names, shipped.tensors, strict=True))
     state = unpack_tree(shipped.tree, tensors)
     return messages.Snapshot(shipped.shard, shipped.epoch, shipped.number, state)

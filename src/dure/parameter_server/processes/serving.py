@@ -1,4 +1,4 @@
-"""The life of a server's process: messages in, messages out, until the run is over."""
+"""Process of a server: receive and send messages until the run ends."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from dure.parameter_server.server import Server
 
 
 def serve(server: Server, port: Port, place: Place) -> str:
-    """Serves until the leader says that it is over; by which limit.
+    """Serve until the leader ends the run; returns the limit by which it has ended.
 
-    Raises PeerLostError if the leader is gone, or says that others are.
+    Raises PeerLostError if the leader is lost, or reports a loss.
     """
     place.group.meter.name = server.name
     watch = LeaderWatch(place.deadline)
@@ -46,7 +46,7 @@ def serve(server: Server, port: Port, place: Place) -> str:
         watch.look("serving", place.group.step)
         if time.monotonic() >= server.wake:
             _say(server.tick(time.monotonic()), server, port)
-            # Of two servers one calls the other: it calls again, though the other has more to say.
+            # Only one of two servers calls the other: it reconnects even if only the other sends.
             for other in server.follows:
                 port.reach(other)
 
@@ -64,11 +64,11 @@ def _answer(server: Server, sender: str, message: Message, port: Port, place: Pl
         place.group.step = f"step {message.clock + 1}"
     if isinstance(message, Push | Replicate):
         counters.bytes_received += payload_of(message)
-    # Each by itself: what is said takes the weights as they are at this moment.
+    # Answers are encoded one at a time, since they take the weights at this moment.
     for to, answer in server.receive(sender, message, time.monotonic()):
         if not port.say(to, answer):
             server.cut(to)
-        # What the leader reads is measuring, and is not counted.
+        # The leader's reads belong to measurements and are not counted.
         if isinstance(answer, Values | Replicate) and to != MANAGER:
             place.group.meter.sent(payload_of(answer))
     if sender != MANAGER:
@@ -78,7 +78,7 @@ def _answer(server: Server, sender: str, message: Message, port: Port, place: Pl
 
 
 def _tell(server: Server, sender: str, port: Port, place: Place) -> None:
-    """Says what was counted, and what of the timeline is new."""
+    """Send the counters and the new part of the timeline."""
     counters = place.group.meter.counters.as_list()
     trace = place.trace.packed(place.clock_offset)
     place.trace.lanes.clear()
@@ -86,35 +86,35 @@ def _tell(server: Server, sender: str, port: Port, place: Place) -> None:
 
 
 def check_leader(sender: str, gone: Gone, operation: str, step: str) -> None:
-    """Raises PeerLostError if it is the leader that is gone: nobody would ever end the run."""
+    """Check that a lost node is not the leader; raises PeerLostError if it is.
+
+    Without a leader nothing would end the run.
+    """
     if sender == MANAGER:
         raise PeerLostError((0,), operation, step, gone.reason)
 
 
 class LeaderWatch:
-    """Finds that the leader has fallen silent: it says all the time that it lives.
-
-    deadline: seconds.
-    """
+    """Monitor of the leader's heartbeats. `deadline` is in seconds."""
 
     def __init__(self, deadline: float) -> None:
         self._patience = Patience(deadline)
         self._often = 0
 
     def hear(self, said: Leads | Lost) -> None:
-        """It lives. Raises PeerLostError if it says that the run has ended."""
+        """Register a heartbeat. Raises PeerLostError if the leader reports the end of the run."""
         if isinstance(said, Lost):
             raise said.error()
         self._often += 1
 
     def within(self, seconds: float) -> float:
-        """For how many of these seconds to wait, until it is to be looked at again."""
+        """Return the seconds to wait before the next check, at most `seconds`."""
         return min(seconds, self._patience.every) if self._often else seconds
 
     def look(self, operation: str, step: str) -> None:
-        """Raises PeerLostError where nothing has come from it for the deadline.
+        """Check that the leader is not silent; raises PeerLostError after the deadline.
 
-        Not before it has said something: it may still be on its way.
+        The check begins with the first heartbeat: before, the leader may still be starting.
         """
         if self._often and self._patience.is_over(self._often):
             reason = f"fell silent (nothing for {self._patience.deadline:g} s)"

@@ -1,7 +1,7 @@
-"""The life of a worker's process: pull, compute, push, until the run is over.
+"""Process of a worker: pull, compute and push until the run ends.
 
-What is to be pulled and pushed the state machines say (`worker`, `at_work`). A thread of its own
-says that the worker is alive, since a step may take as long as it likes.
+State machines (`worker`, `at_work`) determine the messages. A thread sends heartbeats, since a step
+may take any time.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from dure.tensors.buffers import Buffers
 
 
 class Working:
-    """Worker `number` of a plan."""
+    """Process of worker `number` of a plan."""
 
     def __init__(
         self, number: int, task: Task, place: Place, seed: int, plan: Plan, port: Port
@@ -96,7 +96,7 @@ class Working:
 
     def _side(self, number: int, layout: Layout, clock: int) -> WorkerSide:
         into = partial(self.slots.ask, number)
-        # Streams lose nothing but when they break.
+        # A connection loses messages only by breaking, so retries need no timeout.
         return WorkerSide(
             number,
             layout,
@@ -121,7 +121,7 @@ class Working:
             return asked
         work = self._dealt.popleft() if self._dealt else None
         if not self._dealt and self._left and not self._asked:
-            # Before the last is computed, so that the next are here when it is.
+            # Ask before the last part is computed, so that the next parts arrive in time.
             self._asked = True
             self.port.say(MANAGER, Ask(self.number, tuple(self._done)))
             self._done.clear()
@@ -141,12 +141,12 @@ class Working:
         gradients = [found.gradients[keys.vector][keys.start : keys.stop] for keys in self.shards]
         return [*gradients, *found.rows], found.weight
 
-    # The life
+    # Main loop
 
     def live(self) -> str:
-        """Until the leader says that it is over; by which limit.
+        """Run until the leader ends the run; returns the limit by which it has ended.
 
-        Raises PeerLostError if the leader is gone.
+        Raises PeerLostError if the leader is lost.
         """
         heart = Heart(self.worker.own, self.port)
         heart.start()
@@ -158,10 +158,10 @@ class Working:
             heart.stop()
 
     def _turn(self) -> str | None:
-        """What has come, and what is due; by which limit the run has ended, if it has."""
+        """Process received messages and due events; returns the run's limit after its end."""
         waited = time.perf_counter()
         seconds = self.worker.wake - time.monotonic()
-        if not self.port.reach(MANAGER):  # it may be late, and speaks to those who have called
+        if not self.port.reach(MANAGER):  # the leader may start late: call it again soon
             seconds = min(seconds, 0.1)
         for sender, said in self.port.hear(self.watch.within(seconds)):
             if isinstance(said, Over):
@@ -205,7 +205,7 @@ class Working:
         self.worker.go_on()
 
     def _hold(self) -> None:
-        """Begins nothing more, and gives back what was dealt to it and is not begun."""
+        """Begin nothing more, and return assigned parts that are not begun."""
         until = self.worker.hold()
         back: list[Work] = []
         if not self.scheduler.bounded:
@@ -216,7 +216,7 @@ class Working:
         self.port.say(MANAGER, Held(self.number, until, tuple(back)))
 
     def _tell(self) -> None:
-        """Says what was counted, and what of the timeline is new."""
+        """Send the counters and the new part of the timeline."""
         trace = self.trace.packed(self.clock_offset)
         self.trace.lanes.clear()
         self.port.say(MANAGER, Account(worker(self.number), self._counters(), trace))
@@ -241,10 +241,10 @@ class Working:
         self.meter.communication("wait", since, time.perf_counter(), self.worker.own.clock + 1)
 
     def _report(self) -> None:
-        """Says what it has done, once it has nothing to do."""
+        """Send a report when all granted work is done."""
         asks = not self.scheduler.bounded and (self._left or self._dealt)
         stands = (self.scheduler.until, self.worker.own.layout.version)
-        # It may have been given what another has left since it said so last.
+        # Since the last report the worker may have done another worker's part.
         new = stands != self._reported or self._computed or self._done
         if not self.worker.finished or asks or not new:
             return
@@ -275,7 +275,7 @@ class Working:
 
 
 class Heart(threading.Thread):
-    """Says to the manager, again and again, that a worker is alive, whatever it computes."""
+    """Thread that sends a worker's heartbeats to the manager during computations."""
 
     def __init__(self, side: WorkerSide, port: Port, beat: float = 0.5) -> None:
         super().__init__(name="dure heart", daemon=True)
@@ -293,6 +293,6 @@ class Heart(threading.Thread):
         self._port.close()
 
     def stop(self) -> None:
-        """Ends it."""
+        """Stop the thread and wait for its end."""
         self._ended.set()
         self.join()
