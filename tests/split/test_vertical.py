@@ -22,6 +22,7 @@ from dure.fleet.virtual import VirtualNetwork
 from dure.split.alignment import message_bytes
 from dure.split.parties.messages import ActivationGradients, Activations, Step
 from dure.split.parties.model import divide
+from dure.split.parties.proof import prove
 from dure.split.parties.simulated import PartiesLearner
 from small import check_all, examples, largest_difference, network, same_bits, small_task
 
@@ -411,6 +412,26 @@ class Doubles(dure.VerticalModel):
 
     def forward(self, inputs: Tensor) -> Tensor:
         return 2 * super().forward(inputs)
+
+
+class OnlyOnce(nn.Module):
+    """Returns its input in the first training pass, which the undivided model makes; then NaN."""
+
+    passes = 0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        OnlyOnce.passes += self.training
+        return inputs if OnlyOnce.passes <= 1 else inputs * float("nan")
+
+
+def test_parts_that_alone_are_not_finite_are_no_parts_of_the_model() -> None:
+    def model() -> nn.Module:
+        tail = nn.Sequential(nn.Linear(2 * WIDTH, 3), OnlyOnce())
+        return dure.VerticalModel(heads(), tail, "concat", FEATURES[2]).double()
+
+    task = task_of(model)
+    with pytest.raises(ValueError, match="outputs are not finite in the model or in its parts"):
+        prove(task, model(), (), 2, 8)
 
 
 class Stacked(nn.Module):

@@ -91,11 +91,16 @@ def _check_alike(what: str, one: Tensor, other: Tensor) -> None:
         raise ValueError(f"{what} of the parts have another shape than those of the model")
     one = one.detach().to_dense()
     other = other.detach().to_dense()
-    if not one.numel() or not one.is_floating_point():
+    if not one.numel() or not (one.is_floating_point() or one.is_complex()):
         return
+    finite = one.isfinite()
+    if not torch.equal(finite, other.isfinite()):
+        raise ValueError(f"{what} are not finite in the model or in its parts alone")
+    # NaN in both: data or model are at fault, and the first step reports the error.
+    one = one.where(finite, 0)
+    other = other.where(finite, 0)
     apart = float((one - other).abs().max())
     bound = _ROUNDINGS * torch.finfo(one.dtype).eps * max(float(one.abs().max()), 1.0)
-    # NaN in both compares False: data or model are at fault, and the first step reports the error.
     if apart > bound:
         raise ValueError(
             f"{what} of the parts are {apart:.2g} away from those of the undivided model: it does "
