@@ -39,7 +39,7 @@ class AuditOptions:
         groups: number of attacked sums of each size.
         most: largest number of examples of a sum that are reconstructed.
         iterations: iterations of the inversions.
-        canaries: number of clients replaced by canaries, in one more training; 0 trains nothing.
+        canaries: number of clients replaced by canaries, in another training; 0 trains nothing.
         delta: delta of the canaries' bound on epsilon; by default that of the run's promise, or
             1e-5.
         seed: seed of the attacks' starting points.

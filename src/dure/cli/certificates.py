@@ -1,4 +1,4 @@
-"""`dure certificates`: a private authority and the certificates that it signs, in one folder."""
+"""`dure certificates`: a private authority and its certificates, in a single folder."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ def over_seeds(task: Task, strategy: Strategy, world: World, stop: Stop, how: Tr
 def all_of(
     task: Task, systems: Sequence[Any], stop: Stop, out: Path, how: CompareOptions | TrainOptions
 ) -> Callable[..., Comparison]:
-    """Return a function that trains all systems into a folder. how: flags of one run or of many."""
+    """Return a function that trains all systems into a folder. how: flags of a run or of many."""
     from dure.run.compare import compare as compare_systems
 
     return partial(

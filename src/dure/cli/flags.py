@@ -1,6 +1,6 @@
 """Flags of the command line: dataclasses, and the parsing of several of them together.
 
-A strategy's fields, the parameters of a task's function, and the options below share one level of
+A strategy's fields, the parameters of a task's function, and the options below share a level of
 flags. tyro turns them into flags, with help from their docstrings; its errors are shortened to a
 line.
 """
@@ -39,8 +39,8 @@ class Limits:
         target: METRIC=VALUE, such as test_accuracy=0.99; several must all be reached.
         bytes: bytes sent, such as 100MB, each counted once, by all workers together, including a
             server and its clients.
-        patience: consecutive evaluations after the best one without an improvement of a metric of
-            the validation set (--validation).
+        patience: consecutive evaluations after the best without an improvement of a metric of the
+            validation set (--validation).
         monitor: that metric, such as validation_accuracy; by default validation_loss. It chooses
             the best model too.
         min_delta: least improvement of an evaluation that counts for patience.
@@ -91,7 +91,7 @@ class WorldOptions:
     """Options of the workers.
 
     Args:
-        workers: ranks or threads, for systems that divide the work; by default one per core.
+        workers: ranks or threads, for systems that divide the work; by default a worker per core.
         world: whether the workers are processes or threads, for systems that support both.
         devices: devices of threads, such as cpu or cuda:0 cuda:1; by default GPUs if there are any.
         deadline: timeout in seconds for a silent peer.
@@ -191,8 +191,8 @@ class TrainOptions:
         label: name of the run in tables.
         weights: initial weights of the model: a safetensors file, the index of several files, a
             folder of Hugging Face's save_pretrained, or a run folder.
-        check: test on one micro-batch, before the first step, that traced and divided models
-            compute the same as the model.
+        check: test on a micro-batch, before the first step, that traced and divided models compute
+            the same as the model.
         track: tensorboard:FOLDER, mlflow:URI or wandb:PROJECT, trackers that the run is reported
             to.
         json: print the summary as JSON on standard output, and no progress.
@@ -225,14 +225,14 @@ class ResumeOptions:
 
     Args:
         resume: the run folder.
-        task: the task, path/to/file.py:name, if the run was not begun here and its task is not one
-            of dure's own.
+        task: the task, path/to/file.py:name, if the run was not begun here and its task is not
+            built in.
         strategy: the class of the strategy, path/to/file.py:Name, likewise.
         world: the class of the world, path/to/file.py:Name, likewise.
         rules: other classes that the run names, such as a partition of your own, likewise.
         weights: new path of the run's initial weights, if they have moved.
-        check: test on one micro-batch, before the first step, that traced and divided models
-            compute the same as the model.
+        check: test on a micro-batch, before the first step, that traced and divided models compute
+            the same as the model.
         track: tensorboard:FOLDER, mlflow:URI or wandb:PROJECT, trackers that the run is reported
             to.
         json: print the summary as JSON on standard output, and no progress.
@@ -254,8 +254,8 @@ class CompareOptions:
     """Options of a comparison.
 
     Args:
-        workers: ranks or threads, for systems that divide the work; by default one per core. For a
-            parameter server: the computing workers, if its settings do not set them.
+        workers: ranks or threads, for systems that divide the work; by default a worker per core.
+            For a parameter server: the computing workers, if its settings do not set them.
         seed: seed of weights, order of examples, sampling and dropout; the same seed gives the same
             bits.
         seeds: number of seeds of each system, counted from --seed on: a run for each seed, and over
@@ -264,8 +264,8 @@ class CompareOptions:
         evaluate_every: steps or rounds between evaluations; by default an epoch or a round.
         weights: initial weights of the model: a safetensors file, the index of several files, a
             folder of Hugging Face's save_pretrained, or a run folder.
-        check: test on one micro-batch, before the first step, that traced and divided models
-            compute the same as the model.
+        check: test on a micro-batch, before the first step, that traced and divided models compute
+            the same as the model.
         track: tensorboard:FOLDER, mlflow:URI or wandb:PROJECT, trackers that the run is reported
             to.
         json: print the summaries as JSON on standard output, and no progress.
@@ -365,7 +365,7 @@ def parse_flags(
     description: str = "",
     hidden: Collection[str] = (),
 ) -> dict[str, Any]:
-    """Parse flags into instances of several dataclasses, whose fields share one level of flags.
+    """Parse flags into instances of several dataclasses, whose fields share a level of flags.
 
     Args:
         prog: command, for usage and errors.
@@ -438,7 +438,7 @@ def _texts(kinds: Iterable[Any]) -> Mapping[type[Any], Callable[[str], Any]]:
 def _together(
     parts: Mapping[str, Any], description: str, left_out: Collection[str] = ()
 ) -> type[Any]:
-    """Return several dataclasses as one, in the form for tyro. left_out: fields without help."""
+    """Return several dataclasses as a single class for tyro. left_out: fields without help."""
     import tyro
 
     # name="": the parts are nested dataclasses, whose names must not appear in flags.

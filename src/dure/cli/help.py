@@ -1,7 +1,7 @@
 """Help in groups: flags of the system, the task, the world, the limits, the run, the output.
 
 The lines are tyro's own help for a dataclass. Flags that do not apply to the named system or task
-are left out of the help, but still parsed, so that using one gives an explanatory error.
+are left out of the help, but still parsed, so that using them gives an explanatory error.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def grouped(
     hidden: Collection[str],
     help_of: Callable[[type[Any], Collection[str]], str],
 ) -> str:
-    """Return the help of all groups, one below the other.
+    """Return the help of all groups, in sequence.
 
     parts: dataclasses by the names of their parts. hidden: fields that do not apply. help_of:
     function that returns tyro's help of a dataclass without some fields.

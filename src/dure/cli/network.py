@@ -59,7 +59,7 @@ class JoinOptions:
     """Options of a client.
 
     Args:
-        check: test network, certificate, disk and one batch, describe the data to be sent, and end.
+        check: test network, certificate, disk and a batch, describe the data to be sent, and end.
         approve: consent to the run that the server serves, if policy.toml requires consent.
         token_file: a file with the token of an invitation, or - for standard input; other users of
             this machine can read the argument of --token.

@@ -28,8 +28,8 @@ class PredictOptions:
     """Options of predictions.
 
     Args:
-        task: the task, path/to/file.py:name, if the run was not begun here and its task is not one
-            of dure's own.
+        task: the task, path/to/file.py:name, if the run was not begun here and its task is not
+            built in.
         out: a file for all outputs, npy.
         json: print outputs, and probabilities of classes, as JSON on standard output.
         last: use the last model, even if a validation set has chosen a better model.

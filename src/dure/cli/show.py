@@ -56,7 +56,7 @@ class _Bars(Progress):
 
 
 class Display:
-    """Shows the progress of runs, one after another. quiet: show nothing."""
+    """Shows the progress of runs, in sequence. quiet: show nothing."""
 
     def __init__(self, stop: Stop, quiet: bool = False) -> None:
         self.stop = stop
@@ -152,7 +152,7 @@ _ROW = "row"
 
 
 def best_and_last(summaries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a summary for each row: two where a run's best model is not its last one."""
+    """Return a summary for each row: two where a run's best model is not its last."""
     rows = []
     for summary in summaries:
         chosen = summary.get("best_model", {})
@@ -168,7 +168,7 @@ def best_and_last(summaries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def is_last(summary: dict[str, Any]) -> bool:
-    """Return whether a row shows a last model beside which a better one is kept."""
+    """Return whether a row shows a last model beside which a better model is kept."""
     return summary.get(_ROW) == "last"
 
 
