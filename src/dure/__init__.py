@@ -1,4 +1,4 @@
-"""dure: train one PyTorch model with many machines, by every system that its field uses.
+"""dure: train a PyTorch model with many machines, by every system that its field uses.
 
 Names are imported when they are first used, so that `import dure` is quick and the command line
 answers at once.
@@ -200,7 +200,7 @@ def __getattr__(name: str) -> Any:
         value = importlib.import_module(_MODULES[name])
     else:
         raise AttributeError(f"module 'dure' has no attribute {name!r}")
-    # The next time Python finds it without asking here.
+    # Python finds the name directly next time, without this function.
     globals()[name] = value
     return value
 

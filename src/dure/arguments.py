@@ -1,8 +1,8 @@
-"""Whether the fields of a setting are of their types, said in a sentence.
+"""Type checks for the fields of a setting, with errors in plain sentences.
 
-The command line reads every field by its type. In Python a text may come where a number is meant,
-and fail far from where it was given. What a type says is checked where it is simple: numbers,
-words, texts, None, and classes. A field that has its default is right whatever its type says.
+The command line reads every field by its type. In Python, a text may be passed for a number and
+fail far from its source. Simple types are checked: numbers, words, texts, None, and classes. A
+field with its default value is valid whatever its type.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 LARGEST_COUNT = 10**15
-"""Nothing that is counted here, in examples, steps, clients or bytes, comes to as many."""
+"""Upper bound of valid counts, of examples, steps, clients or bytes."""
 LARGEST_NUMBER = 3.4e38
-"""Of float32; what is multiplied with a larger number overflows."""
+"""Largest float32; a product with a larger number overflows."""
 
 _WORDS: dict[Any, str] = {
     int: "a whole number",
@@ -37,18 +37,18 @@ _WORDS: dict[Any, str] = {
 
 
 class Named:
-    """The base of dataclasses that users make: an unknown argument is refused with a suggestion."""
+    """Base of dataclasses that users make: an unknown argument is refused with a suggestion."""
 
     _ELSEWHERE: ClassVar[list[type]] = []
-    """Classes whose arguments are looked for when another class does not have them."""
+    """Classes whose arguments are suggested when another class lacks them."""
 
     def __init_subclass__(cls, common: bool = False, **options: Any) -> None:
-        """common: arguments of this class are suggested where another class lacks them."""
+        """Register the class. common: whether its arguments are suggested for other classes."""
         super().__init_subclass__(**options)
         if common:
             Named._ELSEWHERE.append(cls)
 
-    # Before `__init__`, which the dataclass makes and which would name the argument alone.
+    # Runs before the dataclass's `__init__`, whose error would give the argument's name alone.
     def __new__(cls, *values: Any, **kwargs: Any) -> Self:
         if kwargs and dataclasses.is_dataclass(cls):
             known = _arguments_of(cls)
@@ -63,7 +63,7 @@ def _arguments_of(kind: Any) -> list[str]:
 
 
 def _unknown(kind: type, name: str, known: list[str]) -> str:
-    """Say that a class has no such argument, and which class has it or which name is near."""
+    """Return the error text for an unknown argument: the class that has it, or the nearest name."""
     owners = [each for each in Named._ELSEWHERE if name in _arguments_of(each)]
     if owners:
         return f"{kind.__name__} has no {name!r}: it is an argument of dure.{owners[0].__name__}"
@@ -71,9 +71,9 @@ def _unknown(kind: type, name: str, known: list[str]) -> str:
 
 
 class Told(Named):
-    """The base of settings whose `__post_init__` may meet values of a wrong type.
+    """Base of settings whose `__post_init__` may meet values of a wrong type.
 
-    What it then stumbles over is said as `check_fields` says it.
+    An error that such a value causes is replaced by the error of `check_fields`.
     """
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -95,9 +95,9 @@ class Told(Named):
 
 
 def check_fields(thing: Any, limited: bool = True) -> None:
-    """Raises ValueError for a field of a dataclass whose value is not what its type says.
+    """Raise ValueError for a field of a dataclass whose value does not have the field's type.
 
-    limited: whether numbers are refused that cannot be counted to, or that overflow.
+    limited: whether numbers beyond the countable range, or that overflow, are refused.
     """
     kind: Any = type(thing)
     hints = _hints_of(kind)
@@ -112,21 +112,21 @@ def check_fields(thing: Any, limited: bool = True) -> None:
 
 
 def check_value(name: str, value: Any, hint: Any) -> None:
-    """Raises ValueError for a value that is not what the type `hint` says."""
+    """Raise ValueError for a value that does not have the type `hint`."""
     if not _fits(value, hint):
         raise ValueError(f"{name} is {shown(value)}, but it has to be {_in_words(hint)}")
 
 
 def check_path(name: str, path: Any, optional: bool = False) -> None:
-    """Raises ValueError for what names no file or folder."""
+    """Raise ValueError for a value that is not a path."""
     if not isinstance(path, (str, os.PathLike)) and not (optional and path is None):
         raise ValueError(f"{name} is {shown(path)}, but it has to be a path")
 
 
 def shown(value: Any) -> str:
-    """A value that was given where something else is meant, in words."""
+    """Return an invalid value as text for an error."""
     text = repr(value)
-    # Of a tensor or a dataset the kind says more.
+    # For a tensor or a dataset the type is clearer than the content.
     if len(text) > 60 or "\n" in text:
         return f"a {type(value).__name__}"
     return text
@@ -134,7 +134,7 @@ def shown(value: Any) -> str:
 
 @functools.lru_cache(256)
 def _hints_of(kind: Any) -> dict[str, Any]:
-    """The types of a class's fields; none if they cannot be evaluated, as its author may like."""
+    """Return the types of a class's fields; empty if they cannot be evaluated."""
     try:
         return typing.get_type_hints(kind)
     except Exception:
@@ -159,7 +159,7 @@ def _fits(value: Any, hint: Any) -> bool:
     if origin in (Union, types.UnionType):
         return any(_fits(value, one) for one in typing.get_args(hint))
     if origin is Literal:
-        # Of a word that there is not, its owner says which there are, and which is near.
+        # The setting itself refuses an unknown word, with the list and the nearest word.
         return any(type(value) is type(one) for one in typing.get_args(hint))
     if hint is None or hint is type(None):
         return value is None
@@ -187,7 +187,7 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def _fit_in_turn(values: Sequence[Any], hints: tuple[Any, ...]) -> bool:
-    """Tell whether the elements of a sequence are what its type says of them."""
+    """Return whether the elements of a sequence have the types of its hint."""
     # tuple[str, ...], list[str], Sequence[str]: each element is alike.
     if len(hints) == 1 or hints[1:] == (...,):
         return all(_fits(value, hints[0]) for value in values)

@@ -1,6 +1,6 @@
-"""The names of what dure brings along, with one line on each.
+"""Names of dure's own tasks, strategies and worlds, with a summary line for each.
 
-Nothing heavy is imported here, so that `dure --help` and a mistyped name are answered at once,
+No heavy module is imported here, so that `dure --help` and a mistyped name are answered at once,
 without torch.
 """
 
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class System(NamedTuple):
-    """A strategy: its module, its class in it, and a line on it.
+    """Strategy: its module, its class in the module, and a summary line.
 
     forks: whether its ranks are forked processes, unless another world is named.
     """
@@ -22,9 +22,9 @@ class System(NamedTuple):
 
 
 class World(NamedTuple):
-    """A world: its module, its class in it, and a line on it.
+    """World: its module, its class in the module, and a summary line.
 
-    lives: the kind of strategies that live there. call: how it is made, for errors.
+    lives: kind of strategies that run in it. call: the constructor call, for errors.
     """
 
     module: str
@@ -48,7 +48,7 @@ TASKS: dict[str, str] = {
 """Built-in tasks: name to summary."""
 
 
-# forks is told here, so that ranks can be prepared before the strategy itself is imported.
+# `forks` is here so that ranks can be prepared before the strategy itself is imported.
 SYSTEMS: dict[str, System] = {
     "single-worker": System(
         "dure.parallel.local.single",
@@ -220,9 +220,9 @@ SYSTEMS: dict[str, System] = {
 
 
 class Family(NamedTuple):
-    """A branch of the family tree: what its systems have in common, and which these are.
+    """Branch of the family tree: the common property of its systems, and the systems.
 
-    worlds: where they live.
+    worlds: the worlds in which they run.
     """
 
     title: str
@@ -348,5 +348,5 @@ WORLDS: dict[str, World] = {
 
 
 def homes(kind: str) -> str:
-    """The worlds where strategies of this kind live, for errors."""
+    """Return the worlds in which strategies of this kind run, for errors."""
     return f"{kind}: {' or '.join(world.call for world in WORLDS.values() if world.lives == kind)}"

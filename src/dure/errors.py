@@ -1,8 +1,8 @@
-"""What can go wrong, by name.
+"""Errors by name.
 
-Wrong arguments are `ValueError`, as everywhere in Python. The rest are the classes below; each
-message says what was wrong, where, and what to do. `exit_code` is what the command line answers
-with: 2 where the user's input has to change, 1 where a run failed.
+Wrong arguments are `ValueError`, as everywhere in Python. Other errors are the classes below; each
+message names the problem, the object, and the remedy. `exit_code` is the exit status of the command
+line: 2 if the user's input has to change, 1 if a run failed.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from contextlib import contextmanager
 from typing import Any
 
 MOST_OF_A_TEXT = 10_000
-"""Signs of an error's text that are told: it may be as long as its class likes."""
+"""Maximum characters of an error's text, which may be of any length."""
 
 
 def text_of(error: BaseException) -> str:
-    """What an error says, in signs that every file and message can hold.
+    """Return the text of an error, in characters that every file and message can contain.
 
-    A class of a user's own makes its text, and may fail in that: then the text says so, so that the
-    error itself is told and not another one.
+    A user's class makes its own text, and may fail: the text then reports the failure, so that the
+    original error is still reported and not another error.
     """
     try:
         text = str(error)
@@ -37,22 +37,22 @@ def text_of(error: BaseException) -> str:
 
 
 def described(error: BaseException) -> str:
-    """An error as its class and what it says: "ValueError: the shapes differ"."""
+    """Return the class and text of an error: "ValueError: the shapes differ"."""
     return f"{type(error).__name__}: {text_of(error)}"
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of what an error says; "nothing" where it says nothing."""
+    """Return the first line of an error's text, or "nothing" for an empty text."""
     return (text_of(error).strip() or "nothing").split("\n")[0]
 
 
 def traceback_of(error: BaseException) -> str:
-    """The traceback of an error, as text that every file and message can hold."""
+    """Return the traceback of an error, in characters that every file and message can contain."""
     return _writable("".join(traceback.format_exception(error)))
 
 
 def _writable(text: str) -> str:
-    """The text without halves of signs, which Python allows and UTF-8 does not."""
+    """Return the text without lone surrogates, which Python allows and UTF-8 does not."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
@@ -63,13 +63,13 @@ class DureError(Exception):
 
 
 class StopRun(Exception):  # noqa: N818 - it says what is to be done, and nothing has gone wrong
-    """Raised by a callback: the run is to end as at a limit, with all that it has learned."""
+    """Raised by a callback to end the run as at a limit; the trained model is saved."""
 
 
 class CallbackFailedError(DureError):
-    """A callback of the user's raised an error. The run was ended, and is kept.
+    """A user's callback raised an error. The run ended, and its results are saved.
 
-    run: the `Run`, which is whole up to then; None where there is none.
+    run: the `Run`, complete up to the error; None if there is none.
     """
 
     run: Any = None
@@ -82,9 +82,10 @@ class CallbackFailedError(DureError):
 
 
 def travels(error: DureError) -> bool:
-    """Whether a process of the same program makes the same error of its pickle.
+    """Return whether the error can be pickled and unpickled in a process of the same program.
 
-    One of a user's own class may have arguments that are no such, or a class that is found nowhere.
+    A user's error class may have arguments that do not match its constructor, or may not be
+    importable.
     """
     try:
         again = pickle.loads(pickle.dumps(error))
@@ -94,38 +95,38 @@ def travels(error: DureError) -> bool:
 
 
 class DataError(DureError):
-    """A data file is missing or is not what its name promises."""
+    """A data file is missing or does not have the format that its name implies."""
 
     exit_code = 2
 
 
 class RunFolderError(DureError):
-    """A run folder cannot be used as asked: not empty, not a run, or damaged."""
+    """A run folder cannot be used as requested: not empty, not a run, or damaged."""
 
     exit_code = 2
 
 
 class RunFolderWriteError(RunFolderError):
-    """A file of a run folder cannot be written: the disk is full, say.
+    """A file of a run folder cannot be written, for example because the disk is full.
 
-    The run has failed; its last checkpoint is whole.
+    The run has failed; its last checkpoint is complete.
     """
 
     exit_code = 1
 
 
 class DamagedUpdateError(RunFolderError):
-    """The file of an update is missing, or is not the one that its client has sent.
+    """The file of an update is missing, or differs from the file that its client sent.
 
-    The message names the file; where a server, a replay or a backup ends by it, also the client,
-    and the round where it is known.
+    The message names the file; if a server, a replay or a backup ends because of it, also the
+    client and, if known, the round.
     """
 
     exit_code = 1
 
 
 class StateError(DureError):
-    """The folder of a client cannot be used: another process has it, it is another's, or damaged.
+    """The folder of a client is in use by another process, is another client's, or is damaged.
 
     The message names the folder or the file.
     """
@@ -134,32 +135,31 @@ class StateError(DureError):
 
 
 class PolicyError(DureError, ValueError):
-    """`policy.toml` of a client cannot be read or makes no sense, or a server asks for what the
-    site has not agreed to."""
+    """A client's `policy.toml` is unreadable or invalid, or refuses a request of the server."""
 
     exit_code = 2
 
 
 class AuditError(DureError):
-    """A log of what left a client's machine is not as it was written, or is another process's."""
+    """A log of data that left a client's machine was altered, or belongs to another process."""
 
     exit_code = 2
 
 
 class AgreementError(DureError):
-    """Two clients cannot agree on a key, or what one has sealed for the other does not open."""
+    """Two clients cannot agree on a key, or a message sealed by the other cannot be opened."""
 
     exit_code = 1
 
 
 class ServeError(DureError):
-    """A server cannot begin: its address is taken, say, or a file of its own will not do."""
+    """A server cannot start, for example because its address or a file is unusable."""
 
     exit_code = 2
 
 
 class LineageError(DureError):
-    """A model is not the one that was signed, or not as it was."""
+    """A model is not the signed model, or was changed since."""
 
     exit_code = 1
 
@@ -167,10 +167,10 @@ class LineageError(DureError):
 class LossNotFiniteError(DureError):
     """The loss became NaN or infinite. The last good checkpoint is kept.
 
-    `loss`: its value; `where`: the worker, such as "rank 1" or "client 17"; `when`: such as
-    "step 12" or "round 3". `intact`: whether what was being trained is still as it was before,
-    which is then kept as one more checkpoint. `bad_values`: where the training data hold NaN or
-    infinity, in words; empty where they were not looked through, or hold none.
+    `loss`: its value; `where`: the worker, such as "rank 1" or "client 17"; `when`: such as "step
+    12" or "round 3". `intact`: whether the trained state is unchanged since before the step; it is
+    then saved as a further checkpoint. `bad_values`: description of NaN or infinity in the training
+    data; empty if the data were not searched, or contain none.
     """
 
     exit_code = 2
@@ -196,15 +196,15 @@ class LossNotFiniteError(DureError):
 
 
 class CutNotANumberError(LossNotFiniteError):
-    """What crosses a cut of the model has NaN. The last good checkpoint is kept.
+    """A message across a cut of the model contains NaN. The last good checkpoint is kept.
 
-    `what`: "activations" or "gradients"; `where`: who has sent them. The rest as in
+    `what`: "activations" or "gradients"; `where`: the sender. Other attributes as in
     `LossNotFiniteError`.
     """
 
     def __init__(self, what: str, where: str, when: str, intact: bool = True) -> None:
         super().__init__(math.nan, where, when, intact)
-        # What it is made of again in another process.
+        # The arguments from which another process unpickles the error.
         self.args = (what, where, when, intact)
         self.what = what
 
@@ -213,10 +213,10 @@ class CutNotANumberError(LossNotFiniteError):
 
 
 class WorkerFailedError(DureError):
-    """The user's own code raised on a worker.
+    """The user's own code raised an error on a worker.
 
-    `__cause__` is that error, where it could be carried here. `who`: "rank 1" or "client 17";
-    `step`: what it worked on; `traceback`: its traceback, as text.
+    `__cause__` is that error, if it could be transferred. `who`: "rank 1" or "client 17"; `step`:
+    the step of the failure; `reason`: the error as text; `traceback`: its traceback, as text.
     """
 
     def __init__(self, who: str, step: str, reason: str, traceback: str = "") -> None:
@@ -231,20 +231,20 @@ class WorkerFailedError(DureError):
 
 
 class ExampleError(Exception):
-    """The user's dataset has raised where an example was asked for; `__cause__` is its error.
+    """The user's dataset raised an error for an example; `__cause__` is the error.
 
-    No DureError: whoever runs the user's code makes a WorkerFailedError of it, as of any other
-    error there, with the worker and the step.
+    Not a DureError: the code that runs the user's code turns it into a WorkerFailedError with the
+    worker and the step, like any other error there.
     """
 
 
 @contextmanager
 def exit_is_a_failure(who: str, step: str) -> Iterator[None]:
-    """`sys.exit` in the user's own code, with whatever status, is a failure like any other.
+    """Context manager: treat `sys.exit` in the user's own code, with any status, as a failure.
 
-    Raises WorkerFailedError for it, and for whatever else is no Exception but Ctrl-C: the process
-    is to end neither silently nor with status 0. So it does for a dataset that raises, which is one
-    kind of error wherever it is read.
+    Raises WorkerFailedError for `SystemExit` and for any other BaseException that is neither an
+    Exception nor KeyboardInterrupt: the process must end neither silently nor with status 0. An
+    error of the user's dataset (`ExampleError`) also becomes a WorkerFailedError.
     """
     try:
         yield
@@ -257,12 +257,10 @@ def exit_is_a_failure(who: str, step: str) -> Iterator[None]:
 
 
 class MismatchError(DureError, RuntimeError):
-    """Ranks that should have made the same collective call made different ones.
+    """Ranks made different collective calls where they should have made the same call.
 
-    Every rank raises the same text.
-
-    A RuntimeError too, as torch.distributed's own errors are. `operation`: the call, such as
-    "call 17"; `calls`: (ranks, what they called) for each different call.
+    Every rank raises the same text. Also a RuntimeError, like the errors of torch.distributed.
+    `operation`: the call, such as "call 17"; `calls`: (ranks, their call) for each different call.
     """
 
     def __init__(self, operation: str, calls: tuple[tuple[tuple[int, ...], str], ...]) -> None:
@@ -276,12 +274,11 @@ class MismatchError(DureError, RuntimeError):
 
 
 class PeerLostError(DureError, RuntimeError):
-    """A rank died or fell silent while others waited for it.
+    """A rank died or became silent while others waited for it.
 
-    A RuntimeError too, as torch.distributed's own are.
-
-    `ranks`: the lost ranks; `operation` and `step`: what the others waited in; `reason`: "was
-    killed by SIGKILL", "fell silent (nothing for 10 s)", …
+    Also a RuntimeError, like the errors of torch.distributed. `ranks`: the lost ranks; `operation`
+    and `step`: the operation in which the others waited; `reason`: "was killed by SIGKILL", "fell
+    silent (nothing for 10 s)", …
     """
 
     def __init__(self, ranks: tuple[int, ...], operation: str, step: str, reason: str) -> None:
@@ -300,40 +297,40 @@ def _ranks(ranks: tuple[int, ...]) -> str:
 
 
 class CallError(ValueError, RuntimeError):
-    """Arguments with which a collective call cannot be made; nothing has travelled.
+    """Invalid arguments of a collective call; nothing was sent.
 
-    A ValueError as all wrong arguments are, and a RuntimeError as torch.distributed's own are.
+    A ValueError like all wrong arguments, and a RuntimeError like the errors of torch.distributed.
     """
 
 
 class CallTimeoutError(TimeoutError, RuntimeError):
-    """A call was waited for, and it was not over in time. It goes on.
+    """A wait for a call has timed out. The call continues.
 
-    A RuntimeError too, as torch.distributed's own are.
+    Also a RuntimeError, like the errors of torch.distributed.
     """
 
 
 class PlanError(DureError, ValueError):
-    """Layers that a plan divides compute something else than the model; every rank raises it.
+    """Layers divided by a plan compute another function than the model; every rank raises it.
 
-    A ValueError too: the plan is an argument.
+    Also a ValueError, because the plan is an argument.
     """
 
     exit_code = 2
 
 
 class TooFewUpdatesError(DureError, ValueError):
-    """A federation's rule was given too few updates, or none that is finite."""
+    """An aggregation rule received too few updates, or no finite update."""
 
 
 class TooFewClientsError(DureError):
-    """Too few clients of a federation were there, or answered in time, for it to go on."""
+    """Too few clients of a federation were present, or answered in time, to continue."""
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """The end of a message about an unknown name: the nearest known one, if any, and the list."""
+    """Return the end of a message about an unknown name: the nearest known name and the list."""
     known = list(known)
-    # Compared without case, and shown as it is written.
+    # Compared without case, and shown with the original case.
     spelt = {other.lower(): other for other in known}
     near = difflib.get_close_matches(name.lower().replace("_", "-"), spelt, n=1)
     hint = f", did you mean {spelt[near[0]]!r}? There are: " if near else "; there are: "
@@ -341,8 +338,8 @@ def suggestion(name: str, known: Iterable[str]) -> str:
 
 
 def warn(text: str) -> None:
-    """Warns at the line of the user's that led here, and not at one of dure's."""
-    # Where something is closed in the end, Python's own stack of what is to be closed lies between.
+    """Warn with the location of the nearest calling line of the user's code."""
+    # Frames of contextlib lie between the two when an ExitStack closes.
     passed = (__name__.partition(".")[0], "contextlib")
     frame = sys._getframe(1)
     level = 2

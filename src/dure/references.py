@@ -1,20 +1,20 @@
-"""Where something of a user's own is, written as text.
+"""References to a user's own objects, written as text.
 
     path/to/file.py:Name    or    package.module:Name    or    path/to/folder/package.module:Name
 
-The last form is a module as it is found in a folder; dure writes it where a module was found that
-is not installed, so that it is found again from everywhere.
+The last form is a module found in a folder; dure writes this form for a module that is not
+installed, so that the module can be found from every directory.
 
-A user's file is run as a module of its own, under a name that no import can collide with: it is
-made of the file's path and contents, so that what was found once is found again as the same object.
-A fresh process cannot import that module. Therefore what it defines is pickled by value
-(`cloudpickle.register_pickle_by_value`), and so is what it imports from its own folder.
+A user's file is run as a separate module, under a name that no import can collide with: the name
+derives from the file's path and contents, so that the same file gives the same object again. A new
+process cannot import that module. Therefore its definitions are pickled by value
+(`cloudpickle.register_pickle_by_value`), and so are its imports from its own folder.
 
-To follow a reference runs the code that it names, so only the user's own text is followed: an
-argument in Python, a word on a command line. A run folder and a message of a server are data.
-Whatever reads data does so under `followed_as`, which asks what may be followed; `refuse` follows
-nothing. While a module is imported, the folder that the user has named is on `sys.path`, and
-nothing else: a file, such as a ZIP archive, is no folder.
+Following a reference runs the code that the reference names, so only the user's own text is
+followed: an argument in Python, a word on a command line. A run folder and a message of a server
+are data. Code that reads data does so under `followed_as`, which decides which references may be
+followed; `refuse` follows none. While a module is imported, only the folder that the user has named
+is on `sys.path`: a file, such as a ZIP archive, is not a folder.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from dure.errors import described, suggestion
 
 
 def load(reference: str, base: type | None = None) -> type[Any]:
-    """The class that `reference` names. base: what it has to be a subclass of.
+    """Return the class that `reference` names. base: required base class.
 
     Raises ValueError if there is no such file, module or class, if the file cannot be run, or if
-    the class is of another kind.
+    the class is not a subclass.
     """
     found = find(reference, inspect.isclass)
     if not isinstance(found, type):
@@ -55,21 +55,21 @@ def load(reference: str, base: type | None = None) -> type[Any]:
 
 
 def reference_of(cls: type) -> str | None:
-    """The text by which `load` finds the class again, in another process and from another folder.
+    """Return the text by which `load` finds the class, in any process and from any directory.
 
-    None if no text does: for a class of a script, a notebook or a function.
+    None if there is no such text: for a class of a script, a notebook or a function.
     """
     module = sys.modules.get(cls.__module__)
     if module is None or module.__name__ == "__main__":
         return None
-    # A class inside a function or another class, or one whose name now means something else.
+    # A class inside a function or another class, or a class whose name was reassigned.
     if getattr(module, cls.__qualname__, None) is not cls:
         return None
     return f"{place_of(module)}:{cls.__qualname__}"
 
 
 def place_of(module: ModuleType) -> str:
-    """What stands before the colon in a reference to something in this module."""
+    """Return the part before the colon of a reference to an object of this module."""
     file = getattr(module, "__file__", None)
     if file is None or is_installed(Path(file)):
         return module.__name__
@@ -103,14 +103,14 @@ def installed_folders() -> tuple[Path, ...]:
 
 
 def is_brought_along(cls: type) -> bool:
-    """Whether the class is one of dure's own, which has a name there."""
+    """Return whether the class is dure's own, and so has a name there."""
     return cls.__module__.partition(".")[0] == __name__.partition(".")[0]
 
 
 def is_reference(text: str) -> bool:
-    """Whether the text has the form of a reference; what follows a second colon does not count.
+    """Return whether the text has the form of a reference; text after a second colon is ignored.
 
-    A name and its values (`dirichlet:0.3`) are none, since a number names nothing in a module.
+    A name with values (`dirichlet:0.3`) is not a reference, since a number is not an identifier.
     """
     place, _, rest = text.partition(":")
     attribute = rest.partition(":")[0]
@@ -124,7 +124,9 @@ def last_part(reference: str) -> str:
 
 
 def find(reference: str, wanted: Callable[[Any], bool]) -> Any:
-    """The object that `reference` names. wanted: what the others are that an error may suggest.
+    """Return the object that `reference` names.
+
+    wanted: filter for the names that an error suggests.
 
     Raises ValueError if there is no such file, module or name, or if the file cannot be run.
     """
@@ -141,11 +143,17 @@ def find(reference: str, wanted: Callable[[Any], bool]) -> Any:
 
 
 Ask = Callable[[str], str]
-"""Returns the reference that is followed in place of one in data; raises if none may be."""
+"""Function that returns the reference to follow in place of a reference in data.
+
+It raises an error if no reference may be followed.
+"""
 
 
 def refuse(reference: str) -> str:
-    """The `Ask` of data that may name nothing but what dure brings along. Raises ValueError."""
+    """Refuse every reference: the `Ask` of data that may name only dure's own code.
+
+    Raises ValueError.
+    """
     raise ValueError(
         f"{reference!r} names code, and data from elsewhere may name only what dure brings along"
     )
@@ -156,7 +164,10 @@ _ASK: ContextVar[Ask | None] = ContextVar("_ASK", default=None)
 
 @contextlib.contextmanager
 def followed_as(ask: Ask) -> Iterator[None]:
-    """Within the block `find` follows what `ask` makes of a reference; it raises if it must not."""
+    """Context manager: `find` follows the result of `ask` for each reference.
+
+    `ask` raises an error to refuse a reference.
+    """
     token = _ASK.set(ask)
     try:
         yield
@@ -165,25 +176,25 @@ def followed_as(ask: Ask) -> Iterator[None]:
 
 
 def is_file(place: str) -> bool:
-    """Whether the text before a reference's colon is a path and not a module."""
+    """Return whether the text before a reference's colon is a path and not a module."""
     return place.endswith(".py") or "/" in place
 
 
 def resolved(place: str) -> str:
-    """The same place, as it is named from every folder; a module stays as it is."""
+    """Return the absolute form of a place; a module name stays unchanged."""
     if not is_file(place):
         return place
     folder, _, module = place.rpartition("/")
-    # A module's dots are no suffix of a file.
+    # The dots in a module's name do not separate a file suffix.
     return str(Path(place if place.endswith(".py") else folder or "/").expanduser().resolve()) + (
         "" if place.endswith(".py") else f"/{module}"
     )
 
 
 def file_of(place: str) -> Path | None:
-    """The file that following this place would run, found without running anything.
+    """Return the file that following this place would run, without running it.
 
-    None where there is none, or for a module that is named without its folder.
+    None if there is no file, or for a module that is named without its folder.
     """
     if place.endswith(".py"):
         return Path(place).expanduser().resolve()
@@ -194,7 +205,10 @@ def file_of(place: str) -> Path | None:
 
 
 def _module(place: str) -> ModuleType:
-    """Raises ValueError if there is none, or it cannot be run."""
+    """Import or run the module of a place.
+
+    Raises ValueError if there is no such module, or if it cannot be run.
+    """
     if place.endswith(".py"):
         return from_file(Path(place))
     if not is_file(place):
@@ -208,7 +222,7 @@ def _module(place: str) -> ModuleType:
 
 
 def loaded(reference: str) -> ModuleType | None:
-    """The module of a reference that was followed in this process; None if it was not."""
+    """Return the module of a reference that was followed in this process, or None."""
     place = reference.rpartition(":")[0]
     if place.endswith(".py"):
         path = Path(place).expanduser().resolve()
@@ -217,11 +231,11 @@ def loaded(reference: str) -> ModuleType | None:
 
 
 _PREFIX = "dure_file_"
-"""Of the names of modules that were run by their paths."""
+"""Prefix of the names of modules that were run by their paths."""
 
 
 def _imported_as(path: Path) -> ModuleType | None:
-    """The module of this file that was imported and not run by its path."""
+    """Return the module of this file that was imported rather than run by its path, or None."""
     return next(
         (
             module
@@ -233,11 +247,11 @@ def _imported_as(path: Path) -> ModuleType | None:
 
 
 def from_file(path: Path) -> ModuleType:
-    """The file, run as a module; once for the same contents. Raises ValueError if it cannot be."""
+    """Run the file as a module, once for the same contents. Raises ValueError if that fails."""
     path = path.expanduser().resolve()
     if not path.is_file():
         raise ValueError(f"there is no file {path}")
-    # With the contents: a file that was edited meanwhile is another module.
+    # The name includes the contents: a file that was edited meanwhile is another module.
     name = _name_of(path)
     known = sys.modules.get(name)
     return _run(path, name) if known is None else known
@@ -245,9 +259,9 @@ def from_file(path: Path) -> ModuleType:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a module of a user's own comes from, for other processes of this machine.
+    """Location of a user's module, for other processes of this machine.
 
-    folder: through which it was imported; None for a file that was run by its path.
+    folder: the folder through which the module was imported; None for a file run by its path.
     """
 
     path: str
@@ -257,9 +271,10 @@ class Place:
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """A module of a user's own, and how it was when it had been run.
+    """User's module, with its state directly after it was run.
 
-    digest: of the file. names: of the module. attributes: of its classes, by their names.
+    digest: hash of the file. names: global names of the module. attributes: attributes of its
+    classes, by class name.
     """
 
     module: ModuleType
@@ -269,7 +284,7 @@ class Source:
     attributes: Mapping[str, Mapping[str, Any]]
 
     def is_unchanged(self) -> bool:
-        """Whether the file still is the one that was run."""
+        """Return whether the file has the content that was run."""
         try:
             return _digest(Path(self.place.path)) == self.digest
         except OSError:
@@ -280,14 +295,14 @@ _SOURCES: dict[str, Source] = {}
 
 
 def sources() -> Mapping[str, Source]:
-    """Modules that other processes find by no import, by their names."""
+    """Return the modules that other processes cannot import, by name."""
     return _SOURCES
 
 
 def run_again(place: Place) -> ModuleType:
-    """The module of this place, run unless it was, as another process has done.
+    """Return the module of this place, running the file if this process has not.
 
-    Raises ValueError where it cannot be run, or is another one by now.
+    Raises ValueError if the module cannot be run, or if the file has changed.
     """
     known = sys.modules.get(place.name)
     if known is not None:
@@ -305,7 +320,7 @@ def _digest(file: Path) -> bytes:
 
 
 def _note(module: ModuleType, file: Path, folder: Path | None) -> None:
-    """A module of a user's own was run here: what other processes have to know of it."""
+    """Register a user's module that was run here, so that other processes can run it."""
     cloudpickle.register_pickle_by_value(module)
     place = Place(str(file), module.__name__, None if folder is None else str(folder))
     classes = {
@@ -315,7 +330,7 @@ def _note(module: ModuleType, file: Path, folder: Path | None) -> None:
 
 
 def _classes_in(names: Mapping[str, Any], module: str) -> Iterator[type]:
-    """The classes that were made in a module, those inside of others too."""
+    """Yield the classes defined in a module, inner classes included."""
     for value in list(names.values()):
         if isinstance(value, type) and value.__module__ == module:
             yield value
@@ -328,7 +343,7 @@ def _classes_in(names: Mapping[str, Any], module: str) -> Iterator[type]:
 
 
 def _name_of(path: Path) -> str:
-    """The module's name, for a file as it is now."""
+    """Return the module name for the present content of a file."""
     key = str(path).encode() + path.read_bytes()
     return f"{_PREFIX}{path.stem}_{hashlib.blake2b(key, digest_size=8).hexdigest()}"
 
@@ -345,7 +360,7 @@ def _run(path: Path, name: str) -> ModuleType:
             spec.loader.exec_module(module)
     # A file that ends its process when it is run has failed as well.
     except BaseException as error:
-        # Half a module must not be found the next time.
+        # An incomplete module must not be found next time.
         del sys.modules[name]
         if isinstance(error, KeyboardInterrupt):
             raise
@@ -355,7 +370,7 @@ def _run(path: Path, name: str) -> ModuleType:
 
 
 def from_import_path(name: str, folder: Path | None = None) -> ModuleType:
-    """The module, which may also lie in `folder`; by default the working directory.
+    """Import the module, from `folder` too; by default from the working directory.
 
     Raises ValueError if the import fails.
     """
@@ -368,12 +383,11 @@ def from_import_path(name: str, folder: Path | None = None) -> ModuleType:
 
 @contextlib.contextmanager
 def _importing_from(folder: Path) -> Iterator[None]:
-    """Imports also look into `folder`, as they do for a script that is run there.
+    """Context manager: imports also search `folder`, like for a script in that folder.
 
-    What is found there only because of this is pickled by value: other processes do not look there.
-
-    Raises ValueError for what is no folder: Python would import from a ZIP archive as well, and
-    any file that somebody sent may end in one.
+    Modules found only because of this are pickled by value, because other processes do not search
+    the folder. Raises ValueError if `folder` is not a folder: Python would import from a ZIP
+    archive as well, and any file of another party may end in one.
     """
     if not folder.is_dir():
         raise ValueError(f"{folder} is no folder to import from")
@@ -381,7 +395,7 @@ def _importing_from(folder: Path) -> Iterator[None]:
         if str(folder) in sys.path:
             yield
             return
-        # What is new afterwards was imported by the file, or by the module asked for.
+        # Modules that are new afterwards were imported by the file or the requested module.
         before = set(sys.modules)
         sys.path.insert(0, str(folder))
         try:
@@ -396,9 +410,9 @@ def _importing_from(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _by_their_stems(folder: Path) -> Iterator[None]:
-    """Within the block, files of this folder that were run by their paths are found by `import`.
+    """Context manager: `import` finds files of this folder that were run by their paths.
 
-    A file that imports such a neighbour, or is imported by it, would have it run once more.
+    Otherwise a file that imports such a neighbour, or is imported by it, would run it again.
     """
     stems = {
         Path(file).stem: module
@@ -418,7 +432,7 @@ def _by_their_stems(folder: Path) -> Iterator[None]:
 
 
 def _lies_in(file: Path, folder: Path) -> bool:
-    """Whether the file is reachable through `folder` and through nothing else on the path."""
+    """Return whether the file is reachable through `folder` and no other entry of the path."""
     # Asked after `folder` has been taken off the path again.
     roots = [root for root in map(Path, sys.path) if root.is_absolute()]
     return file.is_relative_to(folder) and not any(file.is_relative_to(root) for root in roots)

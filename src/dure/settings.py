@@ -1,12 +1,12 @@
 """Settings written as text, for command lines and run folders: `dirichlet:0.3:10`.
 
 The name comes first, then the values. A setting is a frozen dataclass whose fields are numbers or
-words and all have a default. One that dure brings along has a `name`. One of a user's own is named
-by where it is (`dure.references`): `my_parts.py:Mine:0.3`, or `package.module:Mine:0.3`. What
-`write` writes, `read` reads; values at the end that are default are left out, but for the first.
+words and all have a default. A setting of dure has a `name`. A user's setting is named by its
+reference (`dure.references`): `my_parts.py:Mine:0.3`, or `package.module:Mine:0.3`. `read` is the
+inverse of `write`; trailing default values are left out, except the first value.
 
-To read a reference runs the user's code. Therefore a folder that somebody sent is shown by its
-texts as they stand: only what the user starts (`train`, `compare`, `resume`) reads them.
+Reading a reference runs the user's code. Therefore a folder from another party is displayed by its
+texts alone: only commands of the user (`train`, `compare`, `resume`) read them.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _KINDS = {int: "a whole number", float: "a number", str: "a word"}
 
 
 def write(setting: Any, without: Collection[str] = ()) -> str:
-    """The text that `read` reads: the name and the fields.
+    """Return the text that `read` reads: the name and the fields.
 
-    Of fields after the first, those at the end that are default are left out. without: fields that
-    are written in another way.
+    Trailing default values after the first field are left out. without: fields that are written in
+    another way.
     """
     fields = [field for field in dataclasses.fields(setting) if field.name not in without]
     values = [getattr(setting, field.name) for field in fields]
@@ -41,9 +41,9 @@ def write(setting: Any, without: Collection[str] = ()) -> str:
 
 
 def name_of(kind: type[Any]) -> str:
-    """What the text of a setting of this class begins with.
+    """Return the first word of the text of a setting of this class.
 
-    A class of a script or a function, which no text can find, has the name that it has there.
+    A class of a script or a function, which no reference can find, has its qualified name.
     """
     if is_brought_along(kind):
         name: str = kind.name
@@ -52,7 +52,7 @@ def name_of(kind: type[Any]) -> str:
 
 
 def can_be_read(setting: Any) -> bool:
-    """Whether the text of a setting finds its class again, and those of the settings in it."""
+    """Return whether the texts of a setting and of its inner settings find their classes again."""
     if not is_brought_along(type(setting)) and reference_of(type(setting)) is None:
         return False
     values = [getattr(setting, field.name) for field in dataclasses.fields(setting)]
@@ -60,31 +60,31 @@ def can_be_read(setting: Any) -> bool:
 
 
 def listed(namespace: Mapping[str, Any], base: type[Setting]) -> dict[str, type[Setting]]:
-    """The settings in a module's namespace by their names: subclasses of `base` that have one.
+    """Return the settings in a module's namespace by name: named subclasses of `base`.
 
-    Of two that share a name the first one counts, which makes the other where it is needed.
+    The first of two with the same name counts, and creates the other when needed.
     """
     found: dict[str, type[Setting]] = {}
     for kind in namespace.values():
-        # In vars: a subclass that only inherits a name is none of its own.
+        # In vars: a subclass that only inherits its name is not a named setting.
         if isinstance(kind, type) and issubclass(kind, base) and "name" in vars(kind):
             found.setdefault(kind.name, kind)  # type: ignore[attr-defined]
     return found
 
 
 def parse_fields(thing: Any, readers: Mapping[str, Callable[[str], Any]]) -> None:
-    """Reads those fields of a frozen dataclass that were given as text, in its `__post_init__`."""
+    """Parse the fields of a frozen dataclass given as text, in its `__post_init__`."""
     for field, reader in readers.items():
         value = getattr(thing, field)
         if isinstance(value, str):
-            # The one place where a frozen dataclass is still being made.
+            # A frozen dataclass can only be changed in this way, during its construction.
             object.__setattr__(thing, field, reader(value))
 
 
 def read_bytes(text: str) -> int:
-    """Bytes: "4096", "100 kB", "100MB", "1.5GB", "64MiB"; kB, MB, ... are powers of ten, as shown.
+    """Return bytes of a text: "4096", "100 kB", "100MB", "1.5GB", "64MiB"; kB is 1,000 bytes.
 
-    Raises ValueError for what is no size.
+    Raises ValueError for a text that is not a size.
     """
     found = re.fullmatch(r"(\d+(?:_\d+)*(?:\.\d+)?)\s*([kmgt]i?)?b?", text.strip().lower())
     if found is None:
@@ -98,13 +98,11 @@ def read(
     what: str,
     base: type[Setting] | None = None,
 ) -> Setting:
-    """The setting that `text` names.
+    """Return the setting that `text` names.
 
-    known: the classes by name. what: the word for them, such as "partition". base: what a class of
-    a user's own has to be a subclass of; None allows none.
-
-    Raises ValueError for an unknown name, for a reference that leads nowhere, for too many values,
-    and for values that are not what they should be.
+    known: the classes by name. what: the word for them, such as "partition". base: required base
+    class of a user's class; None allows no user's class. Raises ValueError for an unknown name, for
+    a reference that cannot be followed, for too many values, and for values of the wrong type.
     """
     kind, values = kind_of(text, known, what, base)
     return filled(kind, values, text, what)
@@ -116,7 +114,10 @@ def kind_of(
     what: str,
     base: type[Setting] | None = None,
 ) -> tuple[type[Setting], list[str]]:
-    """The class that `text` names, and the values that follow; as `read`, which fills them in."""
+    """Return the class that `text` names and the values that follow, as strings.
+
+    Arguments and errors as in `read`, which fills in the values.
+    """
     name, *values = text.strip().split(":")
     if name in known:
         return known[name], values
@@ -134,9 +135,17 @@ def filled(
     what: str,
     given: Mapping[str, Any] | None = None,
 ) -> Setting:
-    """The setting of these values, in the order of its fields.
+    """Return the setting with these values, in the order of its fields.
 
-    given: fields that are not written as values. text, what: what errors are about, as for `read`.
+    Args:
+        kind: class of the setting.
+        values: values as text.
+        text: the whole text, for errors.
+        what: the word for such settings, for errors.
+        given: fields that are not written as values.
+
+    Raises:
+        ValueError: too many values, or a value of the wrong type.
     """
     arguments = dict(given or {})
     fields = [field for field in dataclasses.fields(kind) if field.name not in arguments]  # type: ignore[arg-type]
@@ -144,7 +153,7 @@ def filled(
     if len(values) > len(fields):
         raise ValueError(f"the {what} {text!r} has too many values: write {form}")
     for field, value in zip(fields, values, strict=False):
-        # The default says the type: hints are texts here, and would have to be evaluated.
+        # The default determines the type: hints are strings here and would need evaluation.
         of: type[Any] = type(field.default)
         if of not in _KINDS:
             raise ValueError(

@@ -1,1 +1,1 @@
-"""Train apart, then combine weights: parallel SGD, local SGD, DiLoCo, consensus ADMM."""
+"""Training with separate weights that are averaged: parallel SGD, local SGD, DiLoCo, ADMM."""

@@ -1,29 +1,29 @@
-"""Consensus ADMM: ranks minimise their own losses near a common point, and duals make them agree.
+"""Consensus ADMM: ranks minimise their own losses near a common point; duals make them agree.
 
-With f_i the mean loss of rank i's n_i of n examples, weighted by N·n_i/n (1 where the parts are
-equal; n_i and n are what the loss counts, `dure.tasks.loss_shares`), in scaled form:
+With f_i the mean loss of rank i's n_i of n examples, weighted by N·n_i/n (1 if the parts are equal;
+n_i and n are denominators of the loss, `dure.tasks.loss_shares`), in scaled form:
 
     x_i <- argmin f_i(x) + rho/2·|x - z + u_i|^2    H steps of the task's optimizer from its own x_i
     z   <- mean of x_i + u_i
     u_i <- u_i + x_i - z
 
-The sum of f_i is N times the loss of all data, so where the loss is convex z goes to the minimum of
-the loss of all data, whatever rho is. At first z and all x_i are the common initial weights, and
-u_i = 0. The consensus z is what is evaluated and returned. With `duals=False` u_i stays 0:
+The sum of f_i is N times the loss of all data. For a convex loss z therefore converges to the
+minimum of the loss of all data, for any rho. Initially z and all x_i are the common initial
+weights, and u_i = 0. The consensus z is evaluated and returned. With `duals=False` u_i stays 0:
 FedProx's local loss with mu = rho, whose ranks never agree.
 
-Of every round two residuals are recorded, both 0 where the ranks agree on a minimum (N ranks):
+Two residuals are recorded in every round, both 0 if the ranks agree on a minimum (N ranks):
 
     primal   r = root of the sum over i of |x_i - z|^2
     dual     s = rho · root of N · |z - z before|
 
-Since the u_i add to 0, the sum of |x_i - z|^2 is that of |x_i - z before|^2 less N·|z - z
-before|^2: known to all from one number a rank, to the precision of the message (in float32 an r
-below 0.0003·s/rho is rounding). Adaptive rho: r > 10·s doubles rho and halves all u_i; s > 10·r
-halves rho and doubles all u_i.
+The sum of the u_i is 0. The sum of |x_i - z|^2 is therefore the sum of |x_i - z before|^2 less
+N·|z - z before|^2: a single number from each rank suffices, to the precision of the message (in
+float32 an r below 0.0003·s/rho is rounding). Adaptive rho: r > 10·s doubles rho and halves all u_i;
+s > 10·r halves rho and doubles all u_i.
 
-What travels: x_i + u_i as one vector, through an all-reduce of choice: one message of d elements a
-round (`dure.averaging.meeting`). u_i and the optimizer's state stay with their rank.
+Each rank sends x_i + u_i as a vector, through a selectable all-reduce: one message of d elements a
+round (`dure.averaging.meeting`). u_i and the optimizer's state stay on their rank.
 
 Source: Boyd et al. 2011, "Distributed Optimization and Statistical Learning via the Alternating
 Direction Method of Multipliers", sections 3.3, 3.4.1 and 7.1.
@@ -60,7 +60,7 @@ from dure.tensors.flat import FlatParameters, check_apart, trained_in
 
 BALANCE = 10.0
 FACTOR = 2.0
-"""How many times larger one residual may be before rho changes, and by what."""
+"""Factor by which rho changes if a residual is more than `BALANCE` times the other."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class ADMM(Strategy):
 
     Args:
         batch_size: examples of a step over all workers together; None is all of a worker's data.
-        rho: how strongly workers are drawn to the consensus.
+        rho: weight of the pull of workers to the consensus.
         adaptive: whether rho is doubled or halved while the residuals differ by more than ten
             times.
         local_epochs: passes of a worker over its data in a round.
@@ -77,10 +77,10 @@ class ADMM(Strategy):
         duals: whether the duals are updated; without them it is FedProx's local loss.
         partition: how examples are divided over workers: iid, label-shards:2, dirichlet:0.5,
             quantity-skew:1, feature-skew:0.8 or blocks:2.
-        momentum: what a synchronisation does to the optimizer's state: keep, average, or reset.
+        momentum: effect of a synchronisation on the optimizer's state: keep, average, or reset.
         all_reduce: how the consensus is summed: ring, master, one_shot, tree, halving_doubling,
             hierarchical, native or auto.
-        accumulate: pieces in which a worker computes a batch, one after another.
+        accumulate: number of micro-batches in which a worker computes a batch.
     """
 
     batch_size: int | None = 64
@@ -121,7 +121,10 @@ class ADMM(Strategy):
         return " ".join(["ADMM" if self.duals else "ADMM without duals", rho, *parts])
 
     def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
-        """Raises ValueError for batches that the model cannot train on, or shared memory."""
+        """Check that the model can train on batches of this size and that no tensors overlap.
+
+        Raises ValueError otherwise.
+        """
         check_apart(model)
         check_own_batches(task, model, self.batch_size, workers, self.accumulate)
 
@@ -151,7 +154,7 @@ class ADMM(Strategy):
 
 
 class ADMMLearner(Learner):
-    """ADMM at work on one rank: x in the replica, z in `consensus`, u in `duals`."""
+    """ADMM on a rank: x in the replica, z in `consensus`, u in `duals`."""
 
     unit = "round"
     parted = True
@@ -170,8 +173,8 @@ class ADMMLearner(Learner):
         self.duals = [torch.zeros_like(buffer) for buffer in self.z.buffers]
         self.losses = self.replica.losses
         self.weight = self._weight()
-        # one further number travels: |x_i - z|^2, for the residuals; and what the loss has counted,
-        # where that does not follow from the number of examples
+        # further numbers: |x_i - z|^2, for the residuals; and the loss's denominator, if it does
+        # not follow from the number of examples
         numbers = 1 if self.losses.is_alike else 2
         self.meeting = Meeting(
             self.replica, place, strategy.all_reduce, strategy.momentum, numbers=numbers
@@ -181,7 +184,7 @@ class ADMMLearner(Learner):
         self.round = 0
 
     def _weight(self) -> float:
-        """N times the share of this rank's examples in what the loss counts in all."""
+        """Return N times this rank's share of the loss's total denominator."""
         counts = [self.losses.expected(shard.indices) for shard in self.shards]
         if self.losses.is_late:
             mine = self.replica.counted_in(self.shard.indices)
@@ -193,11 +196,11 @@ class ADMMLearner(Learner):
         return self.replica.flops_per_step(self.shard.batches.batch_size)
 
     def advance(self, wish: int) -> Progress:
-        """One round: the local problem, the consensus, the duals."""
+        """Run a round: the local problem, the consensus, the duals."""
         ranks = self.group.size
         round = self.round + 1
         asked = self.strategy
-        # of every rank, for shards may be of unequal length
+        # of every rank, because shards may have different lengths
         steps = [
             asked.local_steps or asked.local_epochs * shard.steps_per_pass for shard in self.shards
         ]
@@ -216,7 +219,7 @@ class ADMMLearner(Learner):
             loss = trained.total
             numbers.append(trained.counted)
         met = self.meeting.meet(1 / ranks, loss, wish, round, numbers=numbers)
-        # the sums of the ranks' bodies are in place now
+        # the bodies are now sums over the ranks
         went = self._agree()
         # Rounding may leave the difference a little below zero.
         primal = math.sqrt(max(0.0, met.numbers[0] - ranks * went))
@@ -229,7 +232,7 @@ class ADMMLearner(Learner):
         return Progress(mean, sum(counts), met.wish, residuals)
 
     def _pull(self) -> Callable[[Sequence[Tensor]], None]:
-        """Adds the gradient of rho/2·|x - z + u|^2 to those of the loss."""
+        """Return a function that adds the gradient of rho/2·|x - z + u|^2 to the gradients."""
         rho = self.rho
         # z - u is the same for all steps of the round: the pull is rho·(x - (z - u)).
         points = self.replica.views(
@@ -246,7 +249,7 @@ class ADMMLearner(Learner):
         return pull
 
     def _put_bodies(self) -> float:
-        """(x + u - z)/N into the message; returns |x - z|^2."""
+        """Write (x + u - z)/N to the message; return |x - z|^2."""
         moved = 0.0
         weights = self.replica.flat.buffers
         for body, x, z, u in zip(
@@ -255,13 +258,13 @@ class ADMMLearner(Learner):
             torch.sub(x, z, out=body)
             # abs, because parameters may be complex
             moved += float(body.abs().square().sum())
-            # The mean over ranks of x + u - z is what z moves by.
+            # z moves by the mean over ranks of x + u - z.
             body.add_(u).div_(self.group.size)
         return moved
 
     @torch.no_grad()
     def _agree(self) -> float:
-        """The new z, and the duals; returns |z - z before|^2."""
+        """Update z and the duals; return |z - z before|^2."""
         went = 0.0
         weights = self.replica.flat.buffers
         for body, x, z, u in zip(
@@ -271,14 +274,14 @@ class ADMMLearner(Learner):
             went += float(body.abs().square().sum())
             if self.strategy.duals:
                 u.add_(x).sub_(z)
-        # `meet` has made the buffers the same on all ranks.
+        # After `meet` the buffers are equal on all ranks.
         copy_buffers(self.replica.model, self.consensus)
         return went
 
     def _adapt(self, primal: float, dual: float) -> None:
         if not self.strategy.adaptive:
             return
-        # ranks disagree: draw them closer; or the consensus moves too much: let go
+        # ranks disagree: pull harder; or the consensus moves too much: pull less
         if primal > BALANCE * dual:
             factor = FACTOR
         elif dual > BALANCE * primal:
@@ -286,7 +289,7 @@ class ADMMLearner(Learner):
         else:
             factor = 1.0
         self.rho *= factor
-        for u in self.duals:  # they are scaled by rho
+        for u in self.duals:  # the duals are scaled by 1/rho
             u.div_(factor)
 
     def evaluate(self) -> dict[str, float]:
@@ -308,7 +311,7 @@ class ADMMLearner(Learner):
         return {"round": self.round, "rho": self.rho, "buffers": passing_buffers(self.consensus)}
 
     def part(self) -> dict[str, Any]:
-        """This rank's own point, duals and optimizer."""
+        """Return this rank's weights, duals and optimizer state."""
         return {**self.replica.state(), "duals": self.duals}
 
     def restore(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
@@ -317,7 +320,7 @@ class ADMMLearner(Learner):
         part = state["parts"][self.group.rank]
         self.replica.restore(weights, part)
         self.duals = list(part["duals"])
-        # no compressors; the buffers are noted as they were loaded
+        # without compressors; the meeting records the loaded buffers
         self.meeting.restore([])
         self.round = state["round"]
         self.rho = state["rho"]

@@ -6,12 +6,11 @@
     v   <- m·v + D
     x   <- x - lr·(D + m·v)       Nesterov;      x <- x - lr·v       without
 
-w_i is rank i's share of the round's examples, or of what the loss counts in them: 1/N where the
-parts are equal. The inner optimizers'
-states stay with their ranks, as in the paper, which found no gain in exchanging them. lr = 1 and m
-= 0 is local SGD.
+w_i is rank i's share of the round's examples, or of the loss's denominator: 1/N if the parts are
+equal. The inner optimizers' states stay on their ranks, as in the paper, which found no gain in an
+exchange. lr = 1 and m = 0 is local SGD.
 
-What travels: as in local SGD, one message a round; v is the same on every rank and never travels.
+As in local SGD, one message a round is sent; v is equal on every rank and is never sent.
 
 Source: Douillard et al. 2023, "DiLoCo: Distributed Low-Communication Training of Language Models";
 there lr is 0.7, m is 0.9, and H = 500.
@@ -42,9 +41,9 @@ from dure.settings import parse_fields
 
 @dataclass(frozen=True)
 class DiLoCo(Strategy):
-    """Ranks train apart for many steps, and an outer optimizer moves the common weights.
+    """Ranks train separately for many steps; an outer optimizer moves the common weights.
 
-    It moves them along the mean of the ranks' ways.
+    The outer gradient is the mean of the ranks' changes, with the opposite sign.
 
     Args:
         batch_size: examples of a step over all workers together; None is all the data.
@@ -52,12 +51,12 @@ class DiLoCo(Strategy):
         outer_lr: learning rate of the outer optimizer; 1 without momentum is plain averaging.
         outer_momentum: of the outer optimizer, in [0, 1).
         nesterov: whether that momentum is Nesterov's.
-        momentum: what a synchronisation does to the inner optimizer's state: keep, average, or
+        momentum: effect of a synchronisation on the inner optimizer's state: keep, average, or
             reset.
         all_reduce: how differences are summed: ring, master, one_shot, tree, halving_doubling,
             hierarchical, native or auto.
         compression: of the differences that are exchanged: none, cast:bfloat16, …
-        accumulate: pieces in which a worker computes a batch, one after another.
+        accumulate: number of micro-batches in which a worker computes a batch.
     """
 
     batch_size: int | None = 64
@@ -114,7 +113,7 @@ class DiLoCo(Strategy):
             )
 
     def rounds(self) -> LocalSGD:
-        """The rounds without the outer optimizer."""
+        """Return the strategy of the rounds without the outer optimizer."""
         return LocalSGD(
             batch_size=self.batch_size,
             period=self.period,
@@ -129,23 +128,23 @@ class DiLoCo(Strategy):
 
 
 class DiLoCoLearner(LocalSGDLearner):
-    """Local SGD with an outer optimizer, the same on every rank."""
+    """Local SGD with an outer optimizer, which is equal on every rank."""
 
     def __init__(self, task: Task, place: Place, seed: int, strategy: DiLoCo) -> None:
         # Rounds of local SGD; only `move` differs.
         super().__init__(task, place, seed, strategy.rounds())
         self.outer = strategy
-        # v of the outer optimizer: made of sums that all ranks have, so it never travels
+        # v of the outer optimizer: computed from sums that all ranks have, so it is never sent
         self.velocity = [torch.zeros_like(common) for common in self.common]
 
     def move(self, differences: Sequence[Tensor]) -> None:
-        """One step of the outer optimizer, along the mean of the ranks' ways."""
+        """Make a step of the outer optimizer with the mean of the ranks' changes."""
         lr = self.outer.outer_lr
         momentum = self.outer.outer_momentum
         for common, velocity, difference in zip(
             self.common, self.velocity, differences, strict=True
         ):
-            velocity.mul_(momentum).sub_(difference)  # the outer gradient is the way back
+            velocity.mul_(momentum).sub_(difference)  # the outer gradient is -difference
             if self.outer.nesterov:
                 # x - lr·(D + m·v), with D = -difference
                 common.add_(difference, alpha=lr).sub_(velocity, alpha=lr * momentum)
@@ -157,5 +156,5 @@ class DiLoCoLearner(LocalSGDLearner):
 
     def restore(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         super().restore(weights, state)
-        # the same on all ranks, so it is in the common state
+        # equal on all ranks, and therefore part of the common state
         self.velocity = list(state["velocity"])

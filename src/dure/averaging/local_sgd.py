@@ -1,17 +1,17 @@
-"""Local SGD: every rank makes H steps alone, then all go on from the mean of their weights.
+"""Local SGD: every rank makes H steps alone, then all continue from the mean of their weights.
 
     x_i <- x_i - step_i(gradient over rank i's part of the joint batch)    H times
-    x_i <- x + sum over j of w_j·(x_j - x)                  x: where the round began
+    x_i <- x + sum over j of w_j·(x_j - x)        x: the weights at the beginning of the round
 
-w_j is rank j's share of the round's examples, or of what the loss counts in them
-(`dure.tasks.loss_shares`): 1/N where the parts are equal. H = 1 without momentum is data parallel.
-*Post-local* SGD begins with H = 1 and takes longer rounds only from step `local_from` on, for
-example after the first decay of the learning rate. Batch norm's statistics are averaged as the
-weights are; dropout is drawn from (seed, step, rank).
+w_j is rank j's share of the round's examples, or of the loss's denominator
+(`dure.tasks.loss_shares`): 1/N if the parts are equal. H = 1 without momentum is data parallelism.
+*Post-local* SGD begins with H = 1 and uses longer rounds only from step `local_from` on, for
+example after the first decay of the learning rate. Batch norm's statistics are averaged like the
+weights; dropout is drawn from (seed, step, rank).
 
-What travels: one message a round (`dure.averaging.meeting`), through an all-reduce of choice: 1/H
-of data parallel's. The optimizer's state stays with its rank, is averaged as well, or starts anew:
-`momentum`.
+One message a round is sent (`dure.averaging.meeting`), through a selectable all-reduce: 1/H of the
+messages of data parallelism. The optimizer's state stays on its rank, is averaged as well, or is
+reset: `momentum`.
 
 Sources: Stich 2019, "Local SGD Converges Fast and Communicates Little"; Lin et al. 2020, "Don't Use
 Large Mini-Batches, Use Local SGD".
@@ -50,18 +50,18 @@ from dure.tensors.optimizer_state import load_optimizer
 
 @dataclass(frozen=True)
 class LocalSGD(Strategy):
-    """Ranks train apart for some steps, then average their weights.
+    """Ranks train separately for some steps, then average their weights.
 
     Args:
         batch_size: examples of a step over all workers together; None is all the data.
         period: H, the steps of a round.
-        local_from: the step from which rounds have `period` steps; before it they have one
-            (post-local SGD).
-        momentum: what a synchronisation does to the optimizer's state: keep, average, or reset.
+        local_from: the step from which rounds have `period` steps; earlier rounds have a single
+            step (post-local SGD).
+        momentum: effect of a synchronisation on the optimizer's state: keep, average, or reset.
         all_reduce: how differences are summed: ring, master, one_shot, tree, halving_doubling,
             hierarchical, native or auto.
         compression: of the differences that are exchanged: none, cast:bfloat16, …
-        accumulate: pieces in which a worker computes a batch, one after another.
+        accumulate: number of micro-batches in which a worker computes a batch.
     """
 
     batch_size: int | None = 64
@@ -102,7 +102,10 @@ class LocalSGD(Strategy):
             raise ValueError(f"local_from is {self.local_from}, but steps count from 0")
 
     def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
-        """Raises ValueError for batches that the model cannot train on, or shared memory."""
+        """Check that the model can train on batches of this size and that no tensors overlap.
+
+        Raises ValueError otherwise.
+        """
         check_apart(model)
         check_pieces(task, model, self.batch_size, workers, self.accumulate)
 
@@ -110,19 +113,19 @@ class LocalSGD(Strategy):
         return LocalSGDLearner(task, place, seed, self)
 
     def steps_of_round_at(self, step: int) -> int:
-        """How many steps the round has that begins at `step`."""
+        """Return the number of steps of the round that begins at `step`."""
         return self.period if step >= self.local_from else 1
 
 
 class LocalSGDLearner(Learner):
-    """Local SGD at work on one rank.
+    """Local SGD on a rank.
 
-    DiLoCo replaces `move`, which is what is done with the mean difference.
+    DiLoCo overrides `move`, which applies the mean difference.
     """
 
     unit = "round"
     parted = True
-    resizes = True  # a rank beyond those of the checkpoint begins with the optimizer of one of them
+    resizes = True  # an additional rank takes the optimizer state of a rank of the checkpoint
 
     def __init__(self, task: Task, place: Place, seed: int, strategy: LocalSGD) -> None:
         self.task = task
@@ -150,37 +153,37 @@ class LocalSGDLearner(Learner):
             compression=strategy.compression,
             numbers=int(self.losses.is_late),
         )
-        # where the round began, the same bits on all ranks
+        # weights at the beginning of the round, bit-identical on all ranks
         self.common = self.replica.flat.copy()
         self.where = f"rank {self.group.rank}"
         self.step = self.round = 0
 
     @property
     def units_per_epoch(self) -> int:  # type: ignore[override]
-        # by the length that rounds have now: with post-local SGD it grows
+        # from the present length of rounds, which grows with post-local SGD
         return max(1, self.batches.steps_per_epoch // self.strategy.steps_of_round_at(self.step))
 
     def flops_per_step(self) -> float:
         return self.replica.flops_per_step(-(-self.batches.batch_size // self.group.size))
 
     def advance(self, wish: int) -> Progress:
-        """One round: steps alone, then the mean."""
+        """Run a round: separate steps, then the mean."""
         steps = range(self.step, self.step + self.strategy.steps_of_round_at(self.step))
         # A generator: each batch is read only when its step comes.
         trained = self.replica.train(self._parts(steps))
         batches = [self.batches.at(step) for step in steps]
-        # Of all ranks: each counts by what it has learned from, also where the last batch of an
-        # epoch does not divide.
+        # Of all ranks: each weighs by its denominator, also if the last batch of an epoch cannot be
+        # divided evenly.
         expected = sum(map(self.losses.expected, batches))
         weight = trained.counted / expected if expected else 0.0
         # into the message itself: `bodies` are views of it
         for body, mine, common in zip(
             self.meeting.bodies, self.replica.flat.buffers, self.common, strict=True
         ):
-            # Differences are small numbers of about one size: a sum of them loses fewer digits than
-            # one of weights.
+            # Differences are small numbers of similar size: their sum is more precise than a sum of
+            # weights.
             torch.sub(mine, common, out=body).mul_(weight)
-        # Where a loss tells only now what it has counted, all of it is known when they have met.
+        # If a loss only returns its denominator when computed, the total is known after `meet`.
         counted = [trained.counted] if self.losses.is_late else []
         met = self.meeting.meet(
             weight,
@@ -199,13 +202,16 @@ class LocalSGDLearner(Learner):
         return Progress(met.loss if something else None, sum(map(len, batches)), met.wish)
 
     def _parts(self, steps: range) -> Iterator[tuple[int, Tensor]]:
-        """This rank's part of each step's joint batch."""
+        """Yield each step with this rank's part of its joint batch."""
         for step in steps:
             batch = self.batches.at(step)
             yield step, self.replica.train_examples.part(batch, self.group.rank, self.group.size)
 
     def move(self, differences: Sequence[Tensor]) -> None:
-        """The common weights after a round; differences: the weighted means of the ranks' ways."""
+        """Update the common weights after a round.
+
+        Differences: weighted means of the ranks' changes.
+        """
         for common, difference in zip(self.common, differences, strict=True):
             common.add_(difference)
 
@@ -224,7 +230,7 @@ class LocalSGDLearner(Learner):
         return {"step": self.step, "round": self.round, "buffers": passing_buffers(self.model)}
 
     def part(self) -> dict[str, Any]:
-        """This rank's optimizer, and what its compressors remember."""
+        """Return this rank's optimizer state and the residuals of its compressors."""
         return {
             "optimizer": self.replica.optimizer.state_dict(),
             "compressors": self.meeting.state(),
@@ -236,7 +242,7 @@ class LocalSGDLearner(Learner):
         self.common = self.replica.flat.copy()
         self.step = state["step"]
         self.round = state["round"]
-        # A world may have grown since: a new rank takes the optimizer of one that there was.
+        # The world may have grown: a new rank takes the optimizer state of an existing rank.
         part = state["parts"][self.group.rank % len(state["parts"])]
         load_optimizer(self.replica.optimizer, part["optimizer"])
         self.meeting.restore(part["compressors"])

@@ -1,27 +1,26 @@
-"""How ranks that train apart come together: one all-reduce of one flat message, once a round.
+"""Synchronisation of ranks that train separately: one all-reduce of a flat message, once a round.
 
-Every rank puts its vector, already multiplied with its weight, into `bodies`. After `meet` the sum
-over the ranks is there, with the same bits on all of them. The message has these parts:
+Every rank writes its vector, multiplied by its weight, to `bodies`. After `meet` they contain the
+sum over the ranks, bit-identical on all of them. The message has these parts:
 
     bodies   d elements       the strategy's vectors; d counts the trained parameters
-    buffers  f elements       floating-point buffers, such as batch norm's statistics; their
-                              weighted mean arrives
+    buffers  f elements       floating-point buffers, such as batch norm's statistics; the result is
+                              their weighted mean
     states   S·d elements     with momentum="average": the optimizer's S tensors for each parameter;
-                              their weighted mean arrives
-    tail     numbers by name  what all ranks have to know (`dure.collectives.tail`)
+                              the result is their weighted mean
+    tail     numbers by name  the trailer, which all ranks need (`dure.collectives.tail`)
 
-The tail has these fields, for N ranks:
+The trailer has these fields, for N ranks:
 
-    wish     of rank 0        to stop, or to write a checkpoint
+    wish     of rank 0        control flags: stop, or write a checkpoint
     loss     of each rank     its share of the round's mean loss
-    arrival  of each rank     when it came to the message; until the last rank has come, a rank is
-                              idle
-    changed  of each buffer   of the b that are not floating-point: whether rank 0 has changed it;
-                              such buffers follow in one broadcast from rank 0
+    arrival  of each rank     the time when it sent the message; earlier ranks are idle
+    changed  of each buffer   for the b buffers that are not floating-point: whether rank 0 has
+                              changed it; rank 0 then broadcasts the changed buffers
     numbers  e of them        further numbers of the strategy, which are summed
 
-So a round has d + f + S·d + 1 + 3N + b + e elements (`elements_in_message`). With a compression the
-bodies travel compressed, before the rest.
+A round therefore has d + f + S·d + 1 + 3N + b + e elements (`elements_in_message`). With a
+compression the bodies are sent compressed, before the rest.
 """
 
 from __future__ import annotations
@@ -48,12 +47,16 @@ from dure.tensors.buffers import write
 from dure.tensors.flat import by_dtype, views_of
 
 Momentum = Literal["keep", "average", "reset"]
-"""What a round's end does to the optimizer's state, such as momentum buffers: every rank goes on
-with its own, with the weighted mean of all, or with none."""
+"""Effect of a round's end on the optimizer's state, such as momentum buffers: every rank keeps its
+own state, takes the weighted mean of all ranks, or resets its state.
+"""
 
 
 def check_exchange(algorithm: str, momentum: str) -> None:
-    """Raises ValueError for an all-reduce, or a choice for the momentum, that there is not."""
+    """Check the names of an all-reduce and of a treatment of the momentum.
+
+    Raises ValueError for an unknown name.
+    """
     if algorithm not in ALGORITHMS:
         raise ValueError(
             f"there is no all-reduce {algorithm!r}; choose one of {', '.join(ALGORITHMS)}"
@@ -72,18 +75,23 @@ def elements_in_message(
     states: int = 0,
     numbers: int = 0,
 ) -> int:
-    """Elements of a round's message: (1 + S)·d + f + 1 + 3N + b + e.
+    """Return the elements of a round's message: (1 + S)·d + f + 1 + 3N + b + e.
 
-    parameters: d, the trained ones. floating_buffers: f, elements. other_buffers: b, tensors.
-    states: S. numbers: e.
+    Args:
+        parameters: d, elements of the trained parameters.
+        ranks: N.
+        floating_buffers: f, elements of floating-point buffers.
+        other_buffers: b, tensors.
+        states: S, tensors for each parameter.
+        numbers: e.
     """
     return (1 + states) * parameters + floating_buffers + 1 + 3 * ranks + other_buffers + numbers
 
 
 class Met(NamedTuple):
-    """What all ranks know after a round.
+    """Result of a round, equal on all ranks.
 
-    loss, numbers: sums over the ranks. wish: rank 0's.
+    loss, numbers: sums over the ranks. wish: rank 0's control flags.
     """
 
     loss: float
@@ -92,17 +100,25 @@ class Met(NamedTuple):
 
 
 class _Compressed(NamedTuple):
-    """A compressor, and the parameters whose shapes it has to know."""
+    """A compressor, and the parameters that define the shapes of its input."""
 
     compressor: Compressor
     like: Sequence[Tensor]
 
 
 class Meeting:
-    """One rank's side of the rounds.
+    """Synchronisation of the rounds on this rank.
 
-    bodies: one vector a dtype, shaped as `replica.flat.buffers`. numbers: how many further ones
-    travel.
+    Args:
+        replica: This rank's model, optimizer and data.
+        place: The ranks.
+        algorithm: All-reduce.
+        momentum: Effect of a round's end on the optimizer's state.
+        compression: Compression of the bodies; None sends them uncompressed.
+        numbers: Number of further numbers that travel.
+
+    Attributes:
+        bodies: A vector for each dtype, with the shapes of `replica.flat.buffers`.
     """
 
     def __init__(
@@ -134,26 +150,26 @@ class Meeting:
         self.started = common_start(self.group, place.clock_offset)
 
     def _find_buffers(self) -> None:
-        """Finds the buffers as they are now: a forward pass may have put others in their place.
+        """Find the present buffers: a forward pass may have replaced tensors.
 
-        Of the floating-point ones the mean is taken; the others are rank 0's.
+        Floating-point buffers are averaged; the others are taken from rank 0.
         """
         buffers = self.replica.buffers.of(self.replica.model)
         self.means = [buffer for buffer in buffers if buffer.is_floating_point()]
         self.others = [buffer for buffer in buffers if not buffer.is_floating_point()]
 
     def _note_buffers(self) -> None:
-        """Remembers the buffers, now that they are the same on all ranks."""
+        """Store copies of the buffers, which are equal on all ranks now."""
         self._common = [buffer.clone() for buffer in self.means]
         self._seen = [buffer.clone() for buffer in self.others]
 
     def _pack(self, states: Sequence[Tensor]) -> None:
-        """Makes the message, with room for the optimizer's `states`."""
+        """Allocate the message, with memory for the optimizer's `states`."""
         bodies = self.replica.flat.buffers
         carried = [] if self._compressed else list(bodies)
         extras = [*self.means, *states]
-        # Bodies, extras and tail lie in one buffer a dtype, and a round sends that buffer: nothing
-        # is copied into a message.
+        # Bodies, extras and trailer are views of one buffer for each dtype, and a round sends these
+        # buffers: nothing is copied into a message.
         self.message, views, self._tail = packed([*carried, *extras], self.tail.length, self.group)
         self.bodies = views[: len(carried)]
         if self._compressed:
@@ -170,14 +186,25 @@ class Meeting:
         numbers: Sequence[float] = (),
         scale: Callable[[Sequence[float]], float] = lambda heard: 1.0,
     ) -> Met:
-        """Sums `bodies` over the ranks, and takes the mean of the buffers; all ranks call it.
+        """Sum `bodies` over the ranks, and average the buffers; all ranks call this method.
 
-        The optimizer's state is kept, averaged or reset, as `momentum` says.
+        The optimizer's state is kept, averaged or reset, according to `momentum`.
 
-        weight: this rank's, with which its body was multiplied; those of all ranks add to 1. loss:
-        its share of the round's mean loss. round: its number, from 1. scale: with what all that was
-        summed is multiplied, given the sums of `numbers`: then the weights times it add to 1.
-        Raises LossNotFiniteError, on all ranks, if the loss of any of them is not finite.
+        Args:
+            weight: This rank's weight, by which its body was multiplied; the weights of all ranks
+                sum to 1.
+            loss: This rank's share of the round's mean loss.
+            wish: Control flags; rank 0's are used.
+            round: Number of the round, from 1.
+            numbers: Further numbers to sum.
+            scale: Returns a factor for all sums, given the sums of `numbers`; the weights times
+                this factor sum to 1.
+
+        Returns:
+            The loss, control flags and numbers of all ranks.
+
+        Raises:
+            LossNotFiniteError: on all ranks, if the loss of any rank is not finite.
         """
         entered = time.perf_counter()
         self._find_buffers()
@@ -201,7 +228,7 @@ class Meeting:
             round,
             arrival=self.started + max(heard["arrival"]),
         )
-        # Before anything is taken over. All ranks hear the same, so all of them raise.
+        # Before any result is used. All ranks have the same losses, so all of them raise.
         for rank, value in enumerate(heard["loss"]):
             if not math.isfinite(value):
                 raise LossNotFiniteError(value, f"rank {rank}", f"round {round}", intact=False)
@@ -212,18 +239,18 @@ class Meeting:
         return Met(found * sum(heard["loss"]), int(heard["wish"][0]), heard["numbers"])
 
     def _fill(self, weight: float, states: Sequence[tuple[Tensor | None, Tensor]]) -> None:
-        """Puts this rank's share of the buffers and the optimizer's states into the message.
+        """Write this rank's share of the buffers and the optimizer's states to the message.
 
-        Of a buffer it is the change since the ranks had the same: a mean of changes leaves a buffer
-        that no rank has changed as it is, to the bit.
+        The share of a buffer is its change since the ranks had equal values: with a mean of
+        changes, a buffer that no rank has changed stays bit-identical.
         """
         contents = [
             difference(now, common) for now, common in zip(self.means, self._common, strict=True)
         ]
         for state, parameter in states:
             contents.append(state if state is not None else torch.zeros_like(parameter))
-        if len(contents) != len(self.extras):  # optimizers make their state in their first step
-            # The bodies are filled already: what is in them moves to the new message.
+        if len(contents) != len(self.extras):  # optimizers create their state in their first step
+            # The bodies are filled already: their content moves to the new message.
             filled = self.bodies
             self._pack(contents[len(self.means) :])
             for body, content in zip(self.bodies, filled, strict=True):
@@ -245,19 +272,19 @@ class Meeting:
         self._tail.copy_(torch.tensor(told, dtype=self._tail.dtype))
 
     def _changes(self) -> list[bool]:
-        """Which buffers that are not floating-point have changed in this round, on rank 0."""
+        """Return which of the other buffers (not floating-point) have changed in this round."""
         return [
             not torch.equal(now, seen) for now, seen in zip(self.others, self._seen, strict=True)
         ]
 
     def _take(self, states: Sequence[Tensor | None]) -> None:
-        """Puts the means into the buffers and the optimizer's state, or resets that state."""
+        """Write the means to the buffers and the optimizer's state, or reset that state."""
         # `extras` are the buffers first, and after them the states.
         for buffer, common, change in zip(self.means, self._common, self.extras, strict=False):
-            # from the value that all ranks had, so that all have the same bits
+            # from the common previous value, so that all ranks get the same bits
             write(buffer, common + change)
         for state, mean in zip(states, self.extras[len(self.means) :], strict=True):
-            # A rank that never used the parameter has no state to put the mean into.
+            # A rank that never used the parameter has no state for the mean.
             if state is not None:
                 state.copy_(mean)
         if self.momentum == "reset":
@@ -274,11 +301,11 @@ class Meeting:
         self._note_buffers()
 
     def state(self) -> list[Any]:
-        """What the compressors of this rank remember."""
+        """Return the residuals of this rank's compressors."""
         return [one.compressor.state() for one in self._compressed]
 
     def restore(self, state: Sequence[Any]) -> None:
-        """Goes on from `state`, with the replica's buffers as they now are."""
+        """Restore `state`, with the present buffers of the replica."""
         for one, remembered in zip(self._compressed, state, strict=True):
             one.compressor.restore(remembered)
         self._find_buffers()
@@ -288,10 +315,10 @@ class Meeting:
 def packed(
     like: Sequence[Tensor], tail: int, group: Group
 ) -> tuple[list[Tensor], list[Tensor], Tensor]:
-    """(buffers, views into them shaped as `like`, the tail): one buffer a dtype.
+    """Return (buffers, views of them shaped as `like`, trailer), with a buffer for each dtype.
 
-    The tail is at the end of the first buffer in float32 or float64. For the dure backend the
-    buffers lie in shared memory, where it reduces in place.
+    The trailer is at the end of the first buffer in float32 or float64. For the dure backend the
+    buffers are in shared memory, where it reduces in place.
     """
     lengths: dict[torch.dtype, int] = {}
     places: list[tuple[torch.dtype, int]] = []
@@ -299,11 +326,11 @@ def packed(
         start = lengths.setdefault(tensor.dtype, 0)
         places.append((tensor.dtype, start))
         lengths[tensor.dtype] = start + tensor.numel()
-    # In half precision the numbers of the tail would lose their value.
+    # Half precision does not represent the numbers of the trailer exactly.
     carrier = next(
         (dtype for dtype in lengths if dtype in (torch.float32, torch.float64)), torch.float32
     )
-    # after all that travels in this dtype
+    # after all elements of this dtype
     lengths[carrier] = lengths.get(carrier, 0) + tail
     make = empty_shared if group.backend(torch.device("cpu")) == "dure" else torch.empty
     buffers = {dtype: make(length, dtype=dtype) for dtype, length in lengths.items()}
@@ -315,14 +342,14 @@ def packed(
 
 
 def difference(now: Tensor, before: Tensor) -> Tensor:
-    """now - before, exactly 0 where they are equal, such as in a mask that is infinite."""
+    """Return now - before, exactly 0 for equal values, such as an infinite mask."""
     return torch.where(now == before, 0, now - before)
 
 
 def states_of(replica: Replica) -> list[tuple[Tensor | None, Tensor]]:
-    """(state, parameter) for every tensor of a parameter's shape that the optimizer keeps.
+    """Return (state, parameter) for every optimizer state tensor of a parameter's shape.
 
-    None where this rank has none yet, for a parameter that its batches never used.
+    The state is None if this rank has none yet, for a parameter that its batches never used.
     """
     state: Mapping[Tensor, Mapping[str, Any]] = replica.optimizer.state
     names: set[str] = set()
@@ -331,15 +358,15 @@ def states_of(replica: Replica) -> list[tuple[Tensor | None, Tensor]]:
         names.update(name for name, value in kept.items() if _belongs(name, value, parameter))
     found: list[tuple[Tensor | None, Tensor]] = []
     for name in sorted(names):
-        # for every trained parameter, so that messages are equally long on all ranks
+        # for every trained parameter, so that messages have the same length on all ranks
         found += [(state.get(one, {}).get(name), one) for one in replica.trained]
     return found
 
 
 def _belongs(name: str, value: Any, parameter: Tensor) -> bool:
-    """Whether it has a number for each of the parameter's, such as a momentum.
+    """Return whether a state has a number for each element of the parameter, such as a momentum.
 
-    The count of steps has not.
+    A count of steps has not.
     """
     if not isinstance(value, Tensor) or name == "step" or value.shape != parameter.shape:
         return False
@@ -347,7 +374,7 @@ def _belongs(name: str, value: Any, parameter: Tensor) -> bool:
 
 
 def _compressors(compression: Compression | None, replica: Replica) -> list[_Compressed]:
-    """One for each dtype; none where everything travels as it is."""
+    """Return a compressor for each dtype; an empty list without compression."""
     if compression is None or not compression.compresses:
         return []
     found = []

@@ -1,31 +1,32 @@
-"""Parallel SGD: shuffle, divide, train apart to the end, combine the models once; or repeat that.
+"""Parallel SGD: shuffle, divide, train separately, combine the models once, or repeatedly.
 
     the examples are divided over the ranks once, at random: rank i has n_i of n
     x_i <- P passes over its own examples, by the task's optimizer   all from the same x
     x   <- sum over i of (n_i/n)·x_i                          combine="average"
     x   <- the x_i with the least loss on all training data   combine="best"
 
-n_i and n are what the loss counts in a pass (`dure.tasks.loss_shares`), the examples where each
-counts one. For convex losses the average has about 1/N of the variance of a single x_i. The loss of
-a deep network is not convex: from common first weights the average is often better than its parts,
-from different ones it is worse than any.
+n_i and n are the denominators of the loss in a pass (`dure.tasks.loss_shares`), usually the number
+of examples. For convex losses the average has about 1/N of the variance of a single x_i. The loss
+of a deep network is not convex: from common initial weights the average is often better than each
+x_i, from different initial weights it is worse than any x_i.
 
-*Once* (combine_every=None): P is all the passes of the run. A round is one of them, in steps of
-`batch_size`/N examples, rounded up. The ranks combine when the run ends. If the model is evaluated
-or written down on the way, it is combined for that as well, which changes nothing in the training.
+*Once* (combine_every=None): P is all the passes of the run. A round is a pass, in steps
+of `batch_size`/N examples, rounded up. The ranks combine when the run ends. Evaluations and
+checkpoints during the run combine too, without an effect on the training.
 
 *Repeated* (combine_every=P): a round is P passes and ends with the combination, from which all
-ranks go on, with an optimizer that has forgotten its state. With the average that is FedAvg in
-which all clients take part in every round (C = 1, E = P).
+ranks continue, with a reset optimizer. With the average this is FedAvg in which all clients take
+part in every round (C = 1, E = P).
 
-*Shuffle*: the rule wants ranks of which each represents the whole. Where the data were born
-otherwise (`partition`), their examples travel in the first round: `dure.averaging.shuffle`.
+*Shuffle*: the algorithm assumes that each rank's examples represent all the data. If the data
+are divided in another way (`partition`), examples are exchanged in the first round:
+`dure.averaging.shuffle`.
 
-What travels: d elements a combination: through an all-reduce for the average, for the best one loss
-a rank and a broadcast by its rank. Of a run that combines once, a combination on the way belongs to
-the measurement, so only the first one is counted. That ranks end and write checkpoints together,
-and know one another's losses, takes a few numbers a round, which are not counted either. The
-shuffle's bytes and seconds are counted, once: a run that is resumed does it again, uncounted.
+A combination sends d elements: through an all-reduce for the average; for the best model, a loss
+from each rank and a broadcast of the model. In a run that combines once, combinations before the
+end are part of the measurement, so only the first combination is counted. Ranks also exchange a few
+numbers a round, for common stops, checkpoints and losses, which are not counted. The bytes and
+seconds of the shuffle are counted once: a resumed run repeats it, uncounted.
 
 Sources: Zinkevich et al. 2010, "Parallelized Stochastic Gradient Descent" (SimuParallelSGD);
 McMahan et al. 2017, "Communication-Efficient Learning of Deep Networks from Decentralized Data"
@@ -81,7 +82,7 @@ Combination = Literal["average", "best"]
 
 @dataclass(frozen=True)
 class ParallelSGD(Strategy):
-    """Ranks train apart, each on its own part of the data, and combine their models.
+    """Ranks train separately, each on its own part of the data, and combine their models.
 
     Args:
         batch_size: examples of a step over all workers together; None is all of a worker's data.
@@ -91,11 +92,10 @@ class ParallelSGD(Strategy):
             quantity-skew:1, feature-skew:0.8 or blocks:2.
         all_reduce: how the average is summed: ring, master, one_shot, tree, halving_doubling,
             hierarchical, native or auto.
-        shuffle: whether the parts' examples are exchanged at first, so that each worker has a
-            sample of all.
-        combine_every: passes after which the models are combined, and all workers go on from that;
-            None combines once, at the end.
-        accumulate: pieces in which a worker computes a batch, one after another.
+        shuffle: whether examples are exchanged at first, so that each worker has a sample of all.
+        combine_every: passes after which the models are combined, and all workers continue from the
+            result; None combines once, at the end.
+        accumulate: number of micro-batches in which a worker computes a batch.
     """
 
     batch_size: int | None = 64
@@ -125,7 +125,10 @@ class ParallelSGD(Strategy):
         return " ".join(parts)
 
     def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
-        """Raises ValueError for batches that the model cannot train on, or shared memory."""
+        """Check that the model can train on batches of this size and that no tensors overlap.
+
+        Raises ValueError otherwise.
+        """
         check_apart(model)
         check_own_batches(task, model, self.batch_size, workers, self.accumulate)
 
@@ -160,7 +163,7 @@ class ParallelSGD(Strategy):
             )
 
     def parts(self, task: Task, seed: int, workers: int | None) -> Sequence[Tensor]:
-        """The shards of all ranks, where these do not have data of their own."""
+        """Return the shards of all ranks; empty if the ranks have data of their own."""
         if task.train.lies is not None or workers is None:
             return ()
         return self.partition.divide(workers, task.train, seed)
@@ -178,9 +181,9 @@ class ParallelSGD(Strategy):
 
 
 class _Told(NamedTuple):
-    """What a rank tells the others at the end of a pass.
+    """Numbers that a rank sends to the others at the end of a pass.
 
-    total: of the loss, over what it has counted. arrival: seconds on rank 0's clock.
+    total: sum of the loss over its denominator `counted`. arrival: seconds on rank 0's clock.
     """
 
     total: float
@@ -190,7 +193,7 @@ class _Told(NamedTuple):
 
 
 class ParallelSGDLearner(Learner):
-    """Parallel SGD at work on one rank. `combined` is the model that is evaluated and returned."""
+    """Parallel SGD on a rank. `combined` is the model that is evaluated and returned."""
 
     unit = "round"
     parted = True
@@ -211,7 +214,7 @@ class ParallelSGDLearner(Learner):
         copy_model(self.replica.model, self.combined)
         self.buffers = Buffers(self.combined)
         self._note_buffers()
-        # what the loss has counted on each rank in the last pass
+        # the loss's denominator on each rank in the last pass
         self.passed = [float(shard.n) for shard in self.shards]
         self.clock_offset = place.clock_offset
         self.where = f"rank {self.group.rank}"
@@ -220,11 +223,11 @@ class ParallelSGDLearner(Learner):
 
     @property
     def shard(self) -> Shard:
-        """This rank's own examples, as they are divided now."""
+        """This rank's own examples, in the present division."""
         return self.shards[self.group.rank]
 
     def _note_buffers(self) -> None:
-        """Remembers buffers that all ranks have: what is averaged are changes since then."""
+        """Store copies of the common buffers: averages are taken over changes since then."""
         buffers = self.buffers.of(self.combined)
         self.first = [buffer.clone() for buffer in buffers if buffer.is_floating_point()]
 
@@ -232,15 +235,15 @@ class ParallelSGDLearner(Learner):
         return self.replica.flops_per_step(self.shard.batches.batch_size)
 
     def advance(self, wish: int) -> Progress:
-        """Passes of every rank over its own examples; where it is repeated, the combination."""
+        """Run passes of every rank over its own examples, and combine if that is repeated."""
         if not self.is_mixed:
             self._shuffle()
-        # Shards may be of unequal length: a pass has as many steps as it takes.
+        # Shards may have different lengths: a pass has as many steps as its shard needs.
         steps = self.passes * self.shard.steps_per_pass
         trained = self.replica.train(self.shard.steps(self.round * steps, steps))
         entered = time.perf_counter()
         told = _Told(trained.total, trained.counted, float(wish), entered + self.clock_offset)
-        # Passes of unequal shards end at different times: here all wait for the last.
+        # Passes of unequal shards end at different times: all ranks wait for the last here.
         rows = self.group.all_gather_values(list(told), "the end of a pass")
         heard = [_Told(*row) for row in rows]
         arrival = max(one.arrival for one in heard) - self.clock_offset
@@ -261,7 +264,7 @@ class ParallelSGDLearner(Learner):
         return Progress(mean, self.passes * len(self.all_examples), int(heard[0].wish))
 
     def _shuffle(self) -> None:
-        """The exchange of examples, on the meter."""
+        """Exchange examples, and report the exchange to the meter."""
         started = time.perf_counter()
         before = self.group.meter.counters.bytes_sent
         self._exchange(self.group)
@@ -271,12 +274,12 @@ class ParallelSGDLearner(Learner):
         self.group.meter.shuffled(sent, ended - started)
 
     def _exchange(self, group: Group) -> None:
-        """Examples from where they were born to who trains on them."""
+        """Exchange examples, so that each rank has the examples that it trains on."""
         seed = self.replica.seed
         counts = [shard.n for shard in self.born]
         own = self.born[group.rank].indices
         self.replica.hold(shuffled(self.all_examples, own, counts, seed, group))
-        # Of the others only how many they have is known, and wanted.
+        # Of other ranks only the number of examples is known, which is enough.
         sizes = map(sum, zip(*dealt(counts), strict=True))
         parts = map(torch.arange, sizes)
         self.shards = shards_from(self.replica, parts, self.strategy.batch_size)
@@ -284,25 +287,25 @@ class ParallelSGDLearner(Learner):
 
     @torch.no_grad()
     def _go_on_from_combined(self) -> None:
-        """All ranks take over the combined model, each with an optimizer as it was at first."""
+        """Load the combined model on all ranks, and reset the optimizers."""
         copy_model(self.combine(), self.replica.model)
         self.replica.reset_optimizer()
         self._note_buffers()
 
     @torch.no_grad()
     def combine(self) -> nn.Module:
-        """The combined model as it is now; all ranks call it together.
+        """Return the present combined model; all ranks call this method together.
 
-        Counted by the meter is the one that ends a round; of a run that combines once, the first.
+        The meter counts combinations that end a round; in a run that combines once, only the first.
         """
-        # Evaluating and saving in one round combine once.
+        # Evaluation and saving in the same round share a combination.
         if self.combined_at == self.round:
             return self.combined
-        # Where nobody goes on from them, combinations after the first belong to the measurement.
+        # Combinations without an effect on training are part of the measurement, except the first.
         is_counted = self.strategy.combine_every is not None or not self.counted
         group = self.group if is_counted else self.group.unmetered()
         started = time.perf_counter()
-        # The rank's own model goes on untouched: what is combined is a copy.
+        # The rank's own model stays unchanged: a copy is combined.
         copy_model(self.replica.model, self.combined)
         (self._average if self.strategy.combine == "average" else self._best)(group)
         if is_counted:
@@ -312,11 +315,14 @@ class ParallelSGDLearner(Learner):
         return self.combined
 
     def _average(self, group: Group) -> None:
-        """The weighted mean of weights and floating-point buffers; other buffers are rank 0's."""
+        """Average weights and floating-point buffers with weights.
+
+        Take other buffers from rank 0.
+        """
         buffers = self.buffers.of(self.combined)
         means = [buffer for buffer in buffers if buffer.is_floating_point()]
         changes = [difference(now, first) for now, first in zip(means, self.first, strict=True)]
-        # no tail: what ranks have to agree on was told at the end of the pass
+        # without a trailer: the ranks exchanged their numbers at the end of the pass
         message, views, _ = packed([*self.flat.buffers, *changes], 0, group)
         share = self._share()
         for view, content in zip(views, [*self.flat.buffers, *changes], strict=True):
@@ -330,25 +336,28 @@ class ParallelSGDLearner(Learner):
         group.broadcast_values([buffer for buffer in buffers if not buffer.is_floating_point()])
 
     def _share(self) -> float:
-        """This rank's in the average."""
-        # Where nothing has counted, nothing was learned either: by examples.
+        """Return this rank's weight in the average."""
+        # If the denominator is 0 on all ranks, nothing was learned: weigh by examples.
         sizes = self.passed if any(self.passed) else [shard.n for shard in self.shards]
         return sizes[self.group.rank] / sum(sizes)
 
     def _best(self, group: Group) -> None:
-        """The model of the rank with the least loss on all training data; of several, the first."""
+        """Load the model of the rank with the least loss on all training data.
+
+        The first of equals.
+        """
         mine = torch.tensor([self._loss()], dtype=torch.float64)
         losses = all_gather(mine, group).flatten().tolist()
-        # nan sorts last: a model that has diverged is never the best while another has not
+        # nan sorts last: a diverged model is only the best if all have diverged
         best = min(range(group.size), key=lambda rank: (math.isnan(losses[rank]), losses[rank]))
         group.broadcast_values([*self.flat.buffers, *self.buffers.of(self.combined)], root=best)
 
     def _loss(self) -> float:
-        """This rank's model on all training data."""
+        """Return the loss of this rank's model on all training data."""
         total = 0.0
         counted = 0.0
         examples = self.all_examples
-        # Dropout off, and the buffers as they are.
+        # Without dropout, and without changes to buffers.
         with in_mode(self.combined, training=False):
             for indices in torch.split(torch.arange(len(examples)), self.task.eval_batch_size):
                 inputs, targets = examples.batch(indices)
@@ -379,20 +388,20 @@ class ParallelSGDLearner(Learner):
         return {"round": self.round, "counted": self.counted, "buffers": buffers}
 
     def part(self) -> dict[str, Any]:
-        """This rank's own model and optimizer."""
+        """Return this rank's model and optimizer state."""
         return self.replica.state()
 
     def restore(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         load_weights(self.combined, weights)
         load_passing_buffers(self.combined, state["buffers"])
-        # the rank's own model, which the combined one does not tell
+        # the rank's own model, which differs from the combined model
         self.replica.restore(weights, state["parts"][self.group.rank])
-        # what was loaded is the combination of that round
+        # the loaded weights are the combination of that round
         self.round = self.combined_at = state["round"]
         self.counted = state["counted"]
         if self.strategy.combine_every is not None:
             self._note_buffers()
-        # What was received is in no checkpoint: it is fetched again from where it was born.
+        # Received examples are in no checkpoint: they are exchanged again.
         if self.strategy.shuffle:
             self._exchange(self.group.unmetered())
 

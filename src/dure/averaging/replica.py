@@ -1,9 +1,9 @@
-"""A rank's own model and optimizer, and the steps that it makes alone between two synchronisations.
+"""A rank's own model and optimizer, and its separate steps between two synchronisations.
 
-Two ways to divide the data. *Joint batches*: step t of all ranks together has one batch, a function
-of (seed, t) alone, of which every rank takes its part, as in data parallel; so the ranks walk over
-the same examples as one worker. *Shards*: the data are divided once, and every rank makes passes
-over its own part, in an order of its own.
+The data can be divided in two ways. *Joint batches*: step t of all ranks together has a batch that
+is a function of (seed, t) alone, of which every rank takes its part, as in data parallelism; the
+ranks therefore use the same examples as one worker. *Shards*: the data are divided once, and every
+rank makes passes over its own part, in its own order.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from dure.tensors.optimizer_state import load_optimizer
 
 
 class Trained(NamedTuple):
-    """What a rank did alone.
+    """Result of a rank's separate steps.
 
-    loss: the mean over what it has counted; not finite if a loss or the weights were not. counted:
-    by the loss (`dure.tasks.loss_shares`), as many as examples where each counts one.
+    loss: mean over its denominator; not finite if a loss or the weights were not. counted: the
+    loss's denominator (`dure.tasks.loss_shares`), usually the number of examples.
     """
 
     loss: float
@@ -48,14 +48,14 @@ class Trained(NamedTuple):
 
     @property
     def total(self) -> float:
-        """The loss times what it has counted: totals and counts of ranks can be added."""
+        """Loss times its denominator: totals and denominators of ranks can be added."""
         return self.loss * self.counted if self.counted else self.loss
 
 
 class Replica:
-    """A rank's model, in one flat buffer a dtype, and its optimizer.
+    """A rank's model, in a flat buffer for each dtype, and its optimizer.
 
-    At first both are the same on every rank.
+    Initially both are equal on every rank.
     """
 
     def __init__(self, task: Task, place: Place, seed: int, accumulate: int = 1) -> None:
@@ -64,11 +64,11 @@ class Replica:
         self.group = place.group
         self.seed = seed
         self.model = place.model(task, seed).train()
-        # Before the optimizer is made and weights are broadcast: parameters become views of the
+        # Before the optimizer is created and weights are broadcast: parameters become views of the
         # flat buffers here.
         self.flat = FlatParameters(self.model)
         self.buffers = Buffers(self.model)
-        # in the order in which they lie in the flat buffers
+        # in the order of the flat buffers
         groups = by_dtype(trained_of(self.model)).values()
         self.trained = [parameter for group in groups for parameter in group]
         self.optimizer = task.optimizer(self.model.parameters())
@@ -76,18 +76,18 @@ class Replica:
         self.trimming = Trimming(task, self.model.named_parameters())
         self.device = next(self.model.parameters()).device
         share_weights(self.model, self.group)
-        # as the optimizer was made: the state is usually empty
+        # the initial state of the optimizer, which is usually empty
         self._fresh = copy.deepcopy(self.optimizer.state_dict())
         train, self.test_examples = examples_for(task)
         self.hold(train)
 
     def hold(self, examples: Examples) -> None:
-        """Trains on these from now on; indices are theirs."""
+        """Train on these examples from now on; indices refer to them."""
         self.train_examples = examples
         self.losses = CountedLoss(self.task.loss, examples)
 
     def views(self, buffers: Sequence[Tensor]) -> list[Tensor]:
-        """Pieces of vectors like `flat.buffers`, one for each of `trained` and of its shape."""
+        """Return views of vectors like `flat.buffers`, in the shapes of trained parameters."""
         groups = by_dtype(self.trained).values()
         views: list[Tensor] = []
         for buffer, group in zip(buffers, groups, strict=True):
@@ -103,11 +103,11 @@ class Replica:
         share: float = 1.0,
         adjust: Callable[[Sequence[Tensor]], None] | None = None,
     ) -> Trained:
-        """One step of the optimizer on each of `batches`; an empty batch makes no step.
+        """Make a step of the optimizer on each of `batches`; an empty batch makes no step.
 
-        batches: pairs of the step's number and the examples' indices. share: what the loss's
-        gradient is multiplied with. adjust: changes the gradients before the optimizer sees them.
-        Ends early at a loss that is not finite.
+        batches: pairs of the step's number and the examples' indices. share: factor of the loss's
+        gradient. adjust: changes the gradients before the optimizer sees them. Ends early at a loss
+        that is not finite.
         """
         total = 0.0
         counted = 0.0
@@ -116,7 +116,7 @@ class Replica:
                 continue
             loss, count = self._step(step, indices, share, adjust)
             counted += count
-            # Further steps would only cost time; the others hear of it when they meet.
+            # Further steps would only cost time; the other ranks learn of the loss in `meet`.
             if not math.isfinite(loss):
                 return Trained(loss, counted)
             total += loss * count
@@ -131,7 +131,10 @@ class Replica:
         share: float,
         adjust: Callable[[Sequence[Tensor]], None] | None,
     ) -> tuple[float, float]:
-        """Forward, backward, update; returns the mean loss before it, and what that counted."""
+        """Run forward, backward and update.
+
+        Return the mean loss before the update, and its denominator.
+        """
         seed_generators(
             self.seed, "step", step, self.group.rank, everything=self.train_examples.draws
         )
@@ -155,7 +158,7 @@ class Replica:
         )
         if adjust is not None:
             adjust(self.trained)
-        # What the optimizer steps with: what draws a worker elsewhere is clipped too.
+        # After `adjust`: the pull to a common point is clipped too.
         self.trimming.at(step)
         self.rates.at(step)
         self.optimizer.step()
@@ -164,7 +167,7 @@ class Replica:
 
     @torch.no_grad()
     def counted_in(self, indices: Tensor) -> float:
-        """What the loss counts in these examples, where only computing it tells: forward once."""
+        """Return the loss's denominator for these examples, if it needs a forward pass."""
         before = generators_state()
         self.model.eval()
         counted = 0.0
@@ -177,14 +180,14 @@ class Replica:
         return counted
 
     def reset_optimizer(self) -> None:
-        """Reset the optimizer's state, such as momentum, and what steps count in its groups.
+        """Reset the optimizer's state, such as momentum, and step-dependent settings of its groups.
 
         A schedule sets the learning rates again before the next step.
         """
         self.optimizer.load_state_dict(copy.deepcopy(self._fresh))
 
     def state(self) -> dict[str, Any]:
-        """Its weights, buffers and optimizer, where they are not those of all ranks."""
+        """Return the weights, buffers and optimizer state of this rank."""
         return {
             "weights": self.flat.buffers,
             "buffers": self.buffers.of(self.model),
@@ -193,18 +196,18 @@ class Replica:
 
     @torch.no_grad()
     def restore(self, common: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-        """Goes on from `state`. common: a state_dict with the parameters that are not trained."""
-        # First what all ranks have, then what is this rank's own.
+        """Restore a `state`. common: a state_dict with the parameters that are not trained."""
+        # First the common weights, then this rank's own.
         load_weights(self.model, common)
         self.flat.load(state["weights"])
         self.buffers.load(self.model, state["buffers"])
         load_optimizer(self.optimizer, state["optimizer"])
 
     def _is_finite(self) -> bool:
-        """Whether the weights are: the last step's loss does not tell."""
+        """Return whether the weights are finite, which the last step's loss does not show."""
         return all(
-            # A sum is cheap, and finite unless an element is not, or it overflows: only then all
-            # are looked at.
+            # A sum is cheap, and finite unless an element is not, or the sum overflows: only then
+            # all elements are tested.
             bool(buffer.sum().isfinite()) or bool(buffer.isfinite().all())
             for buffer in self.flat.buffers
         )
@@ -213,8 +216,13 @@ class Replica:
 class Shard:
     """A rank's own examples.
 
-    batch_size: of one of its steps; None is all of them. joins: as in `batches_per_epoch`. order:
-    as in `Batches`.
+    Args:
+        indices: Indices of the examples, int64 of shape (n,).
+        batch_size: Examples of a step of this rank; None is all of them.
+        seed: Seed of the order.
+        rank: The rank, whose order differs from the order of other ranks.
+        joins: As in `batches_per_epoch`.
+        order: As in `Batches`.
     """
 
     def __init__(
@@ -232,15 +240,15 @@ class Shard:
         self.steps_per_pass = self.batches.steps_per_epoch
 
     def steps(self, first: int, count: int) -> Iterator[tuple[int, Tensor]]:
-        """(number, indices of examples) of `count` steps from number `first` on.
+        """Yield (number, indices of examples) of `count` steps from number `first` on.
 
-        After the last batch of a pass comes the first one of the next.
+        After the last batch of a pass comes the first batch of the next pass.
         """
         for step in range(first, first + count):
             yield step, self.indices[self.batches.at(step)]
 
     def examples(self, first: int, count: int) -> int:
-        """How many examples those steps have."""
+        """Return the number of examples in `count` steps from number `first` on."""
         return self._until(first + count) - self._until(first)
 
     def _until(self, step: int) -> int:
@@ -250,9 +258,9 @@ class Shard:
 
 
 def shards_of(replica: Replica, partition: Partition, batch_size: int | None) -> list[Shard]:
-    """The shards of all ranks, which every rank computes alike.
+    """Return the shards of all ranks, which every rank computes alike.
 
-    batch_size: of all ranks together, of which each has the N-th part, rounded up.
+    batch_size: of all ranks together; a rank has the N-th part, rounded up.
     """
     train = replica.train_examples
     ranks = replica.group.size
@@ -263,7 +271,7 @@ def shards_of(replica: Replica, partition: Partition, batch_size: int | None) ->
 
 
 def shards_from(replica: Replica, parts: Iterable[Tensor], batch_size: int | None) -> list[Shard]:
-    """The same of parts that are there: of each rank the indices of its examples."""
+    """Return the shards of given parts: for each rank, the indices of its examples."""
     train = replica.train_examples
     seed = replica.seed
     own = None if batch_size is None else -(-batch_size // replica.group.size)
@@ -274,7 +282,10 @@ def shards_from(replica: Replica, parts: Iterable[Tensor], batch_size: int | Non
 
 
 def check_partition(partition: Partition, task: Task, workers: int | None) -> None:
-    """Raises ValueError if the training data cannot be divided over the workers in this way."""
+    """Check that the training data can be divided over the workers in this way.
+
+    Raises ValueError otherwise.
+    """
     if task.train.lies is not None:
         if partition != IID():
             raise ValueError(
@@ -287,7 +298,7 @@ def check_partition(partition: Partition, task: Task, workers: int | None) -> No
 
 @torch.no_grad()
 def copy_model(source: nn.Module, target: nn.Module) -> None:
-    """The source's parameters and buffers into the target's."""
+    """Copy the source's parameters and buffers to the target."""
     for mine, theirs in zip(target.parameters(), source.parameters(), strict=True):
         mine.copy_(theirs)
     copy_buffers(source, target)

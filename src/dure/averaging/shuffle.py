@@ -1,21 +1,21 @@
-"""The shuffle: examples that lie with ranks are dealt anew, until every rank represents the whole.
+"""Shuffle: ranks exchange their examples, until every rank has a sample of all examples.
 
-Rank i holds n_i of n examples, and n_0 + … + n_(i-1) = o_i of them lie with the ranks before it.
+Rank i has n_i of n examples, and the ranks before it have n_0 + … + n_(i-1) = o_i examples.
 
     p_i            a permutation of rank i's examples, a function of (seed, i)
     example p_i(k) of rank i goes to rank (o_i + k) mod N,    k = 0 … n_i - 1
 
-So every rank gets the N-th part of each rank's examples, drawn at random, and has n/N in all, each
-to within one. Which example goes where follows from the seed and the n_i alone: no rank has to know
-another's examples, and a run that is resumed deals them alike.
+Every rank thus gets the N-th part of each rank's examples, drawn at random, and has n/N in all,
+each to within one. The destination of an example follows from the seed and the n_i alone: no rank
+has to know another rank's examples, and a resumed run repeats the exchange.
 
-What travels: all that a rank does not deal to itself, once: n_i - n_ii examples, with n_ij those of
-rank i for rank j (`dealt`). That is (N-1)/N of its examples where N divides n_i. It is an
-all-to-all of parts of unequal length, in pairs as in `dure.collectives.all_to_all`: in step s rank
-r sends to rank r+s while it receives from rank r-s. A part goes in pieces of `PIECE` bytes, one
-message for each tensor of an example (`bytes_sent`, `messages_sent`). Memory: the examples that a
-rank ends with, and a piece. Where all examples would take more than half of the memory that is
-free, what arrives lies in files on a disk (`dure.memory.mapped`).
+A rank sends each example that it does not keep, once: n_i - n_ii examples, with n_ij the number
+from rank i for rank j (`dealt`). This is (N-1)/N of its examples if N divides n_i. The exchange is
+an all-to-all of parts of unequal length, in pairs as in `dure.collectives.all_to_all`: in step s
+rank r sends to rank r+s while it receives from rank r-s. A part is sent in pieces of `PIECE` bytes,
+one message for each tensor of an example (`bytes_sent`, `messages_sent`). Memory: the examples that
+a rank receives, and a piece. If all examples would take more than half of the free memory, received
+examples are in files on a disk (`dure.memory.mapped`).
 
 Sources: Zinkevich et al. 2010, "Parallelized Stochastic Gradient Descent", algorithm 3, whose first
 line divides the examples at random; Dean and Ghemawat 2004, "MapReduce", section 3.1 (shuffle).
@@ -44,12 +44,12 @@ PIECE = 8 << 20
 
 
 def dealt(counts: Sequence[int]) -> list[list[int]]:
-    """How many examples of rank i go to rank j, by [i][j]. counts: the n_i."""
+    """Return how many examples of rank i go to rank j, by [i][j]. counts: the n_i."""
     ranks = len(counts)
     rows = []
     before = 0
     for count in counts:
-        # Example k goes to rank (before + k) mod N: the first one for rank j has k = first.
+        # Example k goes to rank (before + k) mod N: the first example for rank j has k = first.
         firsts = [(rank - before) % ranks for rank in range(ranks)]
         rows.append([max(0, -(-(count - first) // ranks)) for first in firsts])
         before += count
@@ -57,19 +57,19 @@ def dealt(counts: Sequence[int]) -> list[list[int]]:
 
 
 def leaving(counts: Sequence[int], rank: int, seed: int) -> list[Tensor]:
-    """Which of its n_i examples `rank` deals to each rank: positions, in the order they lie in."""
+    """Return the positions of the examples that `rank` sends to each rank, in ascending order."""
     ranks = len(counts)
     before = sum(counts[:rank])
     drawn = torch.randperm(counts[rank], generator=generator(seed, "deal", rank))
-    # Sorted, so that what lies on a disk is read forward. Who gets an example was drawn; in which
-    # order a rank visits them every pass draws anew.
+    # Sorted, so that examples on a disk are read sequentially. Only the destination is random here;
+    # the order of training is drawn in every pass.
     return [drawn[(to - before) % ranks :: ranks].sort().values for to in range(ranks)]
 
 
 def division_after(parts: Sequence[Tensor], seed: int) -> list[Tensor]:
-    """Who has which examples after the shuffle: indices by rank, in the order they lie in there.
+    """Return the indices of the examples of each rank after the shuffle, in the order on that rank.
 
-    parts: who has which before, as a partition divides them.
+    parts: indices of the examples of each rank before, from a partition.
     """
     counts = list(map(len, parts))
     rows = [leaving(counts, rank, seed) for rank in range(len(counts))]
@@ -80,7 +80,7 @@ def division_after(parts: Sequence[Tensor], seed: int) -> list[Tensor]:
 
 
 def check_movable(examples: Examples) -> None:
-    """Raises ValueError for examples that cannot travel as they are."""
+    """Check that examples can be sent unchanged. Raises ValueError otherwise."""
     if examples.draws:
         raise ValueError(
             "the shuffle sends examples as they lie in tensors, and a dataset is read example by "
@@ -89,7 +89,7 @@ def check_movable(examples: Examples) -> None:
 
 
 class _Leaf(NamedTuple):
-    """One tensor of an example: what each example has of it."""
+    """Tensor of an example: its shape and dtype."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -100,14 +100,14 @@ class _Leaf(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """What an example consists of."""
+    """Structure of an example."""
 
     leaves: list[_Leaf]
     tree: TreeSpec
 
     @classmethod
     def of(cls, examples: Examples, index: int = 0) -> Layout:
-        """As one of them tells, which is read for it."""
+        """Return the layout of the example at `index`, which is read for this purpose."""
         leaves, tree = tree_flatten(examples.batch(torch.tensor([index])))
         return cls([_Leaf(leaf.shape[1:], leaf.dtype) for leaf in leaves], tree)
 
@@ -122,7 +122,7 @@ class Layout(NamedTuple):
         return max(1, PIECE // max(1, self.nbytes))
 
     def digest(self) -> float:
-        """The same number where examples are alike; exact in float64."""
+        """Return a number that is equal for equal layouts; exact in float64."""
         text = f"{self.leaves} {self.tree}".encode()
         return float(int.from_bytes(hashlib.blake2b(text, digest_size=6).digest(), "little"))
 
@@ -130,17 +130,26 @@ class Layout(NamedTuple):
 def shuffled(
     examples: Examples, indices: Tensor, counts: Sequence[int], seed: int, group: Group
 ) -> Examples:
-    """The examples that this rank has after the shuffle; all ranks call it together.
+    """Return the examples of this rank after the shuffle; all ranks call this function together.
 
-    indices: which of `examples` this rank holds, int64 of shape (n_i,). counts: the n_i.
+    Args:
+        examples: Examples, from which this rank reads its own.
+        indices: Indices of this rank's examples, int64 of shape (n_i,).
+        counts: The n_i.
+        seed: Seed of the permutations.
+        group: The ranks.
 
-    Raises ValueError, on all ranks, if what an example consists of differs between them.
+    Returns:
+        The received examples, in order of the sending rank.
+
+    Raises:
+        ValueError: on all ranks, if the structure of an example differs between them.
     """
     layout = Layout.of(examples, int(indices[0]))
     _check_alike(layout, group)
     rows = dealt(counts)
     arriving = [row[group.rank] for row in rows]
-    # The examples that ranks deal to this one lie in the order of these ranks.
+    # The examples for this rank are stored in the order of the sending ranks.
     mine = _room(layout, sum(arriving), sum(counts))
     starts = [sum(arriving[:rank]) for rank in range(group.size)]
     parts = leaving(counts, group.rank, seed)
@@ -160,21 +169,21 @@ def shuffled(
 
 
 def _room(layout: Layout, count: int, n: int) -> list[Tensor]:
-    """For `count` of n examples: in memory, or on a disk where they are many."""
+    """Return memory for `count` of n examples; on a disk if the n examples are large."""
     free = available_memory()
-    # All n, since the ranks may share a machine.
+    # All n, because the ranks may share a machine.
     if free is not None and 2 * n * layout.nbytes > free:
         try:
             disk = Disk()
             return [disk.empty((count, *leaf.shape), leaf.dtype) for leaf in layout.leaves]
         except DiskError:
-            # There is none, or it is full: memory may still do.
+            # There is no disk, or it is full: memory may still suffice.
             pass
     return [torch.empty((count, *leaf.shape), dtype=leaf.dtype) for leaf in layout.leaves]
 
 
 def _read(examples: Examples, indices: Tensor) -> list[Tensor]:
-    """The tensors of these examples; none of no examples."""
+    """Return the tensors of these examples; an empty list for no examples."""
     if not len(indices):
         return []
     leaves, _ = tree_flatten(examples.batch(indices))
@@ -184,12 +193,12 @@ def _read(examples: Examples, indices: Tensor) -> list[Tensor]:
 def _pass(
     goes: Sequence[Tensor], to: int, comes: Sequence[Tensor], origin: int, group: Group
 ) -> None:
-    """One piece out and one in; between a rank and itself without a message."""
+    """Send a piece and receive a piece; a rank copies its own pieces without a message."""
     if to == group.rank:
         for target, source in zip(comes, goes, strict=True):
             target.copy_(source)
         return
-    # As bytes: not every backend carries every dtype.
+    # As bytes: not every backend supports every dtype.
     sends = [(_bytes_of(leaf), to) for leaf in goes]
     receives = [(_bytes_of(leaf), origin) for leaf in comes]
     group.transfer(sends, receives)
@@ -210,17 +219,20 @@ def _check_alike(layout: Layout, group: Group) -> None:
 
 
 def examples_sent(counts: Sequence[int], rank: int) -> int:
-    """Examples that `rank` sends: all but those it deals to itself."""
+    """Return the number of examples that `rank` sends: all except those that it keeps."""
     return counts[rank] - dealt(counts)[rank][rank]
 
 
 def bytes_sent(counts: Sequence[int], rank: int, example: int) -> int:
-    """Bytes that `rank` sends. example: bytes of one (`Layout.nbytes`)."""
+    """Return the bytes that `rank` sends. example: bytes of an example (`Layout.nbytes`)."""
     return example * examples_sent(counts, rank)
 
 
 def messages_sent(counts: Sequence[int], rank: int, layout: Layout) -> int:
-    """Messages that `rank` sends: one for each piece and each tensor that has elements."""
+    """Return the number of messages that `rank` sends.
+
+    A piece has a message for each tensor of an example that has elements.
+    """
     row = dealt(counts)[rank]
     pieces = sum(-(-count // layout.rows) for to, count in enumerate(row) if to != rank)
     return pieces * sum(leaf.nbytes > 0 for leaf in layout.leaves)

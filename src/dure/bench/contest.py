@@ -1,11 +1,11 @@
-"""One world of ranks in which every contender is checked and then timed, turn by turn.
+"""A world of ranks in which every contender is checked and then timed, in turn.
 
-All ranks walk through the same plan. For each size every contender makes its buffers and its sum is
-checked; then come `repeats` rounds in which each contender has one batch, so that what disturbs the
-machine for a while disturbs all alike. A batch is as many calls as last `batch` seconds; it begins
-after a barrier, where calls are short after one more that is not timed, and its time is that of the
-slowest rank. While Open MPI has its turn our ranks wait for rank 0 in a receive of gloo, which
-sleeps; while ours have theirs, Open MPI's are blocked in a read.
+All ranks follow the same plan. For each size every contender makes its buffers and its sum is
+checked; then come `repeats` rounds with a batch for each contender, so that a temporary disturbance
+of the machine affects all alike. A batch has as many calls as last `batch` seconds; it begins after
+a barrier, for short calls after an untimed call too, and its time is that of the slowest rank.
+During Open MPI's turn our ranks wait for rank 0 in a receive of gloo, which sleeps; during our
+turns, Open MPI's ranks block in a read.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from dure.collectives.shared_memory import Options, empty_shared
 from dure.contracts.strategy import Place
 
 PERIOD = 1024
-"""Contents repeat after so many elements; open_mpi_rank.py has the same."""
+"""Period of the contents in elements; open_mpi_rank.py has the same value."""
 
 SHORT = 0.005
-"""Seconds: before a batch of shorter calls comes one that is not timed."""
+"""Seconds: an untimed call precedes a batch of calls shorter than this."""
 
 MOST_CALLS = 20_000
 OPEN_MPI = "open-mpi"
@@ -43,19 +43,19 @@ JSON = dict[str, Any]
 
 
 class Unavailable(Exception):  # noqa: N818 - it is not an error that a peer is not installed
-    """This contender cannot take part; the reason is its text."""
+    """Raised if a contender cannot take part; its text is the reason."""
 
 
 def expected(n: int, ranks: int) -> Tensor:
-    """One period of the right sum of tensors filled by `fill`.
+    """Return the first `n` elements of a period of the correct sum of tensors filled by `fill`.
 
-    Whole numbers, so that rounding has no part in it.
+    Whole numbers, so that the sum is exact in float32.
     """
     return (ranks * torch.arange(float(PERIOD)) + ranks * (ranks - 1) // 2)[:n]
 
 
 def fill(flat: Tensor, rank: int) -> None:
-    """Contents of a period of whole numbers, other ones on every rank."""
+    """Fill a tensor with a period of whole numbers that depends on the rank."""
     pattern = torch.arange(float(PERIOD)) + rank
     whole = flat.numel() // PERIOD * PERIOD
     flat[:whole].view(-1, PERIOD).copy_(pattern.expand(whole // PERIOD, PERIOD))
@@ -63,7 +63,7 @@ def fill(flat: Tensor, rank: int) -> None:
 
 
 def holds(flat: Tensor, period: Tensor) -> bool:
-    """Whether `flat` consists of repetitions of `period`."""
+    """Return whether `flat` consists of repetitions of `period`."""
     whole = flat.numel() // PERIOD * PERIOD
     rest = flat.numel() - whole
     some = 4096 * PERIOD  # at a time: a comparison of everything would make a tensor as large
@@ -74,17 +74,18 @@ def holds(flat: Tensor, period: Tensor) -> bool:
 
 
 def cpu_seconds() -> float:
-    """CPU time of this process so far, the kernel's for it included."""
+    """Return the CPU seconds of this process so far, including kernel time."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
 
 
 @dataclass
 class Turn:
-    """One contender at one size: how to time it, and what was measured.
+    """A contender at one size: its timing function and measurements.
 
-    time: of a number of calls, after one more if so asked: seconds of the slowest rank, and CPU
-        seconds of all.
+    time: function of (number of calls, whether an untimed call precedes them) that returns the
+    seconds of the slowest rank, and the CPU seconds of all ranks. calls: calls of a batch. pilot:
+    seconds a call before the rounds. samples, cpu: seconds and CPU seconds a call, of each batch.
     """
 
     name: str
@@ -96,12 +97,12 @@ class Turn:
 
 
 class Contest:
-    """The ranks' side of a benchmark with one number of ranks."""
+    """The ranks' side of a benchmark with a fixed number of ranks."""
 
     def __init__(self, plan: Plan, place: Place) -> None:
         self.plan = plan
         self.place = place
-        # Ranks share the cores: more threads of each would only be in one another's way.
+        # Ranks share the cores: more threads would compete.
         torch.set_num_threads(1)
         self.gloo = dist.new_group(backend="gloo")
         self.group = Group(self.gloo)
@@ -116,7 +117,7 @@ class Contest:
         self._pooled: Tensor | None = None
 
     def run(self) -> JSON:
-        """What was measured: cells, contenders that are absent and why, versions of peers."""
+        """Return cells, absent contenders with reasons, and versions of peers."""
         cells: list[JSON] = []
         with contextlib.ExitStack() as stack:
             self._start_open_mpi(stack)
@@ -134,7 +135,7 @@ class Contest:
             "interrupted": self.interrupted,
         }
 
-    # Who takes part.
+    # Contenders.
 
     def _start_open_mpi(self, stack: contextlib.ExitStack) -> None:
         if OPEN_MPI not in self.plan.contenders:
@@ -146,14 +147,14 @@ class Contest:
                 self.versions[OPEN_MPI] = self.mpi.version
             except RuntimeError as error:
                 why = str(error)
-        # Only rank 0 starts the job, and all have to know whether it runs.
+        # Only rank 0 starts the job, and all ranks have to know whether it runs.
         told = self.group.broadcast_bytes((why or "").encode()).decode()
         if told:
             self.absent[OPEN_MPI] = told
 
     def _process_group(self, core: Literal["c", "torch"]) -> dist.ProcessGroup:
-        """A group of the dure backend with this core; made once, by all ranks."""
-        # To make a group is a call of all ranks: they come here in the same order.
+        """Return the group of the dure backend with this core. Collective when first called."""
+        # Making a group is collective: all ranks get here in the same order.
         if core not in self._groups:
             try:
                 self._groups[core] = dist.new_group(backend="dure", pg_options=Options(core=core))
@@ -161,8 +162,8 @@ class Contest:
                 raise Unavailable(str(error)) from error
         return self._groups[core]
 
-    # One tensor of each kind serves all contenders, since only one of them works at a time. Zeros
-    # are written, so that its pages are there when it is timed.
+    # A tensor of each kind serves all contenders, since only one of them works at a time. Zeros
+    # are written, so that its pages exist before the timing.
 
     def _ordinary_tensor(self, n: int) -> Tensor:
         if self._ordinary is None:
@@ -175,7 +176,7 @@ class Contest:
         return self._pooled
 
     def _call(self, name: str, n: int) -> tuple[Callable[[], Any], Tensor]:
-        """One call of a contender, and the tensor that it reduces."""
+        """Return a function that calls a contender once, and the tensor that it reduces."""
         contender = CONTENDERS[name]
         if contender.kind == "backend":
             group = self._process_group(contender.core)
@@ -186,18 +187,18 @@ class Contest:
             return partial(dist.all_reduce, tensor, group=group), tensor
         tensor = self._ordinary_tensor(n)
         if contender.kind == "floor":
-            # Times 1: the bytes are read and written, and nothing grows from call to call.
+            # Times 1: the bytes are read and written, and no value grows from call to call.
             return partial(tensor.mul_, 1.0), tensor
         if contender.kind == "peer":
             return partial(dist.all_reduce, tensor, group=self.gloo), tensor
         algorithm: Any = contender.algorithm
         return partial(all_reduce, tensor, self.group, algorithm), tensor
 
-    # One size.
+    # A size.
 
     def _size(self, nbytes: int, position: int, last: dict[str, JSON]) -> list[JSON]:
-        """The cells of one size. last: those of the size before, by contender."""
-        # The tensors of the size before are freed first.
+        """Return the cells of a size. last: cells of the previous size, by contender."""
+        # The tensors of the previous size are freed first.
         self._ordinary = None
         self._pooled = None
         turns: list[Turn] = []
@@ -222,17 +223,17 @@ class Contest:
         return [self._cell(turn, nbytes) for turn in turns] + skipped
 
     def _round(self, turns: list[Turn], repeat: int) -> None:
-        """A batch of every contender; another one begins each round."""
+        """Time a batch of every contender; each round begins with another contender."""
         for offset in range(len(turns)):
             turn = turns[(offset + repeat) % len(turns)]
             seconds, cpu = turn.time(turn.calls, turn.pilot < SHORT)
             turn.samples.append(seconds / turn.calls)
             turn.cpu.append(cpu / turn.calls)
-            # What disturbed the pilot must not make all batches short.
+            # The fastest sample, because a disturbed pilot would make all batches too short.
             turn.calls = self._calls(min(turn.samples))
 
     def _asked_to_end(self) -> bool:
-        """Whether Ctrl-C was pressed: only rank 0 is told, and tells all."""
+        """Return whether Ctrl-C was pressed. Collective, since only rank 0 gets the signal."""
         rows = self.group.all_gather_values([float(self.place.interrupted())])
         self.interrupted = any(row[0] for row in rows)
         return self.interrupted
@@ -258,24 +259,24 @@ class Contest:
         }
 
     def _too_long(self, name: str, before: JSON, nbytes: int) -> bool:
-        """Whether an algorithm over gloo would take too long, judged by the size before."""
+        """Return whether an algorithm over gloo would take too long, by the previous size."""
         if CONTENDERS[name].kind != "algorithm":
             return False
         growth = nbytes / max(before["bytes"], MIB)  # below, time is latency
         return "skipped" in before or before["seconds"] * max(growth, 1.0) > self.plan.longest
 
     def _prepared(self, name: str, n: int) -> Turn | None:
-        """A contender that has been checked, with the calls that fill a batch; None if absent."""
+        """Return a checked contender, with the calls that fill a batch; None if it is absent."""
         turn = self._checked_mpi(name, n) if name == OPEN_MPI else self._checked(name, n)
         if turn is None:
             return None
         calls = 1
         while True:
-            # More calls until they last long enough to tell; the first few are slow and short.
+            # More calls until the time is measurable; the first few calls are slow and short.
             turn.pilot = turn.time(calls, False)[0] / calls
             if turn.pilot * calls >= self.plan.batch / 4 or calls == MOST_CALLS:
                 break
-            # At most 20 times as many: a first call tells little of how long the others take.
+            # At most 20 times as many: the first call predicts the others badly.
             calls = self._calls(max(turn.pilot, self.plan.batch / 20 / calls))
         turn.calls = self._calls(turn.pilot)
         return turn
@@ -287,28 +288,28 @@ class Contest:
         return Turn(name, self._time_mpi)
 
     def _checked(self, name: str, n: int) -> Turn | None:
-        """One of ours; None where it cannot take part on some rank."""
+        """Check a contender of this process; return None if any rank lacks it. Collective."""
         mine = ""
         try:
             call, tensor = self._call(name, n)
         except Unavailable as error:
             mine = str(error)
-        # One rank without it is enough: it would be missing in every call.
+        # A single rank without the contender makes every call impossible.
         complaint = next(filter(None, self._all(mine)), "")
         if complaint:
             self.absent[name] = complaint
             return None
         if CONTENDERS[name].kind != "floor":
-            # Filled anew for each: the tensor may hold the right sum of the contender before.
+            # Filled for each contender: the tensor may have the previous contender's correct sum.
             fill(tensor, self.rank)
             call()
             self._must_be_right(name, holds(tensor, expected(PERIOD, self.size)))
-            # Zeros stay zeros in all the timed calls; other sums would grow until they overflow.
+            # Zeros stay zeros in all timed calls; other sums would grow until they overflow.
             tensor.zero_()
         return Turn(name, partial(self._time, call))
 
     def _must_be_right(self, name: str, right: bool) -> None:
-        """A wrong sum on any rank ends the benchmark on all of them."""
+        """Raise RuntimeError on all ranks if the sum is wrong on any rank."""
         rows = self.group.all_gather_values([float(right)])
         if not all(row[0] for row in rows):
             raise RuntimeError(
@@ -316,26 +317,26 @@ class Contest:
             )
 
     def _calls(self, seconds: float) -> int:
-        """How many calls of so many seconds fill a batch."""
+        """Return the number of calls of `seconds` each that fill a batch."""
         return min(MOST_CALLS, max(1, math.ceil(self.plan.batch / seconds)))
 
     def _all(self, text: str) -> list[str]:
-        """Every rank's text, cut to 400 bytes: ranks exchange numbers, all of them as many."""
+        """Return every rank's text, cut to 400 bytes, since ranks exchange equally many numbers."""
         codes = list(text.encode()[:400].ljust(400, b"\0"))
         rows = self.group.all_gather_values([float(code) for code in codes])
         texts = [bytes(map(int, row)).rstrip(b"\0") for row in rows]
         return [text.decode(errors="replace") for text in texts]
 
-    # One batch.
+    # A batch.
 
     def _time(self, call: Callable[[], Any], calls: int, warm: bool) -> tuple[float, float]:
-        """Seconds of the slowest rank, and the CPU seconds of all, for `calls` calls."""
+        """Return the seconds of the slowest rank, and the CPU seconds of all, for `calls` calls."""
         if warm:
             call()
         dist.barrier(group=self.gloo)
         if calls > 1:
-            # gloo lets the ranks go a millisecond apart; the contender's own call brings them
-            # together
+            # gloo's barrier releases the ranks up to a millisecond apart; the contender's own call
+            # synchronises them.
             call()
         cpu = cpu_seconds()
         begin = time.perf_counter()
@@ -350,16 +351,16 @@ class Contest:
         answers = self._ask_mpi("time", calls=calls, warm=warm)
         seconds = max((answer["seconds"] for answer in answers), default=0.0)
         spent = sum(answer["cpu"] for answer in answers)
-        # Ranks without the job wait here, in a receive of gloo, for what rank 0 was answered.
+        # Ranks without the job wait here, in a receive of gloo, for rank 0's answers.
         seconds, spent = self.group.all_gather_values([seconds, spent])[0]
         return seconds, spent
 
     def _ask_mpi(self, do: str, **arguments: Any) -> list[JSON]:
-        """The answers of Open MPI's ranks, on rank 0; nothing elsewhere."""
+        """Return the answers of Open MPI's ranks, on rank 0; an empty list elsewhere."""
         return self.mpi.ask(do, **arguments) if self.mpi is not None else []
 
     def _progress(self, nbytes: int, position: int, share: float, what: str) -> None:
-        """Tells how much of this size is done."""
+        """Report the finished share of this size."""
         if self.rank == 0:
             event = {"unit": "size", "step": position, "ranks": self.size, "bytes": nbytes}
             self.place.report({**event, "share": share, "what": what})

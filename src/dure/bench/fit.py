@@ -1,20 +1,20 @@
-"""The cost model against the measurements: fitted to two algorithms, held against all.
+"""The cost model against the measurements: fitted to two algorithms, compared with all.
 
-`calibrate` fits a link (`dure.collectives.cost`) for each number of ranks to what the calibrators
-took over gloo up to 64 MiB: one algorithm of few messages one after another, and one of many
-messages at once, which tells the four numbers apart. With it all algorithms are predicted. In JSON:
+`calibrate` fits a link (`dure.collectives.cost`) for each number of ranks to the times of the
+calibrators over gloo up to 64 MiB: an algorithm of few messages in sequence, and an algorithm of
+many simultaneous messages, which separates the four numbers. The link predicts all algorithms. In
+JSON:
 
-    calibrators   the algorithms that the fit has seen
-    algorithms    all that were predicted
-    links         one for each number of ranks: alpha, beta, gamma, overhead, shared,
+    calibrators   algorithms used for the fit
+    algorithms    all predicted algorithms
+    links         for each number of ranks: alpha, beta, gamma, overhead, shared,
                   ranks, cores, backend, and
-        first, crossovers     the best algorithm at the smallest size, and from how many bytes on
-                              it is another one
-        series                for each algorithm: bytes, measured and predicted seconds
-        median_error, within  of all predictions: median relative error, share within 20 %
-        unseen_error, unseen_within   the same without the calibrators
-        regret                how much slower the recommended algorithm was than the one measured to
-                              be the best, median
+      first, crossovers     the best algorithm at the smallest size, and the bytes from which
+                            another algorithm is the best
+      series                for each algorithm: bytes, measured and predicted seconds
+      median_error, within  of all predictions: median relative error, share within 20 %
+      unseen_error, unseen_within   the same without the calibrators
+      regret                median slowdown of the recommended algorithm relative to the fastest
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from dure.collectives import cost
 
 CALIBRATORS = ("tree", "one-shot")
 LARGEST = 64 * MIB
-"""Bytes up to which measurements are fitted and compared."""
+"""Largest size in bytes of fitted and compared measurements."""
 
 CLOSE = 0.2
 """Relative error up to which a prediction counts as close."""
 
 FILE = "all-reduce.json"
-"""The name of the file with the links of this machine, in its folder."""
+"""Name of the file with the links of this machine, in its folder."""
 
 
 def calibrate(result: Result, folder: Path) -> cost.Calibration:
-    """Fits, predicts and puts both into `result`; adds the links to those that `folder` keeps."""
+    """Fit and predict, put both into `result`, and add the links to those in `folder`."""
     # Links of other numbers of ranks, from earlier benchmarks, stay.
     kept = cost.Calibration.load(folder / FILE)
     links = []
@@ -49,7 +49,7 @@ def calibrate(result: Result, folder: Path) -> cost.Calibration:
         seen = [sample for sample in measured if sample.algorithm.replace("_", "-") in CALIBRATORS]
         if not seen:
             continue
-        # Links are kept by backend, ranks and cores: on another machine the numbers are others.
+        # Links are stored by backend, ranks and cores: on another machine the numbers differ.
         cores = result.machine["cores"]
         link = cost.fit(seen, shared=True)
         kept.links["gloo", ranks, cores] = link
@@ -69,7 +69,7 @@ def calibrate(result: Result, folder: Path) -> cost.Calibration:
 
 
 def samples(result: Result, ranks: int) -> list[cost.Sample]:
-    """What the algorithms over gloo took on so many ranks, up to 64 MiB."""
+    """Return the times of the algorithms over gloo on so many ranks, up to 64 MiB."""
     found = []
     for cell in result.cells:
         algorithm = cell["contender"].replace("-", "_")
@@ -80,7 +80,7 @@ def samples(result: Result, ranks: int) -> list[cost.Sample]:
 
 
 def _compared(measured: list[cost.Sample], ranks: int, link: cost.Link) -> dict[str, Any]:
-    """The link, and its predictions next to what was measured."""
+    """Return the link, and its predictions next to the measurements."""
     series: dict[str, dict[str, list[float]]] = {}
     errors = []
     unseen = []
@@ -92,7 +92,7 @@ def _compared(measured: list[cost.Sample], ranks: int, link: cost.Link) -> dict[
         one["predicted"].append(predicted)
         error = abs(predicted / sample.seconds - 1)
         errors.append(error)
-        # How far off predictions are of what the fit has not seen: that is what counts.
+        # The error on algorithms outside the fit is the relevant error.
         if sample.algorithm.replace("_", "-") not in CALIBRATORS:
             unseen.append(error)
     low = min(sample.nbytes for sample in measured)
@@ -116,7 +116,7 @@ def _compared(measured: list[cost.Sample], ranks: int, link: cost.Link) -> dict[
 
 
 def _regret(measured: list[cost.Sample], ranks: int, link: cost.Link, rivals: list[str]) -> float:
-    """What following the model's advice costs: the median of seconds / fewest seconds - 1."""
+    """Return the cost of the model's advice: the median of seconds / fewest seconds - 1."""
     found = []
     for nbytes in sorted({sample.nbytes for sample in measured}):
         times = {

@@ -1,8 +1,8 @@
 """Open MPI as a contender: a job of mpirun that sleeps while others have their turn.
 
-Its ranks (open_mpi_rank.py) are told what to do over a Unix socket each. While they wait for a line
-they are blocked in a read; waiting inside MPI would spin. mpirun is told that it may start more
-ranks than there are cores, upon which Open MPI yields the core when it waits.
+Each of its ranks (open_mpi_rank.py) gets its orders over a Unix socket. Between orders the ranks
+block in a read; waiting inside MPI would spin. mpirun gets --oversubscribe, which permits more
+ranks than cores, and makes Open MPI yield the core when it waits.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import Any
 
 START_SECONDS = 60.0
-"""How long mpirun may take until all its ranks have connected."""
+"""Timeout in seconds until all ranks of mpirun have connected."""
 
 
 def absent() -> str | None:
-    """Why Open MPI cannot take part; None if it is installed."""
+    """Return why Open MPI cannot take part; None if it is installed."""
     if shutil.which("mpirun") is None:
         return "not installed: there is no mpirun"
     if importlib.util.find_spec("mpi4py") is None:
@@ -36,7 +36,7 @@ def absent() -> str | None:
 
 
 def command(ranks: int, path: Path) -> list[str]:
-    """The command line that starts the job."""
+    """Return the command line that starts the job."""
     as_root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
     script = Path(__file__).with_name("open_mpi_rank.py")
     mpirun = ["mpirun", *as_root, "--oversubscribe", "--bind-to", "none", "-n", str(ranks)]
@@ -44,15 +44,15 @@ def command(ranks: int, path: Path) -> list[str]:
 
 
 class OpenMpi:
-    """A running job; use it as a context manager.
+    """A running job, and a context manager.
 
-    Raises RuntimeError where it does not start or ends by itself.
+    Raises RuntimeError if the job does not start or ends unexpectedly.
     """
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
         self.version = ""
-        # A short path: a socket's has at most 107 characters.
+        # A short path: the path of a socket has at most 107 characters.
         self._folder = tempfile.TemporaryDirectory(prefix="dure-mpi-")
         self._log = Path(self._folder.name) / "log"
         self._streams: list[Any] = []
@@ -62,10 +62,10 @@ class OpenMpi:
             with socket.socket(socket.AF_UNIX) as listener, self._log.open("wb") as log:
                 listener.bind(str(path))
                 listener.listen(ranks)
-                # Short, so that an mpirun that has ended is noticed (`_accept`).
+                # Short, so that the end of mpirun is noticed (`_accept`).
                 listener.settimeout(0.2)
-                # The ranks compute with one thread each, as ours do. The names of our own job are
-                # not theirs.
+                # The ranks compute with a single thread each, as ours do. The variables of our own
+                # job must not reach them.
                 environment = {
                     k: v
                     for k, v in os.environ.items()
@@ -77,7 +77,7 @@ class OpenMpi:
                     stdout=log,
                     stderr=log,
                     env={**environment, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
-                    # Ctrl-C at the terminal is ours alone, and `close` can kill the group.
+                    # Ctrl-C at the terminal must not reach them, and `close` can kill the group.
                     start_new_session=True,
                 )
                 self._accept(listener, self._process)
@@ -103,7 +103,7 @@ class OpenMpi:
         self.version = found[1] if found else hello[0]["version"].split(",")[0]
 
     def ask(self, do: str, **arguments: Any) -> list[dict[str, Any]]:
-        """Lets all ranks do something; what each of them answers."""
+        """Send an order to all ranks, and return their answers."""
         try:
             for stream in self._streams:
                 stream.write(json.dumps({"do": do, **arguments}) + "\n")
@@ -117,7 +117,7 @@ class OpenMpi:
         return " ".join(line for line in lines if line.strip("-"))[:300] or "it says nothing"
 
     def close(self) -> None:
-        """Ends the job: its ranks end when their sockets do."""
+        """End the job: its ranks exit when their sockets close."""
         for stream in self._streams:
             with contextlib.suppress(OSError):
                 stream.close()

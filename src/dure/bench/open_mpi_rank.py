@@ -1,10 +1,8 @@
 """A rank of Open MPI in the benchmark; mpirun starts this file as a script.
 
-So it loads neither dure nor torch.
-
-It connects to the Unix socket named on its command line, obeys one JSON line after another and
-answers each with one. Between two lines it is blocked in a read: it takes no core from the
-contender whose turn it is.
+The script loads neither dure nor torch. It connects to the Unix socket named on its command line,
+executes an order for each line of JSON, and answers with a line. Between two lines it is blocked in
+a read, so that it takes no core from the contender whose turn it is.
 """
 
 from __future__ import annotations
@@ -21,30 +19,30 @@ import numpy as np
 from mpi4py import MPI
 
 PERIOD = 1024
-"""Contents repeat after so many elements; contest.py has the same."""
+"""Period of the contents in elements; contest.py has the same value."""
 
 
 def cpu_seconds() -> float:
-    """CPU time of this process so far, the kernel's for it included."""
+    """Return the CPU seconds of this process so far, including kernel time."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
 
 
 class Rank:
-    """What the benchmark may ask of a rank: a method for each order."""
+    """Orders that the benchmark may send to a rank: a method for each."""
 
     def __init__(self) -> None:
         self.world = MPI.COMM_WORLD
         self.buffer: Any = np.empty(0, np.float32)
 
     def prepare(self, elements: int) -> dict[str, Any]:
-        """Makes the buffer of one size."""
+        """Allocate the buffer of a size."""
         self.buffer = np.zeros(elements, np.float32)
         self.buffer[:] = 0.0  # so that the pages are there
         return {}
 
     def check(self) -> dict[str, Any]:
-        """Whether the sum of what every rank holds is right."""
+        """Return whether the sum over all ranks is correct."""
         ranks = self.world.size
         n = self.buffer.size
         pattern = np.arange(PERIOD, dtype=np.float32)
@@ -53,12 +51,12 @@ class Rank:
         # The sum over all ranks r of pattern + r; whole numbers, so that it is exact.
         sums = ranks * pattern + ranks * (ranks - 1) // 2
         right = bool(np.array_equal(self.buffer, np.resize(sums, n)))
-        # Zeros stay zeros in all the timed calls.
+        # Zeros stay zeros in all timed calls.
         self.buffer[:] = 0.0
         return {"right": right}
 
     def time(self, calls: int, warm: bool) -> dict[str, Any]:
-        """Seconds on this rank, and its CPU seconds; warm: after one call that is not timed."""
+        """Return seconds and CPU seconds on this rank. warm: after an untimed call."""
         if warm:
             self.reduce()
         # All ranks begin together; the barrier itself is not timed.
@@ -71,12 +69,12 @@ class Rank:
         return {"seconds": seconds, "cpu": cpu_seconds() - cpu}
 
     def reduce(self) -> None:
-        """The call that is measured."""
+        """Execute the measured call."""
         self.world.Allreduce(MPI.IN_PLACE, self.buffer, op=MPI.SUM)
 
 
 def main() -> None:
-    """Obeys until the socket is closed."""
+    """Execute orders until the socket is closed."""
     rank = Rank()
     deeds: dict[str, Callable[..., dict[str, Any]]] = {
         "prepare": rank.prepare,

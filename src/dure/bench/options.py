@@ -1,4 +1,4 @@
-"""What was asked for on the command line, as a plan."""
+"""The plan of a benchmark from the options of the command line."""
 
 from __future__ import annotations
 
@@ -21,12 +21,21 @@ def plan(
     quick: bool = False,
     fit: bool = False,
 ) -> Plan:
-    """The plan; what is not given has its default, a smaller one if `quick`.
+    """Return the plan; options that are not given have their defaults.
 
-    sizes: texts such as "64K". Raises ValueError for what cannot be measured.
+    Args:
+        sizes: texts such as "64K".
+        ranks: numbers of ranks.
+        contenders: names of contenders.
+        repeats: timed batches per contender and size.
+        quick: use smaller defaults.
+        fit: add the contenders that the cost model needs.
+
+    Raises:
+        ValueError: for options that cannot be measured.
     """
     names = list(contenders or CONTENDERS)
-    # Without these there would be nothing to fit to.
+    # The fit needs these contenders.
     if fit:
         names += [name for name in CALIBRATORS if name not in names]
     asked: dict[str, Any] = {
@@ -34,7 +43,7 @@ def plan(
         "ranks": tuple(ranks),
         "repeats": repeats,
     }
-    # Not given: the plan's own default stands.
+    # Options that are not given keep the plan's own default.
     given = {name: value for name, value in asked.items() if value not in ((), None)}
     usual = QUICK if quick else Plan()
     return replace(usual, contenders=tuple(names), **given)

@@ -1,8 +1,8 @@
 """The result as files: `all-reduce.json`, and `all-reduce.html`, a page that needs no network.
 
-The page looks as the report of runs does and takes its style sheet. bench.js draws time and bus
-bandwidth over size, one pair of charts for each number of ranks, and predicted against measured
-where a cost model was fitted. Tables are plain HTML.
+The page has the appearance and the style sheet of the report of runs. bench.js draws time and bus
+bandwidth over size, a pair of charts for each number of ranks, and predicted against measured times
+if a cost model was fitted. Tables are plain HTML.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ from dure.record.disk import write_atomically
 from dure.report.document import document, plotly_source, section, source
 from dure.report.words import escape, size
 
-# Kinds are told apart by dash and symbol, also in print and without colours.
+# Kinds differ in dash and symbol too, for print and readers without colours.
 _DASHES = {"peer": "dash", "backend": "solid", "algorithm": "solid", "floor": "dot"}
 _SYMBOLS = {"peer": "square", "backend": "circle", "algorithm": "diamond", "floor": "cross"}
 _COLOURS = 8
 _DRAWN = ("bytes", "seconds", "low", "high", "bus_bandwidth")
-"""What the charts take of a cell."""
+"""Entries of a cell that the charts use."""
 
 
 def write(result: Result, folder: str | Path) -> Path:
-    """Writes both files into `folder`, which may exist; the path of the page is returned.
+    """Write both files into `folder`, which may exist, and return the path of the page.
 
-    ImportError: plotly is not installed; the JSON is written all the same.
+    Raises ImportError if plotly is not installed; the JSON is written first.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     content = json.dumps(result.as_json(), indent=1) + "\n"
     write_atomically(folder / "all-reduce.json", content.encode())
-    # After the JSON, which does without plotly.
+    # After the JSON, which does not need plotly.
     path = folder / "all-reduce.html"
     write_atomically(path, page(result, plotly_source("the page")).encode())
     return path
 
 
 def page(result: Result, plotly: str) -> str:
-    """The whole HTML document; `plotly`: the source of plotly.js."""
+    """Return the whole HTML document. plotly: source of plotly.js."""
     sections = [
         _header(result),
         _curves(result),
@@ -62,9 +62,9 @@ def page(result: Result, plotly: str) -> str:
 
 
 def charts(result: Result) -> dict[str, Any]:
-    """What the page draws, as plain JSON.
+    """Return the data of the charts, as plain JSON.
 
-    Each contender's look, and its points for each number of ranks.
+    Each contender's appearance, and its points for each number of ranks.
     """
     looks = [_look(contender, index) for index, contender in enumerate(_present(result))]
     panels = []
@@ -90,7 +90,7 @@ def _points(result: Result, contender: Contender, ranks: int) -> dict[str, list[
 
 def _look(contender: Contender, index: int) -> dict[str, str]:
     colour = "var(--soft)" if contender.kind == "floor" else f"var(--run-{index % _COLOURS})"
-    # Where colours repeat, algorithms are told apart by another dash.
+    # Where colours repeat, algorithms have another dash.
     dash = (
         "dashdot"
         if index >= _COLOURS and contender.kind == "algorithm"
@@ -136,7 +136,7 @@ def _header(result: Result) -> str:
 
 
 def _chip(index: int, contender: Contender) -> str:
-    """The button that shows and hides a contender."""
+    """Return the button that shows and hides a contender."""
     attributes = f'aria-pressed="true" data-run="{index}" title="{escape(contender.what)}"'
     return (
         f'<button type="button" {attributes}>'

@@ -1,4 +1,4 @@
-"""What an all-reduce benchmark measures: sizes, ranks, contenders, repetitions."""
+"""The plan of an all-reduce benchmark: sizes, ranks, contenders, repetitions."""
 
 from __future__ import annotations
 
@@ -14,20 +14,24 @@ Kind = Literal["peer", "algorithm", "backend", "floor"]
 KIB = 1 << 10
 MIB = 1 << 20
 LADDER = tuple(4 * KIB * 4**step for step in range(9))
-"""4 KiB to 256 MiB, each four times the one before."""
+"""4 KiB to 256 MiB, each four times the previous."""
 
 ALLOWED = range(4, 4 << 30)
-"""Bytes of a tensor."""
+"""Valid sizes of a tensor in bytes."""
 
 
 @dataclass(frozen=True)
 class Contender:
-    """Who takes part.
+    """A contender of the benchmark.
 
-    name: on the command line and in JSON. label: in tables. what: in words.
-    core: of the dure backend, what adds up: C, or the same in torch.
-    pooled: whether it reduces a tensor of `empty_shared`, and not an ordinary one.
-    direct: whether the group's own method is called, and not torch.distributed's function.
+    Args:
+        name: name on the command line and in JSON.
+        label: name in tables.
+        kind: peer, algorithm over gloo, backend of dure, or memory floor.
+        what: description in words.
+        core: implementation of the sum in the dure backend: C, or the same in torch.
+        pooled: whether it reduces a tensor of `empty_shared`, and not an ordinary tensor.
+        direct: whether the group's own method is called, and not torch.distributed's function.
     """
 
     name: str
@@ -40,11 +44,11 @@ class Contender:
 
     @property
     def algorithm(self) -> str:
-        """What `dure.collectives` calls an algorithm."""
+        """Name of the algorithm in `dure.collectives`."""
         return self.name.replace("-", "_")
 
     def as_json(self) -> dict[str, str]:
-        """As the result's JSON lists it."""
+        """Return the contender's entry in the result's JSON."""
         return {"name": self.name, "label": self.label, "kind": self.kind, "what": self.what}
 
 
@@ -119,12 +123,15 @@ CONTENDERS = {one.name: one for one in (*PEERS, *BACKENDS, *_algorithms(), FLOOR
 
 @dataclass(frozen=True)
 class Plan:
-    """One benchmark.
+    """The plan of a benchmark.
 
-    sizes: bytes of the float32 tensor that each rank holds. repeats: timed batches a contender and
-    size, of which the median counts. batch: seconds that a batch lasts at least, by as many calls
-    as that takes. longest: an algorithm over gloo is left out at sizes where one call would take
-    longer.
+    Args:
+        sizes: bytes of the float32 tensor of each rank.
+        ranks: numbers of ranks.
+        contenders: names of contenders.
+        repeats: timed batches per contender and size, of which the median counts.
+        batch: least duration of a batch in seconds, which sets its number of calls.
+        longest: bound in seconds on a call of an algorithm over gloo; larger sizes are skipped.
     """
 
     sizes: tuple[int, ...] = LADDER
@@ -138,7 +145,7 @@ class Plan:
         for name in self.contenders:
             if name not in CONTENDERS:
                 raise ValueError(f"there is no contender {name!r}{suggestion(name, CONTENDERS)}")
-        # Told before ranks are started, by the words of the command line.
+        # Checked before ranks are started, in the words of the command line.
         for what, values in (
             ("size", self.sizes),
             ("number of ranks", self.ranks),
@@ -159,7 +166,7 @@ class Plan:
                 raise ValueError(f"{count} ranks reduce nothing: it takes at least two")
         if self.repeats < 1:
             raise ValueError(f"{self.repeats} repetitions have no median: it takes at least one")
-        # Sizes ascend, for each is judged by the one before; contenders stand as in tables.
+        # Sizes ascend, since each is judged by the previous size; contenders are in table order.
         object.__setattr__(self, "sizes", tuple(sorted(self.sizes)))
         object.__setattr__(self, "ranks", tuple(sorted(self.ranks)))
         object.__setattr__(
@@ -168,7 +175,10 @@ class Plan:
 
 
 def parse_size(text: str) -> int:
-    """Bytes: "4096", "4K", "64KB", "1M", "256MiB". K and M are powers of 1024, as in nccl-tests."""
+    """Return the bytes of "4096", "4K", "64KB", "1M" or "256MiB".
+
+    K and M are powers of 1024, as in nccl-tests. Raises ValueError for malformed text.
+    """
     # "64K", "64KB" and "64KiB" are the same.
     found = re.fullmatch(r"(\d+)\s*([kmg]?)(?:i?b)?", text.strip().lower())
     if found is None:
@@ -178,7 +188,7 @@ def parse_size(text: str) -> int:
 
 
 def size_text(count: float) -> str:
-    """Bytes in powers of 1024: 4 KiB, 256 MiB."""
+    """Return bytes in powers of 1024: 4 KiB, 256 MiB."""
     for unit in ("B", "KiB", "MiB"):
         if count < 1024:
             return f"{count:.3g} {unit}"

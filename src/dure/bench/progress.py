@@ -1,4 +1,4 @@
-"""What the terminal shows while a benchmark runs: a bar, or elsewhere a line for every size."""
+"""Terminal output during a benchmark: a bar, or on other outputs a line for every size."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dure.bench.plan import Plan, size_text
 
 
 class Progress:
-    """Shows events of the contest. quiet: shows nothing."""
+    """Shows events of the contest. quiet: show nothing."""
 
     def __init__(self, plan: Plan, quiet: bool = False) -> None:
         self.plan = plan
@@ -25,7 +25,7 @@ class Progress:
             progress.TextColumn("{task.fields[what]}"),
             progress.TimeElapsedColumn(),
             console=console,
-            # The bar goes when it is done: the table follows.
+            # The bar disappears at the end, when the table follows.
             transient=True,
         )
         self.live = console.is_terminal and not quiet
@@ -53,7 +53,7 @@ class Progress:
     def _show(self, event: dict[str, Any]) -> None:
         place = f"{event['ranks']} ranks, {size_text(event['bytes'])}"
         if self.live:
-            # Sizes that are done, those of fewer ranks included, and a part of this one.
+            # Finished sizes, including all of fewer ranks, and a part of this size.
             done = (
                 self.plan.ranks.index(event["ranks"]) * len(self.plan.sizes)
                 + event["step"]

@@ -1,4 +1,4 @@
-"""The result of a benchmark: what was measured, and what follows from it.
+"""The result of a benchmark: measurements, and values derived from them.
 
 As JSON (schema 1):
 
@@ -7,18 +7,18 @@ As JSON (schema 1):
     versions      of dure, torch, numpy, python, and of the peers that took part
     settings      sizes, ranks, repeats, batch, longest: the fields of `Plan`
     contenders    name, label, kind (peer, algorithm, backend, floor), what;
-                  `absent` says why one did not take part
+                  `absent` is the reason for a missing contender
     interrupted   whether Ctrl-C ended it early
-    cells         one for each contender, number of ranks and size:
-        contender, ranks, bytes    bytes of the tensor that each rank holds
-        calls, samples             calls in a batch; of each batch, seconds a call (slowest rank)
-        seconds, low, high         median and quartiles of the samples
-        algorithm_bandwidth        bytes / seconds
-        bus_bandwidth              the same times 2(N-1)/N, as in nccl-tests: ranks compare
-        cpu_seconds                CPU time of all ranks together, a call
-        floor_share                the memory's time for the same bytes / seconds
-        to_gloo, to_open_mpi       times faster than the peer
-        skipped, guess             true where one call would take too long, and how long at least
+    cells         for each contender, number of ranks and size:
+      contender, ranks, bytes    bytes of the tensor of each rank
+      calls, samples             calls in a batch; of each batch, seconds a call (slowest rank)
+      seconds, low, high         median and quartiles of the samples
+      algorithm_bandwidth        bytes / seconds
+      bus_bandwidth              the same times 2(N-1)/N, as in nccl-tests: ranks compare
+      cpu_seconds                CPU time of all ranks together, a call
+      floor_share                the memory's time for the same bytes / seconds
+      to_gloo, to_open_mpi       times faster than the peer
+      skipped, guess             true if a call would take too long, and its least seconds
     calibration   with --fit: see fit.py
 """
 
@@ -36,7 +36,7 @@ JSON = dict[str, Any]
 
 @dataclass
 class Result:
-    """What was measured so far."""
+    """Measurements of a benchmark so far."""
 
     machine: JSON
     versions: dict[str, str]
@@ -48,14 +48,14 @@ class Result:
 
     @property
     def contenders(self) -> list[Contender]:
-        """All that were asked for, also those that could not take part."""
+        """All requested contenders, including absent ones."""
         return [CONTENDERS[name] for name in self.plan.contenders]
 
     def add(self, measured: JSON) -> None:
-        """Takes what the ranks of one world measured."""
+        """Add the measurements of a world of ranks."""
         self.absent.update(measured["absent"])
         self.versions.update(measured["versions"])
-        # Cells of one number of ranks, by which others of that number are compared.
+        # Cells of this number of ranks, with which the others are compared.
         found = {
             (cell["contender"], cell["bytes"]): cell
             for cell in measured["cells"]
@@ -66,14 +66,14 @@ class Result:
         self.interrupted = self.interrupted or measured["interrupted"]
 
     def cell(self, contender: str, ranks: int, nbytes: int) -> JSON | None:
-        """One measured cell; None where it was skipped or the contender is absent."""
+        """Return a measured cell; None if it was skipped or the contender is absent."""
         for cell in self.cells:
             if (cell["contender"], cell["ranks"], cell["bytes"]) == (contender, ranks, nbytes):
                 return None if cell.get("skipped") else cell
         return None
 
     def as_json(self) -> JSON:
-        """The whole result, by the schema above."""
+        """Return the whole result, by the schema above."""
         contenders = []
         for contender in self.contenders:
             absent = (
@@ -100,13 +100,13 @@ class Result:
 
 
 def _derived(cell: JSON, found: dict[tuple[str, int], JSON]) -> JSON:
-    """What follows from a cell and those of the peers at the same size."""
+    """Return the values derived from a cell and the peers' cells at the same size."""
     ranks = cell["ranks"]
     nbytes = cell["bytes"]
     # A time for each batch, already divided by its calls.
     samples = cell["samples"]
     seconds = median(samples)
-    # A single sample has no quartiles: it is all three.
+    # A single sample has no quartiles, so it serves as all three.
     low, _, high = quantiles(samples, n=4, method="inclusive") if len(samples) > 1 else samples * 3
     result = {
         "low": low,

@@ -18,14 +18,14 @@ from dure.worlds.processes.fork_server import server
 from dure.worlds.processes.world import Processes
 
 DEADLINE = 600.0
-"""Seconds that a rank waits for another.
+"""Timeout in seconds of a rank for another rank.
 
 A large all-reduce through a master takes long on a small machine.
 """
 
 
 def machine() -> dict[str, Any]:
-    """What the numbers depend on: processor, cores, memory (bytes), kernel."""
+    """Return the machine's relevant properties: processor, cores, memory (bytes), kernel."""
     try:
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError):
@@ -39,18 +39,18 @@ def machine() -> dict[str, Any]:
 
 
 def _processor() -> str:
-    """What Linux calls it; empty elsewhere."""
+    """Return the name of the processor in Linux; empty on other systems."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return ""
-    # A line for each core; the first will do.
+    # A line for each core; the first is enough.
     named = (line for line in lines if line.startswith("model name"))
     return next(named, "").partition(":")[2].strip()
 
 
 def versions() -> dict[str, str]:
-    """Of what takes part, where it is installed."""
+    """Return the versions of the installed contenders and of Python."""
     found = {"python": platform.python_version()}
     for name in ("dure", "torch", "numpy", "mpi4py"):
         try:
@@ -61,15 +61,15 @@ def versions() -> dict[str, str]:
 
 
 def program(plan: Plan) -> Callable[[Place], dict[str, Any]]:
-    """What every rank runs."""
+    """Return the program of every rank."""
     # A closure: the world pickles it by value for its ranks.
     return lambda place: Contest(plan, place).run()
 
 
 def run(plan: Plan, on_progress: Callable[[dict[str, Any]], None] = lambda event: None) -> Result:
-    """Measures all of `plan`. Raises DureError if a rank fails, a wrong sum included."""
+    """Measure all of `plan`. Raises DureError if a rank fails, or for a wrong sum."""
     result = Result(machine(), versions(), plan)
-    # The first world would be charged for the start of the server.
+    # Started before, so that the first world is not charged for the start of the server.
     server.ready()
     for ranks in plan.ranks:
         measured = Processes(ranks, deadline=DEADLINE).run(program(plan), on_progress)

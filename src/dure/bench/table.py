@@ -1,6 +1,6 @@
 """The result on a terminal, for every number of ranks.
 
-Times and ratios over size, and what the largest size costs.
+Times and ratios over size, and the costs of the largest size.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from dure.bench.result import Result
 
 
 def seconds_text(seconds: float) -> str:
-    """Three digits: 4.21 µs, 312 ms, 1.07 s."""
+    """Return a time with three digits: 4.21 µs, 312 ms, 1.07 s."""
     for factor, unit in ((1e6, "µs"), (1e3, "ms")):
-        # 999.5 and more would round to 1000, which the next unit says better.
+        # 999.5 and more would round to 1000, so the next unit is used.
         if seconds * factor < 999.5:
             return f"{seconds * factor:.3g} {unit}"
     return f"{seconds:.3g} s"
 
 
 def ratio_text(ratio: float | None) -> str:
-    """Times faster than a peer: 0.93x, 12.4x, 118x; one that is not there is a dash."""
+    """Return times faster than a peer: 0.93x, 12.4x, 118x; a dash for None."""
     if ratio is None:
         return "–"
-    # Three digits from there on without a point; .3g would write 1e+03 for a thousand.
+    # From here on three digits have no point; .3g would write 1e+03 for a thousand.
     if ratio >= 99.5:
         return f"{ratio:.0f}x"
     return f"{ratio:.3g}x" if ratio >= 1 else f"{ratio:.2g}x"
 
 
 def rows(result: Result) -> list[str]:
-    """Names of the contenders that took part."""
+    """Return the names of the contenders that took part."""
     return [
         contender.name for contender in result.contenders if contender.name not in result.absent
     ]
@@ -54,7 +54,7 @@ def _titled(title: str) -> Table:
 
 
 def times(result: Result, ranks: int) -> Table:
-    """Median time a call; below it times faster than gloo and than Open MPI."""
+    """Return a table of the median time a call, with the ratios to gloo and Open MPI below."""
     peers = [name for name in ("gloo", "open-mpi") if name in rows(result)]
     table = _titled(f"{ranks} ranks")
     table.caption = ", ".join(["time a call", *(f"× {name}" for name in peers)])
@@ -79,7 +79,7 @@ def times(result: Result, ranks: int) -> Table:
 
 
 def details(result: Result, ranks: int) -> Table:
-    """What one call costs at the largest size that was measured."""
+    """Return a table of the costs of a call at the largest measured size."""
     nbytes = max(cell["bytes"] for cell in result.cells if cell["ranks"] == ranks)
     table = _titled(f"{ranks} ranks, {size_text(nbytes)}")
     table.add_column("all-reduce", no_wrap=True)
@@ -124,7 +124,7 @@ FITTED = (
 
 
 def fitted(calibration: dict[str, Any]) -> Table:
-    """The cost model: its numbers, its errors, and which algorithm it recommends."""
+    """Return a table of the cost model: its numbers, its errors, and the recommended algorithms."""
     table = _titled("cost model of the algorithms over gloo")
     for heading in FITTED:
         table.add_column(heading, justify="left" if heading == "best algorithm" else "right")
@@ -134,7 +134,7 @@ def fitted(calibration: dict[str, Any]) -> Table:
 
 
 def link_texts(link: dict[str, Any]) -> list[str]:
-    """A fitted link in words: its four numbers, its errors, the best algorithms."""
+    """Return a fitted link in words: its four numbers, its errors, the best algorithms."""
     changes = [f"from {size_text(cross['bytes'])} {cross['to']}" for cross in link["crossovers"]]
     best = ", ".join([link["first"], *changes]).replace("_", " ")
     return [
@@ -150,7 +150,7 @@ def link_texts(link: dict[str, Any]) -> list[str]:
 
 
 def shown(result: Result) -> Any:
-    """Everything, for a rich console."""
+    """Return all tables for a rich console."""
     parts: list[Any] = []
     for ranks in sorted({cell["ranks"] for cell in result.cells}):
         parts += [times(result, ranks), Text(""), details(result, ranks), Text("")]

@@ -1,1 +1,1 @@
-"""What a person types, and what the terminal shows."""
+"""The command line: parsing of commands, and output on the terminal."""

@@ -1,7 +1,7 @@
-"""`dure audit`: the log of what left a client's machine, or what the updates of a run give away.
+"""`dure audit`: verify the log of a client, or attack the recorded updates of a simulation.
 
-dure audit FILE    whether the log is as it was written
-dure audit RUN     attacks on the recorded updates of a simulation
+dure audit FILE    verify that the log is unchanged
+dure audit RUN     attack the recorded updates of a simulation
 """
 
 from __future__ import annotations
@@ -23,25 +23,27 @@ if TYPE_CHECKING:
 USAGE = "dure audit FILE|RUN"
 
 PROGRESS_SECONDS = 2.0
-"""Between two lines of progress."""
+"""Seconds between two lines of progress."""
 
 
 @dataclass(frozen=True)
 class AuditOptions:
-    """How the updates of a run are attacked.
+    """Options of attacks on the updates of a run.
 
     Args:
-        sums: how many updates are added up before they are attacked, as secure aggregation does.
-        noise: noise multipliers with which each attack is made again, after clipping; 0 is none.
-        compression: with which each attack is made again, such as none, int8, top-k:0.01.
-        attacks: which of labels, first-layer, dlg, geiping and membership; all by default.
-        groups: sums of each size that are attacked.
-        most: examples of a sum that are rebuilt, at the most.
-        iterations: of the inversions.
-        canaries: clients in whose places canaries are, in one more training; 0 trains nothing.
-        delta: of their bound on epsilon; by default that of the run's promise, or 1e-5.
-        seed: of where attacks begin.
-        task: the task, path/to/file.py:name, where the run was not begun here.
+        sums: numbers of updates that are added before the attack, as secure aggregation does.
+        noise: noise multipliers with which each attack is repeated, after clipping; 0 is none.
+        compression: compressions with which each attack is repeated, such as none, int8,
+            top-k:0.01.
+        attacks: any of labels, first-layer, dlg, geiping and membership; all by default.
+        groups: number of attacked sums of each size.
+        most: largest number of examples of a sum that are reconstructed.
+        iterations: iterations of the inversions.
+        canaries: number of clients replaced by canaries, in another training; 0 trains nothing.
+        delta: delta of the canaries' bound on epsilon; by default that of the run's promise, or
+            1e-5.
+        seed: seed of the attacks' starting points.
+        task: the task, path/to/file.py:name, if the run was not begun here.
         strategy: the class of the strategy, path/to/file.py:Name, likewise.
         json: print audit.json on standard output, and no table.
     """
@@ -62,7 +64,10 @@ class AuditOptions:
 
 
 def main(given: list[str]) -> int:
-    """Raises AuditError for a log that is not as it was written, and what `run.audit` raises."""
+    """Run the command, and return the exit status.
+
+    Raises AuditError for a changed log, and the errors of `run.audit`.
+    """
     names, flags = names_before_flags(given)
     asks = flags in (["--help"], ["-h"])
     if len(names) != 1 and not asks:
@@ -77,7 +82,7 @@ def main(given: list[str]) -> int:
 
 
 def _log(name: str) -> int:
-    # Not before it is needed: this imports torch.
+    # Imported late, because it loads torch.
     from dure.worlds.network.client.audit import verify
 
     chain = verify(Path(name))
@@ -123,7 +128,7 @@ def _run(name: str, how: AuditOptions) -> int:
 
 
 class _Progress:
-    """Says on standard error how far it is, every few seconds."""
+    """Prints progress on standard error, every few seconds."""
 
     def __init__(self) -> None:
         self._said = time.monotonic()
@@ -157,7 +162,7 @@ def _show(rows: Sequence[Row], content: Mapping[str, Any]) -> None:
 
 
 def _figures(row: Row) -> list[str]:
-    """ "PSNR 31.2 [28.9, 33.1] dB", ..."""
+    """Return texts such as "PSNR 31.2 [28.9, 33.1] dB"."""
     said = []
     for name, figure in row.figures.items():
         bounds = "" if figure.low == figure.high else f" [{figure.low:.3g}, {figure.high:.3g}]"

@@ -1,4 +1,4 @@
-"""`dure certificates`: a private authority, and what it signs, as files in one folder."""
+"""`dure certificates`: a private authority and its certificates, in a single folder."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ Every command takes --help.
 
 @dataclass(frozen=True)
 class CertificateOptions:
-    """Where the files are.
+    """Folder and lifetime of certificates.
 
     Args:
-        folder: of the authority and of all that it signs.
-        days: after which it expires; by default ten years for an authority, 825 days for others.
+        folder: folder of the authority and of the certificates that it signs.
+        days: days of validity; by default ten years for an authority, 825 days for others.
     """
 
     folder: Path = Path("certificates")
@@ -36,7 +36,7 @@ class CertificateOptions:
 
 
 def main(given: list[str]) -> int:
-    """Runs the command; returns the exit status. Raises ValueError for what cannot be done."""
+    """Run the command, and return the exit status. Raises ValueError for invalid arguments."""
     if not given or given[0] in ("--help", "-h"):
         print(USAGE, end="")
         return 0

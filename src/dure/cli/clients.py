@@ -1,4 +1,4 @@
-"""`dure clients`: who may take part in a run. The run's server may be running meanwhile."""
+"""`dure clients`: the register of clients of a run. Its server may be running meanwhile."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ DAY = 86400.0
 
 @dataclass(frozen=True)
 class InviteOptions:
-    """Whom to invite.
+    """Options of an invitation.
 
     Args:
-        name: how the client will be called; by default as it says itself.
-        number: which of the run's clients it will be, from 0 on; by default the next one.
-        days: for which the token is good.
-        count: how many tokens, each for a client of its own.
+        name: name of the client; by default the name that it reports itself.
+        number: number of the client in the run, from 0 on; by default the next free number.
+        days: days for which the token is valid.
+        count: number of tokens, each for another client.
     """
 
     name: str | None = None
@@ -49,10 +49,10 @@ class InviteOptions:
 
 @dataclass(frozen=True)
 class ListOptions:
-    """How to show them.
+    """Options of the list of clients.
 
     Args:
-        json: print them as JSON.
+        json: print the clients as JSON.
     """
 
     json: bool = False
@@ -60,11 +60,11 @@ class ListOptions:
 
 @dataclass(frozen=True)
 class NoOptions:
-    """There are none."""
+    """Options of a command without options."""
 
 
 def main(given: list[str]) -> int:
-    """Runs the command; returns the exit status. Raises ValueError for what cannot be done."""
+    """Run the command, and return the exit status. Raises ValueError for invalid arguments."""
     if not given or given[0] in ("--help", "-h"):
         print(USAGE, end="")
         return 0
@@ -111,7 +111,7 @@ def _list(register: Register, names: list[str], how: ListOptions) -> None:
     rows = [("number", "name", "state", "since", "key")]
     for client in clients:
         since = "" if client.enrolled is None else _day(client.enrolled)
-        # As much of the key as tells it from others.
+        # A prefix of the key that distinguishes it from others.
         key = (client.key or "")[:16]
         rows.append((str(client.number), client.name or "", client.state, since, key))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]

@@ -1,7 +1,7 @@
-"""`dure compare`, and what else trains many runs into one folder: `dure train --seeds`, `--resume`.
+"""`dure compare`, and the other commands for many runs: `dure train --seeds`, `--resume`.
 
-What they share is how such a folder is filled and told of (`show_comparison`): a display, a table
-over runs or over seeds, the report, and how it ended.
+They share the output of a folder of runs (`show_comparison`): a display, a table over runs or over
+seeds, the report, and the reason for the end.
 """
 
 from __future__ import annotations
@@ -68,16 +68,17 @@ COMPARED = (
     "local-only,partition=label-shards:2",
     "split",
 )
-"""What `dure compare TASK` compares if no system is named: one of every family, in the order of
-`dure systems`, and what some of them are compared with: gradient descent stands beside Byzantine
-gradient descent, and the clients of Ditto and those alone have the data of the second FedAvg.
+"""Systems that `dure compare TASK` compares by default.
 
-Parties with features of the same people are left out: their task is a table, such as `heart`.
+A system of every family, in the order of `dure systems`, with some baselines: gradient descent
+precedes Byzantine gradient descent, and the clients of Ditto and of local-only have the data of the
+second FedAvg. Vertical split learning, with parties that have features of the same people, is left
+out: its task is a table, such as `heart`.
 """
 
 
 def compare(given: list[str]) -> int:
-    """`dure compare TASK [SYSTEM ...]`, or `dure compare --resume FOLDER`."""
+    """Run `dure compare TASK [SYSTEM ...]`, or `dure compare --resume FOLDER`."""
     names, flags = names_before_flags(given)
     if not names and "--resume" in [flag.partition("=")[0] for flag in flags]:
         return resumed(flags, "dure compare")
@@ -97,7 +98,7 @@ def compare(given: list[str]) -> int:
         "how": CompareOptions,
     }
     own = {field.name for part in parts.values() for field in dataclasses.fields(part)}
-    # Flags are shared by what belongs to the systems; options of the task are put back behind them.
+    # Flags that are settings of systems go to the systems; options of the task are split off first.
     apart = [without_options(system, reference) for system in systems]
     given_to = shared([system for system, _ in apart], flags, {*own, "help"})
     about = f"{ABOUT} Here these are {', '.join(given_to.there)}."
@@ -123,7 +124,7 @@ def compare(given: list[str]) -> int:
 
 
 def over_seeds(task: Task, strategy: Strategy, world: World, stop: Stop, how: TrainOptions) -> int:
-    """`dure train TASK SYSTEM --seeds N`: the same run under several seeds."""
+    """Run `dure train TASK SYSTEM --seeds N`: the same run under several seeds."""
     for name in ("label", "checkpoint_every"):
         if getattr(how, name) is not None:
             flag = "--" + name.replace("_", "-")
@@ -136,7 +137,7 @@ def over_seeds(task: Task, strategy: Strategy, world: World, stop: Stop, how: Tr
 def all_of(
     task: Task, systems: Sequence[Any], stop: Stop, out: Path, how: CompareOptions | TrainOptions
 ) -> Callable[..., Comparison]:
-    """What trains all of them into a folder. how: the flags of one run or of many."""
+    """Return a function that trains all systems into a folder. how: flags of a run or of many."""
     from dure.run.compare import compare as compare_systems
 
     return partial(
@@ -154,7 +155,7 @@ def all_of(
 
 
 Judges = Callable[["Comparison"], Mapping[str, Any]]
-"""What else there is to say of many runs: words to what they say, JSON-able."""
+"""Function from a comparison to further lines of output: name to value, JSON-able."""
 
 
 def _nothing(done: Comparison) -> Mapping[str, Any]:
@@ -162,10 +163,7 @@ def _nothing(done: Comparison) -> Mapping[str, Any]:
 
 
 def resumed(flags: list[str], command: str, judges: Judges = _nothing) -> int:
-    """Goes on with a comparison or a sweep; everything is in its folder.
-
-    judges: what else there is to say of it.
-    """
+    """Resume the comparison or sweep in a folder. judges: returns further lines of output."""
     asked = parse_flags(
         command, {"how": ResumeOptions}, flags, "Go on with many runs; those that ended stay."
     )
@@ -206,16 +204,22 @@ def show_comparison(
     command: str = "dure compare",
     judges: Judges = _nothing,
 ) -> int:
-    """Runs with a display, then says what came out and where it lies; returns the exit status.
+    """Execute runs with a display, print the results and their folder, and return the exit status.
 
-    command: that goes on with what was interrupted. judges: what else there is to say.
+    Args:
+        program: function that trains, and takes `on_progress`.
+        stop: limits of each run, for the progress bar.
+        folder: folder of the runs.
+        as_json: print JSON on standard output, and no progress.
+        command: command that resumes an interrupted comparison.
+        judges: returns further lines of output.
     """
     from dure.cli.show import Display
 
     with Display(stop, as_json or not leads_here()) as display:
         done = program(on_progress=display)
     worst = max((error.exit_code for error in done.failed.values()), default=0)
-    # Under torchrun every rank comes here; one of them speaks.
+    # Under torchrun every rank gets here; only the leader prints.
     if not leads_here():
         return worst
     said = judges(done)
@@ -232,7 +236,7 @@ def show_comparison(
 
 
 def _tell(done: Comparison, folder: Path, as_json: bool, said: Mapping[str, Any]) -> None:
-    """The table of a comparison, or its JSON."""
+    """Print the table of a comparison, or its JSON."""
     from dure.cli.over_seeds import groups, over_seeds, table_over_seeds
     from dure.cli.show import error_console, table
 

@@ -1,9 +1,9 @@
-"""Systems of a comparison, as they are named: with settings of their own, and options of the task.
+"""Systems of a comparison on the command line, with settings and task options of their own.
 
     dure compare digits single-worker,lr=0.01 data-parallel,batch_size=32,lr=0.3 --model cnn
 
-A setting behind a system's name is the system's, or its world's; one that neither has is an option
-of the task, for this system alone. It takes the place of the same flag.
+A setting behind a system's name is a field of the system or of its world; any other is an option of
+the task, for this system alone. It takes precedence over the same flag.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dure.tasks.builtin import load_task
 
 
 def without_options(system: str, reference: str) -> tuple[str, dict[str, str]]:
-    """(the system with the settings that are its own, the options of the task as texts)."""
+    """Return (the system with its own settings, the options of the task as texts)."""
     name, *settings = divided(system)
     options = {field.name for field in dataclasses.fields(options_of_task(reference))}
     theirs = {"world", "workers", *settings_of(system)}
@@ -36,9 +36,10 @@ def without_options(system: str, reference: str) -> tuple[str, dict[str, str]]:
 
 
 class Entries:
-    """The systems of one comparison. Those with the same options share a task, and its model.
+    """The systems of a comparison. Systems with the same options share a task, and its model.
 
-    settled: gives a task what the comparison has for all: how it learns, and its first weights.
+    settled: function that applies the comparison's common settings to a task: learning options and
+    initial weights.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class Entries:
         self._tasks: dict[str, Task] = {}
 
     def task(self, own: Mapping[str, str] | None = None) -> Task:
-        """The task, with options of a system's own. Raises ValueError for what does not fit."""
+        """Return the task with a system's own options. Raises ValueError for invalid options."""
         texts = dict(own or {})
         key = json.dumps(texts, sort_keys=True)
         if key not in self._tasks:
@@ -62,21 +63,21 @@ class Entries:
     def entry(
         self, system: str, options: Mapping[str, str], workers: int | None
     ) -> tuple[Strategy, World, Task]:
-        """A system, its world and its task with these options.
+        """Return a system, its world, and its task with these options.
 
-        Raises ValueError for what does not fit.
+        Raises ValueError for invalid settings or options.
         """
         return *entry(system, workers), self.task(options)
 
 
 def _read(reference: str, texts: Mapping[str, str]) -> dict[str, Any]:
-    """Options of a task from their texts, as its flags are read."""
+    """Parse options of a task from their texts, in the same way as flags."""
     kind = options_of_task(reference)
     hints = {field.name: field for field in dataclasses.fields(kind)}
     flags: list[str] = []
     read: dict[str, Any] = {}
     for name, value in texts.items():
-        # A truth value is a flag without a value, which says the opposite of its default.
+        # A bool is a flag without a value, which negates its default.
         if isinstance(hints[name].default, bool):
             read[name] = _truth(name, value)
         else:

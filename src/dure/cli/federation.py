@@ -1,6 +1,7 @@
-"""What the terminal of a server shows of its clients: who is there, what is waited for, the bytes.
+"""A server's terminal output about its clients: connections, waiting, updates and bytes.
 
-On a terminal some lines below the bar, always as things are; elsewhere a line where they change.
+A terminal shows some lines below the progress bar, always current; other outputs get a line when
+the clients change.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from dure.peer_text import printable
 from dure.report.words import duration, listed, size
 
 SECONDS = 2.0
-"""Between two plain lines at the least."""
+"""Least seconds between two plain lines."""
 
 
 class FederationView:
-    """What is known from the events of a run that is served."""
+    """State of a served run, from its events."""
 
     def __init__(self) -> None:
         self.serving = ""
@@ -28,21 +29,21 @@ class FederationView:
         self.token = ""
         self.waiting = ""
         self.model = ""
-        """What the newest model is worth, in words."""
+        """Metrics of the newest model, in words."""
         self.ended = False
         self.now: Mapping[str, Any] = {}
-        """Who is there, as the server has told it."""
+        """Newest report of the server about its clients."""
         self._heard = 0.0
         self._said: object = None
         self._printed = float("-inf")
 
     @property
     def serves(self) -> bool:
-        """Whether there is a federation to be shown."""
+        """Whether there is a federation to show."""
         return bool(self.serving)
 
     def hears(self, event: Mapping[str, Any]) -> str | None:
-        """An event that is of the federation alone; a line where standard error is no terminal."""
+        """Handle an event of the federation; return a line for an output that is no terminal."""
         if "serving" in event:
             self.serving = event["serving"]
             return f"serving at {self.serving}"
@@ -59,20 +60,20 @@ class FederationView:
         return self._change()
 
     def _change(self) -> str | None:
-        """A line, where others are there or missing than before."""
+        """Return a line if the connected or missing clients have changed, else None."""
         now = self.now
         about = (now["here"], tuple(now["missing"]))
         at = time.monotonic()
         if about == self._said or at - self._printed < SECONDS:
             return None
-        # Nothing is said of a federation as it began.
+        # The first report is printed only if clients are missing.
         first = self._said is None and not now["missing"]
         self._said = about
         self._printed = at
         return None if first else f"{self._clients()}; {self._waits()}"
 
     def drawn(self) -> Table | None:
-        """Some lines for a terminal; None where nothing is known, or all is over."""
+        """Return some lines for a terminal; None without content, or after the end."""
         if self.ended:
             return None
         rows = [
@@ -111,14 +112,14 @@ class FederationView:
             return f"clients that measure the model of round {now['round'] - 1}"
         if now["doing"] == "adding up":
             return f"clients that add up the updates of round {now['round']}"
-        # Whoever is missing may come back until the deadline.
+        # A missing client may reconnect until the deadline.
         awaited = [*now["at_work"], *now["missing"]]
         if not awaited:
             return "clients"
         left = now["left"]
         ends = ""
         if left is not None:
-            # It goes on while nobody tells.
+            # The time continues to pass between two reports.
             left = max(0.0, left - (time.monotonic() - self._heard))
             ends = f", at most {duration(round(left))} more"
         return f"{_names(awaited)} (round {now['round']}{ends})"

@@ -1,8 +1,8 @@
-"""The flags of the command line: dataclasses, and the parsing of several of them at once.
+"""Flags of the command line: dataclasses, and the parsing of several of them together.
 
-A strategy's fields, the parameters of a task's function, and the options below share one level of
-flags. tyro makes flags of them, with help from their docstrings; what it complains of is told in
-one line.
+A strategy's fields, the parameters of a task's function, and the options below share a level of
+flags. tyro turns them into flags, with help from their docstrings; its errors are shortened to a
+line.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ if TYPE_CHECKING:
     from dure.contracts.task import Task
 
 WorldName = Literal["processes", "threads"]
-"""The worlds that share the flags of `WorldOptions`."""
+"""Worlds that share the flags of `WorldOptions`."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """When the run ends, whichever comes first; ten epochs if nothing is said, twenty in compare.
+    """Limits of the run, of which the first ends it; by default ten epochs, twenty in compare.
 
     Args:
         epochs: passes over the training data, counted in examples over all workers.
         steps: optimizer steps, for systems that count steps.
         rounds: federated rounds, for systems that count rounds.
-        seconds: training time, evaluation and checkpoints left out.
+        seconds: training time, without evaluations and checkpoints.
         target: METRIC=VALUE, such as test_accuracy=0.99; several must all be reached.
-        bytes: that have travelled, such as 100MB, each counted once: what all workers have sent,
-            a server and its clients too.
-        patience: evaluations in a row after the best one in which a metric of the validation set
-            gets no better (--validation).
-        monitor: that metric, such as validation_accuracy; by default validation_loss. By it the
-            best model is kept.
-        min_delta: by how much an evaluation has to be better to count for patience.
+        bytes: bytes sent, such as 100MB, each counted once, by all workers together, including a
+            server and its clients.
+        patience: consecutive evaluations after the best without an improvement of a metric of the
+            validation set (--validation).
+        monitor: that metric, such as validation_accuracy; by default validation_loss. It chooses
+            the best model too.
+        min_delta: least improvement of an evaluation that counts for patience.
     """
 
     epochs: float | None = None
@@ -57,7 +57,7 @@ class Limits:
     min_delta: float = 0.0
 
     def stop(self, epochs: float = 10) -> Stop:
-        """The limits; `epochs` is the default if none is given."""
+        """Return the limits; `epochs` is the default if no limit is given."""
         from dure.contracts.stop import Stop
         from dure.settings import read_bytes
 
@@ -81,23 +81,21 @@ class Limits:
             monitor=self.monitor,
             min_delta=self.min_delta,
         )
-        # Any limit that is given stands alone: --steps 100 does not end after ten epochs too.
+        # Any given limit replaces the default: --steps 100 does not end after ten epochs too.
         none = Stop(monitor=self.monitor, min_delta=self.min_delta)
         return dataclasses.replace(limits, epochs=epochs) if limits == none else limits
 
 
 @dataclass(frozen=True)
 class WorldOptions:
-    """Who takes part.
+    """Options of the workers.
 
     Args:
-        workers: ranks or threads, for systems that divide the work; one a core by default.
-        world: whether the workers are processes or threads, for systems that live in both.
-        devices: where threads compute, such as cpu or cuda:0 cuda:1; GPUs by default where there
-            are.
-        deadline: seconds that a rank waits for a silent peer.
-        backend: what carries the bytes between ranks: dure through shared memory, gloo through
-            sockets.
+        workers: ranks or threads, for systems that divide the work; by default a worker per core.
+        world: whether the workers are processes or threads, for systems that support both.
+        devices: devices of threads, such as cpu or cuda:0 cuda:1; by default GPUs if there are any.
+        deadline: timeout in seconds for a silent peer.
+        backend: transport between ranks: dure through shared memory, gloo through sockets.
     """
 
     workers: int | None = None
@@ -109,14 +107,13 @@ class WorldOptions:
 
 @dataclass(frozen=True)
 class RankOptions:
-    """Where the ranks are, for systems whose own flags say how many there are.
+    """Options of the ranks, for systems whose own flags set the number of ranks.
 
     Args:
         world: processes of this machine, or simulated, under a virtual clock; --world simulated
             --help lists the conditions there.
-        deadline: seconds that a rank waits for a silent peer.
-        backend: what carries the bytes between ranks: dure through shared memory, gloo through
-            sockets.
+        deadline: timeout in seconds for a silent peer.
+        backend: transport between ranks: dure through shared memory, gloo through sockets.
     """
 
     world: Literal["processes", "simulated"] | None = None
@@ -126,10 +123,10 @@ class RankOptions:
 
 @dataclass(frozen=True)
 class NamedWorld:
-    """Who takes part, where it is neither processes nor threads.
+    """Option of a world that is neither processes nor threads.
 
     Args:
-        world: its name, or where it is: path/to/file.py:Name.
+        world: its name, or its reference: path/to/file.py:Name.
     """
 
     world: str
@@ -137,18 +134,19 @@ class NamedWorld:
 
 @dataclass(frozen=True)
 class LearningOptions:
-    """How the model is trained, whatever divides the work; what a system cannot do it refuses.
+    """Learning options of the task, for any system; a system refuses options that it cannot honour.
 
     Args:
-        clip_norm: the largest norm that the gradient of an optimizer's step may have.
+        clip_norm: largest norm of the gradient of an optimizer step; larger gradients are scaled
+            down.
         precision: bf16: forward and loss under autocast.
-        ema: what an average of the weights, which is then evaluated and given back, keeps of itself
-            in a step or round, such as 0.999.
+        ema: decay per step or round of a moving average of the weights, which is then evaluated and
+            returned, such as 0.999.
         compile: torch's backend that compiles the model, such as inductor.
-        unfreeze: NAME=STEP, such as body.*=100: parameters that stay as they are before that step
-            of the optimizer, or round; several may be named.
-        validation: the share of the training data, such as 0.1, that nobody trains on and by which
-            the best model is kept (best.safetensors).
+        unfreeze: NAME=STEP, such as body.*=100: parameters that are frozen before that step of the
+            optimizer, or round; several are possible.
+        validation: share of the training data, such as 0.1, that is not trained on and that chooses
+            the best model (best.safetensors).
     """
 
     clip_norm: float | None = None
@@ -159,7 +157,7 @@ class LearningOptions:
     validation: float | None = None
 
     def of(self, task: Task) -> Task:
-        """The task, with what is given here in place of its own."""
+        """Return the task with these options in place of its own."""
         given: dict[str, Any] = {}
         for name in ("clip_norm", "precision", "ema", "compile", "validation"):
             if getattr(self, name) is not None:
@@ -178,23 +176,25 @@ def _from_step(text: str) -> tuple[str, int]:
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """How to run it.
+    """Options of a run.
 
     Args:
-        seed: of weights, order of examples, sampling and dropout; same seed, same bits.
-        seeds: how many seeds to train under, counted from --seed on: a run each, and over them
-            mean, deviation and interval.
-        out: the run folder; by default a new one in runs/. Under torchrun with restarts it is gone
-            on with.
+        seed: seed of weights, order of examples, sampling and dropout; the same seed gives the same
+            bits.
+        seeds: number of seeds, counted from --seed on: a run for each seed, and over the runs mean,
+            deviation and interval.
+        out: the run folder; by default a new folder in runs/. Under torchrun with restarts an
+            existing run in it is resumed.
         evaluate_every: steps or rounds between evaluations; by default an epoch or a round.
-        checkpoint_every: steps or rounds between checkpoints; by default an evaluation every 10 s
-            or more.
-        label: how tables call the run.
-        weights: that the model begins with: a safetensors file, the index of several, a folder of
-            Hugging Face's save_pretrained, or of a run.
-        check: try on one micro-batch, before the first step, that traced and divided models compute
-            what the model computes.
-        track: tensorboard:FOLDER, mlflow:URI or wandb:PROJECT, which are told of the run as well.
+        checkpoint_every: steps or rounds between checkpoints; by default checkpoints are written at
+            evaluations, at least 10 s apart.
+        label: name of the run in tables.
+        weights: initial weights of the model: a safetensors file, the index of several files, a
+            folder of Hugging Face's save_pretrained, or a run folder.
+        check: test on a micro-batch, before the first step, that traced and divided models compute
+            the same as the model.
+        track: tensorboard:FOLDER, mlflow:URI or wandb:PROJECT, trackers that the run is reported
+            to.
         json: print the summary as JSON on standard output, and no progress.
     """
 
@@ -210,30 +210,31 @@ class TrainOptions:
     json: bool = False
 
     def with_weights(self, task: Task) -> Task:
-        """The task, with these weights if any are named."""
+        """Return the task with these initial weights, if any are named."""
         return task if self.weights is None else dataclasses.replace(task, weights=self.weights)
 
     def of_train(self) -> dict[str, Any]:
-        """Those that `dure.train` takes by the same names, but for the folder."""
+        """Return the options that `dure.train` takes by the same names, except for the folder."""
         names = ("seed", "evaluate_every", "checkpoint_every", "label", "check", "track")
         return {name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True)
 class ResumeOptions:
-    """Go on with a run; everything else is in its folder.
+    """Options of a resumed run; everything else is in its folder.
 
     Args:
         resume: the run folder.
-        task: the task, path/to/file.py:name, where the run was not begun here and its task is not
-            one of dure's own.
+        task: the task, path/to/file.py:name, if the run was not begun here and its task is not
+            built in.
         strategy: the class of the strategy, path/to/file.py:Name, likewise.
         world: the class of the world, path/to/file.py:Name, likewise.
         rules: other classes that the run names, such as a partition of your own, likewise.
-        weights: where those lie that the run began with, if they are elsewhere by now.
-        check: try on one micro-batch, before the first step, that traced and divided models compute
-            what the model computes.
-        track: tensorboard:FOLDER, mlflow:URI or wandb:PROJECT, which are told of the run as well.
+        weights: new path of the run's initial weights, if they have moved.
+        check: test on a micro-batch, before the first step, that traced and divided models compute
+            the same as the model.
+        track: tensorboard:FOLDER, mlflow:URI or wandb:PROJECT, trackers that the run is reported
+            to.
         json: print the summary as JSON on standard output, and no progress.
     """
 
@@ -250,21 +251,23 @@ class ResumeOptions:
 
 @dataclass(frozen=True)
 class CompareOptions:
-    """How to compare.
+    """Options of a comparison.
 
     Args:
-        workers: ranks or threads, for systems that divide the work; one a core by default. Of a
-            parameter server: those that compute, where its settings do not say it.
-        seed: of weights, order of examples, sampling and dropout; same seed, same bits.
-        seeds: how many seeds each system is trained under, counted from --seed on: a run each, and
-            over them mean, deviation and interval.
-        out: the folder of the comparison; by default a new one in runs/.
+        workers: ranks or threads, for systems that divide the work; by default a worker per core.
+            For a parameter server: the computing workers, if its settings do not set them.
+        seed: seed of weights, order of examples, sampling and dropout; the same seed gives the same
+            bits.
+        seeds: number of seeds of each system, counted from --seed on: a run for each seed, and over
+            the runs mean, deviation and interval.
+        out: the folder of the comparison; by default a new folder in runs/.
         evaluate_every: steps or rounds between evaluations; by default an epoch or a round.
-        weights: that the model begins with: a safetensors file, the index of several, a folder of
-            Hugging Face's save_pretrained, or of a run.
-        check: try on one micro-batch, before the first step, that traced and divided models compute
-            what the model computes.
-        track: tensorboard:FOLDER, mlflow:URI or wandb:PROJECT, which are told of the run as well.
+        weights: initial weights of the model: a safetensors file, the index of several files, a
+            folder of Hugging Face's save_pretrained, or a run folder.
+        check: test on a micro-batch, before the first step, that traced and divided models compute
+            the same as the model.
+        track: tensorboard:FOLDER, mlflow:URI or wandb:PROJECT, trackers that the run is reported
+            to.
         json: print the summaries as JSON on standard output, and no progress.
     """
 
@@ -279,16 +282,16 @@ class CompareOptions:
     json: bool = False
 
     def with_weights(self, task: Task) -> Task:
-        """The task, with these weights if any are named."""
+        """Return the task with these initial weights, if any are named."""
         return task if self.weights is None else dataclasses.replace(task, weights=self.weights)
 
 
 @dataclass(frozen=True)
 class ReportOptions:
-    """Where to write the page.
+    """Options of a report.
 
     Args:
-        out: the page; by default report.html in the first run's folder.
+        out: path of the page; by default report.html in the first run's folder.
     """
 
     out: Path | None = None
@@ -296,21 +299,20 @@ class ReportOptions:
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """What to measure.
+    """Options of a benchmark.
 
-    Without any of these: 4 KiB to 256 MiB on 2, 4 and 8 ranks, every contender, 5 repetitions.
+    By default: 4 KiB to 256 MiB on 2, 4 and 8 ranks, every contender, 5 repetitions.
 
     Args:
         sizes: bytes of each rank's tensor, such as 65536, 64K or 16M.
         ranks: numbers of ranks.
-        contenders: of gloo, open-mpi, dure, dure-direct, dure-ordinary, dure-torch,
+        contenders: any of gloo, open-mpi, dure, dure-direct, dure-ordinary, dure-torch,
             dure-torch-ordinary, ring, master, one-shot, tree, halving-doubling, hierarchical,
             memory; all of them by default.
-        repeats: timed batches a contender and size; their median counts.
-        quick: 4 KiB to 16 MiB on 2 and 4 ranks with 3 short repetitions, where nothing else is
-            said.
-        fit: fit a cost model to some of the measurements, predict the others, keep the fit for this
-            machine.
+        repeats: timed batches per contender and size; their median counts.
+        quick: change the defaults to 4 KiB to 16 MiB on 2 and 4 ranks with 3 short repetitions.
+        fit: fit a cost model to some of the measurements, predict the others, store the fit for
+            this machine.
         out: a folder for all-reduce.json and all-reduce.html.
         json: print the result as JSON on standard output, and no progress.
     """
@@ -326,19 +328,19 @@ class BenchOptions:
 
 
 class Shown(Exception):  # noqa: N818, it is no error
-    """The help that was asked for has been printed, and nothing else is to be done."""
+    """Raised after the requested help was printed, to end the command."""
 
 
 def names_before_flags(given: list[str]) -> tuple[list[str], list[str]]:
-    """The leading arguments that are no flags, and the rest."""
+    """Split arguments into the leading names and the rest, which begins with a flag."""
     # Names come first: after a flag, a word may be its value.
     count = next((i for i, argument in enumerate(given) if argument.startswith("-")), len(given))
     return given[:count], given[count:]
 
 
 def value_of(flag: str, arguments: Sequence[str]) -> str | None:
-    """What is given for a flag, "" if nothing follows it; None if it is not there."""
-    # Looked up before tyro parses: which flags there are may depend on this one.
+    """Return the value of a flag, "" if no value follows it, None if the flag is missing."""
+    # Looked up before tyro parses: the set of flags may depend on this flag.
     for number, argument in enumerate(arguments):
         name, equals, value = argument.partition("=")
         if name == flag:
@@ -347,7 +349,7 @@ def value_of(flag: str, arguments: Sequence[str]) -> str | None:
 
 
 def without(flag: str, arguments: Sequence[str]) -> list[str]:
-    """The arguments, less a flag and its value."""
+    """Return the arguments without a flag and its value."""
     left = list(arguments)
     for number, argument in enumerate(left):
         name, equals, _ = argument.partition("=")
@@ -363,11 +365,18 @@ def parse_flags(
     description: str = "",
     hidden: Collection[str] = (),
 ) -> dict[str, Any]:
-    """Parses flags into instances of several dataclasses, whose fields share one level of flags.
+    """Parse flags into instances of several dataclasses, whose fields share a level of flags.
 
-    parts: the dataclasses by name, as which their instances are returned. hidden: flags that the
-    help leaves out. Raises ValueError with one line where tyro would print a box and end the
-    process, and Shown after --help.
+    Args:
+        prog: command, for usage and errors.
+        parts: dataclasses by name; the result has their instances by the same names.
+        arguments: flags to parse.
+        description: text of the help.
+        hidden: flags that the help leaves out.
+
+    Raises:
+        ValueError: with a single line, where tyro would print a box and end the process.
+        Shown: after --help.
     """
     import tyro
 
@@ -380,7 +389,7 @@ def parse_flags(
         # None leaves the type to tyro.
         return _text(info.type, texts[info.type]) if info.type in texts else None
 
-    # Without prefixes flags are short, but two of the same name would be one.
+    # Without prefixes flags are short, but two flags of the same name would collide.
     short = () if _names_meet(parts.values()) else (tyro.conf.OmitArgPrefixes,)
     config = (tyro.conf.FlagCreatePairsOff, *short)
     if {"--help", "-h"} & set(arguments):
@@ -394,7 +403,7 @@ def parse_flags(
         print(f"usage: {prog} [--help] [OPTIONS]\n\n{description}\n\n{told}".rstrip())
         raise Shown
     together = _together(parts, description)
-    # tyro prints its complaint and raises SystemExit.
+    # tyro prints its error and raises SystemExit.
     complaint = io.StringIO()
     try:
         with registry, contextlib.redirect_stderr(complaint):
@@ -409,13 +418,13 @@ def parse_flags(
 
 
 _PLAIN = ("builtins", "pathlib", "types", "typing")
-"""Modules of types that tyro reads by itself."""
+"""Modules of types that tyro parses by itself."""
 
 
 def _texts(kinds: Iterable[Any]) -> Mapping[type[Any], Callable[[str], Any]]:
-    """Return the readers of fields that are written as text, by their types.
+    """Return the parsers of fields with a text form, by type.
 
-    Commands whose flags are plain need none, and are not to wait for torch.
+    Commands with plain flags need none, and must not wait for torch.
     """
     hints = [hint for kind in kinds for hint in typing.get_type_hints(kind).values()]
     named = [one for hint in hints for one in (hint, *typing.get_args(hint))]
@@ -429,10 +438,10 @@ def _texts(kinds: Iterable[Any]) -> Mapping[type[Any], Callable[[str], Any]]:
 def _together(
     parts: Mapping[str, Any], description: str, left_out: Collection[str] = ()
 ) -> type[Any]:
-    """Several dataclasses as one, as tyro is to see them. left_out: fields without help."""
+    """Return several dataclasses as a single class for tyro. left_out: fields without help."""
     import tyro
 
-    # name="": the parts are dataclasses in a dataclass, whose names are to be in no flag.
+    # name="": the parts are nested dataclasses, whose names must not appear in flags.
     fields = [
         (name, Annotated[_with_texts(kind, left_out), tyro.conf.arg(name="")])
         for name, kind in parts.items()
@@ -443,7 +452,7 @@ def _together(
 
 
 def _text(kind: type[Any], parse: Callable[[str], Any], optional: bool = False) -> Any:
-    """How a field is read that is written as text. optional: or None."""
+    """Return the tyro specification of a field with a text form. optional: None is allowed."""
     import tyro
 
     def read(texts: list[str]) -> Any:
@@ -459,9 +468,9 @@ def _text(kind: type[Any], parse: Callable[[str], Any], optional: bool = False) 
 
 
 def _with_texts(kind: type[Any], left_out: Collection[str] = ()) -> type[Any]:
-    """The dataclass as tyro is to see it. left_out: fields that no help tells of.
+    """Return the dataclass in the form that tyro needs. left_out: fields without help.
 
-    A setting or None would be a choice of subcommands to it, and not a text.
+    tyro would take a setting or None for a choice of subcommands, and not for a text.
     """
     import tyro
 
@@ -475,7 +484,7 @@ def _with_texts(kind: type[Any], left_out: Collection[str] = ()) -> type[Any]:
         if inner:
             annotated = Annotated[annotated, _text(inner[0], texts[inner[0]], optional=True)]
         given: Any = field
-        # What no help tells of is not asked for in it either.
+        # A field that the help leaves out must not be required either.
         if name in left_out and _is_required(field):
             annotated = annotated | None
             given = dataclasses.field(default=None)
@@ -486,7 +495,7 @@ def _with_texts(kind: type[Any], left_out: Collection[str] = ()) -> type[Any]:
     if not changed:
         return kind
     return dataclasses.make_dataclass(
-        # Where a default is put first, the fields that need a value may follow it all the same.
+        # kw_only permits required fields after a field that got a default above.
         kind.__name__,
         changed,
         bases=(kind,),
@@ -500,23 +509,23 @@ def _is_required(field: dataclasses.Field[Any]) -> bool:
 
 
 def _instance(kind: type[Any], parsed: Any) -> Any:
-    """What was parsed as `_with_texts`, of the dataclass itself."""
+    """Return an instance of the dataclass itself for an instance of its `_with_texts` form."""
     if type(parsed) is kind:
         return parsed
     return kind(**{field.name: getattr(parsed, field.name) for field in dataclasses.fields(kind)})
 
 
 _OF_USERS = {"task": "parameter", "strategy": "field", "world": "field"}
-"""The parts that may be of a user's own, and what makes a flag there."""
+"""Parts that may be a user's own, and the kind of name that becomes a flag there."""
 
 
 def _check_own_names(parts: dict[str, Any]) -> None:
-    """Raises ValueError if two parts have a flag of the same name."""
+    """Raise ValueError if two parts have a flag of the same name."""
     names = {
         part: {field.name for field in dataclasses.fields(kind)} for part, kind in parts.items()
     }
     for part, what in _OF_USERS.items():
-        # dure's own parts share no name; what a user writes may meet any of them.
+        # dure's own parts have distinct names; a user's part may collide with any of them.
         others = set().union(*(own for other, own in names.items() if other != part))
         for name in sorted(names.get(part, set()) & others):
             owner = "the task" if part == "task" else parts[part].__name__
@@ -526,9 +535,9 @@ def _check_own_names(parts: dict[str, Any]) -> None:
 
 
 def _names_meet(kinds: Iterable[Any]) -> bool:
-    """Whether a field of a dataclass inside one of these has the name of another flag.
+    """Return whether a field of a nested dataclass has the name of another flag.
 
-    Then flags keep their prefixes.
+    Flags then keep their prefixes.
     """
     hints = [hint for kind in kinds for hint in typing.get_type_hints(kind).items()]
     inner = [
@@ -542,9 +551,9 @@ def _names_meet(kinds: Iterable[Any]) -> bool:
 
 
 def _complaint(box: str) -> str:
-    """What tyro says in a box of many lines, in one line.
+    """Return tyro's error box as a single line.
 
-    That is its first paragraph, and the flag that was perhaps meant.
+    The line has the first paragraph, and the flag that tyro suggests.
     """
     plain = re.sub(
         r"\x1b\[[0-9;]*m", "", box
@@ -553,7 +562,7 @@ def _complaint(box: str) -> str:
     lines = [line.strip(" │") for line in plain.splitlines()[1:]]
     if not lines[0].strip("-"):
         del lines[0]
-    # The first paragraph ends at a line that is empty, or of which only the box is left.
+    # The first paragraph ends at an empty line, or at a line with only the edge of the box.
     end = next((i for i, line in enumerate(lines) if not line.strip("─-╰╯")), len(lines))
     meant = next((line.split()[0] for line in lines[end:] if re.match("--[a-z]", line)), None)
     is_guess = any(line.startswith("Perhaps you meant") for line in lines)
@@ -561,9 +570,9 @@ def _complaint(box: str) -> str:
 
 
 def options_of_task(reference: str) -> type[Any]:
-    """The task's own options as a dataclass: the parameters of the function that makes it.
+    """Return the task's options as a dataclass, from the parameters of its factory.
 
-    A parameter without default may be left out here: `load_task` says better what is missing.
+    A parameter without a default is optional here: the error of `load_task` is clearer.
     """
     import inspect
 
@@ -577,7 +586,7 @@ def options_of_task(reference: str) -> type[Any]:
             # *arguments and **options have no names to make flags of.
             if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
                 continue
-            # None says that it was not given (`given_options`).
+            # None means that the option was not given (`given_options`).
             if parameter.default is parameter.empty:
                 fields.append((name, hints.get(name, str) | None, None))
             else:
@@ -588,7 +597,7 @@ def options_of_task(reference: str) -> type[Any]:
 
 
 def given_options(options: Any) -> dict[str, Any]:
-    """The options that were given; those left out keep the default of the task's function."""
+    """Return the given options; others keep the default of the task's function."""
     values = {
         field.name: (getattr(options, field.name), field.default)
         for field in dataclasses.fields(options)
@@ -596,6 +605,6 @@ def given_options(options: Any) -> dict[str, Any]:
     return {
         name: value
         for name, (value, default) in values.items()
-        # None where None is the default was not given, or would change nothing.
+        # None with a default of None was not given, or would change nothing.
         if value is not None or default is not None
     }

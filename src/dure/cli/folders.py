@@ -1,7 +1,7 @@
-"""`dure list` and `dure show`: which runs there are, and what one of them was and came to.
+"""`dure list` and `dure show`: list runs, and show a run's settings and results.
 
-Both read what folders say, as data: nothing of a task is imported, and nothing is loaded that would
-take longer than to answer. A run that somebody trains is known by its lock (`dure.record.lock`).
+Both read folders as data: no code of a task is imported, and no module that loads slowly. The lock
+of a run shows whether a process is training it (`dure.record.lock`).
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ if TYPE_CHECKING:
     from dure.report.runs import Result
 
 _DEPTH = 3
-"""Folders in folders, down to which runs are looked for."""
+"""Levels of subfolders that are searched for runs."""
 
 _TAIL = 4096
-"""Bytes at the end of a history, in which its last line is."""
+"""Bytes at the end of a history that contain its last line."""
 
 
 @dataclass(frozen=True)
 class ListOptions:
-    """How to list.
+    """Options of the list of runs.
 
     Args:
         json: print a list of objects as JSON on standard output.
@@ -49,17 +49,17 @@ class ListOptions:
 
 @dataclass(frozen=True)
 class ShowOptions:
-    """How to show.
+    """Options of a run's description.
 
     Args:
-        json: print what was asked and what came out as JSON on standard output.
+        json: print settings and results as JSON on standard output.
     """
 
     json: bool = False
 
 
 def list_runs(given: list[str]) -> int:
-    """`dure list [FOLDER ...]`: a line a run, the newest last."""
+    """Run `dure list [FOLDER ...]`: print a line for each run, the newest last."""
     names, flags = names_before_flags(given)
     usage = "dure list [FOLDER ...]"
     how: ListOptions = parse_flags(
@@ -84,7 +84,7 @@ def list_runs(given: list[str]) -> int:
 
 
 def show(given: list[str]) -> int:
-    """`dure show RUN`: what was asked, what came out, and what may be done with it."""
+    """Run `dure show RUN`: print the settings, the results, and commands for the next step."""
     names, flags = names_before_flags(given)
     usage = "dure show RUN"
     how: ShowOptions = parse_flags(
@@ -113,7 +113,7 @@ def show(given: list[str]) -> int:
 
 
 def runs_below(root: Path, depth: int = _DEPTH) -> Iterator[Path]:
-    """The run folders in a folder, itself among them."""
+    """Yield the run folders in a folder, or the folder itself if it is a run folder."""
     if (root / "config.json").is_file():
         yield root
         return
@@ -126,9 +126,9 @@ def runs_below(root: Path, depth: int = _DEPTH) -> Iterator[Path]:
 
 
 def listed(folder: Path) -> dict[str, Any]:
-    """A run as JSON: folder, label, task, system, seed, state, step, metric, seconds, begun.
+    """Return a run as JSON: folder, label, task, system, seed, state, step, metric, seconds, begun.
 
-    value: of the best model, where one was chosen.
+    value: of the best model if one was chosen, else of the last.
     """
     config = _read(folder / "config.json")
     summary = _read(folder / "summary.json")
@@ -150,7 +150,7 @@ def listed(folder: Path) -> dict[str, Any]:
 
 
 def _state(folder: Path, summary: Mapping[str, Any], last: Mapping[str, Any]) -> str:
-    """ "running", "interrupted", "done (epochs)", "killed" or "not begun"."""
+    """Return "running", "interrupted", "done (epochs)", "killed" or "not begun"."""
     if is_held(folder):
         return "running"
     ended = text_of(summary.get("ended"))
@@ -160,7 +160,7 @@ def _state(folder: Path, summary: Mapping[str, Any], last: Mapping[str, Any]) ->
 
 
 def _metric(summary: Mapping[str, Any]) -> str | None:
-    """What to judge a run by."""
+    """Return the main metric of a run; None without metrics."""
     names = [
         name
         for name in mapping(summary.get("best"))
@@ -180,7 +180,7 @@ def _task(config: Mapping[str, Any]) -> str:
 
 
 def _read(path: Path) -> Mapping[str, Any]:
-    """What a JSON file of a folder holds; nothing where it is missing or damaged."""
+    """Return the content of a JSON file; {} if it is missing or damaged."""
     try:
         value = json.loads(contents(path))
     except (OSError, ValueError, RecursionError):
@@ -189,7 +189,7 @@ def _read(path: Path) -> Mapping[str, Any]:
 
 
 def _last_line(path: Path) -> Mapping[str, Any]:
-    """The last whole line of a history; of a killed run the very last may be half a one."""
+    """Return the last complete line of a history; a killed run may leave an incomplete line."""
     try:
         with opened(path) as file:
             file.seek(max(os.fstat(file.fileno()).st_size - _TAIL, 0))
@@ -253,7 +253,7 @@ def _result(run: Mapping[str, Any]) -> str:
 
 
 def _facts(folder: Path) -> Iterator[tuple[str, str]]:
-    """What there is to say of a run: pairs of a word and a text."""
+    """Yield the description of a run: pairs of a name and a text."""
     from dure.report import federated, pipeline, privacy
     from dure.report.read import read_run
     from dure.report.repeat import command, settings
@@ -317,7 +317,7 @@ def _with_options(config: Mapping[str, Any]) -> str:
 
 
 def _next(folder: Path, state: str) -> str:
-    """What a run in this state is good for."""
+    """Return commands that apply to a run in this state."""
     if state.startswith("done"):
         return f"dure predict {folder} INPUT, dure report {folder}"
     if state == "running":

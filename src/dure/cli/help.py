@@ -1,7 +1,7 @@
-"""Help in groups: what belongs to the system, the task, the world, the limits, the run, the output.
+"""Help in groups: flags of the system, the task, the world, the limits, the run, the output.
 
-The lines are tyro's own, in which it tells of a dataclass. What does not apply to what was named is
-left out: it is still understood, so that whoever gives it is told why it is no use.
+The lines are tyro's own help for a dataclass. Flags that do not apply to the named system or task
+are left out of the help, but still parsed, so that using them gives an explanatory error.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ TITLES = {
     "how": "run",
     "hears": "output",
 }
-"""What a part of the flags is called, where its name is another."""
+"""Titles of parts of the flags, if they differ from the part's name."""
 
 OUTPUT = ("evaluate_every", "checkpoint_every", "label", "out", "json", "track")
-"""Of how to run: what is written, and when."""
+"""Options of a run that concern its output."""
 
 _ORDER = ("system", "task", "world", "limits", "run", "output")
 
@@ -31,10 +31,10 @@ def grouped(
     hidden: Collection[str],
     help_of: Callable[[type[Any], Collection[str]], str],
 ) -> str:
-    """The flags of all groups, one below the other.
+    """Return the help of all groups, in sequence.
 
-    parts: dataclasses by the names of their parts. hidden: fields that do not apply. help_of: the
-    help of a dataclass without some fields, as tyro has it.
+    parts: dataclasses by the names of their parts. hidden: fields that do not apply. help_of:
+    function that returns tyro's help of a dataclass without some fields.
     """
     texts: dict[str, list[str]] = {}
     for part, kind in parts.items():
@@ -50,16 +50,16 @@ def grouped(
 
 
 def _box(text: str, heading: str) -> str:
-    """The flags of a help text under their heading, without the flag that asked for it."""
+    """Return the flags of a help text under their heading, without --help itself."""
     lines = [line.rstrip(" │|").lstrip("│|") for line in text.splitlines()]
-    # tyro draws a box where it can, and a rule below the heading where it cannot: neither is kept.
+    # tyro draws a box or, without Unicode, a rule below the heading: both are removed.
     first = next(place for place, line in enumerate(lines) if "-h, --help" in line)
     flags = [line for line in lines[first + 1 :] if line.strip(" ╰─╯+-")]
     return "\n".join([heading, *flags, "", ""])
 
 
 def captured(program: Callable[[], Any]) -> str:
-    """What a program prints before it exits."""
+    """Return the standard output of a program until it exits."""
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):
         program()

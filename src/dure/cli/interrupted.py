@@ -1,8 +1,8 @@
-"""Ctrl-C on the command line: a line, exit status 130, and nothing left, whenever it comes.
+"""Ctrl-C on the command line: a line, exit status 130, and no leftovers, at any moment.
 
-Python raises KeyboardInterrupt wherever it is. Inside an import, which is most of a command's first
-seconds, that does not end well: libraries in C take it for a failure of their own, or for nothing
-at all. There the process ends at once instead, as long as it has made nothing that it would have to
+Python raises KeyboardInterrupt at any instruction. Inside an import, which takes most of a
+command's first seconds, this is unsafe: C libraries take it for a failure of their own, or ignore
+it. There the process exits at once instead, as long as it has made nothing that it would have to
 remove.
 """
 
@@ -18,18 +18,18 @@ from contextlib import contextmanager
 from types import FrameType
 
 STATUS = 130
-"""Exit status of a command that Ctrl-C has ended: 128 and the number of SIGINT."""
+"""Exit status of a command ended by Ctrl-C: 128 and the number of SIGINT."""
 
 _IMPORTS = "<frozen importlib._bootstrap>"
 _OWN_FILE = "dure_file_"
-"""How the names of modules begin that are a user's own files (`dure.references`)."""
+"""Prefix of the names of modules that are a user's own files (`dure.references`)."""
 
 
 @contextmanager
 def interrupts_end_imports() -> Iterator[None]:
-    """Within the block Ctrl-C inside an import ends the process; elsewhere it raises as usual.
+    """Context manager: Ctrl-C inside an import exits the process; elsewhere it raises as usual.
 
-    Not where somebody else handles it, as nohup and a shell's background do.
+    Has no effect if SIGINT has another handler, as under nohup or in a shell's background.
     """
     if not _handled_by(signal.default_int_handler):
         yield
@@ -44,7 +44,7 @@ def interrupts_end_imports() -> Iterator[None]:
 
 @contextmanager
 def interrupts_raise() -> Iterator[None]:
-    """Within the block Ctrl-C raises in imports too: there is something to remove."""
+    """Context manager: Ctrl-C raises in imports too, because there is something to remove."""
     if not _handled_by(_end_or_raise):
         yield
         return
@@ -57,7 +57,7 @@ def interrupts_raise() -> Iterator[None]:
 
 
 def leave_at_once(status: int) -> int:
-    """The status again, for a process that ends now: further signals no longer disturb it."""
+    """Return the status, for a process that ends now; after Ctrl-C, ignore further signals."""
     if status == STATUS:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -79,8 +79,10 @@ def _end_or_raise(number: int, frame: FrameType | None) -> None:
 
 
 def _imports(frame: FrameType | None) -> bool:
-    """Whether something is imported there, and no file of the user's own is run, which may have
-    begun something."""
+    """Return whether the stack is inside an import, but not inside a user's own file.
+
+    A user's file may have started something that has to be cleaned up.
+    """
     found = False
     while frame is not None:
         if str(frame.f_globals.get("__name__")).startswith(_OWN_FILE):
@@ -91,7 +93,7 @@ def _imports(frame: FrameType | None) -> bool:
 
 
 def _end_fork_server() -> None:
-    """It ends by itself, but only when it has imported torch."""
+    """Kill the fork server, which would otherwise end only after importing torch."""
     module = sys.modules.get("dure.worlds.processes.fork_server")
     pid = module.server.pid if hasattr(module, "server") else None  # type: ignore[union-attr]
     if pid is not None:

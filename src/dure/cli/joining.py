@@ -1,8 +1,8 @@
-"""What the terminal of a client shows.
+"""Terminal output of a client.
 
-On a terminal a live picture. Elsewhere lines, as a system's journal keeps them: one for each round,
-when it is known what became of its update, and one for what is out of the ordinary. Everything goes
-to standard error, but for the lines of `--json`, which are of every event.
+A terminal shows a live display. Other outputs get lines, as a service's journal stores them: a line
+for each round, when the outcome of its update is known, and a line for each unusual event. All
+output goes to standard error, except for the lines of `--json`, which cover every event.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ About = Mapping[str, object]
 
 
 class Joining:
-    """Shows what a client does. as_json: prints events as JSON lines on standard output."""
+    """Shows the activity of a client. as_json: print events as JSON lines on standard output."""
 
     def __init__(self, as_json: bool = False) -> None:
         self.as_json = as_json
@@ -38,7 +38,7 @@ class Joining:
         self._live: Live | None = None
         self._said = ""
         self._sent = ""
-        """The beginning of the line of the newest update, until it is known what became of it."""
+        """Beginning of the line of the newest update, until its outcome is known."""
 
     def __enter__(self) -> Joining:
         if not self.as_json and self.console.is_terminal:
@@ -57,7 +57,7 @@ class Joining:
                 self._live.stop()
 
     def __call__(self, what: str, about: About) -> None:
-        """Something has happened, such as ("training", {"round": 3})."""
+        """Handle an event, such as ("training", {"round": 3})."""
         with suppress(OSError):  # nobody listens any more
             self.picture.hears(what, about)
             if what == "moved":
@@ -72,7 +72,7 @@ class Joining:
                 self.console.print(text, markup=False, highlight=False)
 
     def _say(self, what: str, about: About, text: str) -> None:
-        """A plain line, where it is one of the few."""
+        """Print a plain line for an event that deserves a line."""
         if what == "sent":
             self._sent = f"round {_round(about)}: sent {_size(about)}; "
         if what in _ON_THE_WAY:
@@ -80,25 +80,25 @@ class Joining:
         if what == "settled":
             text = self._sent + text
             self._sent = ""
-        # A server that is away is told once, and not at each attempt.
+        # An unreachable server is reported once, and not at each attempt.
         if text.partition(";")[0] != self._said:
             print(f"dure: {text}", file=sys.stderr, flush=True)
         self._said = text.partition(";")[0]
 
 
 _LASTING = ("checked in", "failed", "left", "over", "refused", "trust")
-"""What stays to be read on a terminal."""
+"""Events whose lines stay on a terminal."""
 
 _ON_THE_WAY = ("fetching", "training", "sending", "sent", "ready", "answering", "measuring")
-"""What the line of a round says after it."""
+"""Events that the line of the round covers later."""
 
 
 @dataclass
 class Picture:
-    """What a client is at, for its terminal.
+    """Current activity of a client, for its terminal.
 
-    moved, whole: bytes of the transfer that goes on, where one does. outcomes: how many updates
-    counted, and how many did not.
+    moved, whole: transferred and total bytes of the current transfer. outcomes: number of updates
+    that counted (True) and did not count (False).
     """
 
     doing: str = "reaching the server"
@@ -111,7 +111,7 @@ class Picture:
     spinner: Spinner = field(default_factory=lambda: Spinner("dots"))
 
     def hears(self, what: str, about: About) -> None:
-        """Something has happened."""
+        """Update the state from an event."""
         if what == "moved":
             self.moved = float(str(about["bytes"]))
             return
@@ -136,7 +136,7 @@ class Picture:
                 self.doing = what
 
     def drawn(self) -> RenderableType:
-        """As rich has it."""
+        """Return the display for rich."""
         words = self.doing if self.round is None else f"round {self.round} · {self.doing}"
         row = Table.grid(padding=(0, 1))
         cells: list[RenderableType] = [self.spinner, Text(words)]
@@ -150,7 +150,7 @@ class Picture:
         return Group(row, Text(f"  {self._record()}", style="dim"))
 
     def _record(self) -> str:
-        """1 h 05 min · 12 updates counted, 1 did not · the update counts."""
+        """Return a text such as "1 h 05 min · 12 updates counted, 1 did not · last: …"."""
         counted = self.outcomes[True]
         did_not = self.outcomes[False]
         updates = f"{counted} {'update' if counted == 1 else 'updates'} counted"
@@ -161,7 +161,7 @@ class Picture:
 
 
 def in_words(what: str, about: About) -> str:
-    """An event in a line, in which a server's words are no more than words."""
+    """Return an event as a line, without control characters from a server's words."""
     return printable(_in_words(what, about))
 
 
@@ -205,5 +205,5 @@ def _size(about: About) -> str:
 
 
 def _round(about: About) -> int:
-    """As people count, from 1."""
+    """Return the round as readers count it, from 1."""
     return int(str(about["round"])) + 1

@@ -1,7 +1,7 @@
-"""The command line. `dure --help` says what there is.
+"""The `dure` command and its subcommands; `dure --help` lists them.
 
-Nothing heavy is imported before it is needed: the help, and a mistyped name, are answered without
-torch. Exit status: 0 done, 1 a run failed, 2 the input has to change, 130 ended by Ctrl-C.
+Heavy modules are imported on demand: the help, and the error for a mistyped name, need no torch.
+Exit status: 0 success, 1 a failed run, 2 invalid input, 130 ended by Ctrl-C.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ DEBUG = "--debug"
 
 
 def usage() -> str:
-    """The text of `dure --help`."""
+    """Return the text of `dure --help`."""
 
     def listed(entries: dict[str, str]) -> str:
         return "\n".join(f"  {name:<16} {summary}" for name, summary in entries.items())
@@ -153,10 +153,10 @@ def usage() -> str:
 
 
 def usage_of_train() -> str:
-    """The text of `dure train --help`."""
+    """Return the text of `dure train --help`."""
 
     def listed(names: Iterable[str]) -> str:
-        # The first line is as far to the right as the others, behind its word.
+        # The first line is indented like the others, behind its word.
         return textwrap.fill(
             ", ".join(names),
             100,
@@ -169,16 +169,16 @@ def usage_of_train() -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns the exit status."""
+    """Run the command line, and return the exit status."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     debug = DEBUG in given
-    # Taken out here: it may stand anywhere, and no command has to know it.
+    # Removed here: the flag may be anywhere, and no command has to know it.
     given = [argument for argument in given if argument != DEBUG]
-    # OpenMP's threads spin for milliseconds before they give their core back, and starve others
-    # that need it. Set before torch loads OpenMP, which reads it then, and for ranks to inherit.
+    # OpenMP's threads spin for milliseconds before they release their core, and starve others that
+    # need it. Set before torch loads OpenMP, which reads it then, and inherited by ranks.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     in_huge_pages(os.environ)
-    # Started without standard streams, as by a daemon, the first socket would get their number.
+    # Without standard streams, as under a daemon, the first socket would get their number.
     open_streams()
     try:
         with interrupts_end_imports(), _warnings_in_a_line():
@@ -188,11 +188,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return STATUS
     except Shown:  # --help
         return 0
-    # Not only Exceptions: code of the user's own may raise SystemExit, which would end the process
-    # as if all were well.
+    # Not only Exception: user code may raise SystemExit, which would end the process with the
+    # status of success.
     except BaseException as error:
         if isinstance(error, BrokenPipeError) and nobody_reads(1):  # `dure --help | head`
-            # Python flushes standard output once more at its end, and would complain there.
+            # Python flushes standard output once more at its end, and would fail there.
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             return 0
         if debug:
@@ -200,8 +200,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The worker's own traceback, from the process in which it failed.
         if debug and isinstance(error, WorkerFailedError) and error.traceback:
             print(error.traceback, file=sys.stderr)
-        # Foreseen: the text says what to do. That of a worker says what the user's own code raised,
-        # of which the traceback says more.
+        # Expected errors say what to do. The error of a worker quotes the user's own code, whose
+        # traceback says more.
         foreseen = isinstance(error, (DureError, ValueError, ImportError))
         own = foreseen and not isinstance(error, WorkerFailedError)
         text = (foreseen and text_of(error).strip()) or _said_of(error)
@@ -218,7 +218,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _said_of(error: BaseException) -> str:
-    """Describe an error that nobody foresaw; of a file by its path, shortened, and the reason."""
+    """Describe an unexpected error; for a file, by its shortened path and the reason."""
     if not isinstance(error, OSError) or not error.strerror:
         return described(error)
     if error.filename is not None:
@@ -231,7 +231,7 @@ def _said_of(error: BaseException) -> str:
 
 
 def _forget_what_was_printed() -> None:
-    """Let Python not complain again, at its end, of standard output that cannot be written."""
+    """Redirect an unwritable standard output, so that Python's final flush does not fail again."""
     try:
         sys.stdout.flush()
     except (OSError, ValueError):
@@ -240,13 +240,13 @@ def _forget_what_was_printed() -> None:
 
 @contextmanager
 def _warnings_in_a_line() -> Iterator[None]:
-    """Warnings of dure's own are told in one line; others as Python has it."""
+    """Context manager: print dure's own warnings as a single line; leave others unchanged."""
     plain = warnings.formatwarning
 
     def told(
         message: Any, category: Any, filename: str, lineno: int, line: str | None = None
     ) -> str:
-        # It speaks to the one who typed the command, in which no line of Python is to blame.
+        # The reader typed a command, so a line of Python code would not help.
         own = Path(filename).is_relative_to(Path(__file__).parents[1])
         return f"dure: {message}\n" if own else plain(message, category, filename, lineno, line)
 
@@ -290,13 +290,13 @@ def _dispatch(given: list[str]) -> int:
     if given[0] == "train" and asks:
         print(usage_of_train(), end="")
         return 0
-    # What flags there are depends on what nobody has named yet.
+    # The flags depend on the system and task, which are not named yet.
     if given[0] in ("serve", "join", "personalise", "replay") and asks:
         print(usage(), end="")
         return 0
     if given[0] in _NAMELESS and asks:
         what, parts, description = _NAMELESS[given[0]]
-        # Prints the help and raises Shown, which `main` answers.
+        # Prints the help and raises Shown, which `main` handles.
         parse_flags(f"dure {given[0]} {what}", parts, ["--help"], description)
     if given[0] not in commands:
         raise ValueError(f"there is no command {given[0]!r}{suggestion(given[0], commands)}")
@@ -312,10 +312,10 @@ _NAMELESS: dict[str, tuple[str, dict[str, Any], str]] = {
     "report": ("RUN ...", {"how": ReportOptions}, "Write a report."),
     "bench": ("all-reduce", {"how": BenchOptions}, "All-reduce, side by side in one run."),
 }
-"""What these commands take whatever is named: usage, parts of the flags, description."""
+"""Commands whose flags do not depend on names: usage, parts of the flags, description."""
 
 _UNFORKED = ("threads", "simulated")
-"""Worlds of one process, also for systems whose ranks are forked elsewhere."""
+"""Worlds of a single process, even for systems whose ranks are forked elsewhere."""
 
 
 def _train(given: list[str]) -> int:
@@ -332,14 +332,14 @@ def _train(given: list[str]) -> int:
     reference, system = names
     check_names(reference, [system])
     built_in = catalog.SYSTEMS.get(system)
-    # Before the imports below: the server loads torch while this process does.
+    # Before the imports below: the server loads torch in parallel.
     if built_in is not None and built_in.forks and value_of("--world", flags) not in _UNFORKED:
         start_fork_server()
     from dure.cli.worlds import not_offered, options_of, world_of
     from dure.run.registry import strategy_class
     from dure.tasks.builtin import load_task
 
-    # The class is enough to make flags of; an instance is what they come to.
+    # The class is enough to make flags; parsing creates the instance.
     kind = strategy_class(system)
     parts = {
         "strategy": kind,
@@ -363,7 +363,7 @@ def _train(given: list[str]) -> int:
     task = how.with_weights(asked["learning"].of(task))
     strategy: Strategy = asked["strategy"]
     world = world_of(strategy, asked["world"])
-    # A new folder has the time in its name: started again, the job would not find it.
+    # The name of a new folder contains the time: a restarted job would not find it.
     if how.out is None and world.starts_again:
         raise ValueError(
             "torchrun may start this job again: say with --out which folder it goes on with"
@@ -377,7 +377,7 @@ def _train(given: list[str]) -> int:
         return show_run(
             partial(train, task, strategy, world, stop, out=out, **how.of_train()),
             stop,
-            # Ranks of torchrun that do not lead train as well, and say nothing.
+            # Other ranks of torchrun train as well, and print nothing.
             quiet=how.json or not world.leads,
             as_json=how.json and world.leads,
             folder=out,
@@ -407,7 +407,7 @@ def _bench(given: list[str]) -> int:
         "All-reduce, side by side in one run.",
     )
     how: BenchOptions = asked["how"]
-    # Before anything is measured: under torchrun each rank would start ranks of its own.
+    # Checked first: under torchrun each rank would start ranks of its own.
     if under_torchrun():
         raise ValueError("dure bench starts its own ranks: call it without torchrun")
     from dure.bench import options
@@ -438,7 +438,7 @@ def _bench(given: list[str]) -> int:
 
 
 def _cache_folder() -> Path:
-    """Where dure keeps what it has learned about this machine."""
+    """Return the folder of dure's measurements of this machine."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dure"
 
 

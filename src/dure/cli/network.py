@@ -1,7 +1,7 @@
 """`dure serve` and `dure join`: a federation over a network, from the command line.
 
-`dure serve --local` starts the clients too, as processes of this machine: the whole of it in one
-command.
+`dure serve --local` starts the clients too, as processes of this machine: a whole federation by a
+single command.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ if TYPE_CHECKING:
     from dure.contracts.task import Task
 
 HEARD = 1.0
-"""Seconds for which a client of --local may take to end by itself, once its server has ended."""
+"""Seconds that a client of --local gets to end by itself, after its server has ended."""
 
 ENDS = 5.0
-"""Seconds that it may take to end where it is told to."""
+"""Seconds that a client of --local gets to end after SIGTERM, and after SIGKILL."""
 
 
 @dataclass(frozen=True)
 class LocalOptions:
-    """Where the clients are.
+    """Option for local clients.
 
     Args:
         local: start the clients too, as processes of this machine, each with its part of the data.
@@ -56,14 +56,14 @@ class LocalOptions:
 
 @dataclass(frozen=True)
 class JoinOptions:
-    """How to take part.
+    """Options of a client.
 
     Args:
-        check: try network, certificate, disk and one batch, say what would be sent, and end.
-        approve: agree to take part in the run that the server serves, where policy.toml asks.
+        check: test network, certificate, disk and a batch, describe the data to be sent, and end.
+        approve: consent to the run that the server serves, if policy.toml requires consent.
         token_file: a file with the token of an invitation, or - for standard input; other users of
-            this machine can read what stands after --token.
-        json: print what happens as JSON lines on standard output.
+            this machine can read the argument of --token.
+        json: print events as JSON lines on standard output.
     """
 
     check: bool = False
@@ -73,7 +73,7 @@ class JoinOptions:
 
 
 def serve(given: list[str]) -> int:
-    """`dure serve TASK SYSTEM …`, or `dure serve --resume RUN`."""
+    """Run `dure serve TASK SYSTEM …`, or `dure serve --resume RUN`."""
     names, flags = names_before_flags(given)
     if not names and "--resume" in [flag.partition("=")[0] for flag in flags]:
         return _resumed(flags)
@@ -139,7 +139,7 @@ def serve(given: list[str]) -> int:
 
 
 def _resumed(flags: list[str]) -> int:
-    """`dure serve --resume RUN`; with --local its clients are started again, as they were."""
+    """Run `dure serve --resume RUN`; --local restarts its clients too."""
     with _ending() as ending:
 
         def hears(asked: Mapping[str, Any]) -> Hears:
@@ -160,7 +160,7 @@ def _resumed(flags: list[str]) -> int:
 
 @contextlib.contextmanager
 def _before_a_round(command: str, folder: Path) -> Iterator[None]:
-    """Who is interrupted while clients are waited for has no checkpoint, and can go on."""
+    """Context manager: after Ctrl-C before the first round, print the command that resumes."""
     try:
         yield
     except KeyboardInterrupt:
@@ -172,7 +172,7 @@ def _before_a_round(command: str, folder: Path) -> Iterator[None]:
 
 
 class Invites:
-    """Says how clients get to the server, as soon as that is where it is."""
+    """Prints the commands for clients, once the server's address is known."""
 
     def __init__(self, task: str, invited: bool, folder: Path, quiet: bool) -> None:
         self._task = task
@@ -193,13 +193,13 @@ class Invites:
 
 
 def _without_tls(url: str) -> str:
-    """The flag with which a client takes part without TLS over a network; empty on loopback."""
+    """Return the flag for joining without TLS over a network; empty on loopback."""
     return "" if is_loopback(urlsplit(url).hostname or "") else " --insecure"
 
 
 @contextlib.contextmanager
 def _ending() -> Iterator[contextlib.ExitStack]:
-    """What is started in the block ends with it. A request to end is like Ctrl-C."""
+    """Context manager: end what the block starts, and treat SIGTERM like Ctrl-C."""
     with contextlib.ExitStack() as ending:
         before = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
         ending.callback(signal.signal, signal.SIGTERM, before)
@@ -207,7 +207,7 @@ def _ending() -> Iterator[contextlib.ExitStack]:
 
 
 class Local:
-    """Starts a process for each client, as soon as the server says where it is."""
+    """Starts a process for each client, once the server's address is known."""
 
     def __init__(
         self,
@@ -238,7 +238,7 @@ class Local:
         command += [*self._flags, "--part", str(client), "--name", f"client {client}"]
         command += ["--state", str(state), *_without_tls(url).split()]
         with open(state / "output.txt", "ab", opener=opened_itself) as output:
-            # A group of its own: Ctrl-C goes to the server, and it ends its clients.
+            # A session of its own: Ctrl-C reaches only the server, which ends its clients.
             return subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
 
 
@@ -247,7 +247,7 @@ def _flag(name: str) -> str:
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Waits for clients that have heard of the end; those that have not are ended."""
+    """Wait for clients to end by themselves; then send SIGTERM, then SIGKILL."""
     for seconds, end in ((HEARD, None), (ENDS, signal.SIGTERM), (ENDS, signal.SIGKILL)):
         alive = [process for process in processes if process.poll() is None]
         if end is not None:
@@ -260,7 +260,7 @@ def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def join(given: list[str]) -> int:
-    """`dure join URL TASK …`."""
+    """Run `dure join URL TASK …`."""
     names, flags = names_before_flags(given)
     if len(names) != 2:
         raise ValueError("dure join URL TASK [options]: name a server and a task")
@@ -301,7 +301,7 @@ def join(given: list[str]) -> int:
 
 @contextlib.contextmanager
 def _stops(stop: threading.Event) -> Iterator[None]:
-    """The first Ctrl-C, or request to end, sets `stop`; the next one ends the process."""
+    """Context manager: the first SIGINT or SIGTERM sets `stop`; the next ends the process."""
 
     def ask(number: int, frame: object) -> None:
         if stop.is_set():

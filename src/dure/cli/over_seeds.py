@@ -1,4 +1,4 @@
-"""The table of runs that differ in their seed alone: a row a system, and how each number is spread.
+"""Table of statistics over runs that differ only in their seed: a row for each system.
 
 0.9512 ±0.0031 [0.9480, 0.9544]      mean, deviation, and the 95 % interval of the mean
 """
@@ -17,14 +17,14 @@ from dure.cli.show import Column, best_and_last, columns, competes, is_last, not
 from dure.record.spread import Spread, spread
 
 Group = Sequence[dict[str, Any]]
-"""Summaries of runs that differ in their seed alone."""
+"""Summaries of runs that differ only in their seed."""
 
 _LEFT_OUT = ("epochs", "peak memory", "simulated in", "shuffle time", "idle (over busy)")
-"""Columns of single runs that say little over seeds; the report and summary.json have them."""
+"""Columns of single runs without a table over seeds; report and summary.json have them."""
 
 
 def groups(summaries: Sequence[dict[str, Any]]) -> list[Group]:
-    """The summaries by system; none where no system has several seeds."""
+    """Return the summaries by system; [] if no system has several seeds."""
     found: dict[str, list[dict[str, Any]]] = {}
     for summary in summaries:
         found.setdefault(summary["label"], []).append(summary)
@@ -33,7 +33,7 @@ def groups(summaries: Sequence[dict[str, Any]]) -> list[Group]:
 
 
 def over_seeds(together: Sequence[Group]) -> list[dict[str, Any]]:
-    """The same as JSON: label, seeds, and each metric of the systems."""
+    """Return the statistics as JSON: label, seeds, and each metric of the systems."""
     told = []
     for group in together:
         names = dict.fromkeys(name for one in group for name in one["best"])
@@ -53,9 +53,9 @@ def over_seeds(together: Sequence[Group]) -> list[dict[str, Any]]:
 
 
 def table_over_seeds(together: Sequence[Group]) -> Table:
-    """A row a system; the best mean of every column in bold.
+    """Return a row for each system; the best mean of every column is in bold.
 
-    Of a run whose best model was chosen, that one counts.
+    A run with a chosen best model counts with that model.
     """
     notes = notes_on([summary for group in together for summary in group])
     together = [[one for one in best_and_last(group) if not is_last(one)] for group in together]
@@ -86,7 +86,7 @@ def _spread(group: Group, value: Callable[[dict[str, Any]], float | None]) -> Sp
 
 
 def _best(column: Column, together: Sequence[Group]) -> float | None:
-    """The best mean of a column, where there is something to choose from."""
+    """Return the best mean of a column; None without differing means to compare."""
     heading, value, _, lower = column
     spreads = [_spread(group, value) for group in together if competes(group[0], heading)]
     means = [one.mean for one in spreads if one is not None]
@@ -96,12 +96,12 @@ def _best(column: Column, together: Sequence[Group]) -> float | None:
 
 
 def _written(found: Spread | None, text: Callable[[float], str], interval: bool) -> str:
-    """interval: whether it is told too, which takes room."""
+    """Return mean and deviation as text. interval: include the interval, which takes room."""
     if found is None:
         return "–"
     if found.deviation is None or found.low is None or found.high is None:
         return text(found.mean)
-    # What is the same under every seed, such as bytes, has no deviation to speak of.
+    # A value that is the same under every seed, such as bytes, has a deviation of 0.
     if not found.deviation:
         return text(found.mean)
     written = f"{text(found.mean)} ±{text(found.deviation)}"

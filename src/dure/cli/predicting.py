@@ -1,4 +1,4 @@
-"""`dure predict RUN INPUT ...`: what the trained model of a run says of inputs."""
+"""`dure predict RUN INPUT ...`: print the predictions of a run's trained model."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ ABOUT = (
 
 @dataclass(frozen=True)
 class PredictOptions:
-    """What to say.
+    """Options of predictions.
 
     Args:
-        task: the task, path/to/file.py:name, where the run was not begun here and its task is not
-            one of dure's own.
+        task: the task, path/to/file.py:name, if the run was not begun here and its task is not
+            built in.
         out: a file for all outputs, npy.
         json: print outputs, and probabilities of classes, as JSON on standard output.
-        last: take the last model, also where a validation set has chosen a better one.
+        last: use the last model, even if a validation set has chosen a better model.
     """
 
     task: str | None = None
@@ -42,9 +42,9 @@ class PredictOptions:
 
 
 def main(given: list[str]) -> int:
-    """A line an input: the likeliest classes, or the outputs."""
+    """Print a line for each input: the likeliest classes, or the outputs."""
     names, flags = names_before_flags(given)
-    # - stands for standard input, and is no flag.
+    # - means standard input, and is no flag.
     while flags[:1] == ["-"]:
         names.append(flags.pop(0))
     if len(names) < 2 and "--help" not in flags:

@@ -1,4 +1,4 @@
-"""`dure roster`: who the clients of a federation are, signed by its owner, offline."""
+"""`dure roster`: the public keys of a federation's clients, signed by its owner, offline."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ Every command takes --help.
 
 @dataclass(frozen=True)
 class KeyOptions:
-    """Whose key.
+    """Folder of the key.
 
     Args:
-        state: the folder of a client, as for dure join; made where there is none.
+        state: the folder of a client, as for dure join; created if it is missing.
     """
 
     state: Path
@@ -36,12 +36,12 @@ class KeyOptions:
 
 @dataclass(frozen=True)
 class SignOptions:
-    """How to sign.
+    """Options of a signature.
 
     Args:
         key: the owner's private key, as dure roster owner makes it.
-        federation: how the owner calls what the roster is for.
-        days: for which the roster is good.
+        federation: the owner's name for the federation of the roster.
+        days: days for which the roster is valid.
         out: the file to write.
     """
 
@@ -53,10 +53,10 @@ class SignOptions:
 
 @dataclass(frozen=True)
 class ShowOptions:
-    """What to check.
+    """Options of the check.
 
     Args:
-        owner: public key or fingerprint of who has to have signed it; by default whoever has.
+        owner: public key or fingerprint of the required signer; by default any signer.
     """
 
     owner: str = ""
@@ -64,11 +64,11 @@ class ShowOptions:
 
 @dataclass(frozen=True)
 class NoOptions:
-    """There are none."""
+    """Options of a command without options."""
 
 
 def main(given: list[str]) -> int:
-    """Runs the command; returns the exit status. Raises ValueError for what cannot be done."""
+    """Run the command, and return the exit status. Raises ValueError for invalid arguments."""
     if not given or given[0] in ("--help", "-h"):
         print(USAGE, end="")
         return 0
@@ -130,7 +130,7 @@ def _show(names: list[str], how: ShowOptions) -> None:
 
 
 def _print_key(public: str) -> None:
-    """The key alone is what others copy; its fingerprint is what they compare."""
+    """Print the key, for copying, on standard output and its fingerprint on standard error."""
     from dure.wire.members import fingerprint
 
     print(public)

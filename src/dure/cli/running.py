@@ -1,4 +1,4 @@
-"""What commands that run something share: names, the run folder, the display, how it ended."""
+"""Shared parts of commands that run something: names, run folder, display, final output."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 Hears = Callable[[Mapping[str, Any]], None]
-"""Is told of each event of a run."""
+"""Function that receives each event of a run."""
 
 
 def _nothing(event: Mapping[str, Any]) -> None:
@@ -38,9 +38,10 @@ def resumed(
     parts: Mapping[str, Any] | None = None,
     hears: Callable[[Mapping[str, Any]], Hears] = lambda asked: _nothing,
 ) -> int:
-    """Goes on with a run.
+    """Resume a run, and return the exit status.
 
-    command: that was typed. parts: of more flags; hears: who is told, made of all flags.
+    command: the typed command. parts: further flags. hears: makes the receiver of events from all
+    flags.
     """
     asked = parse_flags(
         command,
@@ -86,9 +87,16 @@ def show_run(
     command: str = "dure train",
     hears: Hears = _nothing,
 ) -> int:
-    """Runs with a display, then says what came out and where it lies.
+    """Execute a run with a display, print its results and folder, and return the exit status.
 
-    command: that goes on with what was interrupted. hears: who else is told of each event.
+    Args:
+        run: function that trains, and takes `on_progress`.
+        stop: limits of the run, for the progress bar.
+        quiet: print no progress and no table.
+        as_json: print the summary as JSON on standard output.
+        folder: the run folder.
+        command: command that resumes an interrupted run.
+        hears: further receiver of each event.
     """
     from dure.cli.show import Display, error_console, table
 
@@ -101,7 +109,7 @@ def show_run(
 
             done = run(on_progress=told)
     except DureError as error:
-        # Where the input has to change (2), going on would fail in the same way.
+        # If the input has to change (2), resuming would fail in the same way.
         if error.exit_code == 1 and (folder / "checkpoint").is_dir():
             print(
                 f"dure: kept until its last checkpoint; go on with {command} --resume {folder}",
@@ -124,10 +132,9 @@ def show_run(
 
 
 def _say_facts(folder: Path) -> None:
-    """A line on what a run told of itself.
+    """Print lines about a run's pipeline, federation and privacy.
 
-    A pipeline tells its stages and bubble, a federation what came of its clients and what it
-    promises them.
+    Stages and bubble of a pipeline, outcomes of a federation's assignments, and privacy promises.
     """
     from dure.report import federated, pipeline, privacy
     from dure.report.read import read_run
@@ -139,7 +146,7 @@ def _say_facts(folder: Path) -> None:
 
 
 def check_names(reference: str, systems: list[str]) -> None:
-    """Mistyped names are answered before torch is loaded."""
+    """Check names of task and systems before torch is loaded. Raises ValueError."""
     if reference.endswith(".py"):
         raise ValueError(f"{reference} is a file: say which task in it, {reference}:NAME")
     if ":" not in reference and reference.replace("_", "-") not in catalog.TASKS:
@@ -152,15 +159,15 @@ def check_names(reference: str, systems: list[str]) -> None:
 
 
 def start_fork_server() -> None:
-    """It loads torch while this process does; under torchrun nobody forks."""
+    """Start the fork server, which loads torch in parallel; under torchrun no process forks."""
     if not under_torchrun():
         server.begins_with("dure.run.drive")  # which a rank runs, and this process imports later
         server.start()
 
 
 def one_line(text: str) -> str:
-    """A text in one line, as it may stand in a terminal."""
-    # A server or a folder that somebody sent may be quoted in it.
+    """Return a text as a single line that is safe for a terminal."""
+    # It may quote a server, or a folder from elsewhere.
     return printable(" ".join(line.strip() for line in text.splitlines() if line.strip()))
 
 
@@ -170,9 +177,9 @@ def file_name(task: Task) -> str:
 
 @contextmanager
 def run_folder(asked: Path | None, name: str) -> Iterator[Path]:
-    """The folder that was asked for, or a new one in runs/.
+    """Context manager: return the requested folder, or a new folder in runs/.
 
-    The new one is made at once, so that nobody else takes it.
+    The new folder is made at once, so that no other process takes it.
     """
     with interrupts_raise():
         made = asked is None or not asked.exists()
@@ -180,7 +187,7 @@ def run_folder(asked: Path | None, name: str) -> Iterator[Path]:
         try:
             yield folder
         except KeyboardInterrupt:
-            # Nothing was learned yet: there is nothing to go on with.
+            # No training has happened, so there is nothing to resume.
             with suppress(OSError):
                 if [each.name for each in folder.iterdir()] == ["config.json"]:
                     (folder / "config.json").unlink()
@@ -192,7 +199,7 @@ def run_folder(asked: Path | None, name: str) -> Iterator[Path]:
 
 
 def _remove_if_empty(folder: Path, made: bool) -> None:
-    """Removes a folder that was made here; what a run has written stays, and so does its folder."""
+    """Remove a folder that this command made, unless a run has written files into it."""
     if made:
         with suppress(OSError):  # something is in it
             folder.rmdir()
@@ -201,19 +208,19 @@ def _remove_if_empty(folder: Path, made: bool) -> None:
 
 
 _RUNS = Path("runs")
-"""Where folders are made that nobody has named."""
+"""Folder of run folders without a requested name."""
 
 
 def _new_folder(name: str) -> Path:
     wanted = _RUNS / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    # Under torchrun the others only need a path that is not None; they write nothing.
+    # Under torchrun the other ranks only need a path that is not None; they write nothing.
     if not leads_here():  # rank 0 makes it
         return wanted
     folder = wanted
     count = 1
     while True:
         try:
-            # mkdir fails if somebody else made it first: two runs of one second do not share it.
+            # mkdir fails if another process made it first: runs of the same second do not share it.
             folder.mkdir(parents=True)
         except FileExistsError:
             count += 1

@@ -1,4 +1,4 @@
-"""`dure replay`, `dure backup` and `dure personalise`: what can be done with what was served."""
+"""`dure replay`, `dure backup` and `dure personalise`: commands for served runs."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ReplayOptions:
-    """What a run names that is not dure's own.
+    """User code that the run names.
 
     Args:
-        task: the task, path/to/file.py:name, where the run was not begun here.
+        task: the task, path/to/file.py:name, if the run was not begun here.
         strategy: the class of the strategy, path/to/file.py:Name, likewise.
     """
 
@@ -29,12 +29,12 @@ class ReplayOptions:
 
 @dataclass(frozen=True)
 class PersonaliseOptions:
-    """How to train one's own model.
+    """Options of personalisation.
 
     Args:
         epochs: passes over the data.
-        batch_size: of a step.
-        seed: of the order of examples.
+        batch_size: examples of a step.
+        seed: seed of the order of examples.
     """
 
     epochs: int = 1
@@ -43,7 +43,7 @@ class PersonaliseOptions:
 
 
 def replay(given: list[str]) -> int:
-    """`dure replay RUN`: exit status 1 where the models that are made differ from the run's."""
+    """Run `dure replay RUN`; exit status 1 if recomputed models differ from the run's."""
     names, flags = names_before_flags(given)
     if len(names) != 1:
         raise ValueError("dure replay RUN: name the folder of a run that was served with --record")
@@ -72,7 +72,7 @@ def _where(found: Replayed) -> str:
 
 
 def backup(given: list[str]) -> int:
-    """`dure backup RUN TO`."""
+    """Run `dure backup RUN TO`."""
     if given in (["--help"], ["-h"]):
         print("dure backup RUN TO: copies the folder of a run, also while it is served")
         return 0
@@ -85,7 +85,7 @@ def backup(given: list[str]) -> int:
 
 
 def personalise(given: list[str]) -> int:
-    """`dure personalise DIR TASK`."""
+    """Run `dure personalise DIR TASK`."""
     names, flags = names_before_flags(given)
     if len(names) != 2:
         raise ValueError("dure personalise DIR TASK: name the folder of a client and a task")

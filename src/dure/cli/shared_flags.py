@@ -2,9 +2,9 @@
 
     dure compare digits fed-avg fed-prox,mu=0.1 --clients 20
 
-is the same as `fed-avg,clients=20 fed-prox,mu=0.1,clients=20`. What stands behind a system's name
-wins; a system that has no such setting is as it was, which is said; one that no system has is an
-error.
+is the same as `fed-avg,clients=20 fed-prox,mu=0.1,clients=20`. A setting behind a system's name
+takes precedence. A system without the setting is unchanged, with a note; a flag that no system has
+is an error.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from dure.errors import suggestion
 
 
 class Shared(NamedTuple):
-    """What the flags come to.
+    """Result of distributing flags over systems.
 
-    systems: with the settings that they share. flags: those that are left, of the comparison
-    itself. notes: a sentence for each flag that some systems have not. there: the flags that there
-    are for these systems.
+    systems: systems with the shared settings. flags: remaining flags, of the comparison itself.
+    notes: a sentence for each flag that some systems do not have. there: flags that these systems
+    have.
     """
 
     systems: list[str]
@@ -31,10 +31,10 @@ class Shared(NamedTuple):
 
 
 def shared(systems: Sequence[str], flags: Sequence[str], own: Collection[str]) -> Shared:
-    """Gives flags that are settings of systems to all that have them.
+    """Add flags that are settings of systems to all systems that have them.
 
-    own: names of the comparison's own flags. Raises ValueError for a flag that nobody has, and for
-    one without a value.
+    own: names of the comparison's own flags. Raises ValueError for a flag that no system has, and
+    for a flag without a value.
     """
     known = {system: settings_of(system) for system in systems}
     settings, left = _apart(flags, known, own)
@@ -55,7 +55,7 @@ def shared(systems: Sequence[str], flags: Sequence[str], own: Collection[str]) -
 def _apart(
     flags: Sequence[str], known: Mapping[str, Mapping[str, Any]], own: Collection[str]
 ) -> tuple[dict[str, str], list[str]]:
-    """(values of the systems' settings by name, the flags that are none)."""
+    """Return (values of the systems' settings by name, the other flags)."""
     defaults: dict[str, Any] = {}
     for one in known.values():
         defaults |= one
@@ -76,7 +76,7 @@ def _apart(
             value = waiting.pop(0)
         elif not equals and isinstance(defaults[name], bool):
             value = "true"
-        # A comma would begin the next setting, but for one in a list.
+        # A comma would begin the next setting, except inside a list.
         if not value or ("," in value and not value.startswith("[")):
             raise ValueError(f"{head} is a setting of systems, and has one value: {head} VALUE")
         settings[name] = value

@@ -1,8 +1,8 @@
-"""What the terminal shows: progress while a run goes, a table when it is done.
+"""Terminal output of runs: progress during a run, a table at its end.
 
-On a terminal a live line with bar, rate, loss, metrics and time left; elsewhere a plain line every
-few seconds. Everything goes to standard error, so that standard output holds nothing but what
-`--json` asks for.
+A terminal shows a live line with bar, rate, loss, metrics and time left; other outputs get a plain
+line every few seconds. All of this goes to standard error, so that standard output has only the
+content of `--json`.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from dure.report.words import duration
 from dure.run.progress import facts, fraction_done
 
 PLAIN_SECONDS = 2.0
-"""Between two lines of progress, where standard error is no terminal."""
+"""Seconds between two lines of progress, if standard error is no terminal."""
 
 NAMES_WIDTH = 40
-"""What the names of systems and worlds get at least, where columns are many."""
+"""Least width of the names of systems and worlds, if there are many columns."""
 
 
 def error_console() -> Console:
-    """Standard error; wide enough for a table where it is no terminal."""
+    """Return a console for standard error, wide enough for a table if it is no terminal."""
     console = Console(stderr=True)
     # A file or a pipe has no width; rich would take 80 columns and wrap the table.
     return console if console.is_terminal else Console(stderr=True, width=160)
 
 
 class _Bars(Progress):
-    """Bars of progress, and what is `below` them."""
+    """Progress bars, with a renderable `below` them."""
 
     def __init__(self, below: Callable[[], RenderableType | None], *columns: Any, **more: Any):
         self._below = below
@@ -56,7 +56,7 @@ class _Bars(Progress):
 
 
 class Display:
-    """Shows the progress of one run after another. quiet: shows nothing."""
+    """Shows the progress of runs, in sequence. quiet: show nothing."""
 
     def __init__(self, stop: Stop, quiet: bool = False) -> None:
         self.stop = stop
@@ -84,14 +84,14 @@ class Display:
     def __exit__(self, *error: object) -> None:
         if self.live.live.is_started:
             self.federation.ended = True
-            # The terminal may be gone; the run has ended well all the same.
+            # The terminal may be closed, but the run has ended successfully.
             with suppress(OSError):
                 self.live.stop()
 
     def __call__(self, label: str, event: dict[str, Any]) -> None:
-        """The run called `label` has come as far as `event` says.
+        """Show the progress of the run called `label`.
 
-        It goes on where nobody can be told any more.
+        A run continues if its output can no longer be written.
         """
         if self.quiet:
             return
@@ -101,7 +101,7 @@ class Display:
             self.quiet = True
 
     def _show(self, label: str, event: dict[str, Any]) -> None:
-        # What a server tells of its clients, and no progress of the run.
+        # News of a server about its clients, which is no progress of the run.
         if "unit" not in event:
             line = self.federation.hears(event)
             if line is not None and not self.console.is_terminal:
@@ -117,19 +117,19 @@ class Display:
             self._line(label, event, done)
             return
         if label not in self.tasks:
-            # Without a limit that is known in advance the bar only moves to and fro.
+            # Without a limit that is known in advance the bar is indeterminate.
             self.tasks[label] = self.live.add_task(
                 escape(label), total=None if done is None else 1.0, facts=""
             )
         said = facts(event)
         if self.federation.serves:
-            # It has many metrics, which have a line of their own there.
+            # A federation has many metrics, which get a line of their own.
             said, _, self.federation.model = said.partition(" · ")
         self.live.update(self.tasks[label], completed=done or 0.0, facts=said)
 
     def _line(self, label: str, event: dict[str, Any], done: float | None) -> None:
         ended = done is not None and done >= 1.0
-        # The last line should tell the final metrics, not those of an evaluation before.
+        # The last line shows the final metrics, not those of an earlier evaluation.
         if ended and event["evaluated"] != event["step"]:
             return  # the last evaluation is still to come
         if ended or time.monotonic() - self._printed > PLAIN_SECONDS:
@@ -139,7 +139,7 @@ class Display:
 
 
 def human_bytes(count: float) -> str:
-    """1,234,567 bytes as "1.23 MB"; powers of 1000."""
+    """Return bytes as text, 1,234,567 as "1.23 MB"; powers of 1000."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 999.5:  # which three digits would round to 1e+03
             return f"{count:.3g} {unit}"
@@ -152,7 +152,7 @@ _ROW = "row"
 
 
 def best_and_last(summaries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a summary for each row: two where a run's best model is not its last one."""
+    """Return a summary for each row: two where a run's best model is not its last."""
     rows = []
     for summary in summaries:
         chosen = summary.get("best_model", {})
@@ -168,13 +168,13 @@ def best_and_last(summaries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def is_last(summary: dict[str, Any]) -> bool:
-    """Return whether a row shows a last model beside which a better one is kept."""
+    """Return whether a row shows a last model beside which a better model is kept."""
     return summary.get(_ROW) == "last"
 
 
 def competes(summary: dict[str, Any], heading: str) -> bool:
     """Return whether a row can be marked as the best of a column."""
-    # Clients' own models are measured apart from their mean.
+    # Clients' own models are measured separately from their mean.
     of_mean = _is_metric(heading, summary) and not heading.startswith("personal ")
     means = of_mean and "mean_of" in summary
     return not means and not is_last(summary)
@@ -204,7 +204,7 @@ def notes_on(summaries: Sequence[dict[str, Any]]) -> list[str]:
                 f"{one['label']}: {len(facts['left'])} of {facts['took_part']['clients']} clients "
                 f"missing at the end (dure show names them)"
             )
-    # One task has one; what others train is not compared with it.
+    # A baseline belongs to a task; runs of different tasks show several.
     accuracies = {one.get("baseline", {}).get("test_accuracy") for one in summaries}
     known = sorted(accuracy for accuracy in accuracies if accuracy is not None)
     if known:
@@ -214,7 +214,7 @@ def notes_on(summaries: Sequence[dict[str, Any]]) -> list[str]:
 
 
 Column = tuple[str, Callable[[dict[str, Any]], float | None], Callable[[float], str], bool | None]
-"""Heading, value, text, whether a lower value is better; None where neither is."""
+"""Heading, value, text, and whether a lower value is better; None if no value is better."""
 
 
 def _number(name: str, summary: dict[str, Any]) -> float | None:
@@ -222,20 +222,19 @@ def _number(name: str, summary: dict[str, Any]) -> float | None:
 
 
 def _epsilon(summary: dict[str, Any]) -> float | None:
-    """What the run tells of anybody, where it has differential privacy."""
+    """Return the epsilon of a run with differential privacy, else None."""
     return cast("float | None", (summary.get("numbers") or {}).get("epsilon"))
 
 
 def _virtual(summary: dict[str, Any]) -> float | None:
-    """What a simulation's own clock shows; None of a run in real time."""
+    """Return a simulation's own clock; None for a run in real time."""
     return cast("float | None", (summary.get("numbers") or {}).get("virtual_seconds"))
 
 
 def _clocks(summaries: Sequence[dict[str, Any]]) -> list[Column]:
-    """How long the runs took. Real and virtual seconds, which do not compare, never share a column.
+    """Return columns of time; real and virtual seconds never share a column.
 
-    How long this machine had to simulate is told of simulations, and nothing is best in it: it is
-    the time of no system.
+    The real time of a simulation has no best value: it measures no system.
     """
 
     def real(summary: dict[str, Any]) -> float | None:
@@ -253,7 +252,7 @@ def _clocks(summaries: Sequence[dict[str, Any]]) -> list[Column]:
 
 
 def _shuffle(summaries: Sequence[dict[str, Any]]) -> list[Column]:
-    """What it cost to mix the data, where a run did: 0 for systems that need no mixed data."""
+    """Return columns of the cost of shuffling, if any run shuffled; 0 for systems without it."""
     if not any(summary.get("shuffle_bytes") for summary in summaries):
         return []
 
@@ -267,25 +266,25 @@ def _shuffle(summaries: Sequence[dict[str, Any]]) -> list[Column]:
 
 
 def _reached(name: str, summary: dict[str, Any]) -> float | None:
-    """Steps or rounds until the target; None where it was not reached, or not this run's."""
+    """Return the steps or rounds until the target; None if the run did not reach or have it."""
     return cast("float | None", summary["to_target"].get(name, {}).get("reached"))
 
 
 def _has_a_column(metric: str) -> bool:
-    """Of how a metric is spread over clients the worst tenth is shown, and nothing of a loss."""
+    """Return whether a metric has a column; of statistics over clients, only the worst tenth."""
     return not is_spread(metric) or (metric.endswith("_p10") and "loss" not in metric)
 
 
 def columns(summaries: Sequence[dict[str, Any]]) -> list[Column]:
-    """The columns of the table: the metrics that are there, then time, bytes and memory."""
-    # In order of first appearance; a metric that no run has at its end is left out.
+    """Return the columns of the table: metrics, then time, bytes and memory."""
+    # In order of first appearance, without metrics that no run has at its end.
     named = dict.fromkeys(name for summary in summaries for name in summary["best"])
     metrics = [
         name
         for name in named
         if any(summary.get(name) is not None for summary in summaries) and _has_a_column(name)
     ]
-    # What rises comes first, such as accuracies; the sort is stable, so the rest keeps its order.
+    # Rising metrics, such as accuracies, come first; the sort is stable for the rest.
     metrics.sort(key=lower_is_better)
     result: list[Column] = [
         (
@@ -304,7 +303,7 @@ def columns(summaries: Sequence[dict[str, Any]]) -> list[Column]:
         ("sent a worker", lambda s: s["bytes_sent_per_worker"], human_bytes, True),
         *_shuffle(summaries),
         ("peak memory", lambda s: s["peak_memory"], human_bytes, True),
-        # Nothing is best in it: who computes more is less idle.
+        # No best value: a slower computation is less idle.
         ("idle (over busy)", lambda s: s.get("idle_share"), idleness.written, None),
     ]
     targets = list(dict.fromkeys(name for summary in summaries for name in summary["to_target"]))
@@ -316,12 +315,10 @@ def columns(summaries: Sequence[dict[str, Any]]) -> list[Column]:
 
 
 def table(summaries: Sequence[dict[str, Any]], console: Console | None = None) -> Table:
-    """The runs, a row each; with more than one run the best value of every column in bold.
+    """Return the table of runs; with several runs the best value of every column is in bold.
 
-    A run whose best model was chosen has two rows: its best model, and its last one.
-
-    console: where it has to fit in. Columns for which there is no room are left out, and named
-    below.
+    A run with a chosen best model has two rows: its best model, and its last. console: bounds the
+    width. Columns that do not fit are left out, and named below the table.
     """
     notes = notes_on(summaries)
     summaries = best_and_last(summaries)
@@ -357,7 +354,7 @@ def with_notes(result: Table, notes: Sequence[str]) -> Table:
 
 
 def _width(column: Column, summaries: Sequence[dict[str, Any]]) -> int:
-    """What a column of numbers needs."""
+    """Return the width that a column of numbers needs."""
     heading, value, text, _ = column
     cells = [text(number) for number in map(value, summaries) if number is not None]
     return max(map(len, [*heading.split(), *cells]))
@@ -367,10 +364,10 @@ _NO_METRICS = ("epsilon", "epochs", "time", "virtual time", "sent a worker")
 
 
 def _least(shown: Sequence[Column]) -> int:
-    """The place of the column to leave out first.
+    """Return the index of the column to leave out first.
 
-    The order: idle time, memory, the time of simulating, of the shuffle, the last metric of
-    clients, the last of the model but for the first, epochs, bytes.
+    The order: idle time, memory, real time of simulations, shuffling, the last metric of clients,
+    the last metric of the model except for the first, epochs, bytes.
     """
     names = [heading for heading, *_ in shown]
     for name in (
@@ -393,7 +390,7 @@ def _least(shown: Sequence[Column]) -> int:
 def _table(
     summaries: Sequence[dict[str, Any]], shown: Sequence[Column], room: int | None = None
 ) -> Table:
-    """room: for the names of systems and worlds, where numbers take as little as they can."""
+    """Return the table. room: width of the names of systems and worlds, if numbers are packed."""
     result = Table(box=None, pad_edge=False, header_style="dim")
     places = list(map(_place, summaries))
     # The world gets a third of the room, or its longest word if that is longer, but no more than
@@ -418,7 +415,7 @@ def _table(
     for heading, value, _, lower in shown:
         competing = (one for one in summaries if competes(one, heading))
         present = [v for v in map(value, competing) if v is not None]
-        # Where all are equal nothing is best.
+        # Equal values have no best.
         compares = lower is not None and len(set(present)) > 1
         best.append((min if lower else max)(present) if compares else None)
     for summary in summaries:
@@ -426,7 +423,7 @@ def _table(
         for (heading, value, text, _), top in zip(shown, best, strict=True):
             found = value(summary)
             written = "–" if found is None else text(found)
-            # What a run has cost stands in the row of its best model.
+            # The cost of a run is shown in the row of its best model.
             if is_last(summary) and not _is_metric(heading, summary):
                 written = ""
             marked = found is not None and found == top and competes(summary, heading)
@@ -438,6 +435,6 @@ def _table(
 
 
 def _place(summary: dict[str, Any]) -> str:
-    """Where it was trained; the conditions of clients are in the label."""
+    """Return the world of the run; the conditions of clients are in the label."""
     world = str(summary["world"])
     return "simulated" if world.startswith("simulated") else world

@@ -1,4 +1,4 @@
-"""Where the command `dure` begins: Ctrl-C is answered before the rest of it is imported."""
+"""Entry point of the command `dure`, which handles Ctrl-C before the other modules are imported."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dure.cli.interrupted import STATUS, interrupts_end_imports, leave_at_once
 
 
 def main() -> int:
-    """Runs the command line; returns the exit status."""
+    """Run the command line, and return the exit status."""
     try:
         with interrupts_end_imports():
             from dure.cli.main import main as run

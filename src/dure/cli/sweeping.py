@@ -1,7 +1,7 @@
-"""`dure sweep TASK SYSTEM --grid NAME=VALUES ...`: which settings are the best of a few.
+"""`dure sweep TASK SYSTEM --grid NAME=VALUES ...`: find the best of several settings.
 
-A setting is the system's, its world's, or an option of the task, as behind a system's name in
-`dure compare`.
+A setting is a field of the system or its world, or an option of the task, as behind a system's name
+in `dure compare`.
 """
 
 from __future__ import annotations
@@ -40,13 +40,15 @@ ABOUT = (
 
 @dataclass(frozen=True)
 class SweepOptions:
-    """What to try.
+    """Options of a sweep.
 
     Args:
         grid: settings with their values, such as lr=0.1,0.01 batch_size=16,64; with --random also
             ranges, lr=log:0.001:1, momentum=uniform:0:0.99 or batch_size=int:8:128.
-        random: so many trials, each of which draws every setting; by default every combination.
-        metric: that judges, such as test_loss; by default one of validation data, if there are any.
+        random: number of random trials, each of which draws every setting; by default every
+            combination.
+        metric: metric that ranks the trials, such as test_loss; by default a metric of validation
+            data, if there are any.
     """
 
     grid: tuple[str, ...] = ()
@@ -55,7 +57,7 @@ class SweepOptions:
 
 
 def main(given: list[str]) -> int:
-    """Trains every trial, and says which was the best."""
+    """Train every trial, and print the best."""
     names, flags = names_before_flags(given)
     if not names and "--resume" in [flag.partition("=")[0] for flag in flags]:
         metric = value_of("--metric", flags)
@@ -119,7 +121,7 @@ def main(given: list[str]) -> int:
 
 
 def _going_on(metric: str | None) -> str:
-    """The command that goes on, judged by the same metric."""
+    """Return the command that resumes the sweep with the same metric."""
     return "dure sweep" if metric is None else f"dure sweep --metric {shlex.quote(metric)}"
 
 
@@ -130,12 +132,12 @@ def _entry(
     trial: Mapping[str, Any],
     workers: int | None,
 ) -> tuple[Any, ...]:
-    """A trial as a system of a comparison, called by its settings."""
+    """Return a trial as a system of a comparison, labelled by its settings."""
     from dure.cli.entries import without_options
 
     texts = {name: str(value) for name, value in trial.items()}
     name, *settings = system.split(",")
-    # What is tried takes the place of what stands behind the system's name.
+    # Values of the trial replace settings behind the system's name.
     kept = [text for text in settings if text.partition("=")[0] not in texts]
     tried = [f"{setting}={value}" for setting, value in texts.items()]
     own, of_task = without_options(",".join([name, *kept, *tried]), entries.reference)
@@ -149,14 +151,14 @@ def _short(value: Any) -> str:
 
 
 def _judged(done: Comparison, metric: str | None = None) -> Mapping[str, Any]:
-    """Which trial was the best, and by what."""
+    """Return the best trial and its metric, or the reason for having none."""
     from dure.run.sweep import judge_of, ranked
 
     if not done.runs:
         return {}
     try:
         judge = judge_of(done.runs, metric)
-    # What was trained is told all the same.
+    # The runs are reported even if they cannot be ranked.
     except ValueError as error:
         return {"best": f"none: {error}"}
     found = ranked(done.runs, judge)

@@ -1,4 +1,4 @@
-"""`dure systems`: all systems as a family tree, a line each, and the worlds where they live."""
+"""`dure systems`: all systems as a family tree, a line each, and the worlds that support them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dure import catalog
 
 
 def main(given: list[str]) -> int:
-    """Prints the tree. Nothing is imported for it."""
+    """Print the tree, without importing any system."""
     if given not in ([], ["--help"], ["-h"]):
         raise ValueError("dure systems takes no options: it prints all systems and their worlds")
     print(tree(), end="")
@@ -16,7 +16,7 @@ def main(given: list[str]) -> int:
 
 
 def tree() -> str:
-    """The text of `dure systems`."""
+    """Return the text of `dure systems`."""
     lines = ["Systems, by what they divide, and the worlds where they live", ""]
     for family in catalog.FAMILIES:
         lines += [*_branch(family, ""), ""]
@@ -30,7 +30,7 @@ def tree() -> str:
 
 
 def _branch(family: catalog.Family, before: str) -> Iterator[str]:
-    """The lines of a branch. before: what stands in front of all of them."""
+    """Yield the lines of a branch. before: prefix of every line."""
     where = f" [{', '.join(family.worlds)}]" if family.worlds else ""
     yield f"{family.title}{where}"
     leaves: list[Sequence[str]] = [

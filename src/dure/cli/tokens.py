@@ -1,4 +1,4 @@
-"""Tokens that commands take: on standard input or from a file.
+"""Tokens of commands: from standard input or from a file.
 
 Every user of a machine can read the arguments of its processes, so a token should not be among
 them.
@@ -13,18 +13,18 @@ from pathlib import Path
 STANDARD_INPUT = "-"
 
 _MOST = 4096
-"""Bytes of a token and the end of its line; one of dure's has 32 digits."""
+"""Most bytes of a token and the end of its line; a token of dure has 32 digits."""
 
 
 def token_of(token: str, file: Path | None) -> str:
-    """Return the token that a command was given; empty if none was.
+    """Return the token that a command was given; empty without a token.
 
     Args:
         token: the argument of `--token`, a token or `-`.
         file: the argument of `--token-file`: a file, a pipe, or `-`.
 
     Raises:
-        ValueError: both are given, or there is no token.
+        ValueError: if both are given, or there is no token.
     """
     if token and file is not None:
         raise ValueError("the token is given twice: leave --token or --token-file out")
@@ -34,7 +34,7 @@ def token_of(token: str, file: Path | None) -> str:
 
 
 def _typed() -> str:
-    # Without an echo, where a person types.
+    # Without an echo, if a person types.
     return getpass.getpass("token: ") if sys.stdin.isatty() else sys.stdin.readline(_MOST + 1)
 
 
@@ -49,7 +49,7 @@ def _read(file: Path) -> str:
 
 
 def _checked(text: str, where: str) -> str:
-    # In one piece: what else is in a file is not sent to a server.
+    # A single word: no other content of a file may be sent to a server.
     if len(text) > _MOST or len(text.split()) != 1:
         raise ValueError(
             f"{where} holds no token: it is one word, as dure clients invite prints it"

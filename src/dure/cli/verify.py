@@ -1,4 +1,4 @@
-"""`dure verify MODEL`: whether a model is the one that its server has signed, and what of."""
+"""`dure verify MODEL`: check the server's signature of a model, and print its lineage."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ USAGE = "dure verify RUN|MODEL"
 
 @dataclass(frozen=True)
 class VerifyOptions:
-    """By whom.
+    """Option for the signer.
 
     Args:
-        key: the public key of the server that is to have signed it; any by default.
+        key: public key of the required signer, a server; by default any signer.
     """
 
     key: str | None = None
 
 
 def main(given: list[str]) -> int:
-    """Says where a model comes from; raises LineageError where it is not as it was signed."""
+    """Print the lineage of a model. Raises LineageError if the signature does not match."""
     names, flags = names_before_flags(given)
     if len(names) != 1:
         raise ValueError(f"{USAGE}: name a run folder or a file of weights")
@@ -35,7 +35,7 @@ def main(given: list[str]) -> int:
     found = verify(names[0], how.key)
     try:
         lines = in_words(found.lineage)
-    # Whoever has a key can sign anything.
+    # Any owner of a key can sign any content.
     except (KeyError, AttributeError, TypeError) as error:
         raise LineageError(
             f"what {found.key} has signed is not what a server says of a model"
@@ -53,7 +53,7 @@ def main(given: list[str]) -> int:
 
 
 def in_words(lineage: dict[str, Any]) -> list[str]:
-    """What a lineage says, line by line."""
+    """Return the content of a lineage as lines."""
     task = lineage.get("task", {})
     clients = lineage.get("clients", {})
     numbers = clients.get("numbers", [])

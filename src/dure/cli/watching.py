@@ -1,4 +1,4 @@
-"""`dure watch RUN`: the report of runs in a browser, live while they go on."""
+"""`dure watch RUN`: the report of runs in a browser, live while they are in progress."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _USAGE = "dure watch RUN [RUN ...]"
 
 @dataclass(frozen=True)
 class WatchOptions:
-    """How to show them.
+    """Options of the page.
 
     Args:
-        port: of the page, at 127.0.0.1; by default any that is free.
-        linger: seconds for which the page stays once nothing is to come; by default until Ctrl-C.
+        port: port of the page, at 127.0.0.1; by default any free port.
+        linger: seconds for which the page stays after all runs have ended; by default until Ctrl-C.
     """
 
     port: int = 0
@@ -25,7 +25,7 @@ class WatchOptions:
 
 
 def main(given: list[str]) -> int:
-    """Shows the page until Ctrl-C, which is no failure."""
+    """Show the page until Ctrl-C, which counts as success."""
     names, flags = names_before_flags(given)
     about = "Show the report of runs in a browser, live while they go on, whoever trains them."
     how: WatchOptions = parse_flags(_USAGE, {"how": WatchOptions}, flags, about)["how"]
@@ -45,5 +45,5 @@ def main(given: list[str]) -> int:
 
 
 def _tell(url: str, code: str) -> None:
-    # Apart: what opens the page is in no address, and so in no history.
+    # Separate from the address, so that the code is in no browser history.
     print(f"watch at {url}\ncode     {code}\nCtrl-C closes the page", file=sys.stderr, flush=True)

@@ -1,6 +1,6 @@
-"""The world of a system that was named on the command line.
+"""Choose the world of a system named on the command line.
 
-Flags describe it for `dure train`, settings after the system's name for `dure compare`.
+Flags describe the world for `dure train`, settings after the system's name for `dure compare`.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ _NAMES: Mapping[str | None, WorldName | None] = {
     "processes": "processes",
     "threads": "threads",
 }
-"""What --world may say where the flags are those of workers."""
+"""Values of --world for which the flags are those of workers."""
 
 
 # dure train: flags
 
 
 def options_of(kind: type[Strategy], flags: Sequence[str]) -> dict[str, type[Any]]:
-    """The flags of the world, as dataclasses by the names of their parts.
+    """Return the flags of the world, as dataclasses by the names of their parts.
 
-    Those of workers, those of a simulated federation, or the fields of the world that --world
-    names. Raises ValueError for flags that a world of clients has not.
+    The flags of workers, those of a simulated federation, or the fields of the world that --world
+    names. Raises ValueError for flags that a world of clients does not have.
     """
     named = value_of("--world", flags)
     if named is not None and named not in _NAMES and named:
@@ -60,16 +60,16 @@ def options_of(kind: type[Strategy], flags: Sequence[str]) -> dict[str, type[Any
 
 
 _FOLLOW = {"attack": ("attackers", "attackers_change"), "engine": ("processes",)}
-"""Conditions that say more of another one, and nothing without it."""
+"""Conditions that refine another condition, and have no effect without it."""
 
 
 def not_offered(kind: type[Strategy], world: type[Any]) -> set[str]:
-    """Flags of limits, worlds and runs that mean nothing to a system, or are refused.
+    """Return flags of limits, worlds and runs that do not apply to a system, or are refused.
 
-    world: whose flags there are.
+    world: dataclass with the flags of the world.
     """
     hidden: set[str] = set()
-    # The deadline of ranks, for one, is another than that of clients.
+    # A name may have another meaning for ranks than for clients, such as deadline.
     if issubclass(world, Conditions):
         hidden |= kind.without
         for name in kind.without & set(_FOLLOW):
@@ -77,7 +77,7 @@ def not_offered(kind: type[Strategy], world: type[Any]) -> set[str]:
     hidden.add("rounds" if kind.unit == "step" else "steps")
     lives = kind.dwellings()
     if kind.kind != "clients" and not kind.led:
-        # Alone it is one process, whose number and place there is no choice of.
+        # A single worker is a single process, so its number and place cannot be chosen.
         if kind.alone:
             hidden |= {"workers", "world", "devices", "deadline", "backend", "bytes"}
         if "threads" not in lives:
@@ -86,14 +86,14 @@ def not_offered(kind: type[Strategy], world: type[Any]) -> set[str]:
             hidden.add("world")
         if "ranks" not in lives:
             hidden |= {"deadline", "backend"}
-    # Tried is only what a strategy believes about a model.
+    # The check tests a strategy's assumptions about a model; this strategy has none.
     if kind.prove is Strategy.prove:
         hidden.add("check")
     return hidden
 
 
 def world_of(strategy: Strategy, given: Any) -> World:
-    """The world that the flags describe."""
+    """Return the world that the flags describe."""
     if isinstance(given, World):
         return given
     if isinstance(given, RankOptions):
@@ -105,7 +105,7 @@ def world_of(strategy: Strategy, given: Any) -> World:
 
 
 def _counts_workers(kind: type[Strategy]) -> bool:
-    """Whether the strategy's own fields say how many ranks there are."""
+    """Return whether the strategy's own fields set the number of ranks."""
     return kind.led
 
 
@@ -113,16 +113,16 @@ def _counts_workers(kind: type[Strategy]) -> bool:
 
 
 def entry(system: str, workers: int | None) -> tuple[Strategy, World]:
-    """The strategy and the world that a system with its settings names.
+    """Return the strategy and the world of a system with its settings.
 
     For example "data-parallel,world=threads", "fed-avg,clients=20,drop_out=0.1", or
     "fed-avg,world=my_worlds.py:Slow,seconds=3".
 
-    workers: of systems that have them. Raises ValueError for what does not fit.
+    workers: number for systems with workers. Raises ValueError for invalid settings.
     """
     name, *settings = system.split(",")
     kind = strategy_class(name)
-    # A strategy that counts its workers itself takes them too, where its settings do not say it.
+    # A strategy with a field for its workers gets the number too, unless its settings have it.
     counted = any(text.startswith("workers=") for text in settings)
     if workers is not None and _counts_workers(kind) and not counted:
         settings.insert(0, f"workers={workers}")
@@ -130,13 +130,13 @@ def entry(system: str, workers: int | None) -> tuple[Strategy, World]:
     others = [text for text in settings if not text.startswith("world=")]
     if named is None or named in _NAMES:
         strategy = parse_strategy(",".join([name, *others]))
-        # One --workers serves a whole comparison, in which some systems have no use for it.
+        # A common --workers applies to a whole comparison, in which some systems do not use it.
         alone = kind.kind == "clients" or kind.alone or _counts_workers(kind)
         options = WorldOptions(workers=None if alone else workers, world=_NAMES[named])
         return strategy, _of_workers(strategy, options)
     if kind.kind != "clients" and ":" not in named and not _lives_with_clients(kind, named):
         raise ValueError(f"{system!r}: the world is threads or processes, or one of your own")
-    # A setting that both know is the strategy's; one that neither knows is told as the strategy's.
+    # A setting that both have is the strategy's; an unknown one is reported as the strategy's.
     of_strategy = {field.name for field in fields(kind)}  # type: ignore[arg-type]
     of_world = {field.name for field in fields(world_class(named))} - of_strategy  # type: ignore[arg-type]
     where = [text for text in others if text.partition("=")[0] in of_world]
@@ -145,9 +145,10 @@ def entry(system: str, workers: int | None) -> tuple[Strategy, World]:
 
 
 def settings_of(system: str) -> dict[str, Any]:
-    """The settings that may stand behind the system's name, and their defaults, but for "world".
+    """Return the possible settings behind the system's name, and their defaults, without "world".
 
-    Of its world too, where that is one of clients or one that it names. None stands for no default.
+    They include the fields of its world, if that is a world of clients or is named. None means that
+    there is no default.
     """
     name, *settings = system.split(",")
     kind = strategy_class(name)
@@ -161,27 +162,27 @@ def settings_of(system: str) -> dict[str, Any]:
 
 
 def _world_named(kind: type[Strategy], settings: Sequence[str]) -> str | None:
-    """The world that settings name, or that of clients, which need not be named."""
+    """Return the world that settings name; for systems of clients by default "simulated"."""
     # After "world=".
     named = next((text[6:] for text in settings if text.startswith("world=")), None)
     return "simulated" if named is None and kind.kind == "clients" else named
 
 
 def _lives_with_clients(kind: type[Strategy], named: str) -> bool:
-    """Whether this is a world of clients, in which the strategy lives as well."""
+    """Return whether this is a world of clients that the strategy supports."""
     world = catalog.WORLDS.get(named)
     return world is not None and world.lives == "clients" and "clients" in kind.dwellings()
 
 
 def _of_workers(strategy: Strategy, asked: WorldOptions) -> World:
-    """The world of the flags --workers, --deadline, --backend, --world and --devices."""
+    """Return the world of the flags --workers, --deadline, --backend, --world and --devices."""
     workers = asked.workers
     world = asked.world
-    # Nobody chose: the strategy's own kind of world.
+    # By default, the strategy's own kind of world.
     if world is None:
         world = "threads" if default_world(strategy).kind == "threads" else "processes"
     if world == "threads":
-        # Only a backend that differs from the default was certainly asked for.
+        # Only a backend that differs from the default was certainly requested.
         if asked.backend != WorldOptions().backend:
             raise ValueError(
                 f"--backend {asked.backend} carries bytes between ranks, which threads are not: "
@@ -191,7 +192,7 @@ def _of_workers(strategy: Strategy, asked: WorldOptions) -> World:
     if asked.devices:
         raise ValueError("--devices says where threads compute: add --world threads")
     if under_torchrun():
-        # Under torchrun the number of ranks is given; --workers may only agree with it.
+        # Under torchrun the number of ranks is fixed; --workers may only agree with it.
         job = Torchrun(asked.deadline, asked.backend)
         if workers not in (None, job.workers):
             raise ValueError(

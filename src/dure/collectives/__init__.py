@@ -1,7 +1,7 @@
 """Collective operations over the point-to-point sends of a group: one algorithm a file.
 
-Every collective is a function here and a module of its own, which says its algorithms, and what a
-rank sends in each: `elements_sent` and `messages_sent`.
+Every collective is a function here and has its own module, with its algorithms and the exact
+traffic of a rank in each: `elements_sent` and `messages_sent`.
 """
 
 from dure.collectives.all_gather import all_gather

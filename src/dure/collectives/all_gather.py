@@ -1,9 +1,9 @@
 """All-gather: every rank ends with the parts of all ranks.
 
-`ring`: in N-1 steps the parts go round the ring; every rank sends all parts but the next rank's.
-`one_shot`: everybody sends its own part to all others at once. `native`: the backend's own; counted
-as one_shot. With n elements in the result a rank sends about (N-1)/N·n, and receives exactly what
-it did not have: no algorithm moves less.
+`ring`: in N-1 steps the parts travel around the ring; every rank sends all parts except the next
+rank's. `one_shot`: every rank sends its own part to all others at once. `native`: the backend's
+own; counted as one_shot. With n elements in the result a rank sends about (N-1)/N·n, and receives
+exactly the elements that it lacks: no algorithm sends less.
 
 Source: Thakur et al. 2005, "Optimization of Collective Communication Operations in MPICH".
 """
@@ -25,7 +25,7 @@ ALGORITHMS: tuple[str, ...] = get_args(Algorithm)
 
 
 def _ring(chunks: list[Tensor], group: Group) -> None:
-    # Turned by one, since the ring expects chunk r+1 on rank r.
+    # Rotated by a chunk, since the ring expects chunk r+1 on rank r.
     ring.all_gather(chunks[-1:] + chunks[:-1], group)
 
 
@@ -58,16 +58,19 @@ def all_gather(
     *,
     async_op: bool = False,
 ) -> Tensor | Handle[Tensor]:
-    """The tensors of all ranks, in order of rank: of shape (N, *shape).
+    """Return the tensors of all ranks, in order of rank: shape (N, *shape).
 
-    group: as in `all_reduce`. With `async_op`, a handle whose `wait()` returns that.
+    Args:
+        tensor: any dtype and shape, the same on every rank; unchanged.
+        group: as in `all_reduce`.
+        algorithm: `ring`, `one_shot` or `native`.
+        n: if given, the ranks have the N chunks of n elements as `reduce_scatter` leaves them,
+            possibly of unequal length, and the result has shape (n,).
+        async_op: return a handle, whose `wait()` returns the result.
 
-    tensor: any dtype and shape, the same on every rank; it is not changed. n: instead, the ranks
-    hold the N chunks of n elements that `reduce_scatter` leaves them, which may be of unequal
-    length, and the result has shape (n,).
-
-    Raises ValueError, before anything travels, for an algorithm that there is not, and if `tensor`
-    is no such chunk.
+    Raises:
+        ValueError: an unknown algorithm, or a `tensor` without the length of this rank's chunk;
+            raised before any data is sent.
     """
     check_algorithm("all-gather", algorithm, ALGORITHMS)
     check_tensor(tensor)
@@ -92,7 +95,7 @@ def all_gather(
 
 
 def elements_sent(n: int, size: int, rank: int, algorithm: Algorithm = "ring") -> int:
-    """Elements that `rank` sends. n: elements of the result."""
+    """Return the elements that `rank` sends. n: elements of the result."""
     lengths = lengths_of(n, size)
     if size == 1:
         return 0
@@ -100,7 +103,7 @@ def elements_sent(n: int, size: int, rank: int, algorithm: Algorithm = "ring") -
 
 
 def messages_sent(n: int, size: int, rank: int, algorithm: Algorithm = "ring") -> int:
-    """Messages that `rank` sends: N-1, less those of empty parts."""
+    """Return the messages that `rank` sends: N-1, less the empty parts."""
     lengths = lengths_of(n, size)
     if algorithm == "ring":
         return sum(lengths[(rank - step) % size] > 0 for step in range(size - 1))

@@ -1,10 +1,8 @@
 """All-reduce: every rank ends with the reduction over all ranks.
 
-Which algorithm carries it is an argument.
-
-Every algorithm is a file, which declares what it is (`dure.collectives.algorithms.algorithm`); all
-of them are listed in `dure.collectives.algorithms.table`. The bytes that travel are those of the
-elements in the tensor's own dtype.
+The algorithm is an argument. Every algorithm is a file with its declaration
+(`dure.collectives.algorithms.algorithm`); all are listed in `dure.collectives.algorithms.table`.
+Elements travel in the tensor's own dtype.
 """
 
 from __future__ import annotations
@@ -66,26 +64,31 @@ def all_reduce(
     hosts: Sequence[Sequence[int]] | None = None,
     predict: auto.Predict | None = None,
 ) -> Tensor | Handle[Tensor]:
-    """The reduction over all ranks of `group`, in place; returns `tensor`, or a handle for it.
+    """Reduce over all ranks of `group`, in place; return `tensor`, or a handle for it.
 
-    tensor: any shape, the same shape and dtype on every rank.
-    group: None is all ranks of torch.distributed.
-    algorithm: `ring` (2(N-1) steps of 1/N of the tensor), `master` (through rank 0), `one_shot`
-    (everybody to everybody), `tree` (up to rank 0 and down), `halving_doubling` (a ring's bytes in
-    log2 N steps), `hierarchical` (within hosts, then across), `native` (the backend's), `auto` (by
-    size, ranks and hosts: `dure.collectives.algorithms.auto`), or an `AllReduce` of your own.
-    op: sum, avg, min, max or product, or torch's ReduceOp; what it means for each dtype:
-    `dure.collectives.operation`.
-    async_op: work alongside the program, in the order of issue; until `wait()` the tensor is not to
-    be touched.
-    hosts: a partition of the ranks, for `hierarchical` and `auto`; found out where not given.
-    predict: for `auto`.
+    Args:
+        tensor: any shape, the same shape and dtype on every rank.
+        group: None is all ranks of torch.distributed.
+        algorithm: `ring` (2(N-1) steps of 1/N of the tensor), `master` (through rank 0), `one_shot`
+            (every rank to every rank), `tree` (up to rank 0 and down), `halving_doubling` (a ring's
+            bytes in log2 N steps), `hierarchical` (within hosts, then across), `native` (the
+            backend's), `auto` (by size, ranks and hosts: `dure.collectives.algorithms.auto`), or a
+            user-defined `AllReduce`.
+        op: sum, avg, min, max or product, or torch's ReduceOp; `dure.collectives.operation` defines
+            each for each dtype.
+        async_op: run in the background, in the order of issue; the tensor must not be used until
+            `wait()`.
+        hosts: partition of the ranks by host, for `hierarchical` and `auto`; determined if not
+            given.
+        predict: cost model, for `auto`.
 
-    Raises ValueError, before anything travels, for an unknown algorithm or operation, and for an
-    operation that the dtype does not have; PeerLostError if a rank is lost while others wait.
+    Raises:
+        ValueError: an unknown algorithm or operation, or an operation that the dtype does not
+            support; raised before any data is sent.
+        PeerLostError: a rank is lost while others wait.
     """
     if algorithm in ("native", "auto") and op == "sum" and not async_op and tensor.is_cpu:
-        # dure's own backend checks the tensor itself, so the short way may be taken at once.
+        # dure's own backend checks the tensor itself, so this fast path needs no checks.
         carrier = own_transport(group)
         if carrier is not None:
             settle(group)  # type: ignore[arg-type]
@@ -106,7 +109,7 @@ def all_reduce(
         rule = ALL_REDUCES[
             _chosen(tensor, group, partition, predict) if auto_chooses else algorithm
         ]
-    # A collective of its own, the first time: all ranks come by here.
+    # The first call of hosts() is a collective; all ranks reach this line.
     if rule.over_hosts and partition is None:
         partition = group.hosts()
 
@@ -128,12 +131,11 @@ def _chosen(
     hosts: Sequence[Sequence[int]] | None,
     predict: auto.Predict | None,
 ) -> str:
-    """The choice of `auto`. All ranks choose the same, from what all of them know."""
+    """Return the choice of `auto`: the same on all ranks, from information that all ranks have."""
     kind = tensor.device.type
     backend = group.backend(tensor.device)
     own = auto.choose(tensor.nbytes, group.size, backend=backend, device=kind) == "native"
-    # Asking who shares a host is an all-gather, at least the first time: not where the answer is
-    # native in any case.
+    # The first call of hosts() is an all-gather, so it is skipped if the choice is native anyway.
     if hosts is None and not own:
         hosts = group.hosts()
     return auto.choose(

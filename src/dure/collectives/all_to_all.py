@@ -1,8 +1,9 @@
-"""All-to-all: rank r ends with part r of every rank's tensor; the transpose of a matrix of parts.
+"""All-to-all: rank r ends with part r of every rank's tensor, the transpose of a matrix of parts.
 
 `pairwise`: in step s = 1 … N-1 rank r sends part r+s to rank r+s while it receives from rank r-s
-(modulo N); nobody hears from two at once. `native`: the backend's own; counted the same. Every rank
-sends all of its n elements but its own part, (N-1)/N·n in N-1 messages: no algorithm sends less.
+(modulo N); no rank receives from two ranks at once. `native`: the backend's own; counted the same.
+Every rank sends all of its n elements except its own part, (N-1)/N·n in N-1 messages: no algorithm
+sends less.
 
 Source: Thakur et al. 2005, "Optimization of Collective Communication Operations in MPICH" (pairwise
 exchange).
@@ -26,7 +27,7 @@ ALGORITHMS: tuple[str, ...] = get_args(Algorithm)
 
 
 def pairwise(source: Tensor, target: Tensor, group: Group) -> None:
-    """Part j of the flat `source` to rank j; part j of `target` from rank j."""
+    """Send part j of the flat `source` to rank j; receive part j of `target` from rank j."""
     leaving = source.tensor_split(group.size)
     arriving = target.tensor_split(group.size)
     arriving[group.rank].copy_(leaving[group.rank])
@@ -63,15 +64,16 @@ def all_to_all(
     *,
     async_op: bool = False,
 ) -> Tensor | Handle[Tensor]:
-    """What all ranks had for this one, in order of rank; or a handle whose `wait()` returns that.
+    """Return the parts that all ranks had for this rank, in order of rank.
 
-    group, async_op: as in `all_reduce`.
+    tensor: shape (N·k, *rest), the same shape and dtype on every rank; rows j·k to (j+1)·k-1 go to
+    rank j. It stays unchanged; the result has the same shape, rows j·k to (j+1)·k-1 from rank j.
+    group: as in `all_reduce`.
+    algorithm: `pairwise` or `native`.
+    async_op: return a handle, whose `wait()` returns the result.
 
-    tensor: of shape (N·k, *rest), the same shape and dtype on every rank; rows j·k to (j+1)·k-1 go
-    to rank j. It is not changed; the result has the same shape, rows j·k to (j+1)·k-1 from rank j.
-
-    Raises ValueError, before anything travels, for an algorithm that there is not, and if the rows
-    do not divide by N.
+    Raises ValueError, before any data is sent, for an unknown algorithm, and if the number of rows
+    is not a multiple of N.
     """
     check_algorithm("all-to-all", algorithm, ALGORITHMS)
     check_tensor(tensor)
@@ -93,10 +95,10 @@ def all_to_all(
 
 
 def messages_sent(n: int, size: int, rank: int, algorithm: Algorithm = "pairwise") -> int:
-    """Messages that `rank` sends: N-1. n: elements of its tensor."""
+    """Return the messages that `rank` sends: N-1. n: elements of its tensor."""
     return size - 1 if n else 0
 
 
 def elements_sent(n: int, size: int, rank: int, algorithm: Algorithm = "pairwise") -> int:
-    """Elements that `rank` sends: all but its own part. n: elements of its tensor."""
+    """Return the elements that `rank` sends: all except its own part. n: elements of its tensor."""
     return n // size * messages_sent(n, size, rank, algorithm)

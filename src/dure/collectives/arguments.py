@@ -1,4 +1,4 @@
-"""What the collectives ask of their arguments, before anything travels; and tensors made flat."""
+"""Checks of the arguments of collectives before any data is sent, and flattened tensors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dure.tensors.overlap import overlaps_itself
 
 
 def check_algorithm(collective: str, algorithm: str, choices: Iterable[str]) -> None:
-    """Raises ValueError unless `algorithm` is one of `choices`."""
+    """Raise ValueError unless `algorithm` is one of `choices`."""
     if algorithm not in choices:
         raise ValueError(
             f"there is no {collective} {algorithm!r}; choose one of {', '.join(choices)}"
@@ -20,19 +20,19 @@ def check_algorithm(collective: str, algorithm: str, choices: Iterable[str]) -> 
 
 
 def check_root(root: int, size: int) -> None:
-    """Raises ValueError unless `root` is a rank of the group."""
+    """Raise ValueError unless `root` is a rank of the group."""
     if not 0 <= root < size:
         raise CallError(f"root is {root}, but the ranks of the group are 0 to {size - 1}")
 
 
 def check_rank(rank: int, size: int) -> None:
-    """Raises ValueError unless there is such a rank in a group of this size."""
+    """Raise ValueError unless a group of this size has such a rank."""
     if not 0 <= rank < size:
         raise CallError(f"there is no rank {rank}: the ranks of the group are 0 to {size - 1}")
 
 
 def check_tensor(tensor: Tensor) -> None:
-    """Raises ValueError for a tensor that has no elements in memory one after another."""
+    """Raise ValueError for a tensor that is not dense (strided and not quantized)."""
     if tensor.layout != torch.strided or tensor.is_quantized:
         raise ValueError(
             f"only dense tensors travel, and this one is {tensor.layout}; call to_dense() before"
@@ -40,7 +40,7 @@ def check_tensor(tensor: Tensor) -> None:
 
 
 def check_writable(tensor: Tensor) -> None:
-    """Raises ValueError for a tensor whose elements share memory, such as an expanded one."""
+    """Raise ValueError for a tensor whose elements share memory, such as an expanded tensor."""
     check_tensor(tensor)
     if overlaps_itself(tensor):
         raise ValueError(
@@ -50,18 +50,21 @@ def check_writable(tensor: Tensor) -> None:
 
 
 def flat_of(tensor: Tensor) -> Tensor:
-    """The elements in one dimension, contiguous: the tensor's own memory where it is so already."""
-    # Conjugated and negated views mean other values than their memory has.
+    """Return the elements as a contiguous tensor of one dimension, a view if possible."""
+    # The memory of conjugated and negated views has other values than the views.
     return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
 
 
 def give_back(flat: Tensor, tensor: Tensor) -> Tensor:
-    """`tensor`, with the elements of what `flat_of` made of it."""
+    """Copy the elements of `flat`, made by `flat_of`, back to `tensor`; return `tensor`.
+
+    Nothing is copied if `flat` is a view of `tensor`.
+    """
     if flat.data_ptr() != tensor.data_ptr():
         tensor.detach().copy_(flat.view(tensor.shape))
     return tensor
 
 
 def lengths_of(n: int, size: int) -> list[int]:
-    """Lengths of N chunks of n elements; the first n mod N hold one element more."""
+    """Return the lengths of N chunks of n elements; the first n mod N are longer by an element."""
     return [n // size + (index < n % size) for index in range(size)]

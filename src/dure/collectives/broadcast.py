@@ -1,9 +1,8 @@
 """Broadcast: every rank ends with the root's tensor.
 
-`tree`: down a binomial tree, ceil(log2 N) transfers of n elements, one after another; a rank sends
-n to each of its children. `linear`: the root sends n to each of the N-1 others, whose bytes all
-leave by its own link. `native`: the backend's own; counted as linear. All of them deliver N-1 times
-n elements.
+`tree`: down a binomial tree, ceil(log2 N) sequential transfers of n elements; a rank sends n to
+each of its children. `linear`: the root sends n to each of the N-1 others, all through its own
+link. `native`: the backend's own; counted as linear. All of them deliver N-1 times n elements.
 
 Source: Thakur et al. 2005, "Optimization of Collective Communication Operations in MPICH".
 """
@@ -59,16 +58,25 @@ def broadcast(
     *,
     async_op: bool = False,
 ) -> Tensor | Handle[Tensor]:
-    """The tensor of rank `root` into that of every rank, in place; returns `tensor`, or a handle.
+    """Copy the tensor of rank `root` into every rank's tensor, in place.
 
-    tensor: any dtype and shape, the same on every rank. group: None is all ranks of
-    torch.distributed. root: a rank of the group. async_op: as in `all_reduce`. Raises
-    ValueError, before anything travels, for an algorithm or a root that there is not.
+    Args:
+        tensor: any dtype and shape, the same on every rank.
+        group: None is all ranks of torch.distributed.
+        root: a rank of the group.
+        algorithm: `tree`, `linear` or `native`.
+        async_op: as in `all_reduce`.
+
+    Returns:
+        `tensor`, or a handle for it.
+
+    Raises:
+        ValueError: an unknown algorithm or root; raised before any data is sent.
     """
     check_algorithm("broadcast", algorithm, ALGORITHMS)
     group = Group.of(group)
     check_root(root, group.size)
-    # The root is only read; everybody else is written to.
+    # The root's tensor is only read; all other tensors are written.
     (check_tensor if group.rank == root else check_writable)(tensor)
     if group.size == 1 or tensor.numel() == 0:
         return Handle.of(tensor) if async_op else tensor
@@ -84,7 +92,7 @@ def broadcast(
 def messages_sent(
     n: int, size: int, rank: int, root: int = 0, algorithm: Algorithm = "tree"
 ) -> int:
-    """Messages that `rank` sends."""
+    """Return the messages that `rank` sends."""
     if n == 0:
         return 0
     if algorithm == "tree":
@@ -95,5 +103,5 @@ def messages_sent(
 def elements_sent(
     n: int, size: int, rank: int, root: int = 0, algorithm: Algorithm = "tree"
 ) -> int:
-    """Elements that `rank` sends: n for every message."""
+    """Return the elements that `rank` sends: n for every message."""
     return n * messages_sent(n, size, rank, root, algorithm)

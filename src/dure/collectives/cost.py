@@ -1,31 +1,29 @@
-"""What an all-reduce costs: messages, bytes, and the time that follows from them.
+"""Cost of an all-reduce: messages, bytes, and the time that follows from them.
 
-Messages and bytes come from the algorithms' own formulas.
-
-A link has alpha seconds for a transfer that is waited for, beta for a byte that is sent, gamma for
-a byte that is reduced, and an overhead for every message. Where each rank has a machine of its own,
-only what happens one after another counts, the critical path (n bytes, N ranks, k = ceil(log2 N), P
-the power of two below N):
+Messages and bytes come from the algorithms' own formulas. A link has alpha seconds for a transfer
+with a wait, beta for a byte sent, gamma for a byte reduced, and an overhead for every message. If
+each rank has a separate machine, only the critical path counts (n bytes, N ranks, k = ceil(log2 N),
+P the largest power of two up to N):
 
     algorithm         waits    bytes                 reduced
     ring              2(N-1)   2(N-1)/N·n            (N-1)/N·n
     one_shot          2        2(N-1)/N·n            (N-1)/N·n
-    hierarchical      2        2(N-1)/N·n            (N-1)/N·n          on one host it is one_shot
+    hierarchical      2        2(N-1)/N·n            (N-1)/N·n          on a single host: one_shot
     halving_doubling  2·log2 P 2(P-1)/P·n            (P-1)/P·n          N > P: 2 waits, 2n, n more
     tree              2k       2k·n                  k·n
     master            2(N-1)   2(N-1)·n              (N-1)·n
 
     seconds = waits·alpha + messages·overhead + bytes·beta + reduced·gamma
 
-where messages are those that the busiest rank sends. On a `shared` host there is no such thing as a
-path: ranks take turns on few cores, and everything they send passes through one memory and one
-kernel. Waits, messages and bytes are then those of all ranks together, as if one after another;
-alpha is the price of putting a rank to sleep and waking it. Only reducing is still counted on the
-path, for a master adds while all others sleep. Ranks that are given all their messages at once
-(one_shot) wait once for them: that is why alpha and overhead are two numbers.
+where messages are the messages of the busiest rank. A `shared` host has no critical path: ranks
+take turns on few cores, and all their messages pass through the same memory and kernel. Waits,
+messages and bytes are then the totals of all ranks, as if sequential; alpha is the price of putting
+a rank to sleep and waking it. Only reducing still counts on the path, because a master adds while
+all others sleep. Ranks that get all their messages at once (one_shot) wait once for them: for this
+reason alpha and overhead are two numbers.
 
-`fit` finds the four numbers from measured times. They hold for one backend, number of ranks and
-number of cores; a `Calibration` keeps them in a file of the machine.
+`fit` estimates the four numbers from measured times. They are valid for a backend, a number of
+ranks and a number of cores; a `Calibration` stores them in a file of the machine.
 
 Source: Hockney 1994 (alpha and beta), Culler et al. 1993 (LogP: overhead), Thakur et al. 2005 (the
 path's formulas).
@@ -47,18 +45,18 @@ from dure.collectives.algorithms.table import PREDICTABLE
 from dure.record.disk import write_atomically
 
 ALGORITHMS = tuple(PREDICTABLE)
-"""Those whose cost is known."""
+"""Algorithms with a known cost."""
 
 CANDIDATES = tuple(name for name, rule in PREDICTABLE.items() if not rule.over_hosts)
-"""Those that are worth comparing on one host."""
+"""Algorithms that are worth comparing on a single host."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """What carries the bytes. All in seconds.
+    """Costs of the link in seconds.
 
-    alpha: a transfer that is waited for. beta: a byte sent. gamma: a byte reduced. overhead: a
-    message, waited for or not. shared: whether all ranks share one host, whose work adds up.
+    alpha: a transfer with a wait. beta: a byte sent. gamma: a byte reduced. overhead: a message,
+    with or without a wait. shared: whether all ranks share a host, whose work adds up.
     """
 
     alpha: float
@@ -69,7 +67,7 @@ class Link:
 
 
 class Counts(NamedTuple):
-    """What the time is made of: transfers waited for, messages, bytes sent, bytes reduced."""
+    """Terms of the time: transfers with a wait, messages, bytes sent, bytes reduced."""
 
     waits: float
     messages: float
@@ -78,7 +76,7 @@ class Counts(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """One measured all-reduce."""
+    """Measured all-reduce."""
 
     algorithm: str
     nbytes: int
@@ -87,7 +85,7 @@ class Sample(NamedTuple):
 
 
 class Crossover(NamedTuple):
-    """From `nbytes` on `after` is predicted to be faster than `before`."""
+    """Size in bytes from which `after` is predicted to be faster than `before`."""
 
     nbytes: int
     before: str
@@ -95,24 +93,27 @@ class Crossover(NamedTuple):
 
 
 def bytes_sent(algorithm: str, nbytes: int, ranks: int, rank: int, itemsize: int = 4) -> int:
-    """Bytes that `rank` sends, exactly: the formula of the algorithm's file."""
+    """Return the exact bytes that `rank` sends, by the formula of the algorithm's file."""
     return _rule(algorithm).elements_sent(nbytes // itemsize, ranks, rank) * itemsize
 
 
 def messages_sent(algorithm: str, nbytes: int, ranks: int, rank: int, itemsize: int = 4) -> int:
-    """Messages that `rank` sends, exactly."""
+    """Return the exact number of messages that `rank` sends."""
     return _rule(algorithm).messages_sent(nbytes // itemsize, ranks, rank)
 
 
 def counts(
     algorithm: str, nbytes: int, ranks: int, shared: bool = False, itemsize: int = 4
 ) -> Counts:
-    """What is counted on the critical path, or on a shared host. nbytes: of each rank's tensor."""
+    """Return the terms on the critical path, or on a shared host.
+
+    nbytes: bytes of each rank's tensor.
+    """
     rule = _rule(algorithm)
     n = nbytes // itemsize
     if ranks == 1 or n == 0:
         return Counts(0, 0, 0, 0)
-    # By rank, since some send more than others: the busiest counts, or all together.
+    # By rank, since ranks send different amounts: the busiest counts, or the total.
     messages = [messages_sent(algorithm, nbytes, ranks, rank, itemsize) for rank in range(ranks)]
     assert rule.path is not None  # or it would not be predictable
     path, reduced = rule.path(n, ranks)
@@ -126,7 +127,7 @@ def counts(
 
 
 def _rule(algorithm: str) -> AllReduce:
-    """What the algorithm declares. Raises ValueError where its cost is not known."""
+    """Return the algorithm's declaration. Raises ValueError if its cost is unknown."""
     if algorithm not in ALGORITHMS:
         raise ValueError(
             f"the cost of {algorithm!r} is not known; choose one of {', '.join(ALGORITHMS)}"
@@ -135,15 +136,15 @@ def _rule(algorithm: str) -> AllReduce:
 
 
 def predict(algorithm: str, nbytes: int, ranks: int, link: Link) -> float:
-    """Seconds of one all-reduce. Raises ValueError for an algorithm whose cost is not known."""
+    """Return the seconds of an all-reduce. Raises ValueError for an algorithm of unknown cost."""
     waits, messages, sent, reduced = counts(algorithm, nbytes, ranks, link.shared)
     return waits * link.alpha + messages * link.overhead + sent * link.beta + reduced * link.gamma
 
 
 def best(nbytes: int, ranks: int, link: Link, algorithms: Sequence[str] = CANDIDATES) -> str:
-    """The algorithm that is predicted to be fastest; of equals the first."""
+    """Return the algorithm with the shortest predicted time; of equal times the first."""
     times = {name: predict(name, nbytes, ranks, link) for name in algorithms}
-    # Equal but for rounding counts as equal: then the order of the table decides.
+    # Times equal up to rounding count as equal: then the order of the table decides.
     limit = min(times.values()) * (1 + 1e-9)
     return next(name for name in algorithms if times[name] <= limit)
 
@@ -155,9 +156,14 @@ def crossovers(
     low: int = 1 << 10,
     high: int = 1 << 30,
 ) -> list[Crossover]:
-    """The sizes from which on another algorithm is best, to one element.
+    """Return the sizes from which another algorithm is best, to within an element.
 
-    low, high: bytes, between which they are looked for.
+    Args:
+        ranks: number of ranks.
+        link: costs of the link.
+        algorithms: the algorithms to compare.
+        low: smallest size in bytes.
+        high: largest size in bytes.
     """
     found: list[Crossover] = []
     size = low
@@ -176,7 +182,7 @@ def crossovers(
                     if best(middle, ranks, link, algorithms) == now
                     else (below, middle)
                 )
-            # Between two sizes there may lie more than one change.
+            # There may be several changes between two sizes.
             then = best(above, ranks, link, algorithms)
             found.append(Crossover(above, now, then))
             now = then
@@ -185,14 +191,13 @@ def crossovers(
 
 
 def fit(samples: Iterable[Sample], shared: bool = False) -> Link:
-    """The link that explains measured times best: least squares of the relative errors.
+    """Return the link that explains measured times best: least squares of relative errors.
 
-    No number is below zero.
-
-    Take samples of at least two algorithms and sizes, small and large. With a machine for each rank
-    no sample tells beta from gamma, since each of these algorithms sends twice what it reduces:
-    gamma is in beta then, and 0 itself. To reduce a byte is taken to cost no more than to send it,
-    whatever noise says. Raises ValueError without samples.
+    No number is negative. Take samples of at least two algorithms and sizes, small and large. With
+    a machine for each rank no sample separates beta from gamma, since each of these algorithms
+    sends twice the bytes that it reduces: gamma is then included in beta, and 0 itself. A byte
+    reduced is assumed to cost at most as much as a byte sent, in spite of noise. Raises ValueError
+    without samples.
     """
     rows = [(counts(s.algorithm, s.nbytes, s.ranks, shared), s.seconds) for s in samples]
     if not rows:
@@ -201,7 +206,7 @@ def fit(samples: Iterable[Sample], shared: bool = False) -> Link:
     # times do not drown short ones.
     matrix = np.array([np.divide(counted, seconds) for counted, seconds in rows], dtype=float)
     waits, messages, sent, reduced = _nonnegative(matrix)
-    # Then both prices are one, of a byte that is sent or reduced, and it is fitted again.
+    # Both prices are then replaced by a single price of a byte sent or reduced, fitted again.
     if reduced > sent:
         together = np.column_stack([matrix[:, :2], matrix[:, 2] + matrix[:, 3]])
         waits, messages, sent = _nonnegative(together)
@@ -216,9 +221,9 @@ def fit(samples: Iterable[Sample], shared: bool = False) -> Link:
 
 
 def _nonnegative(matrix: Any) -> Any:
-    """x without negative numbers, so that matrix·x is nearest to ones.
+    """Return the nonnegative x for which matrix·x is nearest to ones.
 
-    It is the best of all ways to set some x to zero.
+    The result is the best over all subsets of entries that are set to zero.
     """
     rows, width = matrix.shape
     scale = matrix.max(axis=0)
@@ -242,23 +247,23 @@ def _nonnegative(matrix: Any) -> Any:
 
 @dataclass
 class Calibration:
-    """The links of one machine, by (backend, ranks, cores)."""
+    """Links of a machine, by (backend, ranks, cores)."""
 
     links: dict[tuple[str, int, int], Link] = field(default_factory=dict)
 
     @classmethod
     def load(cls, path: str | Path) -> Calibration:
-        """What was kept in `path`; empty if there is no such file, or it cannot be read."""
+        """Return the links stored in `path`; empty if the file is absent or unreadable."""
         try:
             entries = msgspec.json.decode(Path(path).read_bytes())["links"]
             return cls(
                 {(e.pop("backend"), e.pop("ranks"), e.pop("cores")): Link(**e) for e in entries}
             )
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            return cls()  # it is a cache: a new fit writes it anew
+            return cls()  # the file is a cache, and a new fit rewrites it
 
     def save(self, path: str | Path) -> None:
-        """Keeps the links in `path`, as JSON."""
+        """Store the links in `path`, as JSON."""
         entries = [
             {"backend": backend, "ranks": ranks, "cores": cores, **asdict(link)}
             for (backend, ranks, cores), link in sorted(self.links.items())
@@ -269,11 +274,10 @@ class Calibration:
         )
 
     def link(self, backend: str, ranks: int, cores: int) -> Link:
-        """The link of this backend and number of cores.
+        """Return the link of this backend and number of cores.
 
-        For as many ranks, or the nearest number that was measured.
-
-        Raises ValueError if nothing was measured.
+        The link is for this number of ranks, or the nearest measured number. Raises ValueError
+        without a measurement.
         """
         known = [key for key in self.links if key[0] == backend and key[2] == cores]
         if not known:
@@ -287,7 +291,10 @@ class Calibration:
         ]
 
     def predictor(self, backend: str, cores: int) -> Callable[[str, int, int], float]:
-        """predict(algorithm, nbytes, ranks) by these links, for `all_reduce(..., predict=...)`."""
+        """Return predict(algorithm, nbytes, ranks) by these links.
+
+        Its use is `all_reduce(..., predict=...)`.
+        """
         return lambda algorithm, nbytes, ranks: predict(
             algorithm, nbytes, ranks, self.link(backend, ranks, cores)
         )

@@ -1,8 +1,8 @@
 """Gather: the root ends with the tensors of all ranks.
 
-`linear`: everybody sends its own m elements to the root, which receives (N-1)·m by one link; nobody
-sends more than its own, so no other algorithm sends less. `native`: the backend's own; counted as
-linear.
+`linear`: every rank sends its own m elements to the root, which receives (N-1)·m through its link;
+no rank sends more than its own elements, so no other algorithm sends less. `native`: the backend's
+own; counted as linear.
 
 Source: Thakur et al. 2005, "Optimization of Collective Communication Operations in MPICH".
 """
@@ -25,11 +25,14 @@ ALGORITHMS: tuple[str, ...] = get_args(Algorithm)
 
 
 def linear(mine: Tensor, parts: list[Tensor] | None, group: Group, root: int = 0) -> None:
-    """Everybody's flat tensor into the root's `parts`, in order of rank; None elsewhere."""
+    """Gather every rank's flat tensor into the root's `parts`, in order of rank.
+
+    parts: None on other ranks.
+    """
     if parts is None:
         group.send(mine, root)
         return
-    # From all at once: none of them waits for one that is slow.
+    # From all at once, so that no rank waits for a slow rank.
     parts[root].copy_(mine)
     group.transfer([], [(part, source) for source, part in enumerate(parts) if source != root])
 
@@ -63,14 +66,20 @@ def gather(
     *,
     async_op: bool = False,
 ) -> Tensor | Handle[Tensor | None] | None:
-    """The tensors of all ranks, in order of rank, on rank `root`; None elsewhere.
+    """Return the tensors of all ranks, in order of rank, on rank `root`; None elsewhere.
 
-    The result has shape (N, *shape).
+    Args:
+        tensor: any dtype and shape, the same on every rank; unchanged.
+        group: as in `all_reduce`.
+        root: a rank of the group.
+        algorithm: `linear` or `native`.
+        async_op: return a handle, whose `wait()` returns the result.
 
-    tensor: any dtype and shape, the same on every rank; it is not changed. group: as in
-    `all_reduce`. async_op: a handle whose
-    `wait()` returns it. Raises ValueError, before anything travels, for an algorithm or a root that
-    there is not.
+    Returns:
+        A tensor of shape (N, *shape) on the root, and None elsewhere.
+
+    Raises:
+        ValueError: an unknown algorithm or root; raised before any data is sent.
     """
     check_algorithm("gather", algorithm, ALGORITHMS)
     group = Group.of(group)
@@ -93,12 +102,15 @@ def gather(
 def messages_sent(
     n: int, size: int, rank: int, root: int = 0, algorithm: Algorithm = "linear"
 ) -> int:
-    """Messages that `rank` sends: one, but for the root. n: elements of all ranks together."""
+    """Return the messages that `rank` sends: 1, or 0 on the root. n: elements of all ranks."""
     return 1 if n and rank != root else 0
 
 
 def elements_sent(
     n: int, size: int, rank: int, root: int = 0, algorithm: Algorithm = "linear"
 ) -> int:
-    """Elements that `rank` sends: its n/N, but for the root. n: elements of all ranks together."""
+    """Return the elements that `rank` sends: its n/N, or 0 on the root.
+
+    n: elements of all ranks.
+    """
     return n // size * messages_sent(n, size, rank, root, algorithm)

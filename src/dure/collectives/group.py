@@ -1,8 +1,8 @@
-"""A group: the ranks that take part in a collective, and the sends and receives between them.
+"""Group: the ranks of a collective, and the sends and receives between them.
 
-It stands on any torch.distributed process group, counts every payload byte, and turns a failed
-transfer into an error that names the lost rank, the operation and the step. A group of one needs no
-torch.distributed.
+A group uses any torch.distributed process group, counts every payload byte, and turns a failed
+transfer into an error that names the lost rank, the operation and the step. A group of a single
+rank needs no torch.distributed.
 """
 
 from __future__ import annotations
@@ -28,49 +28,52 @@ from dure.tensors.elements import element_bytes
 Value = TypeVar("Value")
 
 Diagnose = Callable[[str, str, "int | None", Exception], "PeerLostError | None"]
-"""diagnose(operation, step, peer, error) finds out which peer was lost, if any; worlds know how."""
+"""diagnose(operation, step, peer, error) returns the error of the lost peer, if any.
+
+Worlds provide the function.
+"""
 
 
 def done_already() -> None:
-    """The end of a transfer that was done when it had begun."""
+    """Do nothing: the end of a transfer that was complete at its beginning."""
 
 
 _Started = tuple[int, Pending]
-"""A peer, and what is under way with it."""
+"""Peer, and the pending operation with the peer."""
 
 
 class _Shared:
-    """What all groups over one process group share: the order of operations, what was found out."""
+    """State common to all groups over a process group: the order of operations, and the hosts."""
 
     def __init__(self) -> None:
         self.line = Line()
         self.hosts: Hosts | None = None
         self.connected = False
         self.peer: int | None = None
-        """The global rank of the other end of the current transfer: blamed if that fails."""
+        """Global rank at the other end of the current transfer: blamed if the transfer fails."""
 
 
 _shared: WeakKeyDictionary[dist.ProcessGroup, _Shared] = WeakKeyDictionary()
 
 
 def _shared_of(process_group: dist.ProcessGroup | None) -> _Shared:
-    """What the groups over this process group share; of a single rank, something new."""
+    """Return the common state of the groups over this process group; new for a single rank."""
     if process_group is None:
         return _Shared()
-    # Two threads may come at once: `setdefault` gives both the same one.
+    # Two threads may arrive at once: `setdefault` gives both the same object.
     known = _shared.get(process_group)
     return known if known is not None else _shared.setdefault(process_group, _Shared())
 
 
 def settle(process_group: dist.ProcessGroup) -> None:
-    """Waits until all operations that `Group`s have issued on a process group have ended."""
+    """Wait until all operations that `Group`s have issued on a process group have ended."""
     known = _shared.get(process_group)
     if known is not None:
         known.line.settle()
 
 
 class _During:
-    """`Group.during`: a class, because it is entered in backward passes, twice a message."""
+    """Context manager of `Group.during`: a class for speed, entered twice a message in backward."""
 
     __slots__ = ("_before", "_group", "_operation", "_step")
 
@@ -83,7 +86,7 @@ class _During:
         group = self._group
         self._before = group.operation
         group.operation = self._operation
-        # The rank that was waited for last has nothing to do with what may fail now.
+        # The previous transfer's peer must not be blamed for a failure of this operation.
         group._shared.peer = None
 
     def __exit__(
@@ -91,8 +94,7 @@ class _During:
     ) -> None:
         group = self._group
         try:
-            # RuntimeError is all that c10d raises when a transfer fails; a mismatch says already
-            # all that can be known
+            # c10d raises only RuntimeError for a failed transfer; MismatchError needs no diagnosis.
             if isinstance(error, RuntimeError) and not isinstance(error, MismatchError):
                 lost = group._diagnosed(error, group.step if self._step is None else self._step)
                 if lost is not None:
@@ -102,7 +104,7 @@ class _During:
 
 
 class _At:
-    """What a group is at; its copies, which have fewer ranks or another meter, are at the same."""
+    """Mutable step name that a group shares with its copies (fewer ranks or another meter)."""
 
     __slots__ = ("step",)
 
@@ -111,11 +113,12 @@ class _At:
 
 
 class Group:
-    """The ranks 0 … size-1 of a process group, seen from `rank`.
+    """Ranks 0 … size-1 of a process group, seen from `rank`.
 
-    process_group: a torch.distributed group; None for a group of one.
-    meter: counts what this rank sends.
-    diagnose: called when a transfer fails; by default torch.distributed's error goes on as it is.
+    process_group: a torch.distributed group; None for a group of a single rank.
+    meter: counts the bytes that this rank sends.
+    diagnose: called when a transfer fails; by default torch.distributed's error is raised
+    unchanged.
     """
 
     def __init__(
@@ -136,20 +139,20 @@ class Group:
         self._global = (
             dist.get_process_group_ranks(process_group) if process_group is not None else [0]
         )
-        # Errors name ranks of the whole job; transports count places in the process group.
+        # Errors name ranks of the whole job; transports use ranks of the process group.
         self._places = list(range(self.size))
 
     @classmethod
     def default(cls) -> Group:
-        """All ranks of the job, or this process alone if torch.distributed is not initialised."""
+        """Return all ranks of the job, or this process alone without torch.distributed."""
         return cls(dist.group.WORLD if dist.is_initialized() else None)
 
     @classmethod
     def of(cls, group: Group | dist.ProcessGroup | None) -> Group:
-        """The group that is meant.
+        """Return the `Group` for an argument of a collective.
 
-        A `Group` is itself; of torch.distributed's, a group over it; None is `default`. Raises
-        ValueError for anything else, and where this process is not in the group.
+        A `Group` is returned unchanged; a group of torch.distributed is wrapped; None is `default`.
+        Raises ValueError for any other object, and if this process is not in the group.
         """
         if isinstance(group, Group):
             return group
@@ -161,7 +164,7 @@ class Group:
 
     @property
     def step(self) -> str:
-        """What the group is at, for errors: "step 12"."""
+        """Step of the group, for errors: "step 12"."""
         return self._at.step
 
     @step.setter
@@ -169,15 +172,15 @@ class Group:
         self._at.step = step
 
     def global_rank(self, rank: int) -> int:
-        """The rank in the whole job of a rank of this group."""
+        """Return the rank in the whole job of a rank of this group."""
         check_rank(rank, self.size)
         return self._global[rank]
 
     def among(self, ranks: Sequence[int]) -> Group:
-        """The group of these ranks of mine, in this order, for transfers only.
+        """Return the group of these ranks of this group, in this order, for transfers only.
 
-        This rank is one of them. Raises ValueError if it is not, and for a rank that there is not,
-        or that is there twice.
+        This rank has to be included. Raises ValueError if it is not, and for unknown or repeated
+        ranks.
         """
         for rank in ranks:
             check_rank(rank, self.size)
@@ -186,7 +189,7 @@ class Group:
                 f"a group of the ranks {list(ranks)}: each is there once, and rank {self.rank}, "
                 f"which asks for it, is one of them"
             )
-        # Shallow: meter, transport and the order of operations are shared with the whole group.
+        # A shallow copy: meter, transport and the order of operations are shared with the group.
         part = copy.copy(self)
         part.rank = ranks.index(self.rank)
         part.size = len(ranks)
@@ -195,10 +198,10 @@ class Group:
         return part
 
     def parted(self, parts: Sequence[Sequence[int]]) -> Group:
-        """The one of these groups of my ranks that this rank is in, for transfers and collectives.
+        """Return the part that contains this rank, as a group for transfers and collectives.
 
-        All ranks call it together, with the same parts, of which each rank is in one. It counts on
-        the same meter. Raises ValueError unless each rank is in one part.
+        All ranks call it together with the same parts, a partition of the ranks. The result uses
+        the same meter. Raises ValueError unless each rank is in exactly one part.
         """
         if sorted(rank for part in parts for rank in part) != list(range(self.size)):
             raise ValueError(
@@ -212,7 +215,7 @@ class Group:
         for part in parts:
             if len(part) > 1:
                 ranks = [self._global[rank] for rank in part]
-                # Every rank makes every group, also those that it is not in: torch wants it so.
+                # torch requires every rank to create every group, also groups without the rank.
                 limit = dist.distributed_c10d._get_default_store().timeout  # type: ignore[attr-defined]
                 made = dist.new_group(ranks, timeout=limit, use_local_synchronization=False)
                 if self.rank in part:
@@ -223,19 +226,22 @@ class Group:
         return own
 
     def alone(self) -> Group:
-        """This rank without the others, with the same meter."""
+        """Return the group of this rank alone, with the same meter."""
         return Group(None, self.meter)
 
     def unmetered(self) -> Group:
-        """The same ranks with a meter of their own, for what only a measurement exchanges."""
+        """Return the same ranks with a separate meter, for the traffic of measurements."""
         part = copy.copy(self)
         part.meter = Meter(self.meter.name)
         return part
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
-        """Inside, the meter counts nothing: for layers that hold this group, where they measure."""
-        # What was issued before is counted, and what is issued inside has ended before it counts.
+        """Context manager: the meter counts nothing inside.
+
+        Used for layers that use this group during a measurement.
+        """
+        # Earlier operations end before the meter changes, and operations inside before it returns.
         self.settle()
         meter = self.meter
         self.meter = Meter(meter.name)
@@ -246,9 +252,9 @@ class Group:
             self.meter = meter
 
     def hosts(self) -> Hosts:
-        """Who shares a host (`dure.collectives.hosts`). All ranks call it together.
+        """Return the partition of the ranks by host (`dure.collectives.hosts`).
 
-        It is found out once for each process group.
+        All ranks call it together. The partition is determined once for each process group.
         """
         # All groups over one process group share the answer, so all ranks ask or none does.
         if self._shared.hosts is None:
@@ -259,9 +265,9 @@ class Group:
         return self._shared.hosts
 
     def backend(self, device: torch.device) -> str:
-        """The name of torch's backend for tensors of this device, such as "gloo".
+        """Return the name of torch's backend for tensors of this device, such as "gloo".
 
-        It is empty if there is none.
+        Empty if there is none.
         """
         if self.process_group is None:
             return ""
@@ -276,12 +282,12 @@ class Group:
     def perform(
         self, operation: str, work: Callable[[], Value], tensor: Tensor, async_op: bool = False
     ) -> Value | Handle[Value]:
-        """Does `work` after all that was issued before: now, or alongside the program.
+        """Do `work` after all operations issued before: now, or in the background.
 
-        operation: its name, for errors. tensor: one of those that travel; on a GPU the work is
-        queued on the stream that is current here.
+        operation: its name, for errors. tensor: a tensor of the transfer; on a GPU the work is
+        queued on the stream that is current here. async_op: return a handle instead of the result.
         """
-        # As they are at the time of the call: on the other thread they may have changed since.
+        # Read at the time of the call, because both may change before the other thread runs.
         step = self.step
         inference = torch.is_inference_mode_enabled()
 
@@ -307,24 +313,24 @@ class Group:
         return self._shared.line.put(there)
 
     def settle(self) -> None:
-        """Waits until all operations that were issued on this process group have ended."""
+        """Wait until all operations that were issued on this process group have ended."""
         line = self._shared.line
         if line.thread is not None:
             line.settle()
 
     def _connect(self, device: torch.device) -> None:
-        """Makes all ranks take part in the first call on NCCL, as torch wants it.
+        """Make all ranks take part in the first call on NCCL, as torch requires.
 
-        Later some of them may transfer alone.
+        Later calls may involve some of the ranks only.
         """
         if not self._shared.connected and self.backend(device) == "nccl":
             dist.all_reduce(torch.zeros(1, device=device), group=self.process_group)
             self._shared.connected = True
 
     def during(self, operation: str, step: str | None = None) -> _During:
-        """Names what the group does, for errors; transfers that fail inside are diagnosed.
+        """Name the operation of the group, for errors; transfers that fail inside are diagnosed.
 
-        step: what the operation belongs to, if that is not what the group is at.
+        step: step of the operation, if it differs from the group's.
         """
         return _During(self, operation, step)
 
@@ -336,34 +342,33 @@ class Group:
         )
 
     def holds(self, messages: int, nbytes: int) -> bool:
-        """Whether so many messages, of `nbytes` together, leave at once.
+        """Return whether so many messages, of `nbytes` together, can be sent without a wait.
 
-        They lie with their receiver until it asks for them.
+        The receiver's buffer holds them until the receiver asks for them.
         """
         return self.transport.holds(messages, nbytes)
 
     def send(self, tensor: Tensor, to: int) -> None:
-        """Sends a contiguous tensor to rank `to` and waits until it may be changed again."""
+        """Send a contiguous tensor to rank `to`; return when the tensor may be changed again."""
         self.transfer([(tensor, to)], [])
 
     def receive(self, into: Tensor, source: int) -> None:
-        """Fills the contiguous tensor `into` with what rank `source` sends."""
+        """Fill the contiguous tensor `into` with the tensor that rank `source` sends."""
         self.transfer([], [(into, source)])
 
     def exchange(self, tensor: Tensor, to: int, into: Tensor, source: int) -> None:
-        """Sends to one rank while receiving from another; empty tensors do not travel."""
+        """Send to a rank while receiving from another; empty tensors are not sent."""
         self.transfer([(tensor, to)], [(into, source)])
 
     def transfer(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
-        """Sends and receives all of these at once.
+        """Do all of these sends and receives at once.
 
-        They are pairs of a contiguous tensor and a rank, all on one device.
-
-        Between two ranks they arrive in the order of sending. Empty tensors do not travel.
+        They are pairs of a contiguous tensor and a rank, all on the same device. Between two ranks
+        messages arrive in the order of sending. Empty tensors are not sent.
         """
         for _, rank in (*sends, *receives):
             check_rank(rank, self.size)
-        # Both ends leave empty ones out, so nobody waits for one.
+        # Both ends skip empty tensors, so neither waits for them.
         sends = [message for message in sends if message[0].numel()]
         receives = [message for message in receives if message[0].numel()]
         if not sends and not receives:
@@ -381,12 +386,12 @@ class Group:
             self.meter.received(into.nbytes)
 
     def _transfer(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
-        """`transfer` of tensors of the CPU, none of them empty."""
-        # From several sources: all are asked for before any is waited for, which may be slow.
+        """Do `transfer` for nonempty CPU tensors."""
+        # From several sources: all receives are posted before the first wait.
         if len(receives) > 1 and len({source for _, source in receives}) > 1:
             self._wait(self._start(sends, receives))
             return
-        # From one source, one after another, nothing has to be asked for ahead of its turn.
+        # From a single source, receives complete in order and need no posting in advance.
         shared = self._shared
         posted = self._post(sends)
         for into, source in receives:
@@ -396,7 +401,7 @@ class Group:
             self._wait(posted)
 
     def _post(self, sends: Sequence[Message]) -> list[_Started]:
-        """Begins to send; what has not left at once."""
+        """Begin the sends; return those that are still pending."""
         shared = self._shared
         posted: list[_Started] = []
         for tensor, to in sends:
@@ -407,7 +412,7 @@ class Group:
         return posted
 
     def _start(self, sends: Sequence[Message], receives: Sequence[Message]) -> list[_Started]:
-        """Begins all sends and receives; what is still under way."""
+        """Begin all sends and receives; return those that are still pending."""
         posted = self._post(sends)
         expected: list[_Started] = []
         for into, source in receives:
@@ -416,7 +421,7 @@ class Group:
         return expected + posted
 
     def _wait(self, started: Sequence[_Started]) -> None:
-        # One after another; the one that is waited for when it fails is blamed (`_diagnosed`).
+        # Sequential waits: the peer of the current wait is blamed for a failure (`_diagnosed`).
         for peer, pending in started:
             self._shared.peer = self._global[peer]
             pending.wait()
@@ -424,10 +429,10 @@ class Group:
     def begin_transfer(
         self, operation: str, sends: Sequence[Message], receives: Sequence[Message]
     ) -> Callable[[], None]:
-        """`transfer`, alongside the program: what is returned waits for its end.
+        """Begin a `transfer` in the background; return a function that waits for its end.
 
         operation: its name, for errors. Between two ranks messages arrive in the order in which
-        they were begun. Tensors of a GPU travel by way of the CPU's memory.
+        they were begun. GPU tensors travel through the CPU's memory.
         """
         for _, rank in (*sends, *receives):
             check_rank(rank, self.size)
@@ -452,7 +457,7 @@ class Group:
         def end() -> None:
             with self.during(operation, step):
                 self._wait(started)
-            # `arrived` is `into` on the CPU; on a GPU the tensor of memory that it passed through.
+            # `arrived` is `into` on the CPU, and for a GPU the CPU tensor of the transfer.
             for (into, _), (arrived, _) in zip(receives, arrivals, strict=True):
                 if arrived is not into:
                     into.copy_(arrived)
@@ -463,14 +468,14 @@ class Group:
     def _transfer_by_way_of_memory(
         self, sends: Sequence[Message], receives: Sequence[Message]
     ) -> None:
-        """For a backend that sends from the memory of the CPU only."""
+        """Transfer through the CPU's memory, for a backend without access to the device."""
         arrivals = [(torch.empty_like(into, device="cpu"), source) for into, source in receives]
         self._transfer([(tensor.cpu(), to) for tensor, to in sends], arrivals)
         for (into, _), (arrived, _) in zip(receives, arrivals, strict=True):
             into.copy_(arrived)
 
     def _transfer_in_a_batch(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
-        """For a backend that sends from the device's own memory."""
+        """Transfer from the device's own memory, for a backend with access to the device."""
         places = self._places
         self.transport.transfer_there(
             [(tensor, places[to]) for tensor, to in sends],
@@ -480,10 +485,10 @@ class Group:
     def all_gather_values(
         self, values: list[float], operation: str = "all-gather of measurements"
     ) -> list[list[float]]:
-        """Every rank's list of numbers, in order of rank; all lists have the same length.
+        """Return every rank's list of numbers, in order of rank; all lists have the same length.
 
-        Bookkeeping such as metrics and counters: in float64, not counted by the meter. operation:
-        for errors.
+        For bookkeeping such as metrics and counters: in float64, not counted by the meter.
+        operation: its name, for errors.
         """
         if self.size == 1:
             return [values]
@@ -499,9 +504,10 @@ class Group:
     def broadcast_values(
         self, tensors: Sequence[Tensor], counted: bool = True, root: int = 0
     ) -> None:
-        """The root's tensors into every rank's, in place, as one message: any dtype and stride.
+        """Copy the root's tensors into every rank's tensors, in place, in a single message.
 
-        counted: whether the meter counts it, as N-1 messages of the root.
+        Any dtype and stride. counted: whether the meter counts the broadcast, as N-1 messages of
+        the root.
         """
         check_root(root, self.size)
         if self.size == 1 or not tensors:
@@ -530,7 +536,7 @@ class Group:
                 tensor.copy_(arrived)
 
     def _carried_on(self, devices: set[torch.device]) -> torch.device:
-        """Where tensors of these devices travel as one message: their own device if they can."""
+        """Return the device for a joint message of such tensors: their own device if supported."""
         (first, *others) = devices
         if not others and self.backend(first):
             return first
@@ -538,11 +544,11 @@ class Group:
         return torch.device("cpu" if self.backend(torch.device("cpu")) else "cuda")
 
     def broadcast_bytes(self, content: bytes | None) -> bytes:
-        """Rank 0's `content` on every rank. Bookkeeping, not counted by the meter."""
+        """Return rank 0's `content` on every rank. Bookkeeping, not counted by the meter."""
         if self.size == 1:
             return content or b""
         self.settle()
-        # Only rank 0 knows how long it is: first the length, then the bytes.
+        # Only rank 0 knows the length: first the length is sent, then the bytes.
         length = torch.tensor([len(content) if content is not None else 0])
         with self.during("broadcast of the run's state"):
             dist.broadcast(length, self._global[0], group=self.process_group)
@@ -554,7 +560,7 @@ class Group:
         return buffer.numpy().tobytes()
 
     def gather_bytes(self, content: bytes) -> list[bytes]:
-        """Every rank's `content`, on rank 0 in order of rank; elsewhere an empty list.
+        """Return every rank's `content`, on rank 0 in order of rank; elsewhere an empty list.
 
         Not counted by the meter.
         """

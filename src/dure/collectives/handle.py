@@ -1,12 +1,11 @@
-"""Operations alongside the program: a handle for each, and a thread that does them in order.
+"""Operations in the background: a handle for each, and a thread that runs them in order.
 
-The operations of one process group run one after another, in the order of issue, on one thread,
-because their messages are told apart by nothing but their order. The thread starts with the first
-operation and ends when it has had nothing to do for `IDLE` seconds, so none outlives its group for
-long.
+The operations of a process group run sequentially, in the order of issue, on a single thread,
+because their messages are distinguished only by their order. The thread starts with the first
+operation and ends after `IDLE` seconds without work, so no thread outlives its group for long.
 
-When an operation fails, those issued after it are not tried: each would wait a whole deadline for
-the same lost peer. Their handles raise the same error.
+When an operation fails, later operations are not attempted: each would wait a whole timeout for the
+same lost peer. Their handles raise the same error.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ IDLE = 1.0
 
 
 class Handle(Generic[Value]):
-    """An operation that was issued and may still be under way."""
+    """Issued operation, which may be in progress."""
 
     def __init__(self, work: Callable[[], Value]) -> None:
         self._work: Callable[[], Value] | None = work
@@ -33,42 +32,41 @@ class Handle(Generic[Value]):
 
     @classmethod
     def of(cls, value: Value) -> Handle[Value]:
-        """The handle of an operation that had nothing to do."""
+        """Return the handle of an operation without work."""
         handle = cls(lambda: value)
         handle.run()
         return handle
 
     def run(self) -> BaseException | None:
-        """Carries the operation out, here; returns its error."""
+        """Run the operation in this thread; return its error."""
         assert self._work is not None
         error: BaseException | None = None
         try:
             self._value.append(self._work())
-        except BaseException as raised:  # whatever it is, whoever waits gets it
+        except BaseException as raised:  # any error is raised in the waiting thread
             error = raised
         self.end(error)
         return error
 
     def end(self, error: BaseException | None) -> None:
-        """Lets those go on who wait; with `error`, the operation has failed."""
-        self._work = None  # tensors and groups live no longer than they are needed
+        """Wake the waiting threads; with `error`, the operation has failed."""
+        self._work = None  # releases the tensors and groups of the operation
         self._error = error
         self._done.set()
 
     def is_completed(self) -> bool:
-        """Whether the operation has ended, well or not."""
+        """Return whether the operation has ended, successfully or not."""
         return self._done.is_set()
 
     def wait(self) -> Value:
-        """Waits for the end; returns what the operation returns.
+        """Wait for the end; return the operation's result.
 
-        An error of the operation is raised here, the first time. Whoever waits once more is told
-        that it failed.
+        The first wait raises the operation's error. Later waits raise RuntimeError after a failure.
         """
         self._done.wait()
         if self._value:
             return self._value[0]
-        # Given away: an error holds, by its traceback, what the operation used.
+        # The error is released, because its traceback refers to the operation's tensors.
         error = self._error
         self._error = None
         if error is None:
@@ -77,17 +75,17 @@ class Handle(Generic[Value]):
 
 
 class Line:
-    """The operations of one process group, in order of issue, on a thread of their own."""
+    """Operations of a process group, in order of issue, on a separate thread."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._waiting: deque[Handle[object]] = deque()
         self._busy = False
         self.thread: threading.Thread | None = None
-        """None while nothing is under way, nor was a moment ago."""
+        """Thread, or None after an idle time without operations."""
 
     def put(self, work: Callable[[], Value]) -> Handle[Value]:
-        """Issues an operation."""
+        """Issue an operation and return its handle."""
         handle = Handle(work)
         with self._changed:
             self._waiting.append(handle)  # type: ignore[arg-type]
@@ -100,10 +98,10 @@ class Line:
         return handle
 
     def settle(self) -> None:
-        """Waits until all that was issued has ended; raises nothing."""
+        """Wait until all issued operations have ended; raises nothing."""
         thread = self.thread
         if thread is None or threading.current_thread() is thread:
-            # Nothing is under way, or this is an operation that is made of others.
+            # No operation is in progress, or this thread runs a composed operation itself.
             return
         with self._changed:
             self._changed.wait_for(lambda: not self._waiting and not self._busy)
@@ -111,14 +109,14 @@ class Line:
     def _serve(self) -> None:
         while True:
             with self._changed:
-                # With the lock held: `put` either finds the thread, or starts another one.
+                # The lock makes this atomic: `put` either finds the thread or starts another.
                 if not self._changed.wait_for(lambda: bool(self._waiting), IDLE):
                     self.thread = None
                     return
                 handle = self._waiting.popleft()
                 self._busy = True
             error = handle.run()  # without the lock, so that others can issue meanwhile
-            del handle  # its value lives no longer than those who wait for it
+            del handle  # releases its value as soon as the waiting threads do
             with self._changed:
                 while error is not None and self._waiting:
                     self._waiting.popleft().end(error)

@@ -1,11 +1,12 @@
-"""Who shares a host: ranks between which bytes do not cross a network.
+"""Hosts: sets of ranks between which bytes do not cross a network.
 
-Two processes share one if the same kernel runs them (its boot id), in the same network and process
-namespaces: two containers of one machine are two hosts, because what they send each other goes
-through a network stack of its own.
+Two processes share a host if the same kernel runs them (its boot id), in the same network and
+process namespaces. Two containers of a machine are two hosts, because their traffic passes through
+a network stack.
 
-A partition of the ranks 0 … N-1 is a sequence of hosts, each a sequence of ranks. Finding it takes
-one all-gather of a number a rank, which is bookkeeping and not counted; `Group.hosts` remembers it.
+A partition of the ranks 0 … N-1 is a sequence of hosts, each a sequence of ranks. Its determination
+takes an all-gather of a number a rank, which is bookkeeping and not counted; `Group.hosts` caches
+the partition.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 Hosts = tuple[tuple[int, ...], ...]
-"""A partition of the ranks, ordered within and by first rank."""
+"""Partition of the ranks, ordered within each host and by first rank."""
 
 
 def name_of_this_host() -> str:
-    """Equal in two processes only if they share a host."""
+    """Return a name that is equal in two processes only if they share a host."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/net')} {os.readlink('/proc/self/ns/pid')}"
@@ -30,15 +31,15 @@ def name_of_this_host() -> str:
 
 
 def number_of(name: str) -> float:
-    """48 bits of a name's hash: float64 holds them exactly.
+    """Return 48 bits of a name's hash, which float64 represents exactly.
 
-    A million names hardly ever collide.
+    A million names almost never collide.
     """
     return float(int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "big"))
 
 
 def partition_by(numbers: Sequence[float]) -> Hosts:
-    """The ranks, grouped by the number of their host."""
+    """Return the ranks, grouped by the number of their host."""
     hosts: dict[float, list[int]] = {}
     for rank, number in enumerate(numbers):
         hosts.setdefault(number, []).append(rank)
@@ -46,7 +47,7 @@ def partition_by(numbers: Sequence[float]) -> Hosts:
 
 
 def checked(hosts: Sequence[Sequence[int]], size: int) -> Hosts:
-    """The partition in its one order.
+    """Return the partition in its normal order.
 
     Raises ValueError unless every rank is on exactly one host.
     """

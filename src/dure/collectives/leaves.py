@@ -1,8 +1,8 @@
-"""Tensors that travel piece by piece, from wherever they lie to wherever there is room for them.
+"""Transfer of tensors in pieces, from and to memory or files.
 
-A rank has a message of a few million bytes of them in memory at a time, rank 0 one of each rank,
-however large the tensors are. Small ones share a message. It is bookkeeping, as checkpoints are,
-and not counted by the meter.
+A rank has a message of a few million bytes in memory at a time, rank 0 a buffer of the same size,
+however large the tensors are. Small tensors share a message. The transfer is bookkeeping, like
+checkpoints, and not counted by the meter.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from dure.record.on_disk import PIECE, Form, Leaf, elements, forms_of, put
 from dure.tensors.elements import element_bytes
 
 Place = Callable[[Form], Leaf]
-"""Makes room for a tensor, or says where it belongs."""
+"""Function that allocates a tensor, or returns its destination."""
 
 
 class _Run(NamedTuple):
-    """The elements [start, stop) of a tensor."""
+    """Elements [start, stop) of a tensor."""
 
     form: Form
     start: int
@@ -35,16 +35,16 @@ class _Run(NamedTuple):
 
 
 def gathered(group: Group, mine: Mapping[str, Leaf], place: Place) -> list[dict[str, Leaf]]:
-    """The tensors of all ranks on rank 0, in order of rank; elsewhere an empty list.
+    """Return the tensors of all ranks on rank 0, in order of rank; elsewhere an empty list.
 
-    What comes from others goes where `place` says. All ranks call it.
+    Tensors of other ranks are stored at their `place`. All ranks call it.
     """
     if group.size == 1:
         return [dict(mine)]
     forms = forms_of(mine)
     own = _messages(forms) if group.rank else []
     told = group.gather_bytes(json.dumps(forms).encode())
-    # All take part in as many gatherings as the one that sends the most.
+    # All ranks run as many rounds as the rank with the most messages.
     (rounds,) = max(group.all_gather_values([float(len(own))]))
     arriving = [[Form(*form) for form in json.loads(part)] for part in told[1:]]
     plans = list(map(_messages, arriving))
@@ -67,9 +67,10 @@ def gathered(group: Group, mine: Mapping[str, Leaf], place: Place) -> list[dict[
 def broadcast(
     group: Group, leaves: Mapping[str, Leaf], forms: Sequence[Form], place: Place
 ) -> dict[str, Leaf]:
-    """Rank 0's tensors on every rank. forms: of these, which all ranks know.
+    """Return rank 0's tensors on every rank.
 
-    Elsewhere than on rank 0 they go where `place` says. All ranks call it.
+    forms: forms of the tensors, known to all ranks. On other ranks than 0 the tensors are stored at
+    their `place`. All ranks call it.
     """
     found = dict(leaves) if group.rank == 0 else {form.name: place(form) for form in forms}
     buffer = torch.zeros(PIECE, dtype=torch.uint8)
@@ -84,7 +85,7 @@ def broadcast(
 
 
 def _messages(forms: Iterable[Form]) -> list[list[_Run]]:
-    """How tensors are cut into messages of about `PIECE` bytes, on either side."""
+    """Divide tensors into messages of about `PIECE` bytes, equally on both sides."""
     messages: list[list[_Run]] = []
     room = 0
     for form in forms:
@@ -102,7 +103,7 @@ def _messages(forms: Iterable[Form]) -> list[list[_Run]]:
 
 
 def _packed(message: Sequence[_Run], leaves: Mapping[str, Leaf], into: Tensor) -> Tensor:
-    """The bytes of a message, in a buffer that is used again: nothing is left between messages."""
+    """Return the bytes of a message in the reused buffer `into`."""
     at = 0
     for run in message:
         piece = elements(leaves[run.form.name], run.start, run.stop)
@@ -114,7 +115,7 @@ def _packed(message: Sequence[_Run], leaves: Mapping[str, Leaf], into: Tensor) -
 def _unpacked(content: Tensor, message: Sequence[_Run], leaves: Mapping[str, Leaf]) -> None:
     at = 0
     for run in message:
-        # A copy, since a dtype wants its bytes at a multiple of its size.
+        # A copy, since a dtype needs its bytes at a multiple of its size.
         piece = content[at : at + run.nbytes].clone().view(run.form.kind)
         put(leaves[run.form.name], run.start, piece)
         at += run.nbytes

@@ -1,17 +1,17 @@
-"""The operations of a reduction, sum, average, minimum, maximum, product, and their dtypes.
+"""Operations of a reduction, sum, average, minimum, maximum, product, and their dtypes.
 
-float16 and bfloat16 are added, multiplied and compared in float32. Where an algorithm sends partial
-results on (ring, tree, halving_doubling, hierarchical), each is rounded to the tensor's dtype
-before it travels, so that bytes are those of the tensor. With u = 2^-11 (float16) or 2^-8
-(bfloat16) a sum is off by about d·u·Σ|x_r| at most, where d is the number of additions one after
-another: N-1 in a ring, about log2 N in a tree or by halving. Where one rank sees all parts (master,
-one_shot) they are added in float32 and rounded once: u·|Σ x_r|, and the errors of float32 sums.
+float16 and bfloat16 are added, multiplied and compared in float32. Algorithms that send partial
+results (ring, tree, halving_doubling, hierarchical) round each to the tensor's dtype before
+sending, so that the bytes are the tensor's. With u = 2^-11 (float16) or 2^-8 (bfloat16) the error
+of a sum is at most about d·u·Σ|x_r|, where d is the number of sequential additions: N-1 in a ring,
+about log2 N in a tree or by halving. If a single rank sees all parts (master, one_shot) they are
+added in float32 and rounded once: u·|Σ x_r|, plus the errors of float32 sums.
 
-The average is the sum divided by N. In float16 each part is divided before the sum, as NCCL does,
-so that no partial sum overflows where the average would not.
+The average is the sum divided by N. In float16 each part is divided before the sum, as in NCCL, so
+that a partial sum overflows only if the average does.
 
 Integers wrap around as in torch. For bool sum and max are `or`, product and min are `and`. Minimum
-and maximum give NaN where any rank has NaN, as torch.minimum does.
+and maximum are NaN if any rank has NaN, as in torch.minimum.
 """
 
 from __future__ import annotations
@@ -42,7 +42,10 @@ _TORCH = {
     "product": dist.ReduceOp.PRODUCT,
 }
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
-"""torch computes little on these; two's complement adds and multiplies the same bits."""
+"""Signed dtypes for unsigned dtypes with little support in torch.
+
+Two's complement adds and multiplies the same bits.
+"""
 _INTEGERS = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, *_SIGNED}
 _HALVES = {torch.float16, torch.bfloat16}
 _COMPLEX = {torch.complex64, torch.complex128}
@@ -51,13 +54,13 @@ _REDUCIBLE = {*_INTEGERS, *_HALVES, torch.float32, torch.float64, *_COMPLEX}
 
 @dataclass(frozen=True)
 class Reduction:
-    """An operation over `size` ranks: how two parts become one, and what is done at the end."""
+    """Operation over `size` ranks: combination of two parts, and the final step."""
 
     op: Op = "sum"
     size: int = 1
 
     def combine(self, one: Tensor, other: Tensor, out: Tensor) -> None:
-        """out = one ∘ other, elementwise; `out` may be one of the two."""
+        """Compute out = one ∘ other, elementwise; `out` may be either operand."""
         function = _FUNCTIONS[self.op]
         signed = _SIGNED.get(out.dtype)
         if signed is None:
@@ -76,24 +79,23 @@ class Reduction:
         out.bitwise_xor_(lowest)
 
     def finish(self, whole: Tensor) -> None:
-        """Makes the average of a sum, in place. For the others there is nothing to do."""
+        """Turn a sum into the average, in place. Other operations need no final step."""
         if self.op == "avg":
             whole.div_(self.size)
 
     def partial(self) -> Reduction:
-        """The same without its end, for a first stage that another one follows."""
+        """Return the operation without its final step, for a first stage before another stage."""
         return replace(self, op="sum") if self.op == "avg" else self
 
     def accumulator(self, tensor: Tensor) -> Tensor:
-        """Where all parts are to be added to `tensor`: itself, or a copy of higher precision."""
+        """Return the tensor for the sum of all parts: `tensor`, or a copy of higher precision."""
         return tensor.float() if tensor.dtype in _HALVES else tensor
 
     def fold(self, parts: Sequence[Tensor], mine: int, out: Tensor) -> None:
-        """out = the finished result of all parts, in their order.
+        """Compute the finished result of all parts, in their order, into `out`.
 
-        `parts[mine]` is left as it is, unless it is `out`.
-
-        All other parts are scratch. Halves are rounded once.
+        `parts[mine]` stays unchanged, unless it is `out`. All other parts are scratch.
+        Half-precision numbers are rounded once.
         """
         if len(parts) == 1:
             if out is not parts[0]:
@@ -101,8 +103,8 @@ class Reduction:
             self.finish(out)
             return
         exact = out.dtype not in _HALVES
-        # Partial results need a place that is not this rank's own part: another rank's will do,
-        # which is not read again. For halves it is one of float32.
+        # Partial results need memory outside this rank's own part: another rank's part, which is
+        # not read again, or for half precision a float32 tensor.
         scratch = (
             (parts[1] if mine == 0 else parts[0])
             if exact
@@ -120,11 +122,11 @@ class Reduction:
             out.copy_(target)
 
     def divides_first(self, dtype: torch.dtype) -> bool:
-        """Whether every part is divided before the sum, which then needs no end."""
+        """Return whether every part is divided before the sum, which then needs no final step."""
         return self.op == "avg" and dtype == torch.float16
 
     def begin(self, flat: Tensor) -> Reduction:
-        """Divides `flat` in place if that comes first; returns what is left to be done."""
+        """Divide `flat` in place if the division comes first; return the remaining reduction."""
         if not self.divides_first(flat.dtype):
             return self
         flat.div_(self.size)
@@ -135,9 +137,9 @@ SUM = Reduction()
 
 
 def reduction(op: Any, dtype: torch.dtype, size: int) -> Reduction:
-    """The reduction that is meant. op: one of `OPS`, or a member of torch.distributed.ReduceOp.
+    """Return the reduction for `op`: one of `OPS`, or a member of torch.distributed.ReduceOp.
 
-    Raises ValueError for an unknown operation, and for one that the dtype does not have.
+    Raises ValueError for an unknown operation, and for an operation that the dtype lacks.
     """
     name = (
         op
@@ -159,9 +161,9 @@ def reduction(op: Any, dtype: torch.dtype, size: int) -> Reduction:
 
 
 def in_torch(reduction: Reduction, dtype: torch.dtype) -> dist.ReduceOp.RedOpType:
-    """The operation of torch.distributed whose result `Reduction.finish` completes.
+    """Return the operation of torch.distributed whose result `Reduction.finish` completes.
 
-    For bool it is one on its bytes.
+    For bool the operation is on bytes.
     """
     # Backends do not average everywhere; bool travels as bytes of 0 and 1, whose sum could be 2.
     op = reduction.partial().op

@@ -1,9 +1,9 @@
-"""Reduce: the root ends with the reduction over all ranks; the others keep what they have.
+"""Reduce: the root ends with the reduction over all ranks; other tensors stay unchanged.
 
-`tree`: up a binomial tree, ceil(log2 N) transfers of n elements one after another. `linear`:
-everybody sends to the root, which adds in order of rank (its own part first) and whose link carries
-(N-1)·n. `native`: the backend's own; counted as linear. Every rank but the root sends n elements in
-one message, whatever the algorithm.
+`tree`: up a binomial tree, ceil(log2 N) sequential transfers of n elements. `linear`: every rank
+sends to the root, which adds in order of rank (its own part first) and whose link transfers
+(N-1)·n. `native`: the backend's own; counted as linear. Every rank except the root sends n elements
+in a single message, whatever the algorithm.
 
 Source: Thakur et al. 2005, "Optimization of Collective Communication Operations in MPICH".
 """
@@ -63,13 +63,22 @@ def reduce(
     *,
     async_op: bool = False,
 ) -> Tensor | Handle[Tensor]:
-    """The reduction over all ranks into the tensor of rank `root`, in place.
+    """Reduce over all ranks into the tensor of rank `root`, in place.
 
-    Returns `tensor`, or a handle whose `wait()` returns it.
+    Args:
+        tensor: any shape, the same shape and dtype on every rank; tensors of other ranks stay
+            unchanged.
+        group: as in `all_reduce`.
+        root: a rank of the group.
+        algorithm: `tree`, `linear` or `native`.
+        op: as in `all_reduce`.
+        async_op: as in `all_reduce`.
 
-    tensor: any shape, the same shape and dtype on every rank; those of the other ranks are not
-    changed. group, op, async_op: as in `all_reduce`. Raises ValueError, before anything travels,
-    for an algorithm, root or operation that there is not.
+    Returns:
+        `tensor`, or a handle whose `wait()` returns it.
+
+    Raises:
+        ValueError: an unknown algorithm, root or operation; raised before any data is sent.
     """
     check_algorithm("reduce", algorithm, ALGORITHMS)
     group = Group.of(group)
@@ -79,8 +88,8 @@ def reduce(
     reduction = reduction_of(op, tensor.dtype, group.size)
     if group.size == 1 or tensor.numel() == 0:
         return Handle.of(tensor) if async_op else tensor
-    # Whether this rank's tensor would be written to on the way, though only the root's may change:
-    # by sums of the tree's inner ranks, by what a backend likes, by an average that divides first.
+    # Whether the algorithm would overwrite this rank's tensor, though only the root's may change:
+    # by sums of the tree's inner ranks, by a backend, or by an average that divides first.
     spoils = algorithm == "native" or reduction.divides_first(tensor.dtype)
     spoils = spoils or (
         algorithm == "tree" and len(tree.children(group.size, group.rank, root)) > 0
@@ -99,12 +108,12 @@ def reduce(
 def messages_sent(
     n: int, size: int, rank: int, root: int = 0, algorithm: Algorithm = "tree"
 ) -> int:
-    """Messages that `rank` sends: one, but for the root."""
+    """Return the messages that `rank` sends: 1, or 0 on the root."""
     return 1 if n and rank != root else 0
 
 
 def elements_sent(
     n: int, size: int, rank: int, root: int = 0, algorithm: Algorithm = "tree"
 ) -> int:
-    """Elements that `rank` sends: n, but for the root."""
+    """Return the elements that `rank` sends: n, or 0 on the root."""
     return n * messages_sent(n, size, rank, root, algorithm)

@@ -1,9 +1,9 @@
 """Reduce-scatter: every rank ends with its chunk of the reduction over all ranks.
 
-`ring`: in N-1 steps the partial sums go round the ring. `one_shot`: everybody sends chunk j to rank
-j at once, which adds in order of rank. `native`: the backend's own; counted as one_shot. Of n
-elements a rank sends all chunks but its own, about (N-1)/N·n, whatever the algorithm; no algorithm
-moves less.
+`ring`: in N-1 steps the partial sums travel around the ring. `one_shot`: every rank sends chunk j
+to rank j at once, which adds in order of rank. `native`: the backend's own; counted as one_shot. Of
+n elements a rank sends all chunks except its own, about (N-1)/N·n, whatever the algorithm; no
+algorithm sends less.
 
 Source: Patarasuk and Yuan 2009 (ring); Thakur et al. 2005 (pairwise exchange, here called
 one_shot).
@@ -30,7 +30,7 @@ ALGORITHMS: tuple[str, ...] = get_args(Algorithm)
 def _ring(
     chunks: list[Tensor], group: Group, reduction: Reduction = SUM, into: Tensor | None = None
 ) -> None:
-    # Turned by one, since the ring leaves chunk r+1 with rank r.
+    # Rotated by a chunk, since the ring leaves chunk r+1 with rank r.
     ring.reduce_scatter(chunks[-1:] + chunks[:-1], group, reduction, into)
 
 
@@ -63,14 +63,20 @@ def reduce_scatter(
     *,
     async_op: bool = False,
 ) -> Tensor | Handle[Tensor]:
-    """Chunk r of the reduction over all ranks, on rank r; or a handle whose `wait()` returns that.
+    """Return chunk r of the reduction over all ranks, on rank r.
 
-    tensor: any shape, the same shape and dtype on every rank; it is not changed. Its n elements, in
-    one row, are cut into N chunks of which the first n mod N hold one element more; the result has
-    one dimension. `all_gather` with `n` is the way back. group, op, async_op: as in
-    `all_reduce`.
+    The n elements of the tensor, flattened, are cut into N chunks of which the first n mod N are
+    longer by an element; the result has one dimension. `all_gather` with `n` is the inverse.
 
-    Raises ValueError, before anything travels, for an algorithm or an operation that there is not.
+    Args:
+        tensor: any shape, the same shape and dtype on every rank; unchanged.
+        group: as in `all_reduce`.
+        algorithm: `ring`, `one_shot` or `native`.
+        op: as in `all_reduce`.
+        async_op: return a handle, whose `wait()` returns the result.
+
+    Raises:
+        ValueError: an unknown algorithm or operation; raised before any data is sent.
     """
     check_algorithm("reduce-scatter", algorithm, ALGORITHMS)
     check_tensor(tensor)
@@ -81,7 +87,7 @@ def reduce_scatter(
     def work() -> Tensor:
         flat = flat_of(tensor)
         result = tensor.new_empty(length)
-        # `begin` divides in place, and the caller's tensor is not to change.
+        # `begin` divides in place, and the caller's tensor must not change.
         if reduction.divides_first(flat.dtype) and flat.data_ptr() == tensor.data_ptr():
             flat = flat.clone()
         if group.size == 1:
@@ -96,10 +102,13 @@ def reduce_scatter(
 
 
 def elements_sent(n: int, size: int, rank: int, algorithm: Algorithm = "ring") -> int:
-    """Elements that `rank` sends: all chunks but its own. n: elements of the tensor."""
+    """Return the elements that `rank` sends: all chunks except its own.
+
+    n: elements of the tensor.
+    """
     return n - lengths_of(n, size)[rank]
 
 
 def messages_sent(n: int, size: int, rank: int, algorithm: Algorithm = "ring") -> int:
-    """Messages that `rank` sends: N-1, less those of empty chunks."""
+    """Return the messages that `rank` sends: N-1, less the empty chunks."""
     return sum(length > 0 for index, length in enumerate(lengths_of(n, size)) if index != rank)

@@ -1,12 +1,13 @@
-"""Who is still there? When a transfer fails, the ranks find out together which of them was lost.
+"""Joint determination of the lost rank after a failed transfer.
 
-A lost rank makes its neighbours fail, and those make theirs fail: the rank whose transfer failed
-last would blame a healthy one. So every rank whose transfer failed answers the roll call in the
-job's store, and says on whom it waited. After a moment the lost are those that were waited for and
-did not answer; a rank that answered with an error of its own is the culprit, whatever the transport
-said. The first to know writes the verdict into the store, and everybody raises the same.
+A lost rank makes its neighbours fail, and they make their neighbours fail: the rank whose transfer
+failed last would blame a healthy rank. So every rank whose transfer failed writes an answer into
+the job's store, with the peer for which it waited. After a short time the lost ranks are those for
+which others waited and that did not answer; a rank that answered with an error of its own is the
+cause, whatever the transport reported. The first rank to decide writes the verdict into the store,
+and all ranks raise the same error.
 
-Cost: nothing until something fails; then a few short keys.
+Cost: nothing until a failure; then a few short keys.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from dure.errors import PeerLostError
 
 
 def transfer_seconds(deadline: float) -> float:
-    """How long a transfer may take, so that everybody has raised within `deadline` seconds.
+    """Return the timeout of a transfer, so that all ranks raise within `deadline` seconds.
 
-    The rest of them is for the roll call.
+    The remaining time is for the roll call.
     """
     return deadline - min(2.0, deadline / 4)
 
@@ -35,15 +36,15 @@ _SIGNS_OF_SILENCE = ("imed out", "imeout", "did not come within")  # in what the
 
 
 def deadline_of(seconds: float) -> float:
-    """The deadline whose transfers may take so many seconds: the inverse of `transfer_seconds`."""
+    """Return the deadline for a transfer timeout in seconds: the inverse of `transfer_seconds`."""
     return seconds + min(2.0, seconds / 3)
 
 
 class Answer(msgspec.Struct):
-    """What a rank says.
+    """Answer of a rank to the roll call.
 
-    failed: its own error, if it had one. waited_for: the peer of the transfer that failed.
-    timed_out: whether that peer was silent, as far as the error tells.
+    failed: the rank's own error, if any. waited_for: the peer of the failed transfer. timed_out:
+    whether that peer was silent, as far as the error shows.
     """
 
     failed: str | None = None
@@ -52,7 +53,7 @@ class Answer(msgspec.Struct):
 
 
 class Verdict(msgspec.Struct):
-    """The fields of the error that everybody raises."""
+    """Fields of the error that all ranks raise."""
 
     ranks: tuple[int, ...]
     operation: str
@@ -60,7 +61,10 @@ class Verdict(msgspec.Struct):
     reason: str
 
     def error(self) -> PeerLostError | None:
-        """None if nobody was lost: then the transfer failed for a reason of its own."""
+        """Return the error, or None if no rank was lost.
+
+        Without a lost rank the transfer failed for another reason.
+        """
         return (
             PeerLostError(self.ranks, self.operation, self.step, self.reason)
             if self.ranks
@@ -70,30 +74,30 @@ class Verdict(msgspec.Struct):
 
 @dataclass
 class Known:
-    """What has been heard so far: answers and, from a supervisor, deaths; by rank."""
+    """Information so far: answers and, from a supervisor, deaths; by rank."""
 
     answers: dict[int, Answer]
     deaths: dict[int, str]
 
     def verdict(self, size: int, operation: str, step: str, waited: str) -> Verdict:
-        """The lost ranks, as far as can be known.
+        """Return the lost ranks, as far as known.
 
-        waited: how long a transfer was waited for, in words.
+        waited: timeout of a transfer, as text.
         """
         failed = {
             rank: f"failed: {answer.failed}"
             for rank, answer in self.answers.items()
             if answer.failed
         }
-        # Certain are deaths that were seen, and errors that ranks had of their own.
+        # Observed deaths and the ranks' own errors are certain.
         guilty = failed | self.deaths
         if guilty:
             return Verdict(
                 tuple(sorted(guilty)), operation, step, "; ".join(dict.fromkeys(guilty.values()))
             )
         absent = set(range(size)) - self.answers.keys()
-        # Of those that did not answer, the ones that somebody waited for: a rank may be slow with
-        # its answer only because its own transfer still waits.
+        # Of the absent ranks, those for which a rank waited: an absent rank may still be waiting in
+        # its own transfer.
         suspects = {answer.waited_for for answer in self.answers.values()} & absent
         lost = suspects or absent
         timed_out = all(
@@ -106,10 +110,10 @@ class Known:
 
 
 class RollCall:
-    """The roll call of one job. store: a torch.distributed key-value store that all ranks reach.
+    """Roll call of a job. store: a torch.distributed key-value store that all ranks reach.
 
-    deadline: seconds until every rank has raised; `transfer_seconds` of them are a transfer's, the
-    rest is for the answers.
+    deadline: seconds until every rank has raised; `transfer_seconds` of them are for a transfer,
+    the rest for the answers.
     """
 
     def __init__(self, store: Store, rank: int, size: int, deadline: float) -> None:
@@ -121,28 +125,28 @@ class RollCall:
         self._mine: Answer | None = None
 
     def answer(self, answer: Answer) -> None:
-        """This rank is there. Its first answer stands."""
+        """Answer for this rank. Later answers are ignored."""
         if self._mine is None:
             self._mine = answer
             self._set(f"answer/{self.rank}", msgspec.json.encode(answer).decode())
 
     def died(self, rank: int, how: str) -> None:
-        """A supervisor saw `rank` end: "was killed by SIGKILL"."""
+        """Report that a supervisor saw `rank` end: "was killed by SIGKILL"."""
         self._set(f"death/{rank}", how)
 
     def diagnose(
         self, operation: str, step: str, peer: int | None, error: Exception
     ) -> PeerLostError | None:
-        """The error to raise on this rank after a transfer with `peer` (None: with all) failed.
+        """Return the error to raise after a failed transfer with `peer` (None: with all ranks).
 
-        None if every rank is there: the error of the transfer tells more.
+        None if every rank is present: the error of the transfer is then more informative.
         """
         text = str(error)
         mine = Answer(waited_for=peer, timed_out=any(sign in text for sign in _SIGNS_OF_SILENCE))
         self.answer(mine)
         known = Known({self.rank: mine}, {})
-        # Until all have answered or one is known to be dead. Whoever is done first writes a
-        # verdict, which ends the wait of all others.
+        # Until all have answered or a death is known. The first rank to finish writes a verdict,
+        # which ends the wait of all others.
         until = time.monotonic() + self.patience
         while time.monotonic() < until:
             told = self._get("verdict")
@@ -163,18 +167,18 @@ class RollCall:
                 known.deaths[rank] = death
 
     def _agreed(self, verdict: Verdict) -> Verdict:
-        """The first verdict written stands for all."""
+        """Return the verdict that was written first, which is valid for all ranks."""
         try:
             standing = self.store.compare_set("verdict", "", msgspec.json.encode(verdict).decode())
         except RuntimeError:
-            # The store is gone together with its holder: each rank tells what it knows.
+            # The store is gone together with its host: each rank raises its own verdict.
             return verdict
         return msgspec.json.decode(standing, type=Verdict)
 
     def _set(self, key: str, value: str) -> None:
         try:
             self.store.set(key, value)
-        except RuntimeError:  # without the store nobody can be told
+        except RuntimeError:  # the store is gone, so other ranks cannot be informed
             return
 
     def _get(self, key: str) -> str | None:
@@ -185,10 +189,10 @@ class RollCall:
 
 
 def watched(process_group: Group | dist.ProcessGroup | None) -> Group:
-    """The group (None: all ranks), with errors that name lost ranks; all ranks call it together.
+    """Return the group (None: all ranks), with errors that name lost ranks; all ranks call it.
 
-    A group of all ranks of a job, over a backend that does not know whom it lost, such as gloo,
-    gets a roll call in the job's store. Other groups stay as they are.
+    A group of all ranks of a job, over a backend that cannot identify lost ranks, such as gloo,
+    gets a roll call in the job's store. Other groups stay unchanged.
     """
     group = Group.of(process_group)
     if (
@@ -201,12 +205,12 @@ def watched(process_group: Group | dist.ProcessGroup | None) -> Group:
     backends = {group.backend(torch.device(kind)) for kind in ("cpu", "cuda")} - {""}
     if backends == {"dure"}:
         return group
-    # Rank 0's clock names a place that is new to all: answers of an earlier roll call of the same
-    # job may still stand in the store. Up to 2^52, float64 is exact.
+    # Rank 0's clock gives a new prefix: the store may still contain answers of an earlier roll call
+    # of the same job. Up to 2^52, float64 is exact.
     number = group.all_gather_values([float(time.time_ns() % 2**52)])[0][0]
     store = PrefixStore(f"roll call {number:.0f}", _get_default_store())
     device = next(kind for kind in ("cpu", "cuda") if group.backend(torch.device(kind)))
-    # The backend's own time-out is how long a transfer may take.
+    # The backend's own timeout limits a transfer.
     options = group.process_group._get_backend(torch.device(device)).options
     roll_call = RollCall(
         store, group.rank, group.size, deadline_of(options._timeout.total_seconds())

@@ -1,7 +1,7 @@
 """Scatter: every rank ends with its part of the root's tensor.
 
-`linear`: the root sends each of the N-1 others its m elements: (N-1)·m by one link, and nothing
-travels twice. `native`: the backend's own; counted as linear.
+`linear`: the root sends each of the N-1 others its m elements: (N-1)·m through its link, each
+element once. `native`: the backend's own; counted as linear.
 
 Source: Thakur et al. 2005, "Optimization of Collective Communication Operations in MPICH".
 """
@@ -31,7 +31,10 @@ ALGORITHMS: tuple[str, ...] = get_args(Algorithm)
 
 
 def linear(mine: Tensor, parts: list[Tensor] | None, group: Group, root: int = 0) -> None:
-    """The root's flat `parts`, in order of rank, into everybody's `mine`; None elsewhere."""
+    """Send the root's flat `parts`, in order of rank, into every rank's `mine`.
+
+    parts: None on other ranks.
+    """
     if parts is None:
         group.receive(mine, root)
         return
@@ -71,13 +74,23 @@ def scatter(
     *,
     async_op: bool = False,
 ) -> Tensor | Handle[Tensor]:
-    """Row r of the root's `source` into the `tensor` of rank r, in place.
+    """Copy row r of the root's `source` into the `tensor` of rank r, in place.
 
-    Returns `tensor`, or a handle whose `wait()` returns it.
+    Args:
+        tensor: receives the row; its dtype is the same on every rank.
+        source: on rank `root`, shape (N, *tensor.shape) and the dtype of `tensor`; ignored on other
+            ranks.
+        group: as in `all_reduce`.
+        root: a rank of the group.
+        algorithm: `linear` or `native`.
+        async_op: as in `all_reduce`.
 
-    source: on rank `root`, of shape (N, *tensor.shape) and the same dtype; elsewhere it is not
-    looked at. group, async_op: as in `all_reduce`. Raises ValueError, before this rank sends
-    anything, for an algorithm or a root that there is not, and if `source` does not fit.
+    Returns:
+        `tensor`, or a handle whose `wait()` returns it.
+
+    Raises:
+        ValueError: an unknown algorithm or root, or a `source` that does not fit; raised before
+            this rank sends any data.
     """
     check_algorithm("scatter", algorithm, ALGORITHMS)
     group = Group.of(group)
@@ -92,8 +105,8 @@ def scatter(
         if group.size == 1 and rows is not None:
             flat.copy_(flat_of(rows.clone() if overlap(tensor, rows) else rows))
         else:
-            # None on all ranks but the root.
-            # A part that lies where this rank's own is written is read from a copy.
+            # `rows` is None on all ranks except the root. A source that overlaps the output is
+            # copied, because the output is written while the other parts are sent.
             given = rows.clone() if rows is not None and overlap(tensor, rows) else rows
             parts = list(flat_of(given).view(group.size, -1)) if given is not None else None
             _RULES[algorithm](flat, parts, group, root)
@@ -103,7 +116,7 @@ def scatter(
 
 
 def _checked(source: Tensor | None, tensor: Tensor, size: int) -> Tensor:
-    """The root's source. Raises ValueError if it does not fit."""
+    """Return the root's source. Raises ValueError if it does not fit."""
     if source is None:
         raise ValueError("the root of a scatter gives a source")
     check_tensor(source)
@@ -119,12 +132,12 @@ def _checked(source: Tensor | None, tensor: Tensor, size: int) -> Tensor:
 def messages_sent(
     n: int, size: int, rank: int, root: int = 0, algorithm: Algorithm = "linear"
 ) -> int:
-    """Messages that `rank` sends: N-1 on the root. n: elements of the whole source."""
+    """Return the messages that `rank` sends: N-1 on the root. n: elements of the whole source."""
     return size - 1 if n and rank == root else 0
 
 
 def elements_sent(
     n: int, size: int, rank: int, root: int = 0, algorithm: Algorithm = "linear"
 ) -> int:
-    """Elements that `rank` sends: n/N a message. n: elements of the whole source."""
+    """Return the elements that `rank` sends: n/N a message. n: elements of the whole source."""
     return n // size * messages_sent(n, size, rank, root, algorithm)

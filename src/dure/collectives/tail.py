@@ -1,17 +1,17 @@
-"""The tail of a message: numbers with names that ride at its end, in the same all-reduce.
+"""Tail of a message: named numbers appended to the message, in the same all-reduce.
 
-Ranks that sum a long message can agree on a few numbers at no extra message: what rank 0 wishes,
-the loss of each rank, when each rank arrived. A tail consists of *fields*, for N ranks:
+Ranks that sum a long message can agree on a few numbers without a further message: the control
+flags of rank 0, the loss of each rank, the arrival time of each rank. A tail consists of *fields*,
+for N ranks:
 
-    summed   w numbers that all ranks add to: a count, or a flag that one rank raises
-    each     w numbers of every rank's own                                               N·w numbers
-    times    a moment of every rank's own, in seconds, as whole seconds and the rest     2N numbers
+    summed   w numbers that all ranks add to: a count, or a flag that any rank raises
+    each     w numbers of every rank                                                     N·w numbers
+    times    a time of every rank, in seconds, as whole seconds and the fraction         2N numbers
 
-In a field of the ranks' own numbers a rank writes to its own places and leaves the others zero. The
-sum over the ranks is then exactly what each of them wrote, in whatever order an all-reduce adds.
-
-A moment takes two numbers because float32 has 24 bits: an hour would be told to 0.2 ms. Whole
-seconds are exact up to 2^24, half a year, and the rest is told to 0.1 µs.
+In a field with separate numbers for each rank, a rank writes to its own positions and leaves the
+others zero. The sum over the ranks is then exactly the written number, in any order of additions. A
+time takes two numbers because float32 has 24 bits: an hour would have a precision of 0.2 ms. Whole
+seconds are exact up to 2^24, half a year, and the fraction is precise to 0.1 µs.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from typing import NamedTuple
 from dure.collectives.group import Group
 
 Numbers = Mapping[str, Sequence[float]]
-"""The numbers of each field, by its name."""
+"""Numbers of each field, by the field's name."""
 
 
 class Field(NamedTuple):
-    """A part of a tail.
+    """Part of a tail.
 
-    width: numbers of a rank. own: whether every rank has numbers of its own. is_time: whether they
-    are one moment, in two parts.
+    width: numbers of a rank. own: whether every rank has separate numbers. is_time: whether they
+    are a time, in two parts.
     """
 
     name: str
@@ -41,22 +41,22 @@ class Field(NamedTuple):
 
 
 def summed(name: str, width: int = 1) -> Field:
-    """Numbers that are added over the ranks."""
+    """Return a field of numbers that are added over the ranks."""
     return Field(name, width, own=False)
 
 
 def each(name: str, width: int = 1) -> Field:
-    """Numbers of every rank's own."""
+    """Return a field with separate numbers for every rank."""
     return Field(name, width, own=True)
 
 
 def times(name: str) -> Field:
-    """A moment of every rank's own, in seconds since `common_start`."""
+    """Return a field with a time of every rank, in seconds since `common_start`."""
     return Field(name, 2, own=True, is_time=True)
 
 
 class _Place(NamedTuple):
-    """Where a field lies in the tail, and where in it this rank writes."""
+    """Slice of a field in the tail, and the slice that this rank writes."""
 
     field: Field
     whole: slice
@@ -64,9 +64,9 @@ class _Place(NamedTuple):
 
 
 class Tail:
-    """A tail of `fields`, in this order, on rank `rank` of `ranks`.
+    """Tail of `fields`, in this order, on rank `rank` of `ranks`.
 
-    length: its numbers. Raises ValueError for two fields of one name.
+    length: its numbers. Raises ValueError for two fields with the same name.
     """
 
     def __init__(self, fields: Sequence[Field], rank: int, ranks: int) -> None:
@@ -82,27 +82,27 @@ class Tail:
             self._places[field.name] = _Place(field, slice(start, self.length), mine)
 
     def encode(self, said: Numbers) -> list[float]:
-        """The numbers that travel, of what this rank says.
+        """Return the numbers to send, from this rank's values by field.
 
-        A field that it leaves out is zeros: this rank has nothing to add. Raises ValueError for
-        another width than the field's, KeyError for a field that the tail does not have.
+        A missing field is zeros: this rank adds nothing. Raises ValueError for another width than
+        the field's, KeyError for an unknown field.
         """
         numbers = [0.0] * self.length
         for name, values in said.items():
             field, _, mine = self._places[name]
-            # Moments come as one number and travel as two, see above.
+            # A time is given as a single number and travels as two numbers, see above.
             parts = divmod(values[0], 1.0) if field.is_time else values
-            # a slice takes any length, and would move all that follows
+            # A slice assignment accepts any length and would shift the following fields.
             if len(parts) != field.width:
                 raise ValueError(f"{name} has {field.width} numbers, not {len(parts)}")
             numbers[mine] = parts
         return numbers
 
     def decode(self, numbers: Sequence[float]) -> dict[str, list[float]]:
-        """The fields of a sum over all ranks, by name.
+        """Return the fields of a sum over all ranks, by name.
 
-        Of a summed field its w numbers; of one of the ranks' own N·w, in order of rank; of moments
-        N, one a rank, in seconds.
+        A summed field has its w numbers; a field with separate numbers N·w, in order of rank; a
+        field of times N, in seconds, in order of rank.
         """
         heard = {}
         for name, (field, whole, _) in self._places.items():
@@ -114,10 +114,10 @@ class Tail:
 
 
 def common_start(group: Group, clock_offset: float) -> float:
-    """A moment that is the same on all ranks, in seconds of this process's `time.perf_counter`.
+    """Return a time that is the same on all ranks, in seconds of `time.perf_counter` here.
 
     clock_offset: seconds to add to this machine's clock to get rank 0's. All ranks call it.
     """
-    # Rank 0's clock at this moment, told to all, and turned back into each rank's own time.
+    # Rank 0's clock now, sent to all ranks, and converted to each rank's own clock.
     now = time.perf_counter() + clock_offset
     return group.all_gather_values([now])[0][0] - clock_offset

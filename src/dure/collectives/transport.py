@@ -1,10 +1,10 @@
-"""What carries a group's bytes: all that a group, or an algorithm, may ask of a backend.
+"""Transport of a group's bytes: the interface of a backend for groups and algorithms.
 
-Groups and algorithms know a `Transport` and no backend. Over a process group of torch.distributed
-(gloo, NCCL, MPI) it is `OverTorch`, which does with torch's own calls what can be done and answers
-no to the rest. A process group of our own brings one along: it is a `Carried`.
+Groups and algorithms know a `Transport` and no backend. For a process group of torch.distributed
+(gloo, NCCL, MPI) it is `OverTorch`, which uses torch's own calls and supports nothing else. A
+process group of dure has its own transport: it is a `Carried`.
 
-Ranks are places in the process group. Sends and receives take contiguous tensors; between two ranks
+Ranks are ranks of the process group. Sends and receives take contiguous tensors; between two ranks
 messages arrive in the order of sending.
 """
 
@@ -18,24 +18,24 @@ import torch.distributed as dist
 from torch import Tensor
 
 _AVERAGING = ("dure", "nccl")
-"""torch's names of backends whose reductions divide on the way, without another pass."""
+"""torch's names of backends whose reductions average without another pass over the tensor."""
 
 Message = tuple[Tensor, int]
-"""A tensor, and the rank that it goes to or comes from."""
+"""Tensor, and the rank that receives or sends it."""
 
 
 class Pending(Protocol):
-    """A message under way."""
+    """Message in progress."""
 
     def wait(self) -> object:
-        """Returns when it is done; raises what it failed with."""
+        """Wait until the message is complete; raise its error if it failed."""
 
 
 class Begun(NamedTuple):
-    """A call under way.
+    """Call in progress.
 
-    end: waits until the result is there, and tells since when, in seconds of `time.perf_counter`.
-    is_read: whether the source may be written to again.
+    end: waits for the result, and returns its time in seconds of `time.perf_counter`. is_read:
+    whether the source may be written to again.
     """
 
     end: Callable[[], float]
@@ -43,96 +43,98 @@ class Begun(NamedTuple):
 
 
 class Transport:
-    """What carries the bytes of one process group. This one is a single rank's: it carries nothing.
+    """Transport of a process group's bytes. This base class is for a single rank.
 
-    What a backend can do beyond messages has an answer here that says no.
+    It has no messages. For each optional ability of a backend this class returns False.
     """
 
     begins_reductions = False
-    """Whether `prepare_all_reduce` and `prepare_reduce_scatter` are there."""
+    """Whether `prepare_all_reduce` and `prepare_reduce_scatter` are implemented."""
 
     apart = False
-    """Whether every rank has a host of its own, so that what all begin by a plan is begun at
-    once, several calls at a time."""
+    """Whether every rank has a separate host.
+
+    Planned calls then begin at once, several at a time.
+    """
 
     split_phase = False
-    """Whether ranks that share memory end later what they begin, so that none waits in between."""
+    """Whether ranks in shared memory end a call later than they begin it, without a wait."""
 
     # Messages.
 
     def post(self, tensor: Tensor, to: int) -> Pending | None:
-        """Begins to send a tensor of the CPU; None if all of it has left already."""
+        """Begin to send a CPU tensor; None if the send is already complete."""
         raise NotImplementedError
 
     def expect(self, into: Tensor, source: int) -> Pending:
-        """Begins to receive into a tensor of the CPU."""
+        """Begin to receive into a CPU tensor."""
         raise NotImplementedError
 
     def fetch(self, into: Tensor, source: int) -> None:
-        """Receives into a tensor of the CPU, and waits for it."""
+        """Receive into a CPU tensor, and wait for it."""
         self.expect(into, source).wait()
 
     def holds(self, messages: int, nbytes: int) -> bool:
-        """Whether so many messages, of `nbytes` together, leave at once.
+        """Return whether so many messages, of `nbytes` together, can be sent without a wait.
 
-        They lie with their receiver until it asks for them.
+        The receiver's buffer holds them until the receiver asks for them.
         """
         return False
 
     def reaches(self, device: torch.device) -> bool:
-        """Whether `transfer_there` sends from, and receives into, the memory of this device."""
+        """Return whether `transfer_there` can access the memory of this device."""
         return False
 
     def transfer_there(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
-        """Sends and receives all of these at once, on a device that it `reaches`."""
+        """Do all of these sends and receives at once, on a device that the transport `reaches`."""
         raise NotImplementedError
 
     # Reductions.
 
     def averages(self, device: torch.device) -> bool:
-        """Whether its reductions can divide on the way, without another pass over the tensor."""
+        """Return whether reductions can average without another pass over the tensor."""
         return False
 
     def sum(self, tensor: Tensor) -> None:
-        """The sum over all ranks, in place, by the shortest way; of a `Carried` group only."""
+        """Sum over all ranks, in place, by the fast path; only for a `Carried` group."""
         raise NotImplementedError
 
     def prepare_all_reduce(
         self, tensor: Tensor, op: dist.ReduceOp.RedOpType
     ) -> Callable[[], Callable[[], float]]:
-        """An all-reduce that is begun again and again, by calling what is returned.
+        """Prepare a repeated all-reduce; the returned function begins it.
 
-        It is begun when the one before has ended. Each call gives what waits for its end, and tells
-        when that was, in seconds of `time.perf_counter`.
+        It may begin when the previous call has ended. Each call returns a function that waits for
+        its end, and returns the time of the end, in seconds of `time.perf_counter`.
         """
         raise NotImplementedError
 
     def prepare_reduce_scatter(
         self, output: Tensor, source: Tensor, op: dist.ReduceOp.RedOpType
     ) -> Callable[[Sequence[Tensor]], Begun]:
-        """A reduce-scatter that is begun again and again, by calling what is returned.
+        """Prepare a repeated reduce-scatter; the returned function begins it.
 
-        It is begun when the source of the one before is read. It is given contiguous tensors that
-        together are this rank's own block, if that does not lie in `source`.
+        It may begin when the source of the previous call is read. Its argument are contiguous
+        tensors that together are this rank's own block, if that is not in `source`.
         """
         raise NotImplementedError
 
     def begin_all_gather(self, output: Tensor, source: Tensor) -> Callable[[], float]:
-        """Begins an all-gather; what is returned waits for its end, and tells when that was."""
+        """Begin an all-gather; return a function that waits for its end and returns its time."""
         raise NotImplementedError
 
     def meet(self) -> None:
-        """Waits until all ranks are here."""
+        """Wait until all ranks have called this method."""
 
 
 class Carried:
-    """A process group that brings its transport along."""
+    """Process group with its own transport."""
 
     transport: Transport
 
 
 class OverTorch(Transport):
-    """Any process group of torch.distributed, by torch's own calls."""
+    """Transport over any process group of torch.distributed, by torch's own calls."""
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
         self._group = process_group
@@ -149,7 +151,7 @@ class OverTorch(Transport):
         return backend_name(self._group, device) not in ("", "gloo")
 
     def transfer_there(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
-        # On NCCL a send and a receive that are not in one batch wait for each other.
+        # On NCCL a send and a receive in separate batches wait for each other.
         operations = [
             dist.P2POp(dist.isend, tensor, self._ranks[to], self._group) for tensor, to in sends
         ]
@@ -168,25 +170,25 @@ class OverTorch(Transport):
 
 
 def _there(work: dist.Work | None) -> dist.Work:
-    """torch gives None to ranks that are not in the group; those do not come here."""
+    """Return the work, which torch leaves out only on ranks outside the group."""
     assert work is not None
     return work
 
 
 def backend_name(process_group: dist.ProcessGroup, device: torch.device) -> str:
-    """torch's name of the backend for tensors of this device; empty if there is none."""
+    """Return torch's name of the backend for tensors of this device; empty if there is none."""
     # torch writes "cpu:gloo,cuda:nccl".
     pairs = (pair.partition(":") for pair in dist.get_backend_config(process_group).split(","))
     return next((name for kind, _, name in pairs if kind == device.type), "")
 
 
 def own_transport(process_group: object) -> Transport | None:
-    """The transport that a process group brings along; None where it brings none."""
+    """Return a process group's own transport, or None."""
     return process_group.transport if isinstance(process_group, Carried) else None
 
 
 def transport_of(process_group: dist.ProcessGroup | None) -> Transport:
-    """What carries the bytes of a process group; None is a single rank."""
+    """Return the transport of a process group; None is a single rank."""
     if process_group is None:
         return Transport()
     return own_transport(process_group) or OverTorch(process_group)

@@ -1,1 +1,1 @@
-"""What tasks, strategies, learners and worlds promise each other."""
+"""Interfaces between tasks, strategies, learners and worlds."""

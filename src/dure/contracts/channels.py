@@ -1,7 +1,7 @@
-"""What lies between a server and clients that keep a channel open: frames, both ways, in order.
+"""Channels between a server and clients that stay connected: ordered frames in both directions.
 
-A frame is bytes; what they mean is the affair of the system that trains. A client that is gone may
-come again, and is the same client then, of whom nothing is on its way any more.
+A frame is bytes; the system that trains defines the content. A client that disconnected may
+reconnect as the same client; frames in flight at the disconnection are lost.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ if TYPE_CHECKING:
 
 
 class Came(NamedTuple):
-    """A client is there. hello: its first frame."""
+    """Event: a client has connected. hello: its first frame."""
 
     client: int
     hello: bytes
 
 
 class Said(NamedTuple):
-    """A client has sent a frame."""
+    """Event: a client has sent a frame."""
 
     client: int
     frame: bytes
 
 
 class Gone(NamedTuple):
-    """The channel of a client has ended."""
+    """Event: the channel of a client has ended."""
 
     client: int
     why: str
@@ -41,10 +41,10 @@ Event = Came | Said | Gone
 
 
 class Hosted(NamedTuple):
-    """What a network has to know of a run to let its clients in.
+    """Facts about a run that a network needs to admit its clients.
 
-    clients: how many numbers there are. trains: what a site has to train; None: it is not compared.
-    threads: with how many a client is to compute.
+    clients: number of client numbers. trains: what a site has to train, or None if not compared.
+    threads: number of threads with which a client computes.
     """
 
     clients: int
@@ -54,10 +54,11 @@ class Hosted(NamedTuple):
 
 
 class Channels(Protocol):
-    """Of a server, to its clients by their numbers.
+    """Server side of the channels, to clients by number.
 
-    run: what the run is called. folder: what the server keeps. key: by which it signs. lasts:
-    seconds that a client may be silent when something is awaited of it, or be gone.
+    run: name of the run. folder: folder of the server. key: the server's signing key. lasts:
+    timeout in seconds for a client that is silent while the server waits for its frame, or is
+    disconnected.
     """
 
     run: str
@@ -66,19 +67,22 @@ class Channels(Protocol):
     lasts: float
 
     def next(self, seconds: float) -> Event | None:
-        """What happens next; None if nothing does for so long. Raises ServeError."""
+        """Return the next event, or None after `seconds` without an event. Raises ServeError."""
 
     def allow(self, most: int) -> None:
-        """Bytes that a frame of a client may have from now on; until then only a small one."""
+        """Set the maximum bytes of a client's frame.
+
+        Before the first call only small frames are accepted.
+        """
 
     def say(self, client: int, frame: Sequence[bytes | bytearray | memoryview]) -> None:
-        """Sends a frame, in pieces. To a client that is gone it says nothing."""
+        """Send a frame, in pieces. A frame to a disconnected client is discarded."""
 
     def identity(self, client: int) -> tuple[str, str]:
-        """The public key of a client that has come, and its name."""
+        """Return (public key, name) of a client that has connected."""
 
     def turn_away(self, client: int, reason: str) -> None:
-        """Ends the channel of a client, and tells it why."""
+        """End the channel of a client and send the reason."""
 
     def over(self, reason: str) -> None:
-        """The run is over: clients need not come again."""
+        """End the run: clients need not reconnect."""

@@ -1,16 +1,16 @@
-"""How a model is trained, whatever divides the work: clipping, precision, averages, compiling.
+"""Training options that every system shares: clipping, precision, averages, compilation.
 
-These are fields of a `Task`, the same for every system, so that a baseline can be compared:
+The options are fields of a `Task`, the same for every system, so that systems are comparable:
 
     clip_norm    g <- g · min(1, clip_norm / |g|), of the gradient that an optimizer steps with
     precision    bf16: forward and loss in bfloat16 where torch's autocast takes it for safe; ZeRO
                  casts the parameters that it gathers, and inputs
-    ema          e <- ema · e + (1 - ema) · w after every step, or round; e is what is evaluated
-    compile      the model is called as torch's compiler has it
-    unfreeze     parameters that stay as they are before a step
+    ema          e <- ema · e + (1 - ema) · w after every step, or round; e is evaluated
+    compile      torch's compiler compiles the calls of the model
+    unfreeze     parameters that stay frozen before a step
 
-A strategy says which of them it can do (`Strategy.trains_with`). What it cannot do is refused by
-name before anything is trained, and never left out in silence.
+A strategy declares the supported options (`Strategy.trains_with`). An unsupported option is refused
+by name before training begins, and never ignored.
 
 Source: Pascanu et al. 2013, "On the difficulty of training recurrent neural networks" (clipping);
 Micikevicius et al. 2018, "Mixed Precision Training"; Polyak and Juditsky 1992 (averages of
@@ -30,10 +30,10 @@ Precision = Literal["full", "bf16"]
 Part = Literal["clip_norm", "precision", "ema", "compile", "unfreeze"]
 
 PARTS: tuple[Part, ...] = get_args(Part)
-"""The fields of a task that a strategy has to be able to do."""
+"""Fields of a task that a strategy has to support."""
 
 ALL: frozenset[Part] = frozenset(PARTS)
-"""Of a strategy that can do all of them."""
+"""Value of `trains_with` for a strategy that supports all options."""
 
 _UNASKED: Mapping[Part, Any] = {
     "clip_norm": None,
@@ -45,7 +45,7 @@ _UNASKED: Mapping[Part, Any] = {
 
 
 class Asks(Protocol):
-    """What a `Task` says of it."""
+    """Training options of a `Task`."""
 
     @property
     def clip_norm(self) -> float | None: ...
@@ -60,7 +60,7 @@ class Asks(Protocol):
 
 
 def asked_of(task: Asks) -> dict[Part, Any]:
-    """The fields that ask for something, by name."""
+    """Return the options that differ from their defaults, by name."""
     values: dict[Part, Any] = {
         "clip_norm": None if task.clip_norm is None else float(task.clip_norm),
         "precision": task.precision,
@@ -72,7 +72,7 @@ def asked_of(task: Asks) -> dict[Part, Any]:
 
 
 def check_learning(task: Asks) -> None:
-    """Raises ValueError for a value that a field of these cannot have."""
+    """Raise ValueError for an invalid value of a training option."""
     norm = task.clip_norm
     if norm is not None and not (_is_number(norm) and norm > 0):
         raise ValueError(f"Task(clip_norm={norm!r}): a largest norm is a number above zero")
@@ -111,9 +111,9 @@ def _check_unfreeze(unfreeze: object) -> None:
 
 
 def trained_from(task: Asks, names: Iterable[str]) -> dict[str, int]:
-    """The step from which on parameters are trained, by name, of those that begin frozen.
+    """Return the step from which each initially frozen parameter is trained, by name.
 
-    The first pattern that fits a name counts.
+    The first pattern that matches a name counts.
     """
     patterns = task.unfreeze or {}
     found: dict[str, int] = {}
@@ -125,7 +125,7 @@ def trained_from(task: Asks, names: Iterable[str]) -> dict[str, int]:
 
 
 def check_unfrozen(task: Asks, model: nn.Module) -> None:
-    """Raises ValueError for a pattern that fits no parameter, or where none is trained at first."""
+    """Raise ValueError for a pattern without a match, or if no parameter is trained at step 0."""
     if task.unfreeze is None:
         return
     names = [name for name, one in model.named_parameters() if one.requires_grad]

@@ -1,11 +1,11 @@
-"""Learning rates that change while a model is trained: warm-up, decay.
+"""Learning rate schedules: warm-up, decay.
 
     lr at step t = lr of the optimizer's group · schedule(t),    t = 0, 1, ...
 
 A schedule is a function of the step's number alone, like `lr_lambda` of
-`torch.optim.lr_scheduler.LambdaLR`: it keeps nothing, so that a resumed run, and every rank, has
-the rates of the whole run. In a federation t is the round of the global model that a client begins
-with.
+`torch.optim.lr_scheduler.LambdaLR`: it has no state, so that a resumed run, and every rank, has the
+rates of the whole run. In a federation t is the round of the global model from which a client
+starts.
 
 Source: Goyal et al. 2017, "Accurate, Large Minibatch SGD" (warm-up); Loshchilov and Hutter 2017,
 "SGDR" (cosine).
@@ -25,9 +25,9 @@ LRSchedule = Callable[[int], float]
 
 
 def factor_at(schedule: LRSchedule | None, step: int) -> float:
-    """What learning rates are multiplied with.
+    """Return the factor of the learning rates at a step.
 
-    Raises ValueError if that is no finite number of 0 or more.
+    Raises ValueError unless the factor is finite and at least 0.
     """
     if schedule is None:
         return 1.0
@@ -40,9 +40,9 @@ def factor_at(schedule: LRSchedule | None, step: int) -> float:
 
 
 def check_schedule(schedule: LRSchedule | None, optimizer: Optimizer) -> None:
-    """Raises ValueError if a schedule and an optimizer do not go together.
+    """Raise ValueError if a schedule and an optimizer do not fit together.
 
-    The schedule gives no factor at step 0, or the optimizer has no learning rate.
+    Either the schedule returns no factor at step 0, or the optimizer has no learning rate.
     """
     if schedule is None:
         return
@@ -63,7 +63,7 @@ def check_schedule(schedule: LRSchedule | None, optimizer: Optimizer) -> None:
 
 
 class Rates:
-    """The learning rates of an optimizer that was just made, step by step."""
+    """Learning rates of a new optimizer, step by step."""
 
     def __init__(self, optimizer: Optimizer, schedule: LRSchedule | None) -> None:
         self.optimizer = optimizer
@@ -73,17 +73,17 @@ class Rates:
         self.first = [rate.clone() if isinstance(rate, Tensor) else rate for rate in rates]
 
     def at(self, step: int) -> None:
-        """Sets them to those of a step. Without a schedule they stay as they are."""
+        """Set the learning rates of a step. Without a schedule they stay unchanged."""
         if self.schedule is None:
             return
         factor = factor_at(self.schedule, step)
         for group, first in zip(self.optimizer.param_groups, self.first, strict=True):
-            # a tensor is another one then: the task's own stays as it is
+            # A tensor rate is replaced by a new tensor: the task's own tensor stays unchanged.
             group["lr"] = first * factor
 
 
 def scale(optimizer: Optimizer, factor: float) -> None:
-    """Multiplies the learning rates as they are. A factor of 1 leaves the optimizer alone."""
+    """Multiply the current learning rates. A factor of 1 leaves the optimizer unchanged."""
     if factor != 1:
         for group in optimizer.param_groups:
             group["lr"] = group["lr"] * factor

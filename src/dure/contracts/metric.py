@@ -1,10 +1,10 @@
-"""What a metric is: a number over all test examples, wherever they are computed.
+"""Metrics: a number over all test examples, wherever they are computed.
 
     sums      update(outputs, targets) of a batch; added over batches and ranks, finished once
     function  metric(outputs, targets), called once, on all outputs and targets
 
-Sums need no memory, and can do more than means: a confusion matrix has F1 in it, a histogram of
-scores AUC. A function is simpler; what it is given has to fit into memory.
+Sums need no memory and express more than means: a confusion matrix contains F1, a histogram of
+scores AUC. A function is simpler, but its arguments have to fit into memory.
 """
 
 from __future__ import annotations
@@ -18,25 +18,28 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 Metric = Callable[[Any, Any], Any]
-"""metric(outputs, targets) gives a number, or a pair (sum, count).
+"""metric(outputs, targets) returns a number, or a pair (sum, count).
 
-Pairs are added over batches, and divided once: a pair is the `SumMetric` of a mean. A function that
-gives a number is called once, on all outputs and targets. Functions of scikit-learn, and functions
-and objects of torchmetrics and torcheval, are such functions too (`dure.tasks.libraries`).
+Pairs are added over batches and divided once: a pair is the `SumMetric` of a mean. A function that
+returns a number is called once, on all outputs and targets. Functions of scikit-learn, and
+functions and objects of torchmetrics and torcheval, are valid metrics too (`dure.tasks.libraries`).
 """
 
 
 @dataclass(frozen=True)
 class SumMetric:
-    """A metric of sums of any shape.
+    """Metric computed from sums of any shape.
 
-    update: update(outputs, targets) gives what a batch adds: a tensor, or a tuple, list or dict of
-        tensors and numbers, of the same shapes for every batch. Outputs and targets are where the
-        model is.
-    compute: compute(sums) makes the number of the sums over all batches, which have the structure
-        and the shapes that `update` gives, as float64 on the CPU. Called once.
+    update: update(outputs, targets) returns the terms of a batch: a tensor, or a tuple, list or
+    dict of
+        tensors and numbers, of the same shapes for every batch. Outputs and targets are on the
+        model's
+        device.
+    compute: compute(sums) returns the metric from the sums over all batches, which have the
+    structure
+        and the shapes of `update`'s result, as float64 on the CPU. Called once.
 
-    Called itself, it is the metric of one batch.
+    Calling the object returns the metric of a single batch.
     """
 
     update: Callable[[Any, Any], Any]
@@ -52,7 +55,7 @@ class SumMetric:
 
 
 def as_sum(value: Any) -> Tensor:
-    """A sum as float64 on the CPU. Raises TypeError or ValueError if it is no number."""
+    """Return a sum as float64 on the CPU. Raises TypeError or ValueError if it is not a number."""
     if isinstance(value, Tensor):
         if value.is_complex():
             raise ValueError("complex numbers")
@@ -64,26 +67,29 @@ def as_sum(value: Any) -> Tensor:
 
 
 def as_number(value: Any) -> float:
-    """One number, in whatever form. Raises TypeError, ValueError or RuntimeError if it is none."""
+    """Return a number of any form as a float.
+
+    Raises TypeError, ValueError or RuntimeError for any other value.
+    """
     if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
         return float(value)
     return float(value) if isinstance(value, (int, float)) else as_sum(value).reshape(()).item()
 
 
 def ratio(total: float, count: float) -> float:
-    """What a pair gives. NaN where there was nothing to count, such as ignored targets alone."""
+    """Return sum / count of a pair; NaN if the count is 0, as with ignored targets alone."""
     return total / count if count else float("nan")
 
 
 def has_state(metric: Any) -> bool:
-    """Whether it is an object with the face of torchmetrics' and torcheval's metrics."""
+    """Return whether a metric is an object with the interface of torchmetrics and torcheval."""
     return not isinstance(metric, type) and all(
         callable(getattr(metric, name, None)) for name in ("update", "compute", "reset")
     )
 
 
 def check_metrics(metrics: Any) -> None:
-    """Raises ValueError unless they are functions by names that do not clash."""
+    """Raise ValueError unless the metrics are functions under names that do not clash."""
     if not isinstance(metrics, Mapping):
         raise ValueError(
             f"Task(metrics=...) is a {type(metrics).__name__}: give names to functions, such as "
@@ -105,7 +111,7 @@ def check_metrics(metrics: Any) -> None:
 
 
 def _check_name(name: str, metrics: Mapping[str, Metric]) -> None:
-    # What is measured besides metrics is reported by the same names (`test_loss`).
+    # Other measurements are reported under names of the same form (`test_loss`).
     if name in ("loss", "backdoor"):
         raise ValueError(
             f"the metric {name!r} would be reported as test_{name}, which is another number: call "

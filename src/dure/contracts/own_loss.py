@@ -1,15 +1,15 @@
-"""Models that compute their own loss, as those of Hugging Face do.
+"""Models that compute their own loss, such as Hugging Face's.
 
     model(**inputs).loss       inputs is a dict with the column labels; a mean
 
-The mean has to be put together where ranks, micro-batches or clients compute parts of a batch, so
-it is said what it is a mean over:
+The mean over a batch whose parts are computed by ranks, micro-batches or clients has to be combined
+from the parts, so the terms of the mean are declared:
 
     examples       one label an example: classification, regression
     tokens         labels that are not -100: masked language models, sequence to sequence
-    next-tokens    the same without the first of each row, which nothing predicts: causal models
+    next-tokens    the same without the first of each row, which is not predicted: causal models
 
-The model's names and its forward stay as they are; a hook hands a dict on as arguments by name.
+The model's names and its forward stay unchanged; a hook passes a dict as keyword arguments.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from torch import Tensor, nn
 Counts = Literal["examples", "tokens", "next-tokens"]
 
 IGNORED = -100
-"""The label that Hugging Face's losses leave out."""
+"""Label that Hugging Face's losses ignore."""
 
 
 @dataclass(frozen=True)
 class OwnLoss:
-    """The loss that the model itself gives. counts: what that is a mean over.
+    """Loss that the model itself computes. counts: the terms over which the loss is a mean.
 
-    Raises ValueError for another `counts`, and, when it is called, for outputs without a loss.
+    Raises ValueError for another `counts`, and, when called, for outputs without a loss.
     """
 
     counts: Counts = "examples"
@@ -49,11 +49,14 @@ class OwnLoss:
                 "needs `loss`, a number, and its inputs the column labels"
             )
         count = self.count(targets)
-        # 0/0 where nothing counts: the graph of a sum of nothing.
+        # The mean over no terms is 0/0 = NaN: nan_to_num gives a sum of 0 and keeps the graph.
         return (loss if count else loss.nan_to_num()) * count, count
 
     def count(self, labels: Any) -> float:
-        """What a batch counts. Raises ValueError for labels that this says too little of."""
+        """Return the number of terms in a batch.
+
+        Raises ValueError for labels that need another `counts`.
+        """
         if not isinstance(labels, Tensor):
             raise ValueError("Task(loss=None) needs labels that are one tensor")
         if self.counts == "examples":
@@ -70,7 +73,7 @@ class OwnLoss:
 
 @dataclass(frozen=True)
 class CalledByName:
-    """A factory of models that are called with the columns of a dict as arguments."""
+    """Factory of models that are called with the columns of a dict as keyword arguments."""
 
     factory: Callable[[], nn.Module]
 

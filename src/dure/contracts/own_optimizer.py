@@ -1,8 +1,8 @@
-"""What the optimizer of a task has to be: one whose `step()` is called with nothing.
+"""Requirements on the optimizer of a task: `step()` takes no arguments.
 
 Every system computes the gradients itself, on all its workers, and then steps. An optimizer that
-computes losses anew in its step (L-BFGS, SAM) would need the model, the batch and the other
-workers, which a closure of one worker does not have.
+evaluates the loss again in its step (L-BFGS, SAM) would need the model, the batch and the other
+workers, which the closure of a single worker does not have.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 
 def check_optimizer(optimizer: Any) -> None:
-    """Raises ValueError for what is no optimizer, needs a closure, or has a rate that overflows."""
+    """Raise ValueError for an object without `step`, a needed closure, or an overflowing rate."""
     if not callable(getattr(optimizer, "step", None)):
         raise ValueError(
             f"the task's optimizer function returned a {type(optimizer).__name__}, which has no "
@@ -35,9 +35,9 @@ def check_optimizer(optimizer: Any) -> None:
 
 
 def _step_of(optimizer: Any) -> Any:
-    """Its `step` as its author wrote it, bound to it.
+    """Return the optimizer's `step` as its author wrote it, bound to the optimizer.
 
-    A schedule of torch's puts a wrapper of the class's function in its place, whose signature has
+    A schedule of torch replaces `step` by a wrapper of the class's function, whose signature has
     the optimizer itself as an argument.
     """
     own = getattr(optimizer, "__dict__", {}).get("step")
@@ -48,7 +48,7 @@ def _step_of(optimizer: Any) -> Any:
 
 
 def _needed_by(step: Any) -> list[str]:
-    """The names of the arguments that a call has to have."""
+    """Return the names of the required arguments."""
     try:
         parameters = inspect.signature(step).parameters.values()
     except (TypeError, ValueError):  # written in C, which tells nothing
@@ -72,12 +72,11 @@ def _check_rate(rate: Any, parameters: Sequence[nn.Parameter]) -> None:
 
 
 def checked_optimizer(make: Any, parameters: Iterable[nn.Parameter]) -> Optimizer | None:
-    """An optimizer of such parameters, looked at; None where making it fails.
+    """Return a checked optimizer of copies of the parameters, or None if `make` fails.
 
-    Where it is made to be used, the same error names the worker. The parameters stay as they are:
-    what is given is like them, so that a hook which the optimizer puts there is not met again.
-
-    Raises ValueError as `check_optimizer`.
+    A failure of `make` is reported later with the worker, where the optimizer is made for use. The
+    given parameters stay unchanged: `make` gets parameters in the same memory, so that a hook that
+    the optimizer registers does not persist. Raises ValueError as `check_optimizer`.
     """
     try:
         made = make([_like(parameter) for parameter in parameters])
@@ -89,7 +88,7 @@ def checked_optimizer(make: Any, parameters: Iterable[nn.Parameter]) -> Optimize
 
 
 def _like(parameter: nn.Parameter) -> nn.Parameter:
-    """One in the same memory, with what its maker has noted on it."""
+    """Return a parameter in the same memory, with the attributes of the given parameter."""
     like = nn.Parameter(parameter.detach(), parameter.requires_grad)
     like.__dict__.update(vars(parameter))
     return like

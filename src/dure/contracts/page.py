@@ -1,8 +1,8 @@
-"""A page that a listener shows: requests in, answers out, and no word of sockets.
+"""Page that a listener serves: requests in, answers out, independent of sockets.
 
-A listener of any kind asks `Page.answer` for each request. An answer is bytes, or a stream of
-server-sent events, of which the listener asks for what is due, until it is over. None of these
-calls waits for anything but the disk.
+A listener of any kind calls `Page.answer` for each request. An answer is bytes, or a stream of
+server-sent events, which the listener polls for due bytes until the stream is over. These calls
+wait for nothing except the disk.
 """
 
 from __future__ import annotations
@@ -12,29 +12,29 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 PACE = 0.25
-"""Seconds after which a listener asks a stream again."""
+"""Seconds between two polls of a stream."""
 
 MOST_BODY = 4096
-"""Bytes of a request's body: a form with a token."""
+"""Maximum bytes of a request's body: a form with a token."""
 
 
 class Stream(Protocol):
-    """Server-sent events of one reader."""
+    """Server-sent events for a single reader."""
 
     def due(self) -> bytes:
-        """What is to be sent now; empty for nothing."""
+        """Return the bytes to send now, possibly empty."""
 
     @property
     def over(self) -> bool:
-        """Whether nothing comes any more."""
+        """Whether the stream has ended."""
 
     def close(self) -> None:
-        """Nobody reads any more."""
+        """Close the stream, because the reader is gone."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer to a request. stream: what follows in place of the body."""
+    """Answer to a request. stream: events that follow instead of the body."""
 
     status: int
     headers: Mapping[str, str] = field(default_factory=dict)
@@ -43,11 +43,14 @@ class Answer:
 
 
 class Page(Protocol):
-    """What is shown, until `close`."""
+    """Page of a run, available until `close`."""
 
     def answer(self, method: str, path: str, headers: Mapping[str, str], body: bytes) -> Answer:
-        """path: with its query, as it was sent. headers: names in lower case. body: at most
-        `MOST_BODY` bytes."""
+        """Return the answer to a request.
+
+        path: with the query, as sent. headers: names in lower case. body: at most `MOST_BODY`
+        bytes.
+        """
 
     def close(self) -> None:
-        """Streams tell how things are by now, and end."""
+        """Send the final state to the streams and end them."""

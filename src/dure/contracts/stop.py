@@ -1,4 +1,4 @@
-"""When a run ends: at whichever limit comes first."""
+"""Limits of a run; the first limit that is reached ends the run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dure.record.history import reaches
 from dure.settings import parse_fields, read_bytes
 
 SILENT = 10
-"""Epochs after which a run ends that only bytes are to end, and in which none has travelled."""
+"""Epochs after which a run ends that only bytes would end, if no byte has been sent."""
 
 
 @dataclass(frozen=True)
@@ -22,14 +22,17 @@ class Stop(Named, common=True):
         steps: optimizer steps, for strategies that count steps.
         rounds: federated rounds, for strategies that count rounds.
         seconds: training time, evaluation and checkpoints left out.
-        target: metric to value, such as {"test_accuracy": 0.99}; all are reached at one evaluation.
-        bytes: that have travelled, each counted once: what all workers have sent, a server and its
-            clients too; also as text, such as "100MB".
-        patience: evaluations in a row after the best one in which a metric of the validation set
-            gets no better; it needs Task(validation=...).
-        monitor: that metric, validation_loss or validation_<metric>. By it the best model is kept,
-            with patience or without. None: validation_loss.
-        min_delta: by how much an evaluation has to be better to count for patience.
+        target: metric to value, such as {"test_accuracy": 0.99}; all must be reached at one
+            evaluation.
+        bytes: bytes sent by all workers, a server and its clients included, each counted once; also
+            as
+            text, such as "100MB".
+        patience: successive evaluations after the best one without an improvement of a metric of
+            the
+            validation set; needs Task(validation=...).
+        monitor: metric for patience, validation_loss or validation_<metric>. The best model by this
+            metric is saved, with patience or without. None: validation_loss.
+        min_delta: minimum improvement of an evaluation that counts for patience.
     """
 
     epochs: float | None = None
@@ -47,13 +50,13 @@ class Stop(Named, common=True):
 
     @property
     def bytes_alone(self) -> bool:
-        """Whether nothing but bytes ends a run."""
+        """Whether bytes are the only limit."""
         return self.bytes is not None and replace(self, monitor=None) == Stop(bytes=self.bytes)
 
     def check(self, unit: str) -> None:
-        """Raises ValueError if a limit is not positive, or none ever ends a run.
+        """Raise ValueError if a limit is not positive, or if no limit can end the run.
 
-        unit: what the run counts, "step" or "round".
+        unit: "step" or "round", whichever the run counts.
         """
         for name in ("epochs", "steps", "rounds", "seconds", "bytes", "patience"):
             value = getattr(self, name)
@@ -85,15 +88,20 @@ class Stop(Named, common=True):
         metrics: Mapping[str, float],
         travelled: float = 0,
     ) -> str | None:
-        """Which limit, other than time, is reached.
+        """Return the name of the limit that is reached, other than time, or None.
 
-        metrics: of the newest evaluation; examples: those of an epoch; travelled: bytes that all
-        workers have sent.
+        Args:
+            unit: "step" or "round", whichever the run counts.
+            step: steps or rounds done.
+            samples: training examples processed by all workers.
+            examples: training examples of an epoch.
+            metrics: values of the newest evaluation.
+            travelled: bytes that all workers have sent.
         """
         own = self.steps if unit == "step" else self.rounds
         if own is not None and step >= own:
             return f"{unit}s"
-        # 0.7 epochs of 10 examples are 7, and not the 7.000000000000001 that floats make of it
+        # Tolerance for rounding: 0.7 epochs of 10 examples are 7.000000000000001 in floats.
         if self.epochs is not None and samples >= self.epochs * examples * (1 - 1e-12):
             return "epochs"
         if self.bytes is not None and travelled >= self.bytes:

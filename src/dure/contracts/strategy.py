@@ -1,12 +1,12 @@
-"""What a strategy is, and what it may ask of the place where it runs.
+"""Strategies, learners and worlds, and the context in which a program runs.
 
 A strategy is a frozen dataclass whose fields are its paper's hyperparameters. It makes a *learner*:
-the strategy at work on one rank, advancing one step or one round at a time. `dure.train` drives
-every learner with the same loop, which is why every system is measured, stopped, checkpointed and
-resumed on the same terms.
+the strategy at work on a rank, advancing a step or a round at a time. `dure.train` drives every
+learner with the same loop, which is why every system is measured, stopped, checkpointed and resumed
+on the same terms.
 
-A *place* is what a world gives to the one that runs in it. Worlds know no system and systems know
-no world; they meet in `dure.train`.
+A `Place` is the context that a world passes to the program running in it. Worlds know no system and
+systems know no world; they meet in `dure.train`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 Kind = Literal["ranks", "threads", "clients"]
 """Three families of worlds.
 
-SPMD ranks over a group; one program with worker threads, on one device or several; a server with
+SPMD ranks over a group; a program with worker threads, on one device or several; a server with
 clients.
 """
 
@@ -60,184 +60,197 @@ CHECKPOINT = 2
 INTERRUPT = 4
 SPENT = 8
 CALLBACK = 16
-"""Wishes of rank 0, as bits that travel with a step's message.
+"""Control flags of rank 0, as bits in a step's message.
 
-STOP: to end. CHECKPOINT: to write a checkpoint. INTERRUPT, with STOP: to end because the user, or
-the launcher, asked for it. SPENT, with STOP: to end because clients have used up what they may
-transfer; a server says it. CALLBACK, with STOP: to end because a callback asked for it. All ranks
-hear of them in the same step, and do the same after it.
+STOP: end the run. CHECKPOINT: write a checkpoint. INTERRUPT, with STOP: the user or the launcher
+asked for the end. SPENT, with STOP: clients have used up their transfer budget; set by a server.
+CALLBACK, with STOP: a callback asked for the end. All ranks receive the flags in the same step, and
+act alike after the step.
 """
 
 
 class Interrupted(Exception):  # noqa: N818
-    """Raised by `advance`: the user wants the run to end, and the step can be gone on with later.
+    """Raised by `advance` if the user ends the run in the middle of a resumable step.
 
-    The learner's state is whole, in the middle of a step.
+    The learner's state is complete, in the middle of a step.
     """
 
 
 class Progress(NamedTuple):
-    """What one step or round did: the same on every rank."""
+    """Result of a step or round, the same on every rank."""
 
     loss: float | None
-    """Mean training loss over the joint batch, or the round's examples; None if there were none."""
+    """Mean training loss over the joint batch, or the round's examples; None without examples."""
     samples: int
-    """Training examples processed, by all workers together."""
+    """Training examples processed by all workers together."""
     wish: int = 0
-    """The wish that rank 0 gave to this step."""
+    """Control flags of rank 0 for this step."""
     numbers: Mapping[str, float] | None = None
-    """What else the strategy says about the step, by name, for the history: such as residuals."""
+    """Further numbers about the step, by name, for the history: such as residuals."""
     whole: bool = True
-    """Whether the step is done. If not, the run ends in its middle, where `state` is whole too; all
-    else is then about what is done of it, and the next `advance`, of a run that is resumed, does
-    the rest."""
+    """Whether the step is complete.
+
+    If not, the run ends in the middle of the step, with a complete `state`; the other fields then
+    cover the part of the step that is done, and the next `advance`, of a resumed run, does the
+    rest.
+    """
 
 
 class Sign(Protocol):
-    """A private key. public: the text by which others know it."""
+    """Private key. public: the public key as text."""
 
     public: str
 
     def sign(self, message: bytes) -> bytes:
-        """The signature of a message."""
+        """Return the signature of a message."""
 
 
 class Proof(NamedTuple):
-    """What was tried before training began, and held."""
+    """Check that passed before training began."""
 
     what: str
-    """In words for the user, such as "the traced program gives what the model gives"."""
+    """Description for the user, such as "the traced program gives what the model gives"."""
     seconds: float
-    """How long that took."""
+    """Duration of the check in seconds."""
 
 
 class Learner(ABC):
-    """A strategy at work on one rank."""
+    """Strategy at work on a rank."""
 
     unit: str = "step"
-    """What it counts: "step" or "round"."""
+    """Unit of progress: "step" or "round"."""
 
     where: str
-    """Who this is, for errors: "rank 1" or "server"."""
+    """Name of this process, for errors: "rank 1" or "server"."""
 
     units_per_epoch: int
     """Steps or rounds in a pass over the training data: the default interval of evaluations.
 
-    Rounds as they are now: a strategy may make them longer in the course of a run.
+    Computed from the present length of rounds, which a strategy may change in the course of a run.
     """
 
     parted: bool = False
-    """Whether ranks hold different things, such as optimizers that are not kept equal: `part`."""
+    """Whether ranks have different state, such as separate optimizers: see `part`."""
 
     proofs: Sequence[Proof] = ()
-    """What it has tried while it was made (`Place.check`), the same on every rank."""
+    """Checks that the learner passed at construction (`Place.check`), the same on every rank."""
 
     examples: int | None = None
-    """Training examples of an epoch, of all workers; None: those of the task."""
+    """Training examples of an epoch over all workers; None: the task's number."""
 
     elsewhere: Sequence[str] = ()
-    """Tensors of the model that others have, who do not give them here: `weights` is without them.
-    """
+    """Names of the model's tensors that only other processes hold; `weights` lacks them."""
 
     resizes: bool = False
-    """Whether `restore` makes sense of the parts of another number of ranks as well."""
+    """Whether `restore` also accepts the parts of another number of ranks."""
 
     averages_parts: bool = False
-    """Whether what `averages` gives are parts of tensors, or several of them in one."""
+    """Whether `averages` returns parts of tensors, or several tensors in a single buffer."""
 
     def averages(self) -> Mapping[str, Tensor]:
-        """What an average of the weights is taken of (`Task.ema`): what this rank holds of them.
+        """Return this rank's tensors of which an average is taken (`Task.ema`).
 
-        By the names of `weights`, unless `averages_parts`. Of a strategy that trains with ema.
+        The names are the names of `weights`, unless `averages_parts`. Only called if the strategy
+        supports ema.
         """
         raise NotImplementedError(f"{type(self).__name__} has no method averages")
 
     def changing_averages(self) -> AbstractContextManager[object]:
-        """Around a change of what `averages` gives, on all ranks together."""
+        """Context manager around a change of the tensors of `averages`, entered on all ranks."""
         return nullcontext()
 
     @abstractmethod
     def flops_per_step(self) -> float:
-        """Floating-point operations of one optimizer step here.
+        """Return the floating-point operations of an optimizer step in this process.
 
-        Small steps get one thread (`dure.machine.threads`).
+        Small steps get a single thread (`dure.machine.threads`).
         """
 
     @abstractmethod
     def advance(self, wish: int) -> Progress:
-        """Does one step or round. Rank 0 says its `wish`; the others give 0."""
+        """Do a step or round. Rank 0 passes its control flags as `wish`; other ranks pass 0."""
 
     @abstractmethod
     def evaluate(self) -> dict[str, float]:
-        """What `Strategy.measures` names, of the model as it is; empty without test data.
+        """Return the metrics named by `Strategy.measures` for the current model.
 
-        The same on every rank: limits depend on it.
+        Empty without test data. The values are the same on every rank, because limits depend on
+        them.
         """
 
     by_parts: bool = False
-    """Whether `restore` takes tensors that lie in files (`dure.record.on_disk`), of which it reads
-    what this rank holds; else all of them are in memory."""
+    """Whether `restore` accepts tensors in files (`dure.record.on_disk`).
+
+    It then reads this rank's part; otherwise all tensors are passed in memory.
+    """
 
     @abstractmethod
     def weights(self) -> Mapping[str, Tensor]:
-        """The whole model's state_dict, on rank 0. It may lie in files."""
+        """Return the whole model's state_dict, on rank 0. The tensors may be in files."""
 
     @abstractmethod
     def state(self) -> dict[str, Any]:
-        """All else that it needs to go on: optimizer state, position, and "buffers".
+        """Return all state besides the weights: optimizer state, position, and "buffers".
 
-        Those are the ones that a state_dict leaves out (`passing_buffers`). Tensors may lie in
-        files (`dure.record.on_disk`).
+        "buffers" are the buffers that a state_dict leaves out (`passing_buffers`). Tensors may be
+        in files (`dure.record.on_disk`).
         """
 
     @abstractmethod
     def restore(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-        """Goes on from `weights` and `state`. The parts of all ranks are in state["parts"]."""
+        """Continue from `weights` and `state`. state["parts"] has the parts of all ranks."""
 
     @abstractmethod
     def meters(self) -> Sequence[Meter]:
-        """The meters of the workers here: this rank's, or the server's and its clients'."""
+        """Return the meters of the workers here: this rank's, or the server's and its clients'."""
 
     def part(self) -> Any:
-        """What only this rank holds, as a tree for checkpoints. Called where `parted`."""
+        """Return the state that only this rank has, as a tree for checkpoints.
+
+        Called if `parted`.
+        """
         return None
 
     def exhausted(self) -> str | None:
-        """What is used up, so that no further step is possible, such as "epsilon"; None: nothing.
+        """Return the name of a resource that is used up, such as "epsilon", or None.
 
-        The same on every rank. It is how `summary.json` says that the run has ended; a resumed run
-        is asked before its first step.
+        No further step is possible then. The value is the same on every rank. `summary.json`
+        records the value as the reason of the end; a resumed run calls this method before its first
+        step.
         """
         return None
 
     def ended(self, reason: str) -> None:
-        """The run has ended by this limit; "interrupt" where it may go on."""
+        """Handle the end of the run by this limit; "interrupt" if the run may continue."""
         return
 
     def rest(self) -> None:
-        """No step follows, and no `state` is asked for: what only these need may go.
+        """Release everything that only `advance` and `state` need.
 
-        `weights` and `passing_buffers` are asked for once more. Called on all ranks.
+        `weights` and `passing_buffers` are called once more. Called on all ranks.
         """
         return
 
     def passing_buffers(self) -> Mapping[str, Tensor]:
-        """The buffers that a state_dict leaves out. Called on all ranks."""
+        """Return the buffers that a state_dict leaves out. Called on all ranks."""
         buffers: Mapping[str, Tensor] = self.state()["buffers"]
         return buffers
 
     def saved(self) -> None:
-        """The newest `state` is on the disk: what was kept in case it would not be can go."""
+        """Handle that the newest `state` is on the disk: older backup data can be deleted."""
         return
 
     def numbers(self) -> Mapping[str, float]:
-        """What it says of all steps so far, by name, such as an epsilon: asked at evaluations."""
+        """Return numbers about all steps so far, by name, such as an epsilon.
+
+        Called at evaluations.
+        """
         return {}
 
     def facts(self) -> dict[str, Any] | None:
-        """What lies where, as JSON, for the report; None where there is nothing to say.
+        """Return the location of the model's parts as JSON, for the report, or None.
 
-        It speaks with no other rank. summary.json has all ranks' facts, in order.
+        The call does not communicate. summary.json has all ranks' facts, in order.
         """
         return None
 
@@ -249,37 +262,39 @@ MakesPage = Callable[[str, str, bool, Callable[[], Mapping[str, Any]]], Page]
 
 @dataclass
 class Place:
-    """What a world gives to a program that runs in it.
+    """Context that a world passes to a program running in it.
 
-    group: the ranks, and this one among them.
+    group: the ranks, with this rank's number.
     trace: this process's timeline.
-    report: sends an event to whoever watches the run (rank 0 only).
+    report: sends an event to the process that displays the run (rank 0 only).
     interrupted: whether the user asked to stop (rank 0 only).
-    wish: what is wished in the middle of a step that is long: STOP, with INTERRUPT or without, or
-        0. The driver says it, where this rank alone is driven.
-    clock_offset: seconds to add to this machine's clock to get rank 0's.
-    kind: of the world.
-    devices: where this program computes, one for each of its workers; the first is its own.
-    ending: what has to end with the run, such as threads.
-    conditions: what the clients of a federation are like.
-    carrier: what, given the clients' side and the seed, makes the carrier of messages between a
-        coordinator and its clients.
-    prepared: hands over the model that was made while the run was prepared.
-    check: whether a learner tries what it believes about the model beside the model itself, while
-        it is made; it raises ValueError where the two differ.
-    network: what, given a federation whose clients are elsewhere, makes the carrier to them.
-    channels: what, given a run whose clients are elsewhere and stay connected, opens the channels.
-    folder: of the run, where this process writes it. config: what config.json says was asked.
-    report_seconds: between two reports of steps at the least: nobody reads faster. signs: whose key
-        signs the model at the end; None where nobody does.
-    identities: the clients' public keys, by number, which the owner of the federation has signed;
-        None where there is no such roster.
-    outlives: says that the program goes on when other ranks than the first die, so that the world
-        does not end it for that.
-    deadline: seconds that ranks wait for one that is silent.
-    page: makes the live page of the run, for a listener of the world's: of the token that opens it,
-        in words where that is found, whether it comes by TLS, and what a server tells of itself. It
-        raises ImportError where nothing draws it.
+    wish: returns the control flags in the middle of a long step: STOP, with INTERRUPT or without,
+    or
+        0. The driver sets it if it drives this rank alone.
+    clock_offset: seconds to add to this machine's clock to get rank 0's clock.
+    kind: kind of the world.
+    devices: device of each worker of this program; the first is the program's own.
+    ending: resources to close at the end of the run, such as threads.
+    conditions: conditions of the clients of a federation.
+    carrier: makes the carrier of messages between a coordinator and its clients, from the clients'
+        side and the seed.
+    prepared: returns the model that was made while the run was prepared.
+    check: whether a learner compares its assumptions about the model with the model itself at
+        construction; a difference raises ValueError.
+    network: makes the carrier to remote clients, from the federation.
+    channels: opens the channels to remote clients that stay connected, from the facts of the run.
+    folder: folder of the run, if this process writes it. config: the content of config.json.
+    report_seconds: minimum seconds between two reports of steps. signs: key that signs the final
+        model; None for no signature.
+    identities: the clients' public keys, by number, signed by the owner of the federation; None
+        without such a roster.
+    outlives: declares that the program survives the death of ranks other than the first, so that
+    the
+        world does not end the program.
+    deadline: timeout in seconds for a silent rank.
+    page: makes the live page of the run, for a listener of the world: from the token that opens the
+        page, a description of the token's location, whether the page is served over TLS, and the
+        server's facts about itself. It raises ImportError if plotting is not installed.
     """
 
     group: Group
@@ -307,18 +322,18 @@ class Place:
     page: MakesPage | None = None
 
     def model(self, task: Task, seed: int) -> nn.Module:
-        """The run's model, fresh: the one that was prepared in this process, or a new one.
+        """Return the run's newly created model: the prepared model of this process, or a new model.
 
-        A learner calls it once, and takes copies for whatever else it needs (`another`).
+        A learner calls this method once and copies the model for other uses (`another`).
         """
         return seeded_model(task, seed) if self.prepared is None else self.prepared()
 
 
 class World(Told):
-    """Who takes part, and how they reach each other: a frozen dataclass, made by the user.
+    """Participants of a run and their connections: a frozen dataclass, made by the user.
 
-    Its fields are settings of the place: they are written into run folders, and are flags of the
-    command line. A subclass has `name`, `kind` and `run`; the rest has defaults.
+    The fields are settings of the environment: they are written into run folders, and are flags of
+    the command line. A subclass defines `name`, `kind` and `run`; other members have defaults.
     """
 
     name: ClassVar[str]
@@ -326,251 +341,260 @@ class World(Told):
 
     @property
     def leads(self) -> bool:
-        """Whether this process writes the run folder and talks to the user."""
+        """Whether this process writes the run folder and communicates with the user."""
         return True
 
     @property
     def rank_here(self) -> int:
-        """Which rank this process is, where it was started as one; otherwise the first stands for
-        all.
-        """
+        """Rank of this process if the process was started as a rank, otherwise 0."""
         return 0
 
     @property
     def workers(self) -> int | None:
-        """How many ranks or threads there are; None where the strategy says how many clients."""
+        """Number of ranks or threads; None if the strategy determines the number of clients."""
         return None
 
     @property
     def conditions(self) -> Conditions | None:
-        """What clients are like, in a world of clients."""
+        """Conditions of the clients, in a world of clients."""
         return None
 
     @property
     def computes_on(self) -> tuple[str, ...]:
-        """The devices of the workers, by name, where the world says which these are."""
+        """Names of the workers' devices, if the world determines them."""
         return ()
 
     @property
     def starts_again(self) -> bool:
-        """Whether the ranks may be ended and started again at any time, more or fewer of them."""
+        """Whether ranks may be ended and restarted at any time, in another number."""
         return False
 
     @property
     def serves(self) -> bool:
-        """Whether others have the training data, and this process only serves them."""
+        """Whether other processes have the training data, and this process is only their server."""
         return False
 
     @property
     def elsewhere(self) -> bool:
-        """Whether programs run in other processes than this one, which only waits for them."""
+        """Whether programs run in other processes, for which this process only waits."""
         return False
 
     def begin(self, imports: Sequence[str] = ()) -> None:
-        """Begins what takes time until the ranks can run, while the caller goes on.
+        """Start slow preparations for the ranks in the background.
 
-        imports: modules that they will need (`Strategy.imports`).
+        imports: modules that the ranks will need (`Strategy.imports`).
         """
 
     def ready(self) -> None:
-        """Returns once nothing is left to be begun, so that no run is charged for it."""
+        """Wait for all preparations, so that no run's time includes them."""
 
     def describe(self) -> str:
-        """For tables: "2 processes"."""
+        """Return a description for tables: "2 processes"."""
         return self.name
 
     def run(
         self, program: Callable[[Place], Value], report: Callable[[dict[str, Any]], None]
     ) -> Value:
-        """Runs `program` on every rank and returns what it returned on rank 0.
+        """Run `program` on every rank and return the result of rank 0.
 
-        Where each rank called `run` itself, it returns what the program did on this rank. Raises
-        the first failure, when all ranks have ended.
+        If each rank called `run` itself, the result is this rank's. `report` receives the program's
+        events. Raises the first failure, after all ranks have ended.
         """
         raise NotImplementedError(f"{type(self).__name__} has no method run")
 
 
 class Strategy(Told):
-    """How the learning is divided: a frozen dataclass, made by the user.
+    """Division of the learning between workers: a frozen dataclass, made by the user.
 
-    Its fields are the hyperparameters: they are written into run folders, and are flags of the
-    command line. A subclass has `name`, `kind`, `unit` and `learner`; the rest has defaults.
+    The fields are the hyperparameters: they are written into run folders, and are flags of the
+    command line. A subclass defines `name`, `kind`, `unit` and `learner`; other members have
+    defaults.
     """
 
     name: ClassVar[str]
     kind: ClassVar[Kind]
-    """The kind of worlds in which it is at home."""
+    """Kind of the worlds for which the strategy is designed."""
 
     batch_size: int | None = None
-    """Examples of a step, as a DataLoader would have them; None: all, or it has no batches."""
+    """Examples of a step, as a DataLoader defines them; None: all examples, or no batches."""
 
     unit: ClassVar[str]
-    """What its learner counts: "step" or "round"."""
+    """Unit that the learner counts: "step" or "round"."""
 
     also: ClassVar[Mapping[Kind, str]] = {}
-    """The other kinds of worlds in which it lives, and its label there."""
+    """Additional kinds of worlds that the strategy supports, with its label there."""
 
     oldest_checkpoint: ClassVar[int] = 1
-    """The oldest version of checkpoints (`dure.record.checkpoint.VERSION`) that it can read."""
+    """Oldest readable version of checkpoints (`dure.record.checkpoint.VERSION`)."""
 
     moves: ClassVar[frozenset[str]] = frozenset()
-    """Fields that only say where the work is done: a run may go on with other values of them."""
+    """Fields that only place the work: a resumed run may have other values of them."""
 
     led: ClassVar[bool] = False
-    """Whether, in a world of ranks, rank 0 alone has a learner, and the others `assist` it."""
+    """Whether, in a world of ranks, only rank 0 has a learner, and the others run `assist`."""
 
     alone: ClassVar[bool] = False
-    """Whether it is one worker, whatever the machine has."""
+    """Whether the strategy uses a single worker, whatever the machine has."""
 
     trains_parts: ClassVar[bool] = False
-    """Whether it trains a head and a tail of two tasks, each by its own optimizer."""
+    """Whether the strategy trains a head and a tail of two tasks, each by its own optimizer."""
 
     trains_at_server: ClassVar[bool] = False
-    """Whether the server of clients on a network trains a part of the model itself."""
+    """Whether the server of networked clients trains a part of the model itself."""
 
     can_offload: ClassVar[tuple[str, ...]] = ()
-    """What its field `offload` may name; it has none where nothing is."""
+    """Valid values of the field `offload`; empty if the strategy has no such field."""
 
     mean_of: ClassVar[str] = ""
-    """What the measured model is the mean of, where nobody trains or has that model. Tables say so,
-    and mark it as the best of no metric."""
+    """Name of the models whose mean is measured, if no participant trains or has that mean model.
+
+    Tables show the name, and mark the mean as the best of no metric.
+    """
 
     own_data: ClassVar[bool] = False
-    """Whether its ranks may have training data of their own (`dure.data.nodes`)."""
+    """Whether the ranks may have per-rank training data (`dure.data.nodes`)."""
 
     samples: ClassVar[frozenset[Way]] = frozenset()
-    """In which ways its owner's batches may be drawn (`dure.data.sampling`), in a world of ranks or
-    of threads, and of clients where that is its home."""
+    """Supported samplings of the data owner's batches (`dure.data.sampling`).
+
+    They apply in a world of ranks or of threads, and in a world of clients if that is the
+    strategy's own kind.
+    """
 
     follows_model: ClassVar[bool] = False
-    """Whether simulated clients compute where the task's model is made, on a GPU too."""
+    """Whether simulated clients compute on the device of the task's model, on a GPU too."""
 
     trains_with: ClassVar[frozenset[Part]] = frozenset()
-    """Which of `dure.contracts.learning` it can do; what it cannot do is refused by name."""
+    """Supported options of `dure.contracts.learning`; other options are refused by name."""
 
     without: ClassVar[frozenset[str]] = frozenset()
-    """Conditions of clients that it does not have, and refuses where they are given."""
+    """Conditions of clients that the strategy does not support and refuses."""
 
     @property
     def label(self) -> str:
-        """For tables: the name, and the fields that matter."""
+        """Label for tables: the name, and the fields that matter."""
         return self.name
 
     def cannot(self, part: Part, kind: Kind) -> str | None:
-        """Why it cannot do a part of learning in a world of `kind`, in words; None if it can.
+        """Return the reason why a training option is unsupported in a world of `kind`, or None.
 
-        Asked of those parts alone for which the task asks.
+        Called only for options that the task uses.
         """
         return None if part in self.trains_with else "nothing in it does that"
 
     def cannot_own_loss(self, kind: Kind) -> str | None:
-        """Why it cannot train a model that gives its own loss (`dure.OwnLoss`); None if it can."""
+        """Return why a model with its own loss (`dure.OwnLoss`) is unsupported, or None."""
         return None
 
     @property
     def deterministic(self) -> bool:
-        """Whether its runs repeat themselves to the last bit."""
+        """Whether runs are reproducible bit for bit."""
         return True
 
     @property
     def draws_by_coins(self) -> bool:
-        """Whether differential privacy of examples draws its batches, by a coin for each."""
+        """Whether example-level differential privacy draws batches by Poisson sampling."""
         return False
 
     @property
     def spares_memory(self) -> bool:
-        """Whether memory that is freed goes back at once, rather than waiting for the next step."""
+        """Whether freed memory is returned at once rather than reused in the next step."""
         return False
 
     @property
     def protects(self) -> bool:
-        """Whether it keeps from others what examples are like: then none of them is shown."""
+        """Whether the strategy hides the examples from other parties: no example is then shown."""
         return False
 
     @property
     def imports(self) -> tuple[str, ...]:
-        """Modules that its ranks need and that take seconds to import: they begin with them."""
+        """Modules that the ranks need and that take seconds to import.
+
+        The ranks import them at their start.
+        """
         return ()
 
     @property
     def ranks(self) -> int | None:
-        """How many ranks the fields ask for; None where any number will do."""
+        """Number of ranks that the fields require; None if any number is valid."""
         # As many as the default world starts.
         return 1 if self.alone else None
 
     @property
     def computes_on(self) -> tuple[str, ...]:
-        """The devices that its fields name, as `World.computes_on`; none where they name none."""
+        """Names of the devices in the fields, as `World.computes_on`; empty without such fields."""
         return ()
 
     @classmethod
     def dwellings(cls) -> tuple[Kind, ...]:
-        """The kinds of worlds in which it lives; its home is the first."""
+        """Return the supported kinds of worlds; the strategy's own kind is the first."""
         return cls.kind, *cls.also
 
     def label_in(self, kind: Kind) -> str:
-        """What tables call it in a world of `kind`."""
+        """Return the label for tables in a world of `kind`."""
         return self.also.get(kind, self.label)
 
     def holds_parts(self, workers: int | None) -> bool:
-        """Whether each worker holds only a part of the model, and needs memory for no more.
+        """Return whether each worker has, and needs memory for, only a part of the model.
 
-        Then the undivided model lies in files (`dure.memory.undivided`).
+        The undivided model is then created in files (`dure.memory.undivided`).
         """
         return False
 
     @property
     def offloaded(self) -> Collection[str]:
-        """The names of what lies in files while it is not needed, as in `can_offload`."""
+        """Names of the state that is in files while it is not needed, as in `can_offload`."""
         return ()
 
     def shares(self, workers: int | None) -> Shares | None:
-        """The least of the model that each worker has in memory while it trains.
+        """Return the minimum memory share of the model for each worker during training.
 
-        None where that is not known: then nothing is refused for it.
+        None if unknown: then no run is refused for lack of memory.
         """
         return None
 
     def planned(self, task: Task, stop: Stop) -> Self:
-        """The strategy with what follows from how long the run is: noise for an epsilon, say.
+        """Return the strategy with the fields that depend on the run's length.
 
-        Asked before `check`, so that run folders and labels have what was chosen; a run that is
-        resumed has it already. Raises ValueError where `stop` does not say how long.
+        An example is the noise for an epsilon. Called before `check`, so that run folders and
+        labels have the derived values; a resumed run has them already. Raises ValueError if `stop`
+        does not determine the length.
         """
         return self
 
     def check(self, task: Task, workers: int | None) -> None:
-        """Raises ValueError, before any work, if the fields do not fit.
+        """Raise ValueError, before any work, if the fields do not fit.
 
-        They may not fit each other, the task or the workers.
+        The fields may not fit each other, the task or the number of workers.
         """
 
     def check_in(self, world: World) -> None:
-        """Raises ValueError if a field makes no sense in the world."""
+        """Raise ValueError if a field is invalid in the world."""
 
     def check_under(self, task: Task, model: nn.Module, conditions: Conditions) -> None:
-        """Raises ValueError if the conditions of clients do not fit the strategy or the task."""
+        """Raise ValueError if the conditions of clients do not fit the strategy or the task."""
 
     def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
-        """Raises ValueError if it cannot train the task's model.
+        """Raise ValueError if the strategy cannot train the task's model.
 
-        The model stays as it is: it is the one that will be trained.
+        The model stays unchanged, because it is the model that will be trained.
         """
 
     def prove(self, task: Task, model: nn.Module, workers: int | None) -> Proof | None:
-        """`check_model`, and then what the strategy believes about the model, tried beside it.
+        """Run `check_model`, and then compare the strategy's assumptions with the model itself.
 
-        Such as a trace that is to compute what the model computes. None where nothing is believed.
-        What only the ranks together can try, their learners do. The model stays as it is. Raises
-        ValueError, with the place, where the two differ.
+        An assumption is, for example, that a trace computes the model's function. None if there are
+        no assumptions. Assumptions that only the ranks together can test are tested by their
+        learners. The model stays unchanged. Raises ValueError, with the place of the difference.
         """
         self.check_model(task, model, workers)
         return None
 
     def measures(self, task: Task, model: nn.Module, conditions: Conditions | None) -> list[str]:
-        """The names of what its learner's `evaluate` gives: the targets that a run may have.
+        """Return the names of the metrics of the learner's `evaluate`.
 
-        conditions: what clients are like, in a world of clients. Empty where nothing is evaluated.
+        A run may have targets for these metrics. conditions: conditions of the clients, in a world
+        of clients. Empty without evaluation.
         """
         sets = {"test": task.test, "validation": task.validation}
         return [
@@ -581,34 +605,37 @@ class Strategy(Told):
         ]
 
     def division(self, task: Task, seed: int) -> Description | None:
-        """How the training data lie with their owners, for the report; None if nobody owns any."""
+        """Return the division of the training data between owners, for the report, or None."""
         return None
 
     def parts(self, task: Task, seed: int, workers: int | None) -> Sequence[Tensor]:
-        """The examples of each who goes through a part of its own, as indices; none elsewhere."""
+        """Return the examples of each worker with a separate part of the data, as indices.
+
+        Empty if the workers share the data.
+        """
         return ()
 
     def assist(self, task: Task, place: Place, seed: int) -> str:
-        """Where `led`: what a rank other than the first does until the run has ended.
+        """Run a rank other than the first until the run ends, for a strategy with `led`.
 
-        Returns by which limit it has.
+        Returns the limit that ended the run.
         """
         raise NotImplementedError(f"{type(self).__name__} has no method assist")
 
     def learner(self, task: Task, place: Place, seed: int) -> Learner:
-        """The strategy at work: the model made under `seed`, ready for its first step."""
+        """Return the learner: the model made under `seed`, ready for its first step."""
         raise NotImplementedError(f"{type(self).__name__} has no method learner")
 
 
 def seeded_model(task: Task, seed: int) -> nn.Module:
-    """A fresh model under the run's seed: the same weights on every rank and for every strategy."""
-    # The factory draws under the run's seed; the caller's generators go on as if it had not.
+    """Return a new model under the run's seed, with equal weights on every rank and strategy."""
+    # The factory draws under the run's seed; the caller's generators are restored afterwards.
     before = generators_state()
     used_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     try:
         seed_generators(seed, "model", everything=True)
         model = task.model()
-        # The first factory that uses CUDA in a process has drawn there before it could be seeded.
+        # The factory initialised CUDA itself and drew before the CUDA generators were seeded.
         if torch.cuda.is_initialized() and not used_cuda:  # type: ignore[no-untyped-call]
             seed_generators(seed, "model", everything=True)
             model = task.model()
@@ -626,14 +653,14 @@ def seeded_model(task: Task, seed: int) -> nn.Module:
 
 
 def another(model: nn.Module, task: Task, seed: int) -> nn.Module:
-    """One more model like the run's, which was not used yet: a copy, where it can be copied.
+    """Return a new unused model like the run's: a copy if possible.
 
-    The task's factory, which may read its model from a disk, is called again only where it cannot.
-    Where the model lies in files, so does the copy.
+    The task's factory, which may read its model from a disk, is called again only if the model
+    cannot be copied. If the model is in files, so is the copy.
     """
     with beside(model):
         twin = copy_of(model)
-        # A copy is called as it is written.
+        # The copy is not compiled yet.
         return seeded_model(task, seed) if twin is None else compiled_as(twin, task.compile)
 
 
@@ -644,7 +671,7 @@ def examples_for(task: Task) -> tuple[Examples, Examples | None]:
     """
     test = task.test
     if isinstance(task.validation, Examples):
-        # Whoever measures the one measures both.
+        # Both sets are always measured together.
         test = MeasuredExamples(test, task.validation)
     dtype = task.dtype
     if dtype is None:

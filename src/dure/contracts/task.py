@@ -1,8 +1,8 @@
-"""The task: what is learned. It knows nothing of machines.
+"""Task: the definition of the learning problem, independent of machines.
 
-A task is written once; which system trains it is another argument. It holds a factory of models
-rather than a model, because every worker and every client starts from the same fresh weights, drawn
-under the run's seed.
+A task is written once; the system that trains the task is another argument. The task has a factory
+of models rather than a model, because every worker and every client starts from the same new
+weights, drawn under the run's seed.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from dure.data.taken import as_examples
 from dure.machine.devices import on_device
 
 Loss = Callable[[Any, Any], "Tensor | tuple[Tensor, Tensor | float]"]
-"""loss(outputs, targets) gives the mean over the batch, a scalar tensor, or a pair (sum, count).
+"""loss(outputs, targets) returns the mean over the batch, a scalar, or a pair (sum, count).
 
-The loss of a batch is then sum / count, also where ranks, micro-batches or clients compute parts of
-it: their sums are added, and their counts.
+The loss of a batch is then sum / count, also if ranks, micro-batches or clients compute parts of
+the batch: their sums are added, and their counts.
 """
 SGD = partial(torch.optim.SGD, lr=0.1)
-"""The optimizer of a task that names none."""
+"""Default optimizer of a task."""
 
 
 def accuracy(outputs: Tensor, targets: Tensor, ignore_index: int = -100) -> tuple[Tensor, Tensor]:
-    """Correct predictions and predictions made, as (sum, count): they add over batches and workers.
+    """Return (correct predictions, predictions made); pairs add over batches and workers.
 
     outputs: scores of shape (B, classes, ...); targets: class indices of shape (B, ...). Targets
     equal to `ignore_index` are not counted, as in `torch.nn.functional.cross_entropy`.
@@ -48,9 +48,9 @@ def accuracy(outputs: Tensor, targets: Tensor, ignore_index: int = -100) -> tupl
 
 
 def class_accuracy(outputs: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """`accuracy` where the outputs are scores of two classes or more; else nothing is counted.
+    """Return `accuracy` for scores of two classes or more, else (0, 0).
 
-    The accuracy that is measured unasked: outputs of another shape have none, and are no error.
+    The default metric: outputs of another shape have no accuracy, and are no error.
     """
     # Scores have one dimension more than the targets, the second one, of the classes.
     fits = (
@@ -64,56 +64,64 @@ def class_accuracy(outputs: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Task(Named, common=True):
-    """What is learned.
+    """Definition of a learning problem.
 
     model: a function without arguments that returns a new `nn.Module` in each call; called under
         the run's seed.
     loss: loss(outputs, targets), the mean over the batch's examples (a scalar tensor), or a pair
-        (sum, count), for one that does not count every example alike: see `Loss`. None: the model
-        gives its own, as those of Hugging Face do (`dure.OwnLoss`).
+        (sum, count), for a loss that does not count every example alike: see `Loss`. None: the
+        model
+        computes its own loss, like Hugging Face's models (`dure.OwnLoss`).
     train, test: `Examples`, `dure.Shards`, a pair (inputs, targets) of tensors, arrays or frames, a
         dataset of pairs or dicts, or a DataLoader (`dure.data.taken`). train: also a function of
-        (rank, world) that gives one of these, the data that lie with this rank; None for a server
-        whose clients have the data (`dure.Network`), and for nobody else. test: None measures
-        nothing here.
+        (rank, world) that returns any of these, the data of this rank; None only for a server whose
+        clients have the data (`dure.Network`). test: None measures nothing here.
     optimizer: called with the parameters; `functools.partial(torch.optim.SGD, lr=0.1)`.
     metrics: name to `Metric`, measured on all test data and reported as test_<name>. None: the
-        accuracy if the targets are class indices, otherwise nothing but the loss.
-    name: how tables call it.
-    reference: where `dure.load_task` found it, so that a run folder can be resumed; None for a task
-        made in Python.
-    lr_schedule: what the optimizer's learning rates are multiplied with at step t = 0, 1, ... of
-        all workers, or of a worker that has steps of its own; in a federation at round t. A
-        function of t, like `lr_lambda` of torch's LambdaLR; None leaves them as they are.
-    eval_batch_size: examples that are measured at once, by one worker: fewer take less memory.
-    features: what the columns of the inputs mean, by name; over a network a client with other
+        accuracy if the targets are class indices, otherwise only the loss.
+    name: name in tables.
+    reference: text by which `dure.load_task` found the task, so that a run folder can be resumed;
+    None
+        for a task made in Python.
+    lr_schedule: factor of the optimizer's learning rates at step t = 0, 1, ... of all workers, or
+    of a
+        worker with separate steps; in a federation at round t. A function of t, like `lr_lambda` of
+        torch's LambdaLR; None leaves the rates unchanged.
+    eval_batch_size: examples that a worker measures at once: fewer take less memory.
+    features: meanings of the columns of the inputs, by name; over a network a client with other
         columns is refused.
-    metric_memory: bytes that the outputs and targets of all test examples may have, where a metric
-        needs them at once; a metric that would need more is refused.
-    weights: where the model's first weights lie, in place of those that the factory draws: a
+    metric_memory: maximum bytes of the outputs and targets of all test examples, for a metric that
+        needs them at once; a metric that needs more is refused.
+    weights: path of the model's initial weights, instead of weights that the factory draws: a
         safetensors file, the index of several, a folder of Hugging Face's `save_pretrained`, or of
         a run. The factory may then make its model on the meta device.
-    clip_norm: the largest norm that the gradient of an optimizer's step may have; None is any.
-    precision: full, or bf16: forward and loss under torch's autocast, and weights, gradients and
-        measurements as they are.
-    ema: what an exponential average of the weights keeps of itself in every step, or round, such as
-        0.999. The average is then what is evaluated, and what the run gives back; None takes none.
-    compile: whether the model is called as torch's compiler has it; a text names its backend.
-    unfreeze: from which step of the optimizer on parameters are trained, by name, in which * is
-        anything: {"body.*": 100}. Before that they stay as they are; the others are trained from
-        the start. In a federation it is the round.
+    clip_norm: maximum norm of the gradient of an optimizer's step; None for no limit.
+    precision: full, or bf16: forward and loss under torch's autocast; weights, gradients and
+        measurements stay in their precision.
+    ema: decay of an exponential average of the weights in every step, or round, such as 0.999. The
+        average is then evaluated and returned by the run; None takes none.
+    compile: whether torch's compiler compiles the calls of the model; a text names its backend.
+    unfreeze: optimizer step from which parameters are trained, by name, in which * matches any
+    text:
+        {"body.*": 100}. Before that step they stay frozen; the others are trained from the start.
+        In a
+        federation it is the round.
     validation: examples like those of `test`, or a share of the training data between 0 and 1, such
-        as 0.1, which is drawn under the run's seed and trained on by nobody. They are measured as
-        validation_<metric>; by them, and never by test data, a run is ended early and its best
-        model kept. None: there are none.
-    show_examples: whether a few of the test examples may be seen in run folders and reports, where
-        they are pictures. False: none is. Nor is any where data belong to somebody: over a network,
-        where examples have keys, or where a strategy protects them (`dure.run.answers`).
-    parse: parse(row) makes the inputs of an example, as the data have them, of a new row, for `dure
-        predict`: of a value of JSON, or of a row of a table, a dict of texts by column. None: rows
+        as 0.1, which is drawn under the run's seed and excluded from training. They are measured as
+        validation_<metric>; early stopping and the choice of the best model use them, and never
+        test
+        data. None: no validation.
+    show_examples: whether run folders and reports may show a few of the test examples, if they are
+        pictures. False shows none. Data with an owner are never shown: over a network, examples
+            with
+        keys, or examples that a strategy protects (`dure.run.answers`).
+    parse: parse(row) makes the inputs of an example, in the form of the data, from a new row, for
+    `dure
+        predict`: from a value of JSON, or from a row of a table, a dict of texts by column. None:
+            rows
         are like the examples.
-    dtype: floating-point inputs are cast to it, such as torch.float32; targets never are. None:
-        inputs are given to the model as they are.
+    dtype: dtype to which floating-point inputs are cast, such as torch.float32; targets never are.
+        None: inputs are passed to the model unchanged.
     """
 
     model: Callable[[], nn.Module]
@@ -144,7 +152,7 @@ class Task(Named, common=True):
             object.__setattr__(self, "loss", OwnLoss())
         for name in ("model", "loss", "optimizer"):
             # A module can be called: a model would pass for its factory, and all workers would
-            # train that one. A loss may be a module, since nothing in it is trained.
+            # train the same model. A loss may be a module, since nothing in it is trained.
             if not callable(getattr(self, name)) or (
                 isinstance(getattr(self, name), (nn.Module, torch.optim.Optimizer))
                 and name != "loss"
@@ -182,7 +190,7 @@ class Task(Named, common=True):
         if self.weights is not None:
             # Absolute: ranks, and runs that go on, may start in another folder.
             object.__setattr__(self, "weights", Path(self.weights).expanduser().resolve())
-        # The class is frozen for its users; here the data get the one form that all others know.
+        # The class is frozen for its users; here the data are converted to the common form.
         object.__setattr__(self, "train", _training_data(self.train))
         test = None if self.test is None else as_examples(self.test, measures=True)
         object.__setattr__(self, "test", test)
@@ -191,7 +199,7 @@ class Task(Named, common=True):
             self._call_by_name()
 
     def _call_by_name(self) -> None:
-        """The model gets the columns of a dict, its labels among them, and gives its own loss."""
+        """Call the model with the columns of a dict, labels included, to compute the loss."""
         if not isinstance(self.model, CalledByName):
             object.__setattr__(self, "model", CalledByName(self.model))
         for name in ("train", "test", "validation"):
@@ -200,16 +208,16 @@ class Task(Named, common=True):
                 object.__setattr__(self, name, examples.with_labels())
 
     def on(self, device: torch.device) -> Task:
-        """The task for a model on `device`: tensors that its loss holds are there as well."""
+        """Return the task for a model on `device`: the tensors of its loss are moved there."""
         loss = on_device(self.loss, device)
         return self if loss is self.loss else replace(self, loss=loss)
 
     @cached_property
     def measures(self) -> Mapping[str, Metric]:
-        """The metrics in force: those given, or the accuracy where targets are class indices."""
+        """Metrics in use: the given metrics, or the accuracy if targets are class indices."""
         if self.metrics is not None:
             return self.metrics
-        # One example tells what kind the targets are; the test data's, where they are measured.
+        # A single example shows the kind of the targets; from the test data if there are any.
         data: Examples = self.test if self.test is not None else self.train
         if not len(data):
             return {}
@@ -223,7 +231,10 @@ class Task(Named, common=True):
 
 
 def _validation(asked: Any) -> Examples | float | None:
-    """Examples in the one form, or the share that is to be taken. Raises ValueError for neither."""
+    """Return examples in the common form, or the share of the training data to take.
+
+    Raises ValueError for any other value.
+    """
     if asked is None:
         return None
     if not isinstance(asked, (int, float)):
@@ -237,7 +248,7 @@ def _validation(asked: Any) -> Examples | float | None:
 
 
 def _training_data(train: Any) -> Examples:
-    """In the one form that all others know."""
+    """Return the training data in the common form."""
     if train is None:
         return NoExamples()
     # A class can be called too, and some datasets can.

@@ -1,19 +1,18 @@
-"""The weights that a model begins with, where they lie in files and are not drawn.
+"""Initial weights of a model from files, instead of drawn weights.
 
-    names    those of the model's state_dict; every one of the model has to be in the files, and the
-             other way round, in the same shape
+    names    the names of the model's state_dict; the names in the files and in the model have to be
+             the same, with equal shapes
     values   in the model's dtype
 
-Tensors that are one and the same in the model need one of their names. A model of Hugging Face
-may also be given what its base was saved as, or a model with
-another head on the same base, as `from_pretrained` is: the base has to be whole, a head that is not
-in the files is drawn, and one that is not in the model is left out, which is warned of. It may also
-be a part of the user's own module.
+Tied tensors of the model need only one of their names. A model of Hugging Face may also get the
+weights of its base model, or of a model with another head on the same base, as in
+`from_pretrained`: the base has to be complete, a head that is not in the files is drawn, and a head
+that is not in the model is ignored, with a warning. The model may also be a part of the user's own
+module.
 
-What lies in memory is filled. What lies in a file of `dure.memory.mapped`, because the model is
-larger than memory, is not: the checkpoint itself takes its place, mapped, and only the parts that
-somebody touches are ever read. A model that was made on the meta device gets memory, or such a
-place, for everything that the files have.
+Tensors in memory are filled. Tensors in a file of `dure.memory.mapped`, used for a model larger
+than memory, are not: the mapped checkpoint itself replaces them, and only the parts in use are ever
+read. A model on the meta device gets memory, or such a mapping, for every tensor of the files.
 """
 
 from __future__ import annotations
@@ -34,18 +33,18 @@ from dure.memory.mapped import is_mapped
 from dure.memory.weight_files import Stored, stored_in
 
 _SHOWN = 12
-"""Names in one message; a model of another kind would fill pages."""
+"""Maximum names in a message; a model of another kind would fill pages."""
 
 _OLD = {".gamma": ".weight", ".beta": ".bias"}
-"""What early checkpoints of Hugging Face call what a layer norm has."""
+"""Suffixes of a layer norm's tensors in early checkpoints of Hugging Face, and today's."""
 
 
 class Fit(NamedTuple):
-    """What goes where.
+    """Assignment of the tensors in files to the tensors of a model.
 
-    given: of each of the model's names, what the files have for it. drawn: names of the model that
-    they do not have, and need not. left_out: names in the files of which the model needs none.
-    missing, unexpected: the same where it is an error.
+    given: the stored tensor for each of the model's names. drawn: names of the model that are
+    absent in the files, and optional. left_out: names in the files that the model does not need.
+    missing, unexpected: names in these two cases if they are an error.
     """
 
     given: Mapping[str, Stored]
@@ -56,9 +55,9 @@ class Fit(NamedTuple):
 
 
 def begin_with(model: nn.Module, path: Path) -> None:
-    """The weights in `path` into a model that was just made.
+    """Load the weights in `path` into a new model.
 
-    Raises ValueError if they are not those of this model, DataError where they cannot be read.
+    Raises ValueError if the weights do not fit the model, DataError if they cannot be read.
     """
     tensors = _tensors_of(model)
     given = fit_of(model, path).given
@@ -70,7 +69,7 @@ def begin_with(model: nn.Module, path: Path) -> None:
 
 
 def warn_of_drawn(model: nn.Module, path: Path) -> None:
-    """Says what of the model is not in the files, and what of the files is not in the model."""
+    """Warn about tensors of the model that are not in the files, and the reverse."""
     fit = fit_of(model, path)
     if fit.drawn:
         warn(f"{path} does not have {_listed(fit.drawn)} of the model: drawn as without weights")
@@ -79,7 +78,10 @@ def warn_of_drawn(model: nn.Module, path: Path) -> None:
 
 
 def fit_of(model: nn.Module, path: Path) -> Fit:
-    """What of the files goes where in the model. Raises ValueError if they do not fit."""
+    """Return the assignment of the files' tensors to the model's.
+
+    Raises ValueError if they do not fit.
+    """
     tensors = _tensors_of(model)
     stored = stored_in(path)
     fit = _exact(tensors, stored)
@@ -97,7 +99,7 @@ def fit_of(model: nn.Module, path: Path) -> Fit:
 
 
 def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """The model's own tensors that are saved, by the names under which they are."""
+    """Return the model's tensors in its state_dict, by name."""
     saved = model.state_dict(keep_vars=True)
     return {name: value for name, value in saved.items() if isinstance(value, Tensor)}
 
@@ -109,24 +111,24 @@ def _exact(tensors: Mapping[str, Tensor], stored: Mapping[str, Stored]) -> Fit:
 
 
 def _without_values(tensors: Mapping[str, Tensor], given: Iterable[str]) -> list[str]:
-    """The names that are not given; one of several names of a tensor is enough."""
+    """Return the names without a value; any of several names of a tensor is enough."""
     known = {_identity(tensors[name]) for name in given}
     return [name for name, tensor in tensors.items() if _identity(tensor) not in known]
 
 
 def _identity(tensor: Tensor) -> object:
-    """Equal for tensors that are one and the same, whatever they are called."""
+    """Return a key that is equal for tied tensors, whatever their names."""
     if is_lazy(tensor) or tensor.is_meta or not tensor.numel():
         return id(tensor)
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def _other_shapes(tensors: Mapping[str, Tensor], given: Mapping[str, Stored]) -> list[str]:
-    """What is of another shape in the files, or of another kind of numbers, in words."""
+    """Return descriptions of the tensors with another shape or kind of number in the files."""
     told = []
     for name, stored in given.items():
         mine = tensors[name]
-        # A lazy one has the shape of what it is given.
+        # A lazy parameter takes the shape of its value.
         if not is_lazy(mine) and mine.shape != stored.shape:
             told.append(f"{name} is {stored.shape} there and {tuple(mine.shape)} in the model")
         elif _kind(mine.dtype) != _kind(stored.values):
@@ -136,18 +138,18 @@ def _other_shapes(tensors: Mapping[str, Tensor], given: Mapping[str, Stored]) ->
 
 
 def _kind(dtype: torch.dtype) -> str:
-    """Numbers of one kind become one another, as load_state_dict lets them."""
+    """Return the kind of a dtype; load_state_dict converts numbers within a kind."""
     if dtype.is_floating_point:
         return "real"
     return "complex" if dtype.is_complex else str(dtype)
 
 
 class _Library(NamedTuple):
-    """A model of Hugging Face.
+    """Model of Hugging Face.
 
-    model: itself. at: where in the user's module it is, such as "model."; "" if it is all of it.
-    base: what its base is called in it, such as "transformer."; "" if it is a base itself. prefix:
-    what its base would be called in a model with a head.
+    model: the model. at: its path in the user's module, such as "model."; "" for the whole module.
+    base: name of its base model in it, such as "transformer."; "" for a base model itself. prefix:
+    name that the base model has in a model with a head.
     """
 
     model: Any
@@ -175,8 +177,8 @@ class _Library(NamedTuple):
         )
 
     def _own(self, name: str, tensors: Mapping[str, Tensor], stored: Mapping[str, Stored]) -> str:
-        """What the user's module calls what the files call so."""
-        # Saved with the user's module around it.
+        """Return the user's module's name for a name in the files."""
+        # The files contain the whole user's module.
         if self.at and any(one.startswith(self.at) for one in stored):
             return name
         with_head = self._with_head(stored)
@@ -191,20 +193,20 @@ class _Library(NamedTuple):
         return found
 
     def _with_head(self, stored: Mapping[str, Stored]) -> bool:
-        """Whether the files are of a model with a head."""
+        """Return whether the files contain a model with a head."""
         return any(name.startswith(self.prefix) for name in stored)
 
     def _is_of_base(self, name: str, own: str, stored: Mapping[str, Stored]) -> bool:
-        """Whether what the files have under this name is no head."""
+        """Return whether a stored tensor belongs to the base model and not to a head."""
         if self.base:
             return own.startswith(self.at + self.base)
         return not self._with_head(stored) or name.startswith(self.prefix)
 
 
 def _library_in(model: nn.Module) -> _Library | None:
-    """The first model of Hugging Face in it; None where there is none."""
+    """Return the first model of Hugging Face in the module, or None."""
     transformers = sys.modules.get("transformers.modeling_utils")
-    # Not imported: whoever has made such a model has loaded the library.
+    # No import: a model of the library implies that the library is loaded.
     if transformers is None:
         return None
     for name, module in model.named_modules():
@@ -216,13 +218,13 @@ def _library_in(model: nn.Module) -> _Library | None:
 
 
 def _unlike(names: Iterable[str], patterns: Iterable[str] | None) -> list[str]:
-    """Without those of which the library says that they do not matter."""
+    """Return the names without those that the library declares as ignorable."""
     rules = [re.compile(pattern) for pattern in patterns or ()]
     return [name for name in names if not any(rule.search(name) for rule in rules)]
 
 
 def _is_plain(model: nn.Module, tensors: Mapping[str, Tensor]) -> bool:
-    """Whether what is saved are the model's own parameters and buffers, under their own names."""
+    """Return whether the state_dict consists of the model's own parameters and buffers."""
     own: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     own |= dict(model.named_buffers(remove_duplicate=False))
     lazy = any(is_lazy(tensor) for tensor in tensors.values())
@@ -230,7 +232,7 @@ def _is_plain(model: nn.Module, tensors: Mapping[str, Tensor]) -> bool:
 
 
 class _Places:
-    """Where the tensors of a model are, to put others in their places."""
+    """Modules and names of a model's tensors, by which tensors are replaced."""
 
     def __init__(self, model: nn.Module) -> None:
         self._places: dict[int, list[tuple[nn.Module, str]]] = {}
@@ -246,7 +248,7 @@ class _Places:
 
     @torch.no_grad()
     def fill(self, tensors: Mapping[str, Tensor], given: Mapping[str, Stored]) -> None:
-        """Gives each of these tensors what is stored for its name."""
+        """Give each tensor the value stored for its name."""
         met: dict[object, str] = {}
         for name, stored in given.items():
             tensor = tensors[name]
@@ -261,8 +263,8 @@ class _Places:
                 tensor.copy_(stored.read())
 
     def _make(self, tensor: Tensor, stored: Stored) -> None:
-        """Puts one that has values in the place of one on the meta device."""
-        # Where a tensor lies that is made now tells where the model does.
+        """Replace a meta tensor by a tensor with values."""
+        # A tensor created now is mapped exactly if the model is (`is_mapped`).
         memory = torch.empty_like(tensor, device="cpu")
         memory = _read(stored, memory) if is_mapped(memory) else memory.copy_(stored.read())
         value: Tensor = memory
@@ -278,12 +280,12 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _read(stored: Stored, like: Tensor) -> Tensor:
-    """The file itself, where it has the dtype that is wanted, and else a copy."""
+    """Return the mapped file itself if its dtype fits, and otherwise a copy."""
     return stored.read().to(like.dtype)
 
 
 def _check_equal(first: str, one: Stored, name: str, other: Stored) -> None:
-    """Raises ValueError where two names of one tensor have other values in the files."""
+    """Raise ValueError if two names of a tied tensor have different values in the files."""
     if not torch.equal(one.read(), other.read()):
         raise ValueError(
             f"{first} and {name} are one tensor in the model, and differ in {other.file}"
@@ -293,7 +295,7 @@ def _check_equal(first: str, one: Stored, name: str, other: Stored) -> None:
 def _load(
     model: nn.Module, tensors: Mapping[str, Tensor], given: Mapping[str, Stored], path: Path
 ) -> None:
-    """As the model itself loads what it has saved in a way of its own."""
+    """Load through the model's own `load_state_dict`, for a model with a custom state_dict."""
     values = {name: stored.read() for name, stored in given.items()}
     try:
         model.load_state_dict({**tensors, **values})
@@ -302,7 +304,7 @@ def _load(
 
 
 def _check_values(model: nn.Module, path: Path) -> None:
-    """Raises ValueError for tensors that have no values yet."""
+    """Raise ValueError for tensors that have no values yet."""
     named = [*model.named_parameters(), *model.named_buffers()]
     without = [name for name, tensor in named if tensor.is_meta]
     if without:

@@ -1,1 +1,1 @@
-"""What is learned from: examples in memory, readers of file formats, partitions over clients."""
+"""Training data: examples in memory, readers of file formats, partitions over clients."""

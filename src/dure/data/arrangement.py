@@ -1,17 +1,16 @@
-"""In which order an epoch visits examples that lie in blocks: each once, and near ones together.
+"""Orders of an epoch over examples in blocks: each example once, near examples together.
 
-To read examples one by one, each at a random place of a disk, takes far longer than to read them in
-a row. So what is read at once is a *block*, consecutive examples of one file, and what is mixed at
-once is a *window*, as many blocks as memory has room for:
+Reading examples at random places of a disk takes far longer than reading consecutive examples. The
+unit of reading is therefore a *block*, consecutive examples of a file, and the unit of shuffling is
+a *window*, as many blocks as memory has room for:
 
     blocks     in random order, drawn from all of the data
-    windows    cut from that order: one after another is in memory
+    windows    cut from that order: each in memory in turn
     examples   in random order within their window
 
-So the examples of a batch come from blocks of all of the data, and the disk is read in pieces as
-long as a block. All is a function of (seed, epoch, client). A window that has room for all examples
-is one order of all, the same as of examples in memory (`dure.randomness.seeds.shuffled`).
-
+So the examples of a batch come from blocks of all of the data, and the disk is read in pieces of
+block size. The order is a function of (seed, epoch, client). A window with room for all examples
+gives a single order of all, the same as for examples in memory (`dure.randomness.seeds.shuffled`).
 Cost: an epoch's order is n numbers.
 """
 
@@ -29,13 +28,13 @@ from torch import Tensor
 from dure.randomness.seeds import generator, shuffled
 
 Order = Callable[[int, int, int], Tensor]
-"""order(seed, epoch, client): the places of the examples, in the order of their visits."""
+"""order(seed, epoch, client): the indices of the examples, in the order of their visits."""
 
 
 class Visit(NamedTuple):
-    """An epoch's way.
+    """The order of an epoch.
 
-    order: places of examples, int64 of shape (n,). windows: the blocks of each, in order.
+    order: indices of examples, int64 of shape (n,). windows: the blocks of each window, in order.
     """
 
     order: Tensor
@@ -44,9 +43,9 @@ class Visit(NamedTuple):
 
 @dataclass(frozen=True)
 class Arrangement:
-    """Examples in blocks of these lengths, one after another. window: how many are mixed at once.
+    """Lengths of consecutive blocks of examples. window: number of examples shuffled together.
 
-    A window has one block at the least.
+    A window has at least 1 block.
     """
 
     blocks: tuple[int, ...]
@@ -54,7 +53,7 @@ class Arrangement:
 
     @classmethod
     def whole(cls, examples: int) -> Arrangement:
-        """That of examples in memory."""
+        """Return the arrangement of examples in memory: a single block."""
         return cls((examples,), examples)
 
     @property
@@ -67,22 +66,22 @@ class Arrangement:
 
     @cached_property
     def ends(self) -> Tensor:
-        """Where each block ends, int64."""
+        """End of each block, int64."""
         return torch.tensor(self._ends)
 
     def block_of(self, places: Tensor) -> Tensor:
-        """The block of each place."""
+        """Return the block of each index."""
         return torch.searchsorted(self.ends, places, right=True)
 
     def visit(self, seed: int, epoch: int, client: int, part: Tensor | None = None) -> Visit:
-        """The way through all examples, or through a part of them: then as places in the part."""
+        """Return the order of all examples, or of a part, with indices relative to the part."""
         count = self.examples if part is None else len(part)
         if self.examples <= self.window:
             return Visit(shuffled(count, seed, epoch, client), [torch.arange(len(self.blocks))])
         drawn = generator(seed, "blocks", epoch, client)
         turns = torch.randperm(len(self.blocks), generator=drawn)
         counts, places = self._in_turn(turns, part)
-        # What has nothing of the part is not read.
+        # Blocks without an example of the part are not read.
         turns = turns[counts > 0]
         windows = self._windows(turns)
         lengths = torch.tensor([len(window) for window in windows])
@@ -94,11 +93,11 @@ class Arrangement:
         return Visit(torch.cat(mixed), windows)
 
     def _in_turn(self, turns: Tensor, part: Tensor | None) -> tuple[Tensor, Tensor]:
-        """How many examples each block has, and their places, block after block."""
+        """Return the number of examples of each block, and their indices, block by block."""
         if part is None:
             counts = torch.tensor(self.blocks)[turns]
             first = self.ends[turns] - counts
-            # A run of places for each block: where it begins, and on.
+            # A range of indices for each block: its beginning, and consecutive numbers.
             before = counts.cumsum(0) - counts
             return counts, torch.repeat_interleave(first - before, counts) + torch.arange(
                 self.examples
@@ -110,7 +109,7 @@ class Arrangement:
         return counts, torch.argsort(turn[block], stable=True)
 
     def _windows(self, turns: Tensor) -> list[Tensor]:
-        """The blocks, as many at a time as a window has room for."""
+        """Group the blocks into windows, as many at a time as a window has room for."""
         windows: list[list[int]] = []
         room = 0
         for block in turns.tolist():
@@ -124,17 +123,18 @@ class Arrangement:
 
 
 def interleaved(sizes: Sequence[int]) -> Tensor:
-    """The turns of some who have so many examples each: places in the row of all, shape (n,).
+    """Return the order in which owners with so many examples each take turns, shape (n,).
 
-    Each has its turns evenly over the whole, so that any stretch has of each in proportion, and all
-    end together: of those who have n_r, the j-th comes at (j + 1/2)/n_r of the way.
+    Every owner's turns are spread evenly over the whole, so that any stretch has examples of each
+    owner in proportion, and all owners finish together: the j-th of n_r examples is at (j +
+    1/2)/n_r of the way. The result indexes the concatenation of all owners' examples.
     """
     way = [(torch.arange(size, dtype=torch.float64) + 0.5) / size for size in sizes]
     return torch.argsort(torch.cat(way), stable=True)
 
 
 def _sums(numbers: Tensor, lengths: Tensor) -> Tensor:
-    """The sums of so many numbers each, one after another."""
+    """Return the sums of consecutive groups of numbers. lengths: of the groups."""
     ends = torch.cat([torch.zeros(1, dtype=torch.int64), numbers.cumsum(0)])[
         torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
     ]

@@ -1,10 +1,10 @@
-"""Tensors of what people have their numbers in: arrays of numpy, frames and columns of pandas.
+"""Convert NumPy arrays and pandas frames and columns to tensors.
 
-    array of numpy                      its memory, where torch can share it; else a copy
-    what has `to_numpy` (pandas, ...)   the array of that
+    NumPy array                         shares its memory, if torch supports that; else a copy
+    object with `to_numpy` (pandas)     the array of that method
 
-Nothing is imported for it: a frame is known by its method. What holds texts, dates or objects is
-no tensor, and is refused with the names of its columns.
+No library is imported: a frame is recognised by its method. Texts, dates and objects cannot become
+tensors, and are refused with the names of their columns.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from torch.utils._pytree import tree_map
 
 
 def as_tensors(tree: Any) -> Any:
-    """The same structure with a tensor for each array, frame and column.
+    """Return the same structure with a tensor for each array, frame and column.
 
-    Raises ValueError for one that is not of numbers or truths.
+    Raises ValueError for a leaf that has neither numbers nor bools.
     """
     return tree_map(_as_tensor, tree)
 
 
 def columns_of(inputs: Any) -> list[str] | None:
-    """Return the names of a frame's columns; None for what is no frame."""
+    """Return the names of a frame's columns; None for anything else."""
     if isinstance(inputs, Tensor) or not hasattr(inputs, "to_numpy"):
         return None
     columns = getattr(inputs, "columns", None)
@@ -39,7 +39,7 @@ def _as_tensor(leaf: Any) -> Any:
     if hasattr(leaf, "to_numpy"):
         _check_columns(leaf)
         values = numpy.asarray(leaf.to_numpy())
-        # Columns of truths beside numbers come as objects; of numbers alone they do not.
+        # Bool columns beside numbers give an object array, so the columns are stacked.
         if values.dtype.kind == "O" and hasattr(leaf, "columns"):
             columns = [numpy.asarray(leaf[name].to_numpy()) for name in leaf.columns]
             values = numpy.stack(columns, axis=1)
@@ -48,7 +48,7 @@ def _as_tensor(leaf: Any) -> Any:
 
 
 def _check_columns(frame: Any) -> None:
-    """Raises ValueError for a frame some of whose columns are not of numbers, which it names."""
+    """Raise ValueError with the names of a frame's columns that are not numeric."""
     kinds: Any = getattr(frame, "dtypes", None)
     named = dict(kinds.items()) if hasattr(kinds, "items") else {}
     strange = [
@@ -66,6 +66,6 @@ def _of_array(array: Any) -> Tensor:
         raise ValueError(
             f"an array of {array.dtype} is no tensor: give numbers, such as the index of each class"
         )
-    # torch shares neither memory that nobody may write, nor what is read backwards or byte-swapped.
+    # torch shares neither read-only memory, nor negative strides or swapped bytes: copy.
     plain = numpy.ascontiguousarray(array, dtype=array.dtype.newbyteorder("="))
     return torch.from_numpy(plain if plain.flags.writeable else plain.copy())

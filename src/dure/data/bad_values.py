@@ -12,19 +12,19 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 from dure.data.examples import Examples
 
 MOST_NAMED = 3
-"""Columns that are named."""
+"""Most columns that are named."""
 
 
 def bad_values(examples: Any, features: Sequence[str] | None = None) -> str | None:
-    """Say which columns of the inputs, or of the targets, have NaN or infinity.
+    """Describe the columns of the inputs, or of the targets, that have NaN or infinity.
 
     Args:
-        examples: whose tensors are looked through; of a dataset nothing is read.
-        features: names of the columns of the inputs, where these are one table.
+        examples: examples to search; datasets are not read.
+        features: names of the columns of the inputs, if these are a single table.
 
     Returns:
-        Such as "inputs: column 2 (age) is nan in 3 of 60 examples, first in example 7"; None where
-        nothing is found.
+        Text such as "inputs: column 2 (age) is nan in 3 of 60 examples, first in example 7"; None
+        if there are no bad values.
     """
     if type(examples) is not Examples:
         return None
@@ -47,7 +47,7 @@ def _columns(leaf: Tensor, names: Sequence[str] | None) -> Iterator[str]:
     if not bool(bad.any()):
         return
     if leaf.ndim != 2:
-        # One column where an example is one number.
+        # Tensors of other shapes count as a single column of numbers.
         yield _said(leaf.reshape(len(leaf), -1), bad.reshape(len(leaf), -1), "a number")
         return
     known = names if names is not None and len(names) == leaf.shape[1] else None
@@ -57,7 +57,7 @@ def _columns(leaf: Tensor, names: Sequence[str] | None) -> Iterator[str]:
 
 
 def _said(values: Tensor, bad: Tensor, name: str) -> str:
-    """Describe the bad numbers of one column. values, bad: of shape (examples, numbers)."""
+    """Describe the bad numbers of a column. values, bad: of shape (examples, numbers)."""
     rows = bad.any(1).nonzero().flatten()
     first = int(rows[0])
     value = values[first][bad[first]][0].item()

@@ -1,10 +1,9 @@
-"""Which examples a step trains on: the joint batch of all workers, or a client's batch, as indices.
+"""Batches of a step as indices: the joint batch of all workers, or a client's batch.
 
-An epoch visits every example exactly once, in the order `dure.randomness.seeds.shuffled`, or in one
-that follows from where examples lie (`Examples.order`); its last batch is smaller where the batch
-size does not divide. A full batch keeps the data's own order. A
-batch depends on (seed, step, client) alone, never on the number of workers: that is what makes one
-worker and many comparable.
+An epoch visits every example exactly once, in the order of `dure.randomness.seeds.shuffled`, or in
+an order that follows the layout of the data (`Examples.order`); its last batch is smaller if the
+batch size does not divide. A full batch keeps the data's own order. A batch depends on (seed, step,
+client) alone, never on the number of workers: this makes one worker and many comparable.
 """
 
 from __future__ import annotations
@@ -21,9 +20,14 @@ from dure.randomness.seeds import shuffled
 class Batches:
     """The batches of n examples.
 
-    batch_size: None is all the data in every step. client: whose examples they are. joins: as in
-    `batches_per_epoch`. order: of an epoch, where it is not `shuffled`. drop_last: an epoch
-    ends before a last batch that is not full.
+    Args:
+        n: number of examples.
+        batch_size: examples of a batch; None takes all the data in every step.
+        seed: seed of the order.
+        client: owner of the examples, 0 for a joint batch.
+        joins: as in `batches_per_epoch`.
+        order: order of an epoch; None takes `shuffled`.
+        drop_last: an epoch ends before a last batch that is not full.
     """
 
     def __init__(
@@ -44,7 +48,7 @@ class Batches:
         self.drop_last = drop_last
         self.steps_per_epoch = batches_per_epoch(n, self.batch_size, joins)
         if drop_last:
-            # Whoever has fewer than a batch has them all: `batch_size` is theirs.
+            # `batch_size` is at most n, so an epoch has at least one batch.
             self.steps_per_epoch = n // self.batch_size
         self._order = partial(shuffled, n) if order is None else order
         self._sizes = [self.batch_size] * (self.steps_per_epoch - 1)
@@ -54,12 +58,12 @@ class Batches:
         self._batches: tuple[Tensor, ...] = torch.split(torch.arange(self.visited), self._sizes)
 
     def at(self, step: int) -> Tensor:
-        """The indices of `step`'s batch, int64 of shape (b,), b <= batch_size.
+        """Return the indices of `step`'s batch, int64 of shape (b,), b <= batch_size.
 
         Steps count from 0.
         """
         epoch, position = divmod(step, self.steps_per_epoch)
-        # One epoch's order is remembered: steps come one after another.
+        # The order of an epoch is cached, since steps are consecutive.
         if self.shuffles and epoch != self._epoch:
             order = self._order(self.seed, epoch, self.client)
             self._epoch = epoch
@@ -68,17 +72,17 @@ class Batches:
 
 
 def batches_per_epoch(n: int, batch_size: int, joins: bool = False) -> int:
-    """Batches in a pass over n examples; the last one has what is left.
+    """Return the number of batches in a pass over n examples; the last has the remainder.
 
-    joins: a single example that is left joins the batch before it, for models that cannot train on
-        one alone.
+    joins: a remaining single example joins the batch before it, for models that cannot train on a
+    single example.
     """
     whole, left = divmod(n, batch_size)
     return whole if left == 0 or (joins and left == 1 and whole) else whole + 1
 
 
 def check_batch_size(batch_size: int | None) -> None:
-    """Raises ValueError unless `batch_size` is None or at least 1."""
+    """Raise ValueError unless `batch_size` is None or at least 1."""
     if batch_size is not None and batch_size < 1:
         raise ValueError(
             f"batch_size is {batch_size}, but a batch has at least one example (None: all the data)"
@@ -86,7 +90,7 @@ def check_batch_size(batch_size: int | None) -> None:
 
 
 def check_joint_batch(batch_size: int | None, examples: int, workers: int | None) -> None:
-    """Raises ValueError if a joint batch, or the data, cannot be divided over the workers."""
+    """Raise ValueError if a joint batch, or the data, cannot be divided over the workers."""
     check_batch_size(batch_size)
     if workers is not None and workers > examples:
         raise ValueError(f"{workers} workers are more than the {examples} training examples")
@@ -95,7 +99,7 @@ def check_joint_batch(batch_size: int | None, examples: int, workers: int | None
 
 
 def largest_piece(batch_size: int | None, examples: int, workers: int | None, pieces: int) -> int:
-    """Examples of the largest piece of a joint batch, which workers divide, and each in pieces."""
+    """Return the examples of the largest piece, after dividing over workers and into pieces."""
     batch = examples if batch_size is None else min(batch_size, examples)
     part = -(-batch // (workers or 1))
     return -(-part // pieces)

@@ -1,13 +1,13 @@
-"""Examples that are read one by one, from whatever has a length and gives an item by its index.
+"""Examples read one by one, from any object with a length and items by index.
 
     item                         inputs and targets
     a pair (input, target)       these
-    a dict                       the column `labels`, or `label`, is the target, and the others are
-                                 the inputs: as Hugging Face's `datasets` give it
+    a dict                       the column `labels`, or `label`, is the target, and the other
+                                 columns are the inputs, as in Hugging Face's `datasets`
 
-A batch is put together by `collate`, as a DataLoader would do it: torch's own, or a function of the
-items that pads, for example, what has different lengths. What it returns is a pair or a dict
-likewise. Each rank collates its own part of a joint batch, and pads to the longest of that.
+A batch is made by `collate`, as in a DataLoader: torch's own, or a function of the items that, for
+example, pads items of different lengths. Its result is a pair or a dict in the same way. Each rank
+collates its own part of a joint batch, and pads to the longest item of that part.
 """
 
 from __future__ import annotations
@@ -35,16 +35,15 @@ from dure.data.keys import keys_of
 from dure.errors import DataError, ExampleError, described
 
 Collate = Callable[[Any], Any]
-"""collate(items) makes a batch of them."""
+"""collate(items) returns a batch of the items."""
 
 
 class DatasetExamples(Examples):
     """Examples read one by one from a map-style dataset of pairs or dicts.
 
-    Its transforms are applied at every reading.
-
-    collate: makes a batch of items; None is torch's `default_collate`. keeps_labels: in a dict the
-    inputs keep the labels, for models that compute their own loss.
+    The dataset's transforms are applied at every reading. keys: owner of each example. collate:
+    makes a batch of items; None is torch's `default_collate`. keeps_labels: in a dict the inputs
+    keep the labels, for models that compute their own loss.
     """
 
     def __init__(
@@ -75,7 +74,7 @@ class DatasetExamples(Examples):
         return self._batch_of(places, [self._item(index) for index in places])
 
     def _batch_of(self, places: Sequence[int], items: Sequence[Any]) -> tuple[Any, Any]:
-        """The batch of items that were read. places: of each, for errors."""
+        """Return the batch of items that were read. places: index of each item, for errors."""
         if self.collate is not None:
             batch = self._pair_of(self._collated(self.collate, items))
         else:
@@ -87,11 +86,11 @@ class DatasetExamples(Examples):
         return as_dtype(inputs, self._dtype), targets
 
     def first_item(self) -> Any:
-        """Return what the dataset has first."""
+        """Return the first item of the dataset."""
         return self._item(0)
 
     def inputs_of(self, items: Sequence[Any]) -> Any:
-        """Return the inputs of a batch of other items like those of the dataset."""
+        """Return the inputs of a batch of new items like those of the dataset."""
         return self._batch_of(range(len(items)), items)[0]
 
     @staticmethod
@@ -108,11 +107,12 @@ class DatasetExamples(Examples):
             raise DataError(f"{what}: {described(error)}") from error
 
     def _pair_of(self, batch: Any) -> tuple[Any, Any]:
-        """(inputs, targets) of a collated batch. Raises ValueError for anything else."""
+        """Return (inputs, targets) of a collated batch. Raises ValueError for anything else."""
         if isinstance(batch, Mapping):
             name = _labels_in(batch)
             rest = dict(batch) if self.keeps_labels else _without(batch, name)
-            # A model of one input is given that, and no dict of one, unless `collate` made it so.
+            # A single input column is passed bare, and not as a dict, unless `collate` made the
+            # dict.
             alone = self.collate is None and not self.keeps_labels and len(rest) == 1
             return next(iter(rest.values())) if alone else rest, batch[name]
         if isinstance(batch, (tuple, list)) and len(batch) == 2:
@@ -129,16 +129,16 @@ class DatasetExamples(Examples):
     def _labels(self) -> Tensor | None:
         targets = getattr(self.dataset, "targets", None)
         if targets is None:
-            # One example is read to see what targets are; all are read only if they are numbers.
-            # What only `collate` can make a pair of has no labels that can be seen here.
+            # An example is read to determine the type of targets; all are read only if targets are
+            # numbers. Items that only `collate` can turn into pairs have no visible labels.
             if self.collate is not None and not _is_pair(self._item(0)):
                 return None
             if not self._is_number(self._target(0)):
                 return None
             targets = list(map(self._target, range(len(self))))
         try:
-            # Whatever a dataset keeps as `targets` (lists, arrays, tensors) if it is numbers, one
-            # an example.
+            # Any content of a dataset's `targets` (lists, arrays, tensors) counts, if it is a
+            # number for each example.
             labels = torch.as_tensor(targets)
         except (TypeError, ValueError, RuntimeError):  # names, structures, tensors of many elements
             return None
@@ -149,7 +149,7 @@ class DatasetExamples(Examples):
         return item[_labels_in(item)] if isinstance(item, Mapping) else item[1]
 
     def _item(self, index: int) -> Any:
-        """What the dataset has there. Raises ExampleError, which names it, where that raises."""
+        """Return the dataset's item at an index. Raises ExampleError, which names the index."""
         try:
             return self.dataset[index]
         except Exception as error:
@@ -169,7 +169,7 @@ class DatasetExamples(Examples):
         return twin
 
     def with_labels(self) -> DatasetExamples:
-        """The same, whose inputs keep the labels where items are dicts."""
+        """Return a copy whose inputs keep the labels, if items are dicts."""
         twin = copy.copy(self)
         twin.keeps_labels = True
         return twin
@@ -180,7 +180,7 @@ def _by_default(items: Sequence[Any]) -> Any:
 
 
 def _check_by_index(dataset: Any) -> None:
-    """Raises ValueError for a dataset that is no list of examples to be read by index."""
+    """Raise ValueError for a dataset that cannot be read by index."""
     kind = type(dataset)
     # torch's own class has the method, which only raises.
     by_index = getattr(kind, "__getitem__", Dataset.__getitem__) is not Dataset.__getitem__
@@ -190,7 +190,7 @@ def _check_by_index(dataset: Any) -> None:
             f"iterable datasets cannot be divided by index: give dure.StreamExamples(dataset, "
             f"length=...)"
         )
-    # What is made of a stream, such as a part of one, can be read no other way.
+    # A dataset made of a stream, such as a subset of it, cannot be read by index either.
     for part in _parts_of(dataset):
         _check_by_index(part)
     try:
@@ -205,7 +205,7 @@ def _check_by_index(dataset: Any) -> None:
 
 
 def _parts_of(dataset: Any) -> Sequence[Any]:
-    """The datasets that one of torch's is made of."""
+    """Return the datasets that a torch dataset combines."""
     if isinstance(dataset, Subset):
         return [dataset.dataset]
     if isinstance(dataset, (ConcatDataset, StackDataset)):
@@ -214,7 +214,7 @@ def _parts_of(dataset: Any) -> Sequence[Any]:
 
 
 def _labels_in(item: Mapping[str, Any]) -> str:
-    """The column of the targets. Raises ValueError where none is called so."""
+    """Return the name of the target column. Raises ValueError if there is none."""
     found = next((name for name in LABELS if name in item), None)
     if found is None:
         raise ValueError(
@@ -235,7 +235,7 @@ def _is_pair(item: Any) -> bool:
 
 
 def _with_tensors(item: Any) -> Any:
-    """A dict's lists of numbers become tensors; torch would take them for tuples of columns."""
+    """Turn a dict's lists of numbers into tensors; torch would take them for tuples of columns."""
     if not isinstance(item, Mapping):
         return item
     return {
@@ -245,7 +245,7 @@ def _with_tensors(item: Any) -> Any:
 
 
 def _check_item(index: int, item: Any) -> None:
-    """Raises ValueError for an item that is neither a pair nor a dict with labels."""
+    """Raise ValueError for an item that is neither a pair nor a dict with labels."""
     if not isinstance(item, Mapping):
         _check_pair(index, item)
         return
@@ -259,8 +259,8 @@ def _check_item(index: int, item: Any) -> None:
 
 
 def _check_pair(index: int, item: Any) -> None:
-    """Raises ValueError for an item that is no pair of an input and a target."""
-    # Checked here: `default_collate` would say what it cannot collate, and not which example.
+    """Raise ValueError for an item that is no pair of an input and a target."""
+    # Checked here: the error of `default_collate` would not name the example.
     if not isinstance(item, (tuple, list)) or len(item) != 2:
         what = f"{type(item).__name__}{f' of {len(item)}' if hasattr(item, '__len__') else ''}"
         raise ValueError(

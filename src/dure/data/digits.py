@@ -1,10 +1,10 @@
-"""The 1,797 handwritten digits that come with scikit-learn: real images that need no download.
+"""The 1,797 handwritten digits that come with scikit-learn: real images without a download.
 
 8x8 pixels with values 0..16, each the number of ink pixels in a 4x4 block of a 32x32 bitmap; 43
-people's writing. Here the pixels are scaled to [0, 1] and nothing else; 360 images (20 %,
-stratified by digit) are held out for testing, the same ones always.
+people's writing. The pixels are scaled to [0, 1] and not changed otherwise; 360 images (20 %,
+stratified by digit) are held out for testing, always the same.
 
-The file is read directly: importing scikit-learn takes longer than a first training run.
+The file is read directly, since importing scikit-learn takes longer than a first training run.
 
 Source: E. Alpaydin, C. Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning
 Repository, 1998, https://doi.org/10.24432/C50P49 (its test set).
@@ -26,11 +26,10 @@ CLASSES = [str(digit) for digit in range(10)]
 
 
 def read_digits(split_seed: int = 0) -> tuple[Examples, Examples]:
-    """(training, test) examples: 1437 and 360 digits.
+    """Return (training, test) examples: 1437 and 360 digits.
 
-    inputs: float32 of shape (n, 1, 8, 8) in [0, 1]. targets: int64 of shape (n,).
-
-    Raises DataError if scikit-learn is not installed.
+    inputs: float32 of shape (n, 1, 8, 8) in [0, 1]. targets: int64 of shape (n,). Raises DataError
+    if scikit-learn is not installed.
     """
     table = _table()
     images = torch.from_numpy(table[:, :-1]).float().reshape(-1, 1, 8, 8) / 16
@@ -43,7 +42,7 @@ def read_digits(split_seed: int = 0) -> tuple[Examples, Examples]:
 
 
 def _table() -> np.ndarray:
-    """The 1797 rows of 64 pixels and a label."""
+    """Return the 1797 rows of 64 pixels and a label."""
     # find_spec does not import a top-level package, it only finds its folder.
     package = importlib.util.find_spec("sklearn")
     if package is None or package.origin is None:
@@ -51,7 +50,7 @@ def _table() -> np.ndarray:
             "the digits come with scikit-learn, which is not installed: pip install scikit-learn"
         )
     file = Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz"
-    # Where it lies is scikit-learn's own affair: if it has moved, scikit-learn is asked after all.
+    # The path is an internal of scikit-learn: if the file has moved, its function is used.
     if file.is_file():
         return np.loadtxt(file, delimiter=",", dtype=np.int64)
     from sklearn.datasets import load_digits

@@ -1,8 +1,8 @@
 """A set of examples, and batches of it by index.
 
-Strategies ask for batches as lists of indices, because who trains on which example is what they
-decide. Tensors are indexed directly, which costs one gather a batch. What else people have becomes
-examples in `dure.data.taken`.
+Strategies request batches as lists of indices, because they decide which worker trains on which
+example. Tensors are indexed directly, which costs a gather a batch. `dure.data.taken` converts
+other types of data to examples.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from dure.data.sampling import SHUFFLED, Sampling
 from dure.errors import DataError
 
 LABELS = ("labels", "label", "label_ids")
-"""The columns of which the first that is there is the target, in a dict."""
+"""Possible names of a dict's target column; the first that exists is the target."""
 
 
 class Examples:
     """Examples held in tensors.
 
-    inputs: a tensor of shape (n, ...), or a tuple, list or dict of such tensors: what the model is
-        called with. An array of numpy and a frame of pandas become tensors.
-    targets: a tensor of shape (n, ...), or a structure of such: what the loss compares the outputs
-        with.
-    keys: the natural owner of each example (a hospital, a speaking role), n texts or numbers
-        (`dure.data.keys`); None if there is none.
-    classes: names of the labels, if the targets are labels.
+    Args:
+        inputs: a tensor of shape (n, ...), or a tuple, list or dict of such tensors: the model's
+            argument. NumPy arrays and pandas frames become tensors.
+        targets: a tensor of shape (n, ...), or a structure of such tensors, which the loss compares
+            with the outputs.
+        keys: the natural owner of each example (a hospital, a speaking role), n texts or numbers
+            (`dure.data.keys`); None without owners.
+        classes: names of the labels, if the targets are labels.
 
-    `draws` tells whether reading an example may draw random numbers, as transforms do.
+    `draws` is whether reading an example may draw random numbers, as transforms do. If ranks have
+    data of their own (`dure.data.nodes`), `first` is the index of an example of this rank, `lies`
+    has the number of examples of each rank, and `counted` is whether these numbers are known yet.
 
-    Raises ValueError if the lengths differ, there is no example, keys are none, or the tensors are
-    not in the CPU's memory.
-
-    Where ranks have data of their own (`dure.data.nodes`), `first` is the index of one that lies
-    here, `lies` tells how many lie with each rank, and `counted` whether that is known yet.
+    Raises ValueError if the lengths differ, there is no example, keys are invalid, or the tensors
+    are not in the CPU's memory.
     """
 
     first: int = 0
@@ -49,7 +49,7 @@ class Examples:
     counted: bool = True
     sampling: Sampling = SHUFFLED
     columns: Sequence[str] | None = None
-    """Names of the columns, where the inputs were a frame."""
+    """Names of the columns, if the inputs were a frame."""
 
     def __init__(
         self,
@@ -92,8 +92,8 @@ class Examples:
         return self._length
 
     def batch(self, indices: Tensor) -> tuple[Any, Any]:
-        """The inputs and targets of the examples at `indices`, an int64 tensor of shape (b,)."""
-        # The usual case without a walk through a tree, in every batch of every client.
+        """Return inputs and targets of the examples at `indices`, an int64 tensor of shape (b,)."""
+        # The usual case without a tree traversal, in every batch of every client.
         if self._plain:
             return self.inputs.index_select(0, indices), self.targets.index_select(0, indices)
         return cast(
@@ -102,36 +102,37 @@ class Examples:
         )
 
     def arrangement(self) -> Arrangement:
-        """How they lie."""
+        """Return the layout of the examples in blocks."""
         return Arrangement.whole(len(self))
 
     def order(self, part: Tensor | None = None) -> Order:
-        """In which order an epoch visits them, or a part of them.
+        """Return the order in which an epoch visits the examples, or a part of them.
 
-        part: indices; then the order is of places in the part.
+        part: indices; the order then has positions within the part.
         """
         return self.sampling.order(len(self), part)
 
     def parts(self) -> Sequence[Tensor] | None:
-        """The indices of each rank's, where ranks have data of their own."""
+        """Return the indices of each rank's examples, or None if ranks share the data."""
         return None
 
     def part(self, indices: Tensor, rank: int, ranks: int) -> Tensor:
-        """Which of a joint batch are a rank's.
+        """Return a rank's share of a joint batch.
 
-        The first ranks have one more where it does not divide; of a small batch some have none.
+        The first ranks have another if the batch does not divide; of a small batch some ranks have
+        none.
         """
         return indices.tensor_split(ranks)[rank]
 
     def labels(self) -> Tensor | None:
-        """One class label an example, int64 of shape (n,); None if targets are something else."""
+        """Return a class label for each example, int64 of shape (n,); None for other targets."""
         targets = self.targets
         if isinstance(targets, Tensor) and targets.ndim == 1 and not targets.is_floating_point():
             return targets.long()
         return None
 
     def sets(self) -> Mapping[str, Examples]:
-        """The sets that a model is measured on, by the name of each (`dure.data.measured`)."""
+        """Return the sets that a model is measured on, by name (`dure.data.measured`)."""
         return {"test": self}
 
     def to(self, dtype: torch.dtype) -> Examples:
@@ -152,7 +153,7 @@ class Examples:
 def as_dtype(inputs: Any, dtype: torch.dtype | None) -> Any:
     """Return the same structure with floating-point tensors in `dtype`; None changes none.
 
-    A dict that holds the labels for a model with a loss of its own keeps these as they are.
+    The labels in a dict, for a model with a loss of its own, keep their dtype.
     """
     if dtype is None:
         return inputs
@@ -173,7 +174,7 @@ def cast_floating(tree: Any, dtype: torch.dtype) -> Any:
 
 
 class NoExamples(Examples):
-    """What a server has whose clients have the data."""
+    """Examples of a server whose clients have the data: none."""
 
     def __init__(self) -> None:
         self.inputs = self.targets = None

@@ -1,34 +1,33 @@
 """The UCI heart disease data: 920 patients of four hospitals.
 
-The hospitals may not show each other their patients.
+The hospitals may not show each other their patients. 13 features and the diagnosis `num` (0: no
+vessel narrowed by half; 1-4: some). The label is num > 0. The hospital is the key: cleveland 303
+patients, hungarian 294, switzerland 123, va 200.
 
-13 features and the diagnosis `num` (0: no vessel narrowed by half; 1-4: some). The label is num >
-0. The hospital is the key: cleveland 303 patients, hungarian 294, switzerland 123, va 200.
-
-What becomes of the features, 29 columns in this order; every number that is estimated (median,
-mean, deviation) is estimated on the training patients only, of all hospitals together:
+The features become 29 columns in this order; every estimated number (median, mean, deviation) is
+estimated on the training patients only, of all hospitals together:
 
 - age, trestbps, chol, thalach, oldpeak, ca: missing values become the median, then (x - mean) /
   deviation.
 - sex, fbs, exang are 0 or 1: missing values become the median, which for 0 and 1 is the more
   frequent value.
-- cp, restecg, slope, thal are categories: one column each category; a missing value is zero in all
-  of them. With a bias in the model that says the same as a category "missing" of its own.
-- one column for each of trestbps, chol, fbs, thalach, exang, oldpeak, ca that is 1 where the value
-  was missing. What is missing is decided by the hospital (`ca` is known in Cleveland), so it is not
-  missing at random and must not hide behind the median.
+- cp, restecg, slope, thal are categories: a column for each category; a missing value is zero in
+all
+  of them. With a bias in the model this is equivalent to a category "missing".
+- a column for each of trestbps, chol, fbs, thalach, exang, oldpeak, ca that is 1 if the value was
+  missing. Missingness depends on the hospital (`ca` is known in Cleveland), so values are not
+  missing at random, and the median must not hide that.
 
 A blood pressure or a cholesterol of 0 is a missing value too: no living patient has it, and in
 Switzerland and at the VA it was written for unknown.
 
-A fifth of the patients is held out for testing, stratified by hospital and label, the same ones
-always. Means over all hospitals are what a federation would compute with secure aggregation before
-it trains.
+A fifth of the patients is held out for testing, stratified by hospital and label, always the same.
+A federation would compute the means over all hospitals with secure aggregation before training.
 
 Sources: A. Janosi, W. Steinbrunn, M. Pfisterer, R. Detrano, "Heart Disease", UCI Machine Learning
 Repository, 1989, https://doi.org/10.24432/C52P4X; R. Detrano et al., American Journal of Cardiology
 64, 1989, 304-310. As federated data: J. Ogier du Terrail et al., "FLamby", NeurIPS 2022, which
-drops what is incomplete.
+drops incomplete features.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ _ZERO_IS_MISSING = ("trestbps", "chol")
 _ONE_HOT = tuple(
     chain.from_iterable(product([name], values) for name, values in _CATEGORIES.items())
 )
-"""(feature, category) of each column that is 1 for one category."""
+"""(feature, category) of each column that is 1 for a category."""
 
 FEATURES = (
     *_CONTINUOUS,
@@ -72,11 +71,10 @@ FEATURES = (
 
 
 def read_heart(folder: Path | str, split_seed: int = 0) -> tuple[Examples, Examples]:
-    """(training, test) examples.
+    """Return (training, test) examples.
 
-    inputs: float32 of shape (n, 29). targets: int64 in {0, 1}. keys: the hospitals.
-
-    Raises DataError if one of the four files cannot be read or has a line that is not a patient.
+    inputs: float32 of shape (n, 29). targets: int64 in {0, 1}. keys: the hospitals. Raises
+    DataError if any of the four files cannot be read or has an invalid line.
     """
     tables = [_table(Path(folder) / file) for file in FILES]
     patients = np.concatenate(tables)
@@ -94,7 +92,7 @@ def read_heart(folder: Path | str, split_seed: int = 0) -> tuple[Examples, Examp
 
 
 def _table(file: Path) -> np.ndarray:
-    """Float64 of shape (patients, 14); NaN where a value is missing."""
+    """Return float64 of shape (patients, 14), with NaN for missing values."""
     try:
         lines = file.read_text(encoding="ascii").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -114,7 +112,7 @@ def _patient(file: Path, number: int, line: str) -> list[float]:
         raise DataError(
             f"{file}, line {number}: a value is neither a number nor '?': {line!r}"
         ) from error
-    # `not >= 0` is also true of NaN: a patient without a diagnosis is none.
+    # `not >= 0` is also true of NaN: a patient without a diagnosis is invalid.
     if len(numbers) != len(_COLUMNS) or not numbers[-1] >= 0:
         raise DataError(
             f"{file}, line {number}: {len(numbers)} values, expected {len(_COLUMNS)} "
@@ -124,18 +122,18 @@ def _patient(file: Path, number: int, line: str) -> list[float]:
 
 
 def _number(text: str) -> float:
-    """Raises ValueError for what is none, or none that anybody has measured."""
+    """Return a number. Raises ValueError for a malformed or implausible number."""
     number = float(text)
-    # Also NaN and infinity, which `float` reads.
+    # Rejects NaN and infinity too, which `float` accepts.
     if not abs(number) < 1e6:
         raise ValueError(text)
     return number
 
 
 def _features(patients: np.ndarray, train: np.ndarray) -> np.ndarray:
-    """The columns `FEATURES` of all patients, estimated on the patients at `train`."""
+    """Return the columns `FEATURES` of all patients, estimated on the patients at `train`."""
     column = {name: patients[:, i].copy() for i, name in enumerate(_COLUMNS)}
-    # Before anything is counted: a zero must be in no median.
+    # Before any estimate: a zero that means missing must be in no median.
     for name in _ZERO_IS_MISSING:
         column[name][column[name] == 0] = np.nan
     one_hot = [column[name] == value for name, value in _ONE_HOT]
@@ -147,7 +145,7 @@ def _features(patients: np.ndarray, train: np.ndarray) -> np.ndarray:
 
 def _imputed(values: np.ndarray, train: np.ndarray) -> np.ndarray:
     known = values[train][~np.isnan(values[train])]
-    # Where no training patient has a value there is no median either.
+    # Without a known value among the training patients there is no median.
     return np.where(np.isnan(values), np.median(known) if known.size else 0.0, values)
 
 

@@ -1,9 +1,9 @@
-"""Holding out test examples, stratum by stratum.
+"""Hold out test examples, stratum by stratum.
 
 Of n examples exactly ceil(fraction * n) are held out. Each stratum (a class, or a class within a
 hospital) gives its share: first the whole part of fraction * size, then, until the number is
-reached, one more from the strata with the largest remainders (Hamilton's method). So the held-out
-examples have the composition of all, to within one example a stratum.
+reached, another from the strata with the largest remainders (Hamilton's method). So the held-out
+examples have the composition of all, to within 1 example a stratum.
 
 Source: W. G. Cochran, "Sampling Techniques", chapter 5: stratified sampling with proportional
 allocation.
@@ -22,11 +22,9 @@ from dure.randomness.seeds import generator
 
 
 def hold_out(strata: Sequence[Hashable], fraction: float, seed: int) -> tuple[Tensor, Tensor]:
-    """(training, test) indices, sorted int64, of the examples whose strata are given.
+    """Return (training, test) indices, sorted int64, for the strata of the examples.
 
-    It is a pure function.
-
-    Raises ValueError if fraction is not between 0 and 1.
+    A pure function. Raises ValueError if fraction is not between 0 and 1.
     """
     if not 0 < fraction < 1:
         raise ValueError(f"the fraction held out has to lie between 0 and 1, not {fraction}")
@@ -36,15 +34,15 @@ def hold_out(strata: Sequence[Hashable], fraction: float, seed: int) -> tuple[Te
     quotas = _quotas([len(indices) for indices in members.values()], fraction)
     is_test = torch.zeros(len(strata), dtype=torch.bool)
     for position, (indices, quota) in enumerate(zip(members.values(), quotas, strict=True)):
-        # A draw of its own for each stratum: the size of one changes the order of no other.
+        # A random stream for each stratum: the size of a stratum changes the order of no other.
         order = torch.randperm(len(indices), generator=generator(seed, "hold out", position))
         is_test[torch.tensor(indices)[order[:quota]]] = True
     return (~is_test).nonzero().flatten(), is_test.nonzero().flatten()
 
 
 def _quotas(sizes: list[int], fraction: float) -> list[int]:
-    """How many each stratum gives; ties go to the earlier stratum."""
-    # 0.2 is meant as one fifth: binary rounding must not turn ceil(0.2 * 5) into 2.
+    """Return the held-out number of each stratum; ties go to the earlier stratum."""
+    # 0.2 means one fifth: binary rounding must not turn ceil(0.2 * 5) into 2.
     share = Fraction(str(fraction))
     quotas = [math.floor(share * size) for size in sizes]
     missing = math.ceil(share * sum(sizes)) - sum(quotas)

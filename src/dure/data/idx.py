@@ -1,6 +1,6 @@
-"""Reader of IDX files, the format MNIST and its successors are published in.
+"""Reader of IDX files, the format of MNIST and its successors.
 
-An IDX file is one array. All numbers in it are big-endian:
+An IDX file is a single array. All numbers in it are big-endian:
 
     bytes 0-1   zero
     byte 2      type of the elements: 08 uint8, 09 int8, 0B int16, 0C int32, 0D float32, 0E float64
@@ -9,9 +9,9 @@ An IDX file is one array. All numbers in it are big-endian:
     then        the elements, row-major, nothing after them
 
 So the magic number of a file of images is 0x00000803 and of a file of labels 0x00000801. The
-publishers compress the files with gzip; whether a file is compressed is read from its first bytes,
-not from its name. A few megabytes of gzip can hold gigabytes: no more of a file is unpacked than
-its header declares, and nothing where that is more than the file can hold, or the memory.
+publishers compress the files with gzip; compression is detected by the first bytes, not by the
+name. A few megabytes of gzip can hold gigabytes: no more of a file is unpacked than its header
+declares, and nothing if that exceeds the possible content of the file, or the memory.
 
 Source: Y. LeCun, C. Cortes, C. Burges, "The MNIST database of handwritten digits",
 http://yann.lecun.com/exdb/mnist/, section "File formats".
@@ -38,23 +38,21 @@ _TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E:
 _GZIP_MAGIC = b"\x1f\x8b"
 _TRY_AGAIN = "download the file again"
 Content = BinaryIO | gzip.GzipFile
-"""What a file's bytes are read from."""
+"""Source of a file's bytes."""
 
 _PIECE = 1 << 20
-"""Bytes that are read at once: a header may declare more than there are."""
+"""Bytes that are read at once, since a header may declare more than there are."""
 
 _MOST_PACKED = 1032
-"""Bytes that deflate makes of one, at the most: 258 of two bits (RFC 1951)."""
+"""Largest ratio of deflate: 258 bytes from two bits (RFC 1951)."""
 
 
 def read_idx(path: Path | str, dimensions: int | None = None) -> Tensor:
-    """The array in the IDX file at `path`, with the file's own element type and shape.
+    """Return the array in the IDX file at `path`, with the file's own element type and shape.
 
-    dimensions: how many dimensions it must have; 3 for images (n, rows, columns), 1 for labels
-    (n,).
-
+    dimensions: required number of dimensions; 3 for images (n, rows, columns), 1 for labels (n,).
     Raises DataError if the file cannot be read, is not IDX, has another number of dimensions, or is
-    shorter or longer than its header says.
+    shorter or longer than its header declares.
     """
     path = Path(path)
     with _opened(path) as content:
@@ -64,10 +62,10 @@ def read_idx(path: Path | str, dimensions: int | None = None) -> Tensor:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Content]:
-    """The file's content, decompressed if it is gzip. Raises DataError for what cannot be read."""
+    """Context manager: open the content, decompressed if it is gzip. Raises DataError."""
     try:
         with path.open("rb") as raw:
-            # By content: downloads are often renamed or unpacked.
+            # By content, since downloads are often renamed or unpacked.
             if not raw.peek(2).startswith(_GZIP_MAGIC):
                 yield raw
                 return
@@ -83,7 +81,7 @@ def _opened(path: Path) -> Iterator[Content]:
 def _header(
     path: Path, content: Content, dimensions: int | None
 ) -> tuple[np.dtype[np.generic], list[int]]:
-    """The type of the elements and the shape; what follows in `content` are the elements."""
+    """Return the type of the elements and the shape; `content` is then at the elements."""
     magic = content.read(4)
     if len(magic) < 4 or magic[:2] != b"\0\0":
         raise DataError(
@@ -114,14 +112,14 @@ def _header(
 def _elements(
     path: Path, content: Content, dtype: np.dtype[np.generic], shape: list[int]
 ) -> np.ndarray:
-    """The array, in the machine's byte order."""
-    # Python's integers: a header of nonsense must not overflow.
+    """Return the array, in the machine's byte order."""
+    # Python's integers: an absurd header must not overflow.
     expected = math.prod(shape) * dtype.itemsize
     if isinstance(content, gzip.GzipFile):
         _check_unpacked(path, expected, shape)
     found = _at_most(content, expected + 1)
     if len(found) != expected:
-        # Of what is too long, one byte more was read, and nobody knows how many follow.
+        # A file that is too long was read one byte too far, so its length is unknown.
         count = f"at least {len(found)}" if len(found) > expected else f"{len(found)}"
         raise DataError(
             f"{path} has {count} bytes of elements, expected {expected} for shape "
@@ -133,12 +131,12 @@ def _elements(
         raise DataError(
             f"{path} has a shape that no array has, {tuple(shape)} ({error}); {_TRY_AGAIN}"
         ) from error
-    # torch knows only the machine's own order; bytes, unlike the copy, may lie anywhere.
+    # torch supports only the native byte order; bytes, unlike the copy, may be unaligned.
     return elements.astype(dtype.newbyteorder("="))
 
 
 def _check_unpacked(path: Path, expected: int, shape: list[int]) -> None:
-    """Raises DataError where unpacking would be in vain, before it begins."""
+    """Raise DataError before unpacking if the file or the memory is too small."""
     size = path.stat().st_size
     if expected > size * _MOST_PACKED:
         raise DataError(
@@ -155,7 +153,7 @@ def _check_unpacked(path: Path, expected: int, shape: list[int]) -> None:
 
 
 def _at_most(content: Content, count: int) -> bytearray:
-    """The next bytes: so many, or as many as there are."""
+    """Return the next `count` bytes, or the rest if there are fewer."""
     found = bytearray()
     while piece := content.read(min(_PIECE, count - len(found))):
         found += piece

@@ -1,4 +1,4 @@
-"""Natural owners of examples, by key: what may be one, and what a client is called after it."""
+"""Natural owners of examples, by key: valid keys, and the names of clients."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ import numpy
 from torch import Tensor
 
 KINDS = (str, int, bool, float, bytes, tuple)
-"""What a key may be. A tuple is of texts and whole numbers, such as (hospital, ward)."""
+"""Valid types of a key. A tuple has texts and whole numbers, such as (hospital, ward)."""
 
 
 def keys_of(keys: Any) -> list[Any]:
-    """The keys, one an example, as Python's own values: equal ones are one client.
+    """Return a key for each example, as Python values; equal keys are the same client.
 
-    keys: a list, an array, a column or a tensor of one dimension.
-
-    Raises ValueError for what does not say which example has which key.
+    keys: a list, an array, a column or a tensor of a single dimension. Raises ValueError for other
+    shapes.
     """
     shape = getattr(keys, "shape", None)
     if shape is not None and len(shape) != 1:
@@ -29,34 +28,34 @@ def keys_of(keys: Any) -> list[Any]:
     if isinstance(keys, (str, bytes, AbstractSet, Mapping)):
         raise ValueError(f"keys are a {type(keys).__name__}: give a list with one key an example")
     found: list[Any] = keys.tolist() if hasattr(keys, "tolist") else list(keys)
-    # Numbers of NumPy and torch in a list: tensors are equal only to themselves.
+    # NumPy and torch numbers in a list become Python's: a tensor equals only itself.
     if any(issubclass(kind, (Tensor, numpy.generic)) for kind in set(map(type, found))):
         found = [_own(key) for key in found]
     return found
 
 
 def owners_of(keys: Sequence[Any]) -> list[Any]:
-    """The keys of the natural clients in order: client k has the k-th.
+    """Return the keys of the natural clients in order: client k has the k-th.
 
-    Raises ValueError for keys that name nobody (None, NaN), that are not alike in their type, or
-    that are neither texts nor numbers.
+    Raises ValueError for keys that name no owner (None, NaN), that have different types, or that
+    are neither texts nor numbers.
     """
     _check(keys)
     return sorted(set(keys))
 
 
 def name_of(key: Any) -> str:
-    """What the client with this key is called."""
+    """Return the name of the client with this key."""
     return key.decode(errors="backslashreplace") if isinstance(key, bytes) else str(key)
 
 
 def said(client: int, names: Sequence[str] | None) -> str:
-    """A client for people: client 5 ("porto"), or without names client 5."""
+    """Return a client in words: client 5 ("porto"), or without names client 5."""
     return f"client {client}" if names is None else f'client {client} ("{names[client]}")'
 
 
 def _own(key: Any) -> Any:
-    """A number or text of Python's for one of NumPy's or torch's."""
+    """Return a Python number or text for a NumPy or torch value."""
     one = isinstance(key, numpy.generic) or (isinstance(key, Tensor) and key.numel() == 1)
     return key.item() if one else key
 
@@ -76,7 +75,7 @@ def _check(keys: Sequence[Any]) -> None:
             f"them texts"
         )
     if types == {tuple}:
-        # Of one form, so that there is an order of them.
+        # Tuples of the same form, so that they can be sorted.
         forms = {tuple(map(type, key)) for key in keys}
         plain = len(forms) == 1 and all(kind in (str, int) for form in forms for kind in form)
     else:

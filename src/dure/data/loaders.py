@@ -1,16 +1,16 @@
-"""What is taken of a `torch.utils.data.DataLoader`: the data, and how their owner samples them.
+"""Convert a `torch.utils.data.DataLoader`: its data, and its sampling.
 
-    dataset, collate_fn            taken
+    dataset, collate_fn            used
     shuffle=True                   an order drawn under the run's seed
-    shuffle=False                  in training as the examples lie
+    shuffle=False                  in training, the order of the data
     SubsetRandomSampler            those examples alone, in an order drawn under the seed
     WeightedRandomSampler          draws by weight, under the seed (`dure.data.sampling`)
-    drop_last                      taken
-    batch_size                     has to be the strategy's, which is checked before a run
-    other samplers, batch_sampler  refused: who trains on what is the strategy's
-    workers, pinned memory         not needed: reading ahead is dure's (`--loaders`)
+    drop_last                      used
+    batch_size                     must equal the strategy's, which is checked before a run
+    other samplers, batch_sampler  refused: the strategy decides which rank trains on which example
+    workers, pinned memory         ignored: dure has its own prefetching (`--loaders`)
 
-A loader of test data is read whole, in the order of its data: only which examples these are counts.
+A loader of test data is read whole, in the order of its data: only its set of examples counts.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from dure.data.streams import StreamExamples
 
 
 def examples_of(loader: DataLoader[Any], measures: bool = False) -> Examples:
-    """The examples of a loader. measures: they are test data, whose order nobody feels.
+    """Return the examples of a loader. measures: test data, whose order does not matter.
 
-    Raises ValueError for what dure cannot do as the loader does it.
+    Raises ValueError for an option of the loader that dure does not support.
     """
     collate = None if loader.collate_fn is default_collate else loader.collate_fn
     if loader.worker_init_fn is not None:
@@ -69,8 +69,8 @@ def _examples(dataset: Any, collate: Any) -> Examples:
 
 
 def _sampled(loader: DataLoader[Any]) -> tuple[Tensor | None, Sampling]:
-    """(which examples are meant, None for all; how they are visited)."""
-    # torch makes one of its own where a batch size is given, and none where it is None.
+    """Return (indices of the sampled examples, None for all; their sampling)."""
+    # torch makes a batch sampler if batch_size is given, and none if it is None.
     if loader.batch_size is None:
         raise ValueError(
             "a DataLoader with batch_sampler, or with batch_size=None: which examples a batch has "

@@ -1,12 +1,11 @@
-"""What a run is measured with: test data, and beside them a validation set.
+"""Measured data of a run: test data, and optionally a validation set.
 
-    test          is measured, and decides nothing
-    validation    is measured as well; by it a run is ended early, and its best model chosen
+    test          measured, without influence on the run
+    validation    measured too; ends a run early, and chooses its best model
 
 A validation set that is a share of the training data is drawn once, under the run's seed, before
-the data are divided among workers or clients: nobody trains on it. Of n examples ceil(share * n)
-are drawn; where the examples are in memory and have labels, of each class its share
-(`dure.data.holdout`).
+the data are divided among workers or clients: no worker trains on it. Of n examples ceil(share * n)
+are drawn; for examples in memory with labels, the share of each class (`dure.data.holdout`).
 """
 
 from __future__ import annotations
@@ -27,10 +26,9 @@ OWN = "give examples of their own, Task(validation=examples)"
 
 
 class MeasuredExamples(Examples):
-    """Test examples, and with them a validation set; in all else they are the test examples.
+    """Test examples with a validation set; in all other respects the test examples.
 
-    test: None where there are none; whoever wants one to look at then gets one of the validation
-        set.
+    test: None without test data; the examples of the validation set are then shown instead.
     """
 
     def __init__(self, test: Examples | None, validation: Examples) -> None:
@@ -60,16 +58,16 @@ class MeasuredExamples(Examples):
 
 
 def held_apart(train: Examples, share: float, seed: int) -> tuple[Examples, Examples]:
-    """(what is trained on, the validation set), each with its keys; a pure function of the seed.
+    """Return (training examples, validation set), with keys; a pure function of the seed.
 
-    Raises ValueError for examples of which none can be taken out, or that would leave none.
+    Raises ValueError for examples that cannot be split, or if no training examples would be left.
     """
     if type(train) not in (DatasetExamples, Examples):
         raise ValueError(
             f"validation={share} is a share of the training data, which are read in an order of "
             f"their own and cannot be parted ({type(train).__name__}): {OWN}"
         )
-    # A dataset would have to be read as a whole to know its labels.
+    # A dataset would have to be read as a whole to get its labels.
     labels = train.labels() if type(train) is Examples else None
     strata = [0] * len(train) if labels is None else labels.tolist()
     trained, kept = hold_out(strata, share, seed)
@@ -81,7 +79,7 @@ def held_apart(train: Examples, share: float, seed: int) -> tuple[Examples, Exam
 
 
 def part_of(whole: Examples, indices: Tensor) -> Examples:
-    """Those examples, with their keys, classes and labels, as if there were no others."""
+    """Return the examples at `indices` as a set of its own, with keys, classes and labels."""
     keys = None if whole.keys is None else [whole.keys[index] for index in indices.tolist()]
     if isinstance(whole, DatasetExamples):
         part = _Part(whole.dataset, indices.tolist())
@@ -93,7 +91,7 @@ def part_of(whole: Examples, indices: Tensor) -> Examples:
 
 
 def _numbers(targets: Any, indices: Sequence[int], count: int) -> Tensor | None:
-    """Those of a dataset's targets, if these are a number or more for each item."""
+    """Return some of a dataset's targets, if they are numbers for each item; else None."""
     if targets is None:
         return None
     try:
@@ -104,7 +102,7 @@ def _numbers(targets: Any, indices: Sequence[int], count: int) -> Tensor | None:
 
 
 class _Part(Dataset[Any]):
-    """Some items of a dataset, and what it says of their labels."""
+    """Some items of a dataset, with its attributes about labels."""
 
     def __init__(self, dataset: Any, indices: Sequence[int]) -> None:
         self.dataset = dataset

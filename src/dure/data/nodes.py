@@ -1,16 +1,16 @@
-"""Data that lie with the ranks: each reads, and holds, only its own.
+"""Data on the ranks: each rank reads, and stores, only its own examples.
 
-    Task(train=function)      function(rank, world) gives the training examples of one rank
+    Task(train=function)      function(rank, world) returns the training examples of a rank
 
-A rank calls it for itself alone. All tell one another how many they have, once; from then on every
-example has an index, rank after rank, and N ranks with n_r examples each train on n = n_0 + … +
-n_{N-1}.
+Each rank calls the function for itself. All ranks exchange the number of their examples, once;
+then every example has an index, rank by rank, and N ranks with n_r examples each train on
+n = n_0 + … + n_{N-1}.
 
-A joint batch has of every rank's examples in proportion: each rank goes through its own in an order
+A joint batch has every rank's examples in proportion: each rank visits its own examples in an order
 of its own (`dure.data.arrangement`), and the ranks take turns evenly over the epoch
-(`interleaved`). So a batch of B has B·n_r/n of rank r's, but for rounding, where ranks have unequal
-shares too; each example comes once an epoch, and the mean is the one over all. Every rank works out
-the turns of all, so that nothing of that travels. One worker with all examples in that order walks
+(`interleaved`). So a batch of B has B·n_r/n examples of rank r, up to rounding, for unequal shares
+too; each example occurs once an epoch, and the mean is that over all. Every rank computes the turns
+of all ranks, so that none of that travels. A single worker with all examples in that order follows
 the same path.
 
 Cost: on every rank 16 bytes of memory for each of the n examples, for the order of an epoch.
@@ -33,11 +33,11 @@ from dure.data.taken import as_examples
 from dure.errors import DataError, DureError, described
 
 OwnData = Callable[[int, int], Any]
-"""function(rank, world): the examples of a rank, as a task takes them."""
+"""function(rank, world): returns the examples of a rank, in any form that a task accepts."""
 
 
 class DataOfRanks(Examples):
-    """What a task has before its ranks are there: the function that gives each its own."""
+    """Placeholder before the ranks exist: the function that gives each rank its examples."""
 
     def __init__(self, function: OwnData, keeps_labels: bool = False) -> None:
         self.function = function
@@ -48,9 +48,9 @@ class DataOfRanks(Examples):
         self._made: tuple[int, int, Examples] | None = None
 
     def of(self, rank: int, world: int) -> Examples:
-        """The examples of a rank; those that were asked for last are kept until `forget`.
+        """Return the examples of a rank; the last result is cached until `forget`.
 
-        Raises ValueError for what cannot be trained on, and DataError where the function fails.
+        Raises ValueError for data that cannot be trained on, and DataError if the function fails.
         """
         if self._made is None or self._made[:2] != (rank, world):
             self._made = None
@@ -80,15 +80,15 @@ class DataOfRanks(Examples):
         return examples
 
     def with_labels(self) -> DataOfRanks:
-        """The same, whose inputs keep the labels where items are dicts."""
+        """Return a copy whose inputs keep the labels, if items are dicts."""
         return DataOfRanks(self.function, keeps_labels=True)
 
     def forget(self) -> None:
-        """What was asked for last need not stay in this process."""
+        """Release the cached examples."""
         self._made = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # To its ranks the function travels, and nobody's examples.
+        # Only the function travels to the ranks, without any examples.
         return DataOfRanks, (self.function, self.keeps_labels)
 
     def __len__(self) -> int:
@@ -108,10 +108,10 @@ class DataOfRanks(Examples):
 
 
 class OwnExamples(Examples):
-    """All examples, of which those of one rank are here.
+    """All examples, of which this process has those of its own rank.
 
-    own: the rank's. arrangements: of every rank's. counted: whether these are known; while a run is
-    prepared the other ranks' are taken to be like this one's.
+    own: this rank's examples. arrangements: of every rank's examples. counted: whether these are
+    known; while a run is prepared, the other ranks are assumed to be like this rank.
     """
 
     def __init__(
@@ -153,11 +153,11 @@ class OwnExamples(Examples):
     def order(self, part: Tensor | None = None) -> Order:
         if part is None:
             return self._joint_order
-        # What a rank trains on alone is all of its own.
+        # A rank that trains on a part of its own visits all of its own examples.
         return self.own.order()
 
     def _joint_order(self, seed: int, epoch: int, client: int) -> Tensor:
-        """The examples of all ranks, as these take turns."""
+        """Return the order of all ranks' examples, with the ranks taking turns."""
         orders = [
             self._order_of(rank)(seed, epoch, rank) + self._starts[rank]
             for rank in range(len(self._arrangements))
@@ -165,7 +165,7 @@ class OwnExamples(Examples):
         return torch.cat(orders)[self._turns]
 
     def _order_of(self, rank: int) -> Order:
-        # The own examples hear what they will be asked for, and may read ahead.
+        # The rank's own examples are asked for the order, so that they can read ahead.
         return self.own.order() if rank == self.rank else partial(_order, self._arrangements[rank])
 
     @cached_property
@@ -174,11 +174,11 @@ class OwnExamples(Examples):
         return interleaved(self.lies)
 
     def part(self, indices: Tensor, rank: int, ranks: int) -> Tensor:
-        """Those of a joint batch that lie with a rank."""
+        """Return the examples of a joint batch that are on a rank."""
         return indices[(indices >= self._starts[rank]) & (indices < self._starts[rank + 1])]
 
     def parts_of_batches(self, batch_size: int) -> set[int]:
-        """How many examples ranks have in the batches of an epoch; the same in every epoch."""
+        """Return the sizes of ranks' shares of the batches of an epoch; the same in every epoch."""
         assert self.lies is not None
         owners = torch.repeat_interleave(torch.arange(len(self.lies)), torch.tensor(self.lies))
         taken = torch.split(owners[self._turns], batch_size)

@@ -1,7 +1,7 @@
-"""What someone with data of its own trains on: a part of the data, over and over.
+"""The training data of a client with data of its own: a part of the data, over and over.
 
-The data are divided once (`dure.data.partition`); each pass over a part has an order of its own. So
-one alone has the batches of a single worker.
+The data are divided once (`dure.data.partition`); each pass over a part has an order of its own. A
+single client has the batches of a single worker.
 """
 
 from __future__ import annotations
@@ -23,16 +23,14 @@ NOTHING = torch.empty(0, dtype=torch.int64)
 
 @dataclass(frozen=True)
 class OwnPart:
-    """Someone's examples. held_out: the indices of those that it measures with, and trains on no
-    more; empty where it holds nothing out.
-    """
+    """A client's examples. held_out: indices of its examples for measuring; may be empty."""
 
     indices: Tensor
     batches: Batches
     held_out: Tensor
 
     def at(self, step: int) -> Tensor:
-        """The indices of the examples of a step, int64."""
+        """Return the indices of the examples of a step, int64."""
         return self.indices[self.batches.at(step)]
 
 
@@ -45,10 +43,16 @@ def divide(
     joins: bool,
     held_out: float = 0.0,
 ) -> Sequence[OwnPart]:
-    """The part of each owner, the same wherever it is asked for.
+    """Return the part of each owner, the same in every process.
 
-    batch_size: of a step; None is all of a part. joins: as in `batches_per_epoch`. held_out: the
-    share of each part that nobody trains on.
+    Args:
+        partition: division of the examples.
+        owners: number of owners.
+        examples: examples to divide.
+        batch_size: examples of a step; None takes all of a part.
+        seed: seed of the division and the orders.
+        joins: as in `batches_per_epoch`.
+        held_out: share of each part that is not trained on.
     """
     parts = partition.divide(owners, examples, seed)
     own, kept = split(parts, held_out, seed)

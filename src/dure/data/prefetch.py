@@ -1,13 +1,13 @@
-"""Batches that are read ahead: while a model computes on one, others read the next ones.
+"""Prefetching of batches: while a model computes on a batch, loaders read the next.
 
-Who reads depends on what reading is. Tensors are indexed by threads, for indexing lets go of
-Python's lock. A dataset whose transforms are Python code is read by processes, which are torch's
-`DataLoader`'s: they compute at the same time, and transforms that draw random numbers draw from
-generators of their own. These are seeded for every batch as they would be here, and their states
-come back with the batch, so that the model draws on where the transforms ended: reading ahead
-changes no bit.
+The kind of loader depends on the kind of reading. Tensors are indexed by threads, since indexing
+releases Python's interpreter lock. A dataset whose transforms are Python code is read by processes
+of torch's `DataLoader`: they compute in parallel, and transforms that draw random numbers draw from
+generators of their own. These are seeded for every batch as in this process, and their states come
+back with the batch, so that the model continues from the generators after the transforms:
+prefetching changes no bit.
 
-On the way to a GPU a batch is copied into pinned memory, and from there during the computation.
+For a GPU a batch is copied into pinned memory, and to the GPU during the computation.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from dure.machine.threads import set_own_threads
 from dure.randomness.seeds import generators_state, restore_generators
 
 AHEAD = 2
-"""Batches that each loader has ready or at work."""
+"""Batches that each loader has ready or in progress."""
 
 Indices = Callable[[int], Tensor]
-"""The examples of a step's batch: a function of the step alone."""
+"""Function from a step to the indices of its batch, of the step alone."""
 
 
 class Loaded(NamedTuple):
-    """A batch, which loader read it, and when.
+    """A batch, the number of its loader, and the time of reading.
 
     start, end: seconds of `time.perf_counter`, which processes share.
     """
@@ -52,13 +52,13 @@ class Loaded(NamedTuple):
 
 
 class Prefetch(Protocol):
-    """Reads batches before they are asked for."""
+    """Reads batches before they are requested."""
 
     def at(self, step: int) -> Loaded:
-        """The batch of `step`; from then on the batches of the following steps are read."""
+        """Return the batch of `step`, and start reading the batches of the following steps."""
 
     def close(self) -> None:
-        """Ends the loaders."""
+        """Stop the loaders."""
 
 
 def prefetch(
@@ -68,9 +68,14 @@ def prefetch(
     device: torch.device,
     seed: Callable[[int], None],
 ) -> Prefetch:
-    """Loaders of `examples`: processes if reading may draw random numbers, otherwise threads.
+    """Return loaders of `examples`: processes if reading may draw random numbers, else threads.
 
-    seed: seeds the global generators for a step, where reading draws.
+    Args:
+        examples: examples to read.
+        indices: batch of each step.
+        loaders: number of loaders.
+        device: device of the batches.
+        seed: seeds the global generators for a step, if reading draws.
     """
     if examples.draws:
         return ProcessLoaders(
@@ -80,7 +85,7 @@ def prefetch(
 
 
 class ThreadLoaders:
-    """Threads that read."""
+    """Loaders that are threads."""
 
     def __init__(
         self, examples: Examples, indices: Indices, loaders: int, device: torch.device
@@ -90,9 +95,9 @@ class ThreadLoaders:
         self.device = device
         self.ahead = AHEAD * loaders
         self._pool = ThreadPoolExecutor(loaders, "dure loader", as_here(set_own_threads), (1,))
-        # A pool starts a thread only when none is idle, and each sets its number of torch threads
-        # as it starts. Tasks that wait for one another make all of them start now; after that this
-        # thread says its own number again, which those threads have changed for new ones
+        # A pool starts a thread only if none is idle, and each thread sets its number of torch
+        # threads when it starts, which also changes the default for new threads. Tasks that wait
+        # for one another make all threads start now; then this thread restores its own number
         # (`set_own_threads`).
         mine = torch.get_num_threads()
         together = threading.Barrier(loaders)
@@ -112,16 +117,16 @@ class ThreadLoaders:
     def at(self, step: int) -> Loaded:
         for coming in range(step, step + self.ahead + 1):
             if coming not in self._coming:
-                # `indices` remembers its epoch, so it is asked here and not in a thread.
+                # `indices` caches its epoch, so it is called here and not in a thread.
                 self._coming[coming] = self._pool.submit(self._read, self.indices(coming))
-        # After a jump forward: what was read for the steps in between is dropped.
+        # After a jump forward, batches of the skipped steps are dropped.
         for past in [known for known in self._coming if known < step]:
             self._coming.pop(past).cancel()
         loaded, copied = self._coming.pop(step).result()
         if copied is not None:
-            # The batch was copied on another stream. This one waits for the copy, not the CPU; and
-            # the allocator, which would give the memory away as soon as the copying stream is done
-            # with it, is told that this stream uses it.
+            # The batch was copied on another stream. This stream waits for the copy, not the CPU;
+            # and the allocator, which would reuse the memory as soon as the copying stream is done,
+            # is told that this stream uses it.
             here = torch.cuda.current_stream(self.device)
             here.wait_event(copied)
             for leaf in tree_leaves(loaded.batch):
@@ -130,16 +135,16 @@ class ThreadLoaders:
         return loaded
 
     def _read(self, indices: Tensor) -> tuple[Loaded, torch.cuda.Event | None]:
-        # Threads have no numbers in a pool: one takes a free number for as long as it reads. pop
-        # and append are atomic.
+        # Threads of a pool have no numbers, so a thread takes a free number while it reads. pop and
+        # append are atomic.
         loader = self._free.pop()
         start = time.perf_counter()
         try:
             batch = self.examples.batch(indices)
             copied = None
             if self.device.type == "cuda":
-                # A stream of its own, so that the copy runs during the computation; only pinned
-                # memory is copied without waiting.
+                # A stream of its own, so that the copy overlaps with the computation; only pinned
+                # memory is copied asynchronously.
                 with torch.cuda.stream(torch.cuda.Stream(self.device)):  # type: ignore[no-untyped-call]
                     batch = to_device(_pinned(batch), self.device)
                     copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -157,7 +162,7 @@ def _pinned(batch: tuple[Any, Any]) -> Any:
 
 
 class ProcessLoaders:
-    """Processes that read."""
+    """Loaders that are processes."""
 
     def __init__(
         self,
@@ -174,13 +179,13 @@ class ProcessLoaders:
         self._stream: Iterator[Any] = iter(())
 
     def at(self, step: int) -> Loaded:
-        # A jump: the processes that read for other steps are given up, and new ones begin here.
+        # After a jump, the processes that read for other steps are replaced.
         if step != self._next:
             self._stream = self._begin(step)
         self._next = step + 1
         answer = next(self._stream)
-        # An error comes as a value: raised in a loader, torch would wrap it in another with its own
-        # text.
+        # An error comes as a value: torch would wrap an exception of a loader in another with its
+        # own text.
         if isinstance(answer, WorkerFailedError):
             raise answer
         batch, generators, loader, start, end = answer
@@ -189,12 +194,12 @@ class ProcessLoaders:
 
     def _begin(self, step: int) -> Iterator[Any]:
         # Forked, so that datasets of a script need not be pickled; torch gives such a process a
-        # single thread, for OpenMP's do not survive a fork.
+        # single thread, since OpenMP's threads do not survive a fork.
         return iter(
             DataLoader(
                 self.steps,
-                # None: an item is a whole batch already, and is not collated; the sampler never
-                # ends, as steps are asked for one by one.
+                # None: an item is a whole batch already, and is not collated; the sampler is
+                # endless, as steps are requested one by one.
                 batch_size=None,
                 sampler=_From(step),
                 num_workers=self.loaders,
@@ -211,7 +216,7 @@ class ProcessLoaders:
 
 
 class _From:
-    """The steps from `first` on, without an end."""
+    """The steps from `first` on, endless."""
 
     def __init__(self, first: int) -> None:
         self.first = first
@@ -221,7 +226,7 @@ class _From:
 
 
 class _Steps(Dataset[Any]):
-    """The batch of each step, with the generators' states after it: what a loader reads."""
+    """The batch of each step, with the generators' states after it, for a loader."""
 
     def __init__(self, examples: Examples, indices: Indices, seed: Callable[[int], None]) -> None:
         self.examples = examples
@@ -229,7 +234,7 @@ class _Steps(Dataset[Any]):
         self.seed = seed
 
     def __getitem__(self, step: int) -> Any:
-        # None where it is called in the parent, which is then the only loader.
+        # None if called in the parent, which is then the only loader.
         info = get_worker_info()
         loader = info.id if info is not None else 0
         start = time.perf_counter()
@@ -248,5 +253,5 @@ def _as_it_is(item: Any) -> Any:
 
 
 def _ignore_interrupts(loader: int) -> None:
-    """Ctrl-C is for the process that trains; it ends the loaders."""
+    """Ignore Ctrl-C, which the training process handles; it ends the loaders."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,11 +1,11 @@
-"""In which order an epoch visits examples, where their owner says it.
+"""Orders of an epoch, as the owner of the data may request them.
 
-    shuffled     a permutation, drawn under the seed: what nobody has to ask for
-    in a row     as they lie
+    shuffled     a permutation, drawn under the seed: the default
+    in a row     the order of the data
     by weight    n draws of n examples, with replacement: example i with probability w_i / sum w
 
 The draws of an epoch are a function of (seed, epoch, client), so that a resumed run draws the same.
-By weight an epoch has n examples too, of which some come twice and others not at all.
+By weight an epoch has n draws too, in which some examples occur twice and others not at all.
 """
 
 from __future__ import annotations
@@ -21,23 +21,27 @@ from dure.data.arrangement import Order
 from dure.randomness.seeds import generator, shuffled
 
 Way = Literal["a stream", "a sampler with weights", "shuffle=False", "drop_last"]
-"""What the owner of data may ask of those who draw batches, in words."""
+"""Requests of the data's owner about batches, in words."""
 
 JOINTLY: frozenset[Way] = frozenset(get_args(Way))
-"""Of a system that goes through all data in joint batches: it does all of them."""
+"""Requests supported by a system that visits all data in joint batches: all of them."""
 
 APART: frozenset[Way] = frozenset({"a sampler with weights", "shuffle=False"})
-"""Of clients or workers that go through parts of their own: each draws of its own examples, by the
-weights of these, as many as it has."""
+"""Requests supported by clients or workers with parts of their own.
+
+Each draws from its own examples, by their weights, as many as it has.
+"""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How examples are visited.
+    """Sampling of examples.
 
-    in_a_row: as they lie. weights: of each example, float64 of shape (n,); None draws none.
-    drop_last: an epoch ends before a last batch that is not full. batch_size: what their owner says
-    that batches have; None where nothing is said.
+    Args:
+        in_a_row: visit them in the order of the data.
+        weights: weight of each example, float64 of shape (n,); None without weights.
+        drop_last: an epoch ends before a last batch that is not full.
+        batch_size: batch size set by the owner; None if not set.
     """
 
     in_a_row: bool = False
@@ -47,7 +51,7 @@ class Sampling:
 
     @property
     def asks(self) -> frozenset[Way]:
-        """What is asked that a system could do otherwise."""
+        """Requests that a system might not support."""
         asked: dict[Way, bool] = {
             "a sampler with weights": self.weights is not None,
             "shuffle=False": self.in_a_row,
@@ -56,7 +60,7 @@ class Sampling:
         return frozenset(way for way, there in asked.items() if there)
 
     def of(self, part: Tensor) -> Sampling:
-        """The same of a part of the examples."""
+        """Return the sampling of a part. Raises ValueError if no example has a weight above 0."""
         if self.weights is None:
             return self
         weights = self.weights[part]
@@ -68,7 +72,7 @@ class Sampling:
         return replace(self, weights=weights)
 
     def order(self, n: int, part: Tensor | None = None) -> Order:
-        """As `Examples.order`. n: of all examples."""
+        """Return the order, as `Examples.order`. n: number of all examples."""
         count = n if part is None else len(part)
         if self.weights is not None:
             own = self if part is None else self.of(part)
@@ -81,21 +85,21 @@ SHUFFLED = Sampling()
 
 
 def drawn(weights: Tensor, seed: int, epoch: int, client: int) -> Tensor:
-    """As many draws as there are weights, with replacement, int64 of shape (n,)."""
-    # Places in the row of all weights: `multinomial` takes 2^24 at the most.
+    """Draw as many indices as there are weights, with replacement, int64 of shape (n,)."""
+    # By inversion of the cumulative weights: `multinomial` supports at most 2^24 weights.
     ends = weights.cumsum(0)
     own = generator(seed, "weighted", epoch, client)
     thrown = torch.rand(len(weights), dtype=torch.float64, generator=own) * ends[-1]
-    # Rounding may throw the end of all, which is nobody's.
+    # Rounding may give the end of the range, so clamp to the last example with a weight.
     last = int(weights.nonzero()[-1])
     return torch.searchsorted(ends, thrown, right=True).clamp(max=last)
 
 
 def class_weights(labels: Tensor) -> Tensor:
-    """A weight of each class, n / (classes · examples of the class), float32.
+    """Return a weight of each class, n / (classes · examples of the class), float32.
 
     With them in `cross_entropy` every class counts alike. labels: int64 of shape (n,), such as
-    `Examples.labels()`. A class that has no example has the weight 0.
+    `Examples.labels()`. A class without examples has the weight 0.
     """
     counts = torch.bincount(labels.long())
     there = counts > 0

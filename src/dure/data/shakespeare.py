@@ -1,28 +1,27 @@
-r"""Next-character data: Shakespeare's plays, each speaking role a client, or any one plain text.
+r"""Next-character data: Shakespeare's plays with a client for each speaking role, or a plain text.
 
-The plays are read in the Moby format: one file a play, a preface with the list of roles, and from
-the first ACT, INDUCTION or PROLOGUE on
+The plays are read in the Moby format: a file for each play, a preface with the list of roles, and
+from the first ACT, INDUCTION or PROLOGUE on
 
     NAME<TAB>line of verse or prose             a speech begins
-    <TAB>line                                   and goes on
-    <TAB>[Enter GHOST]                          a stage direction, of many lines or within one
+    <TAB>line                                   and continues
+    <TAB>[Enter GHOST]                          a stage direction, of many lines or within a line
     ANTIPHOLUS                                  a name too long for its column
-    OF EPHESUS<TAB>line                         goes on in the next line
+    OF EPHESUS<TAB>line                         continues in the next line
 
-Headings, running titles and stage directions are left out. A prologue or epilogue that nobody is
-named for is spoken by the role PROLOGUE or EPILOGUE. A client is a pair (play, role), its key
-"hamlet/HORATIO".
+Headings, running titles and stage directions are left out. A prologue or epilogue without a name is
+spoken by the role PROLOGUE or EPILOGUE. A client is a pair (play, role), its key "hamlet/HORATIO".
 
-A role takes part that has at least two lines, where a line is what actors call so: a speech, from
-one name to the next. Of a role's n lines the last max(1, floor(n / 5)) are test data, those before
-are training data, so the split is in time. In a plain text, without roles, the last 10 % of the
+A role takes part if it has at least two lines, in the sense of actors: a speech, from one name to
+the next. Of a role's n lines the last max(1, floor(n / 5)) are test data, the lines before are
+training data, so the split is in time. In a plain text, without roles, the last 10 % of the
 characters are test data.
 
 Windows: the text of a role is cut into pieces of T = `sequence_length` characters, not overlapping;
 input is x_1..x_T and target x_2..x_{T+1}, so that m characters make ceil((m - 1) / T) windows and
-no character is predicted twice. The last window of a text is filled up with input 0 and target
--100, which cross entropy and `dure.contracts.task.accuracy` do not count. No window reaches over
-the end of a text.
+no character is predicted twice. The last window of a text is padded with input 0 and target -100,
+which cross entropy and `dure.contracts.task.accuracy` do not count. No window crosses the end of a
+text.
 
 Indices: 0 is padding, 1 a character that the training text does not have, 2.. its characters in the
 order of their code points.
@@ -55,7 +54,7 @@ _BODY = re.compile(r"(ACT [IVX]+|INDUCTION|PROLOGUE)\.?")
 _HEADING = re.compile(r"(ACT|SCENE)\s+[IVX]+\b.*|INDUCTION")
 _SPOKEN_BY_NOBODY = ("PROLOGUE", "EPILOGUE")
 _NAME_AND_LINE = re.compile(r"([A-Z][\w' ]*):\s+(.*)")
-# A closing bracket alone is a misprint; a bar joins the lines of roles that speak at once.
+# A closing bracket alone is a misprint; a bar joins the lines of simultaneous roles.
 _DIRECTION = re.compile(r"\[[^\]]*\]?|[\]|]")
 
 
@@ -63,8 +62,7 @@ _DIRECTION = re.compile(r"\[[^\]]*\]?|[\]|]")
 class Text:
     """Next-character examples.
 
-    inputs, targets: int64 of shape (n, sequence_length). keys: the roles, if any.
-
+    train, test: inputs and targets int64 of shape (n, sequence_length), keys: the roles, if any.
     characters: the vocabulary, where `characters[i]` has the index i + 2.
     """
 
@@ -74,30 +72,30 @@ class Text:
 
     @property
     def vocabulary(self) -> int:
-        """How many indices there are: the characters, padding and unknown."""
+        """Number of indices: the characters, padding and unknown."""
         return len(self.characters) + _FIRST_CHARACTER
 
     def decode(self, indices: Sequence[int]) -> str:
-        """The text that `indices` stand for; padding is nothing, an unknown character is U+FFFD."""
+        """Return the text of `indices`, without padding; an unknown character is U+FFFD."""
         # Index 0 is padding, 1 unknown.
         symbols = ["", "�", *self.characters]
         return "".join(symbols[index] for index in indices)
 
 
 SHORT = 1024
-"""Characters that a window may have however short the texts are: its padding takes little."""
+"""Characters that a window may have even if the texts are shorter: its padding costs little."""
 
 
 def read_shakespeare(data: Path | str, sequence_length: int = 80) -> Text:
-    """The examples at `data`: a folder of plays, one plain text file, or a folder that holds one.
+    """Return the examples at `data`: a folder of plays, or a plain text file or its folder.
 
-    Raises ValueError if sequence_length is not positive or longer than every text, DataError if
-    there is no such data at `data`.
+    Raises ValueError if sequence_length is not positive or too long for every text, DataError if
+    there are no such data at `data`.
     """
     if sequence_length < 1:
         raise ValueError(f"sequence_length has to be at least 1, not {sequence_length}")
     train, test = _texts(Path(data))
-    # A window takes as much memory however short its text is: the rest is padding.
+    # A window has a fixed size in memory, whatever the length of its text: the rest is padding.
     longest = max(SHORT, *(len(text) - 1 for text in (*train.values(), *test.values())))
     if sequence_length > longest:
         raise ValueError(
@@ -113,11 +111,10 @@ def read_shakespeare(data: Path | str, sequence_length: int = 80) -> Text:
 
 
 def speeches(play: str) -> dict[str, list[str]]:
-    """Role to its speeches in order, of one play in the Moby format.
+    """Return each role's speeches in order, of a play in the Moby format.
 
-    Empty if the text is not a play.
-
-    The lines of a speech are joined by newlines, without indentation.
+    Empty if the text is not a play. The lines of a speech are joined by newlines, without
+    indentation.
     """
     roles: dict[str, list[str]] = {}
     for role, lines in _turns(_body(play)):
@@ -128,14 +125,14 @@ def speeches(play: str) -> dict[str, list[str]]:
 
 
 def _body(play: str) -> list[str]:
-    """The lines after the preface, without running titles; none if no act begins.
+    """Return the lines after the preface, without running titles; [] if no act begins.
 
-    The running title above an act looks like a line of the last speech. It has stood above the
-    first act too.
+    The running title above an act looks like a line of the last speech. It is above the first act
+    too, and so in the preface.
     """
     lines = play.splitlines()
     start = next((i for i, line in enumerate(lines) if _BODY.fullmatch(line.strip())), len(lines))
-    # Running titles are recognised by their being in the preface, indented and in capitals.
+    # Running titles are recognised by their occurrence in the preface, indented and in capitals.
     titles = {
         line.strip() for line in lines[:start] if line.startswith("\t") and line.strip().isupper()
     }
@@ -143,7 +140,7 @@ def _body(play: str) -> list[str]:
 
 
 def _turns(lines: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """(role, lines of the speech), in the order spoken."""
+    """Yield (role, lines of the speech), in the order spoken."""
     role = ""
     spoken = list[str]()
     for begins, text in _entries(lines):
@@ -159,16 +156,16 @@ def _turns(lines: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
 
 
 def _entries(lines: Sequence[str]) -> Iterator[tuple[str | None, str]]:
-    """(who begins to speak, text), line by line.
+    """Yield (new speaker, text), line by line.
 
-    Who is None where the speech goes on, and "" where a heading ends it.
+    The speaker is None while a speech continues, and "" if a heading ends it.
     """
     name_begun = ""
     in_direction = False
     for line in lines:
         name, tab, text = (part.strip(" ") for part in line.partition("\t"))
         heading = (name or text).strip()
-        # An empty line ends what a missing bracket or name has left open.
+        # An empty line ends an unclosed bracket or an incomplete name.
         if not heading:
             name_begun = ""
             in_direction = False
@@ -193,18 +190,18 @@ def _role(name: str) -> str:
 
 
 def _without_directions(text: str, in_direction: bool = False) -> tuple[str, bool]:
-    """The text without stage directions, and whether one goes on in the next line."""
+    """Return the text without stage directions, and whether the last direction is still open."""
     if in_direction:
         _, closed, text = text.partition("]")
         if not closed:
             return "", True
-    # The last bracket of the line is an opening one.
+    # An opening bracket without a closing one after it.
     goes_on = text.rfind("[") > text.rfind("]")
     return re.sub(r"\s+", " ", _DIRECTION.sub("", text)).strip(), goes_on
 
 
 def _texts(data: Path) -> tuple[dict[str, str], dict[str, str]]:
-    """(training, test) text of every role; of the role "" where there are no roles."""
+    """Return (training, test) text of every role; of the role "" without roles."""
     if data.is_file():
         return _split_in_time(_read(data))
     if not data.is_dir():
@@ -213,7 +210,7 @@ def _texts(data: Path) -> tuple[dict[str, str], dict[str, str]]:
             f"'dure.data.shakespeare')"
         )
     files = {file: _read(file) for file in sorted(data.glob("*.txt"))}
-    # A folder with a play in it is a folder of plays; other files there are passed over.
+    # A folder with a play in it is a folder of plays; other files in it are ignored.
     roles = _roles(files)
     if roles:
         return _split_roles(roles)
@@ -230,14 +227,14 @@ def _read(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except UnicodeDecodeError:
-        # Never fails: every byte is a character of it.
+        # Never fails: every byte is a character of Latin-1.
         return file.read_text(encoding="latin-1")
     except OSError as error:
         raise DataError(f"{file} cannot be read: {error.strerror or error}") from error
 
 
 def _roles(files: Mapping[Path, str]) -> dict[str, list[str]]:
-    """Key to speeches, of all roles that speak at least twice."""
+    """Return key to speeches, of all roles with at least two speeches."""
     found: dict[str, list[str]] = {}
     for file, play in files.items():
         for role, spoken in speeches(play).items():
@@ -247,19 +244,19 @@ def _roles(files: Mapping[Path, str]) -> dict[str, list[str]]:
 
 
 def _split_roles(roles: Mapping[str, list[str]]) -> tuple[dict[str, str], dict[str, str]]:
-    """Splits each role: the last fifth of its speeches, at least one, is for testing."""
+    """Split each role: the last fifth of its speeches, at least 1, is for testing."""
     train = {}
     test = {}
     for key, spoken in roles.items():
         held_out = max(1, len(spoken) // 5)
-        # Every speech ends in a newline, so that even "O" and nothing else has a next character.
+        # Every speech ends in a newline, so that even a speech "O" has a next character.
         train[key] = "".join(f"{speech}\n" for speech in spoken[:-held_out])
         test[key] = "".join(f"{speech}\n" for speech in spoken[-held_out:])
     return train, test
 
 
 def _split_in_time(text: str) -> tuple[dict[str, str], dict[str, str]]:
-    """The last tenth of a plain text for testing."""
+    """Split off the last tenth of a plain text for testing."""
     end = len(text) - len(text) // 10
     if len(text) - end < 2:
         raise DataError(
@@ -269,7 +266,7 @@ def _split_in_time(text: str) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def _windows(texts: Mapping[str, str], characters: str, length: int) -> Examples:
-    """All texts cut into windows, each with the key of its text."""
+    """Return all texts cut into windows, each with the key of its text."""
     pairs = [_cut(_encode(text, characters), length) for text in texts.values()]
     inputs = torch.from_numpy(np.concatenate([inputs for inputs, _ in pairs]))
     targets = torch.from_numpy(np.concatenate([targets for _, targets in pairs]))
@@ -280,18 +277,18 @@ def _windows(texts: Mapping[str, str], characters: str, length: int) -> Examples
 
 
 def _encode(text: str, characters: str) -> np.ndarray:
-    """The indices of the text's characters, int64."""
-    # As arrays of code points: a search in the sorted vocabulary for all characters at once.
+    """Return the indices of the text's characters, int64."""
+    # As arrays of code points: a single search in the sorted vocabulary for all characters.
     codes, known = (
         np.frombuffer(string.encode("utf-32-le"), "<u4") for string in (text, characters)
     )
-    # A character above all that are known would be found past the end.
+    # The search returns the end for a character above the whole vocabulary.
     position = np.minimum(np.searchsorted(known, codes), len(known) - 1)
     return np.where(known[position] == codes, position + _FIRST_CHARACTER, UNKNOWN).astype(np.int64)
 
 
 def _cut(indices: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Inputs and targets of shape (windows, length), the last ones filled up."""
+    """Return inputs and targets of shape (windows, length), with the last window padded."""
     predicted = len(indices) - 1
     count = -(-predicted // length)
     inputs = np.full(count * length, PADDING, np.int64)

@@ -1,4 +1,4 @@
-"""How many bytes an example has, as it lies: what would travel if the data did."""
+"""Size of an example in bytes: the traffic if the data themselves travelled."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torch.utils._pytree import tree_leaves
 from dure.data.examples import Examples
 
 SOME = 16
-"""Examples by which those that are read one by one are measured."""
+"""Examples that are read to measure a dataset."""
 
 
 def example_bytes(examples: Examples) -> float:
-    """Bytes of inputs and targets of one example, in the mean; 0 where there are none.
+    """Return the mean bytes of inputs and targets of an example; 0 without examples.
 
-    Exact where all are alike, as in tensors; else that of some examples, evenly taken.
+    Exact if all are alike, as in tensors; else the mean of some examples, evenly taken.
     """
     count = min(len(examples), SOME)
     if not count:

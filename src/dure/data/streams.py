@@ -1,16 +1,16 @@
-"""Examples that come one after another: an iterable dataset, divided over ranks.
+"""Examples of an iterable dataset, divided over ranks.
 
-The stream's own order is the order of every epoch, so that an example has an index, its place, and
-a joint batch is the next so many examples. Each rank reads the stream from its start, keeps the
-examples of its own part of each batch, and passes over the others: every example comes exactly once
-an epoch, whatever the number of ranks, and one worker walks the same path as many. A run that is
-resumed passes over what was trained on.
+The stream's own order is the order of every epoch, so that an example's index is its position, and
+a joint batch is the next examples. Each rank reads the stream from its start, keeps the examples of
+its own part of each batch, and skips the others: every example occurs exactly once an epoch,
+whatever the number of ranks, and one worker follows the same path as many. A resumed run skips the
+examples that were trained on.
 
-Cost: every rank reads all of the stream. Where that is much, let each rank have a stream of its
-own: `Task(train=function of (rank, world))`.
+Cost: every rank reads all of the stream. If that is too much, give each rank a stream of its own:
+`Task(train=function of (rank, world))`.
 
-The stream has to give the same examples in the same order each time it is begun. How many there are
-has to be known, for an epoch ends somewhere: `len()` of the dataset, or `length`.
+The stream has to give the same examples in the same order each time it is begun. Their number has
+to be known, since an epoch has an end: `len()` of the dataset, or `length`.
 """
 
 from __future__ import annotations
@@ -30,10 +30,12 @@ from dure.errors import DataError, ExampleError, described
 class StreamExamples(DatasetExamples):
     """Examples of an iterable dataset, of pairs or dicts.
 
-    length: examples of an epoch, from the start of the stream; None asks the dataset. collate: as
-    in `DatasetExamples`.
+    Args:
+        dataset: the iterable dataset.
+        length: examples of an epoch, from the start of the stream; None takes the dataset's length.
+        collate: as in `DatasetExamples`.
 
-    Raises ValueError where nobody says how many there are.
+    Raises ValueError if the number of examples is unknown.
     """
 
     def __init__(
@@ -58,14 +60,14 @@ class StreamExamples(DatasetExamples):
         return self._length
 
     def __getstate__(self) -> dict[str, Any]:
-        # Nobody goes on elsewhere with a stream that was begun here.
+        # An iterator that was begun here cannot continue in another process.
         return {**self.__dict__, "_here": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _here=_Here())
 
     def order(self, part: Tensor | None = None) -> Any:
-        """As the stream has them. Raises ValueError for a part, which would be read in leaps."""
+        """Return the stream's order. Raises ValueError for a part, which needs access by index."""
         if part is not None:
             raise ValueError(
                 "an iterable dataset is read from its start, and cannot be divided among clients "
@@ -74,13 +76,13 @@ class StreamExamples(DatasetExamples):
         return Sampling(in_a_row=True).order(len(self))
 
     def batch(self, indices: Tensor) -> tuple[Any, Any]:
-        # Read forward, given as asked.
+        # Read forward, returned in the requested order.
         found = {place: self._at(place) for place in sorted(set(indices.tolist()))}
         places = indices.tolist()
         return self._batch_of(places, [found[place] for place in places])
 
     def _at(self, place: int) -> Any:
-        """The example at a place; from the start again where that has gone by."""
+        """Return the example at a position; restart the stream if the position has passed."""
         here = self._here
         if here.stream is None or place < here.next - 1:
             here.begin(self._begun())
@@ -112,7 +114,7 @@ class StreamExamples(DatasetExamples):
 
 
 class _Here(threading.local):
-    """How far this thread has come. Workers that are threads each read for themselves."""
+    """Position of this thread in the stream. Workers that are threads read for themselves."""
 
     def __init__(self) -> None:
         self.begin(None)
@@ -124,7 +126,7 @@ class _Here(threading.local):
 
 
 def _length_of(dataset: Any) -> int:
-    """Raises ValueError for what does not tell."""
+    """Return the dataset's length. Raises ValueError if it has none."""
     try:
         length = len(dataset)
     except (TypeError, NotImplementedError):

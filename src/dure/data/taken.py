@@ -1,9 +1,9 @@
-"""Examples of what people have.
+"""Conversion of common types of data to examples.
 
-dure.Examples, Shards      these
-(inputs, targets)          tensors, arrays of numpy, frames of pandas, or structures of these
-a map-style dataset        of pairs or dicts, also one of Hugging Face's `datasets`
-an iterable dataset        which says how many examples it has (`dure.data.streams`)
+dure.Examples, Shards      unchanged
+(inputs, targets)          tensors, NumPy arrays, pandas frames, or structures of these
+a map-style dataset        of pairs or dicts, also of Hugging Face's `datasets`
+an iterable dataset        with a known number of examples (`dure.data.streams`)
 a DataLoader               its data, and its sampling (`dure.data.loaders`)
 """
 
@@ -22,13 +22,13 @@ from dure.data.loaders import examples_of
 from dure.data.streams import StreamExamples
 
 _NO_LISTS = (str, bytes, Mapping, Tensor, numpy.ndarray)
-"""What has a length and items, and is no list of pairs (input, target)."""
+"""Types with a length and items that are no lists of pairs (input, target)."""
 
 
 def as_examples(data: Any, measures: bool = False) -> Examples:
-    """Examples of any of these. measures: they are test data.
+    """Return examples for any of these types. measures: whether they are test data.
 
-    Raises ValueError if `data` is none of them.
+    Raises ValueError for another type.
     """
     if isinstance(data, Examples):
         return data
@@ -41,7 +41,7 @@ def as_examples(data: Any, measures: bool = False) -> Examples:
     if isinstance(data, IterableDataset):
         return StreamExamples(data)
     by_index = hasattr(data, "__getitem__") and hasattr(data, "__len__")
-    # These have both, and are no lists of examples. A frame has columns, and no rows, by index.
+    # Excludes types with both methods that are no lists of examples: a frame's items are columns.
     lists = by_index and not isinstance(data, _NO_LISTS) and not hasattr(data, "iloc")
     if isinstance(data, Dataset) or lists:
         return DatasetExamples(data)

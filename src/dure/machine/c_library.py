@@ -1,4 +1,4 @@
-"""Libraries in C that came with the package, where a compiler was there when it was installed."""
+"""C libraries of the package, present if a compiler was available at installation."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 
 
 def c_library(folder: Path, name: str) -> ctypes.CDLL | None:
-    """The library `name` in the folder, loaded; None where it was not compiled."""
-    # It was built in the way of Python's extension modules, so its name has one of their endings.
+    """Load the library `name` of the folder; None if the library was not compiled."""
+    # The build treats the library as an extension module, whose file name has such a suffix.
     for suffix in importlib.machinery.EXTENSION_SUFFIXES:
         if (file := folder / f"{name}{suffix}").exists():
             return ctypes.CDLL(str(file))

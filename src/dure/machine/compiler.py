@@ -1,9 +1,9 @@
-"""torch's compiler, kept unloaded where nobody compiles.
+"""Keep torch's compiler unloaded in processes that compile nothing.
 
-The first optimizer of a process, and its first step, import torch._dynamo only to tell it to stay
-away: seconds, in every rank, and longer than importing torch. `left_out` puts a stand-in there that
-takes such notices, and makes way for the real module as soon as anything else is asked of it:
-whoever compiles finds the compiler.
+The first optimizer of a process, and its first step, import torch._dynamo only to exclude functions
+from compilation: seconds in every rank, and longer than importing torch. `left_out` installs a
+stand-in that accepts such notices, and is replaced by the real module as soon as code asks for any
+other attribute: code that compiles gets the compiler.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ Called = TypeVar("Called", bound=Callable[..., Any])
 _NAME = "torch._dynamo"
 _SETTINGS = "torch._dynamo.config"
 _NOTICE = "__dynamo_disable"
-"""The attribute of a function that the compiler is to stay away from: what to call instead."""
+"""Attribute of a function excluded from compilation; its value is the function to call."""
 
 _lock = threading.RLock()
 _users = 0
 
 
 class _StandIn(ModuleType):
-    """Stands in for torch._dynamo, and leads to the real one.
+    """Stand-in for torch._dynamo, which loads the real module on demand.
 
-    It has what torch's own code asks for where nothing is compiled.
+    The stand-in has the attributes that torch's own code uses when nothing is compiled.
     """
 
     def __init__(self) -> None:
@@ -43,17 +43,17 @@ class _StandIn(ModuleType):
         self.config: ModuleType
 
     def graph_break(self, msg: str = "") -> None:
-        """Nothing is traced, so there is nothing to break off."""
+        """Do nothing, since nothing is traced."""
 
     def disable(self, function: Callable[..., Any], *how: Any, **more: Any) -> Callable[..., Any]:
-        """The function as it is."""
-        # torch will keep this answer at the function and ask no more; `leave` takes it back.
+        """Return the function unchanged."""
+        # torch caches this answer as an attribute of the function; `leave` removes the attribute.
         self._noticed.append(function)
         return function
 
     def __getattr__(self, name: str) -> Any:
-        # Much code looks at all modules in passing, for `__file__` and the like: that is no wish to
-        # compile. `__path__` is asked for by an import of a submodule, which needs the real one.
+        # Much code reads `__file__` and the like of all modules without any intent to compile. An
+        # import of a submodule reads `__path__`, and needs the real module.
         if name.startswith("__") and name != "__path__":
             raise AttributeError(f"module {_NAME!r} has no attribute {name!r}")
         return getattr(self._loaded(), name)
@@ -65,7 +65,7 @@ class _StandIn(ModuleType):
             return importlib.import_module(_NAME)
 
     def leave(self) -> None:
-        """Makes way, if it is there, and takes back what it said."""
+        """Remove the stand-in from `sys.modules` and undo its notices."""
         with _lock:
             if sys.modules.get(_NAME) is self:
                 del sys.modules[_NAME]
@@ -74,16 +74,16 @@ class _StandIn(ModuleType):
                 del sys.modules[_SETTINGS]
                 del self.config
             for function in self._noticed:
-                # Only what torch keeps because of us; the real compiler will be asked anew.
+                # Only the attributes that come from the stand-in; torch asks the compiler again.
                 if getattr(function, _NOTICE, None) is function:
                     delattr(function, _NOTICE)
             self._noticed.clear()
 
 
 def settings_alone() -> None:
-    """Has the compiler's settings loaded without the compiler; called inside `left_out`.
+    """Load the compiler's settings without the compiler; called inside `left_out`.
 
-    Tensors without data (torch's fake ones) look two of them up, and nothing else.
+    torch's fake tensors read two of the settings and nothing else of the compiler.
     """
     with _lock:
         there = sys.modules.get(_NAME)
@@ -91,7 +91,7 @@ def settings_alone() -> None:
             return
         file = Path(torch.__file__).parent / "_dynamo" / "config.py"
         spec = importlib.util.spec_from_file_location(_SETTINGS, file)
-        # A torch that keeps them elsewhere: then they come with the compiler.
+        # A torch version with the settings elsewhere: they load together with the compiler.
         if not file.exists() or spec is None or spec.loader is None:
             return
         there.config = sys.modules[_SETTINGS] = importlib.util.module_from_spec(spec)
@@ -99,11 +99,11 @@ def settings_alone() -> None:
 
 
 def untraced(function: Called) -> Called:
-    """The function as the compiler is to call it: as it is, and without looking into it.
+    """Return the function excluded from compilation.
 
-    For hooks of modules that are compiled, whose calls the compiler traces with their hooks.
+    Used for hooks of compiled modules, whose calls the compiler would trace with their hooks.
     """
-    # Where it is not loaded, nothing has been compiled that a hook could be put on.
+    # If the compiler is not loaded, no module is compiled.
     if isinstance(sys.modules.get(_NAME, _StandIn()), _StandIn):
         return function
     return torch.compiler.disable(function)  # type: ignore[no-any-return, no-untyped-call]
@@ -111,14 +111,14 @@ def untraced(function: Called) -> Called:
 
 @contextmanager
 def left_out() -> Iterator[None]:
-    """While it lasts, torch does without its compiler until somebody compiles.
+    """Context manager: torch runs without its compiler until code compiles.
 
-    Where the compiler is loaded, nothing changes.
+    Nothing changes if the compiler is already loaded.
     """
     global _users
     with _lock:
         _users += 1
-        # The first user puts it there, the last one takes it away: runs may overlap in threads.
+        # The first user installs the stand-in and the last removes it: runs in threads may overlap.
         if _NAME not in sys.modules:
             sys.modules[_NAME] = _StandIn()
     try:
@@ -126,7 +126,7 @@ def left_out() -> Iterator[None]:
     finally:
         with _lock:
             _users -= 1
-            # Still the stand-in where nobody has compiled meanwhile.
+            # The stand-in is still present if no code has compiled meanwhile.
             there = sys.modules.get(_NAME)
             if not _users and isinstance(there, _StandIn):
                 there.leave()

@@ -1,6 +1,7 @@
-"""Where a program computes: the CPU, or GPUs.
+"""Devices for computation: the CPU, or GPUs.
 
-Names are torch's: "cpu", "cuda", "cuda:1". What a user names is looked for before any work begins.
+Names are torch's: "cpu", "cuda", "cuda:1". The device that a user names is checked before any work
+begins.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 
 def device_of(name: str) -> torch.device:
-    """The device called `name`.
+    """Return the device called `name`.
 
-    Raises ValueError if there is none here, or dure does not compute on its kind.
+    Raises ValueError if the device does not exist here, or if dure does not support its kind.
     """
     try:
         device = torch.device(name)
@@ -39,8 +40,11 @@ def device_of(name: str) -> torch.device:
 
 
 def to_device(tree: Any, device: torch.device) -> Any:
-    """Inputs or targets, tensors in any structure, on `device`; as they are if they are there."""
-    # A copy to the CPU has to have arrived before it is read; CUDA itself waits for one to it.
+    """Return inputs or targets, tensors in any structure, on `device`.
+
+    A tensor that is already on `device` is returned without a copy.
+    """
+    # A copy to the CPU must be complete before it is read; a copy to CUDA is ordered by its stream.
     later = device.type == "cuda"
     return tree_map(
         lambda leaf: leaf.to(device, non_blocking=later) if isinstance(leaf, Tensor) else leaf,
@@ -49,20 +53,20 @@ def to_device(tree: Any, device: torch.device) -> Any:
 
 
 def to_cpu(tree: Any) -> Any:
-    """The inverse of `to_device`, for what is written to a disk."""
+    """Return inputs or targets on the CPU: the inverse of `to_device`, for writing to disk."""
     return tree_map(lambda leaf: leaf.cpu() if isinstance(leaf, Tensor) else leaf, tree)
 
 
 def home_of(model: nn.Module) -> torch.device:
-    """Where a model computes: the device of its first parameter, or the CPU if it has none."""
+    """Return the device of a model's first parameter, or the CPU for a model without parameters."""
     return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 
 def on_device(function: Any, device: torch.device) -> Any:
-    """A function whose own tensors, such as the class weights of a loss, are on `device`.
+    """Return a function whose own tensors, such as the class weights of a loss, are on `device`.
 
-    They are those of a module, and the arguments of a `functools.partial`. It is a copy where they
-    are elsewhere, and else the function itself.
+    The tensors of a module and the arguments of a `functools.partial` are moved. The result is a
+    copy if a tensor has to move, and otherwise the function itself.
     """
     if isinstance(function, nn.Module):
         own = [*function.parameters(), *function.buffers()]
@@ -82,9 +86,9 @@ def _are_there(leaves: Any, device: torch.device) -> bool:
 
 
 def devices_here(workers: int | None, cores: int) -> tuple[str, ...]:
-    """A device for each worker: the CUDA devices in turn where there are, else the CPU for all.
+    """Return a device name for each worker: the CUDA devices in turn if present, else "cpu".
 
-    workers: how many; None is one a CUDA device, or one a core and at least two.
+    workers: number of workers; None means as many as CUDA devices, or as cores and at least two.
     """
     there = torch.cuda.device_count()
     if workers is None:

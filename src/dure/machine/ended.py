@@ -1,4 +1,4 @@
-"""How a process of this machine ended, in words that are the same everywhere."""
+"""Descriptions of the exit status of a process, equal on all machines."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import signal
 
 
 def how_it_ended(status: int) -> str:
-    """Of an exit status as Python has it, negative for a signal: "was killed by SIGKILL"."""
+    """Return "exited with status 1" or "was killed by SIGKILL".
+
+    status: exit status as Python reports it, negative for a signal.
+    """
     if status >= 0:
         return f"exited with status {status}"
     try:

@@ -1,4 +1,4 @@
-"""Whether the libraries of an extra are installed here, asked before any work."""
+"""Check that the libraries of an extra are installed, before any work."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 
 def check_extra(what: str, extra: str, needs: Sequence[str]) -> None:
-    """Raises ValueError where a library of an extra is not installed.
+    """Raise ValueError if a library of an extra is not installed.
 
-    what: needs it, in words. needs: the names under which the libraries are imported.
+    what: the feature that needs the extra, for the message. needs: import names of the libraries.
     """
     missing = [name for name in needs if importlib.util.find_spec(name) is None]
     if missing:

@@ -1,10 +1,10 @@
-"""What torch and Python hold as settings of a whole process, or of a thread, as values.
+"""Settings of torch and Python for a whole process or a thread, as values.
 
-A user who sets one expects it to hold wherever a run computes: in the processes of its ranks and in
-its worker threads too. `settings_here` reads them all, and `Settings.apply` sets, somewhere else,
-those that differ there. docs/ranks.md lists them, and what is not carried.
+A user who changes a setting expects it to apply wherever a run computes: in the processes of its
+ranks and in its worker threads too. `settings_here` reads all settings, and `Settings.apply`
+applies the differing ones in another process. docs/ranks.md lists the settings, and the exceptions.
 
-A setting that this version of torch does not have, or does not tell, is left as it is.
+A setting that this version of torch lacks, or does not report, stays unchanged.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Value = TypeVar("Value")
 
 
 class _Setting(NamedTuple):
-    """How a setting is read, and set to what was read elsewhere."""
+    """Functions that read a setting and write its value."""
 
     read: Callable[[], Any]
     write: Callable[[Any], object]
@@ -44,26 +44,26 @@ class Settings:
     values: dict[str, Any]
 
     def apply(self) -> None:
-        """Sets those that differ here, in this process and thread."""
-        # In their order: the older, coarser settings of precision set finer ones as well.
+        """Apply the settings that differ in this process and thread."""
+        # In this order, because the older, coarser precision settings also change finer settings.
         for name, value in self.values.items():
             setting = _ALL.get(name)
             if setting is not None and _read(setting) not in (value, _UNKNOWN):
                 setting.write(value)
 
     def of_computing(self) -> Settings:
-        """Those that change what is computed, for a process that has a life of its own."""
+        """Return the settings that change computed values, for an independent process."""
         kinds = ("torch.", "numpy.", "decimal")
         return Settings({name: v for name, v in self.values.items() if name.startswith(kinds)})
 
 
 def settings_here() -> Settings:
-    """All settings as they are in this process and thread."""
+    """Return all settings of this process and thread."""
     return Settings(dict(_known(_ALL)))
 
 
 def as_here(function: Callable[..., Value]) -> Callable[..., Value]:
-    """A function for another thread, which begins with the settings of the thread that is here."""
+    """Wrap a function for another thread, so that it starts with the settings of this thread."""
     settings = Settings(dict(_known(_OF_A_THREAD)))
 
     @functools.wraps(function)
@@ -87,14 +87,14 @@ def _known(settings: dict[str, _Setting]) -> Iterator[tuple[str, Any]]:
 def _read(setting: _Setting) -> Any:
     try:
         return setting.read()
-    # Another version of torch; or torch does not tell, as where old and new settings of precision
-    # are mixed.
+    # Another version of torch, or a setting that torch refuses to report, such as precision after
+    # a mix of old and new settings.
     except (AttributeError, ImportError, RuntimeError, TypeError):
         return _UNKNOWN
 
 
 def _attribute(path: str) -> _Setting:
-    """A setting that is an attribute of a module, such as torch.backends.cudnn.benchmark."""
+    """Return a setting that is an attribute of a module, such as torch.backends.cudnn.benchmark."""
     owner, _, name = path.rpartition(".")
 
     def holder() -> Any:
@@ -108,7 +108,7 @@ def _attribute(path: str) -> _Setting:
 
 
 def _pair(read: str, write: str) -> _Setting:
-    """A setting with a function of torch that reads it, and one that sets it."""
+    """Return a setting with a function of torch that reads it and a function that writes it."""
 
     def function(path: str) -> Any:
         place, _, name = path.rpartition(".")
@@ -118,7 +118,7 @@ def _pair(read: str, write: str) -> _Setting:
 
 
 def _flushes_denormals() -> bool:
-    """Whether numbers too small for their exponent become zero; torch has no function for it."""
+    """Return whether denormal numbers become zero; torch has no function for this question."""
     least = torch.tensor([5e-324], dtype=torch.float64, device="cpu")
     return bool((least * 1 == 0).item())
 
@@ -145,7 +145,10 @@ def _set_warning_filters(filters: list[tuple[Any, ...]]) -> None:
 
 
 def _pattern(part: re.Pattern[str] | str | None) -> str:
-    """A part of a filter as `warnings.filterwarnings` takes it; Python's own are plain texts."""
+    """Return a part of a filter as a pattern for `warnings.filterwarnings`.
+
+    Python's own filters contain plain texts, which are escaped.
+    """
     if part is None:
         return ""
     return part.pattern if isinstance(part, re.Pattern) else rf"{re.escape(part)}\Z"
@@ -199,7 +202,7 @@ _BACKENDS = (
 """Attributes of torch.backends."""
 
 _ATTENTION = ("flash", "mem_efficient", "math", "cudnn")
-"""Ways of scaled dot product attention, of which each can be forbidden."""
+"""Implementations of scaled dot product attention, each of which can be disabled."""
 
 _ALL: dict[str, _Setting] = {
     **_OF_A_THREAD,
@@ -262,4 +265,4 @@ _ALL: dict[str, _Setting] = {
     ),
     "faulthandler": _Setting(faulthandler.is_enabled, _set_faulthandler),
 }
-"""All settings that are carried, by name."""
+"""All settings that are carried over, by name."""

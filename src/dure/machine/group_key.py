@@ -1,7 +1,7 @@
-"""The key by which the hosts of a job know each other: `DURE_KEY`, the same text on all of them.
+"""Key by which the hosts of a job authenticate each other: `DURE_KEY`, the same text on all hosts.
 
-It is never written anywhere, above all not to the job's store, which anybody on the network can
-read. In a process that has none, hosts know each other by what the store tells.
+The key is never written anywhere, in particular not to the job's store, which is readable by
+everyone on the network. In a process without the key, hosts trust the store's content.
 """
 
 from __future__ import annotations
@@ -13,6 +13,6 @@ VARIABLE = "DURE_KEY"
 
 
 def group_key() -> bytes | None:
-    """32 bytes made of the text; None where there is none."""
+    """Return the SHA-256 of the text, 32 bytes; None without a text."""
     text = os.environ.get(VARIABLE, "")
     return hashlib.sha256(text.encode()).digest() if text else None

@@ -1,12 +1,12 @@
-"""Files of libraries, as opposed to the user's own code.
+"""Distinguish files of libraries from the user's own code.
 
-    Python's, and what is installed in an environment or for a user    always
-    installed into a folder of its own (pip install --target)          always
-    installed for editing (pip install -e), or found by PYTHONPATH     unless somebody works there
+    Python's, and installed in an environment or for a user            always a library
+    installed into a separate folder (pip install --target)            always a library
+    installed for editing (pip install -e), or found by PYTHONPATH     unless it is a working folder
 
-Somebody works in the folder of the script that runs, in the working directory, and in a folder
-around them. A project of the user's own that is installed for editing, or found by PYTHONPATH,
-looks like any other one from elsewhere.
+Working folders are the folder of the running script, the working directory, and the folders that
+contain them. A project of the user that is installed for editing, or found by PYTHONPATH, looks
+like any other project outside the working folders.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def is_copied(file: Path) -> bool:
 
 
 def is_elsewhere(file: Path) -> bool:
-    """Return whether the file is of an editable install, or found by PYTHONPATH.
+    """Return whether the file belongs to an editable install or a PYTHONPATH entry.
 
-    False where somebody works in that folder.
+    False for a file in a working folder, and for a project that contains a working folder.
     """
     working = _working_folders()
     if any(map(file.is_relative_to, working)):
@@ -54,7 +54,7 @@ def _is_in_target(file: Path) -> bool:
 
 @functools.cache
 def _copied_into(folder: Path) -> frozenset[str]:
-    """The files and folders that pip has copied into a folder, as its records there say."""
+    """Return the files and folders that pip has copied into a folder, according to its records."""
     names: set[str] = set()
     for record in folder.glob("*.dist-info/RECORD"):
         lines = _text_of(record).splitlines()
@@ -82,7 +82,7 @@ def _projects_by_url(folder: Path) -> Iterator[Path]:
 
 
 def _projects_by_link(folder: Path) -> Iterator[Path]:
-    """Projects that an older setuptools has installed for editing."""
+    """Yield projects that an older setuptools has installed for editing."""
     for file in folder.glob("*.egg-link"):
         lines = _text_of(file).splitlines()
         if lines and Path(lines[0]).is_absolute():

@@ -1,11 +1,11 @@
-"""How much memory this process, and its neighbours, may still have, and who says so.
+"""Memory that this process and its neighbours may still allocate, by limit.
 
-    RLIMIT_AS, RLIMIT_DATA    limits of each process: what it may address, and what it may write
-    control groups            of all processes in one: a container, a job of a scheduler
-    the machine               what is available, and what swap is free
+    RLIMIT_AS, RLIMIT_DATA    limits of each process: address space, and writable data
+    control groups            limits of a group of processes: a container, a job of a scheduler
+    the machine               available memory, and free swap
 
-Pages of files make way, so they are free memory here: also those of mapped files. A group lies in
-others, whose limits hold as well. Both versions of control groups are read.
+File pages can be reclaimed, so they count as free memory, also pages of mapped files. Groups are
+nested, and the limits of enclosing groups apply too. Both versions of control groups are read.
 
 Source: getrlimit(2); proc_meminfo(5), proc_pid_statm(5); Linux's documentation of control groups,
 "Memory Resource Controller" (version 1) and "Control Group v2".
@@ -25,12 +25,12 @@ _PROC = Path("/proc")
 
 
 class Room(NamedTuple):
-    """What one limit leaves.
+    """Memory that a single limit leaves.
 
-    nbytes: that may still be had. swap: that may be had beyond that, at the price of swapping.
-    whose: the limit, for people. shared: whether all processes here have it together. addressed:
-    whether it counts what is addressed, and not what is in memory. kills: whether a process that
-    asks for more is killed, and hears nothing.
+    nbytes: bytes still available. swap: further bytes available by swapping. whose: name of the
+    limit, for messages. shared: whether all processes here share the limit. addressed: whether the
+    limit counts address space rather than resident memory. kills: whether the system kills a
+    process that exceeds the limit, without an error.
     """
 
     nbytes: int
@@ -42,18 +42,18 @@ class Room(NamedTuple):
 
     @property
     def most(self) -> int:
-        """Bytes that may be had at all."""
+        """Bytes available including swap."""
         return self.nbytes + self.swap
 
 
 def rooms() -> list[Room]:
-    """What every limit here leaves; nothing where nobody says."""
+    """Return the memory that each limit leaves; empty if the system reports nothing."""
     swap = _meminfo().get("SwapFree", 0)
     return [*_of_process(), *_of_groups(swap), *_of_machine(swap)]
 
 
 def _of_process() -> Iterator[Room]:
-    """What the limits of this process leave, with what it has now."""
+    """Yield the memory that the limits of this process leave beyond its present use."""
     with suppress(OSError, ValueError, IndexError):
         sizes = [int(pages) * mmap.PAGESIZE for pages in (_PROC / "self/statm").read_text().split()]
         own = (
@@ -73,7 +73,7 @@ def _of_machine(swap: int) -> Iterator[Room]:
 
 
 def _meminfo() -> dict[str, int]:
-    """The machine's memory in bytes; nothing where the system does not say."""
+    """Return the machine's memory figures in bytes; empty if the system reports nothing."""
     found: dict[str, int] = {}
     with suppress(OSError, ValueError, IndexError):
         for line in (_PROC / "meminfo").read_text().splitlines():
@@ -84,7 +84,7 @@ def _meminfo() -> dict[str, int]:
 
 
 def _of_groups(swap: int) -> Iterator[Room]:
-    """What each control group leaves, of those that this process is in."""
+    """Yield the memory that each control group of this process leaves."""
     with suppress(OSError, ValueError):
         for line in (_PROC / "self/cgroup").read_text().splitlines():
             number, kinds, path = line.split(":", 2)
@@ -95,8 +95,10 @@ def _of_groups(swap: int) -> Iterator[Room]:
 
 
 class _Files(NamedTuple):
-    """What the files of a group are called. both: the limit of memory and swap together, or of
-    swap alone."""
+    """Names of the files of a group.
+
+    both: whether the swap limit covers memory and swap together, rather than swap alone.
+    """
 
     limit: str
     used: str
@@ -124,12 +126,12 @@ _SECOND = _Files(
 )
 
 _NO_LIMIT = 1 << 60
-"""What version 1 says where there is none, is more."""
+"""Threshold above which a version 1 limit means "no limit"."""
 
 
 def _up(mount: Path, path: str, files: _Files, swap: int) -> Iterator[Room]:
-    """The rooms of a group and of those that it lies in."""
-    # In a container the group's path may be that outside of it, and the mount the group itself.
+    """Yield the remaining memory of a group and of its enclosing groups."""
+    # In a container the path may be the host's path, and the mount point the group itself.
     place = mount / path.lstrip("/")
     place = place if place.is_dir() else mount
     for group in (place, *place.parents):
@@ -150,14 +152,14 @@ def _of_group(group: Path, files: _Files, swap: int) -> Room | None:
     swap_used = _number(group / files.swap_used) or 0
     if swap_limit is not None:
         left = max(0, swap_limit - swap_used)
-        # Together they leave less for swap by what memory may still have.
+        # With a joint limit, the memory that may still be allocated reduces the share of swap.
         swap = min(swap, max(0, left - (limit - used)) if files.both else left)
     whose = f"the memory limit of the control group {group}"
     return Room(free, swap, whose, shared=True, kills=True)
 
 
 def _number(file: Path) -> int | None:
-    """The number in a file; None where there is no file, or no limit."""
+    """Return the number in a file; None without the file or without a limit."""
     try:
         text = file.read_text().strip()
     except OSError:
@@ -167,7 +169,7 @@ def _number(file: Path) -> int | None:
 
 
 def _reclaimable(group: Path, prefix: str) -> int:
-    """Bytes of a group that are pages of files."""
+    """Return the bytes of a group that are file pages."""
     try:
         lines = (group / "memory.stat").read_text().splitlines()
     except OSError:

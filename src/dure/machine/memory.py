@@ -1,31 +1,32 @@
-"""Memory that a step has freed is kept for the next one.
+"""Keep the memory that a step has freed for the next step.
 
-glibc's malloc gives freed memory back to the system: large blocks at once, and the end of the heap
-when much of it is free. The next step asks for it again, and then every page costs a fault in which
-the kernel clears it. While a model trains, the heap is not cut, by `mallopt`; blocks of 32 MB and
-more stay the system's. Measured on two virtual cores, 60 steps in a process of their own, medians
-of eight runs with and eight without: a transformer of 3.7 million parameters took 45,000 faults and
-0.5 s of the kernel's time where it had taken 230,000 and 1.3 s, of 22 s in all; an MLP of 10
-million 56,000 and 0.6 s where it had taken 270,000 and 1.1 s, of 8 s. Their peak memory was the
+glibc's malloc returns freed memory to the system: large blocks at once, and the end of the heap
+when much of it is free. The next step asks for the memory again, and every page then costs a fault
+in which the kernel clears the page. During training the heap is not trimmed (`mallopt`); blocks of
+32 MB and more are still mapped separately. Measured on two virtual cores, 60 steps in a separate
+process, medians of eight runs with and eight without: a transformer of 3.7 million parameters took
+45,000 faults and 0.5 s of kernel time, before 230,000 and 1.3 s, of 22 s in total; an MLP of 10
+million parameters took 56,000 and 0.6 s, before 270,000 and 1.1 s, of 8 s. The peak memory was the
 same.
 
-A user who has set malloc's thresholds in the environment (`MALLOC_TRIM_THRESHOLD_`,
-`MALLOC_MMAP_THRESHOLD_`, `GLIBC_TUNABLES`) keeps them, in ranks too. Other allocators and systems
-do not listen. After the run what is free is given back, and the thresholds are those that glibc
-comes to once it has seen large blocks come and go.
+A user's thresholds of malloc in the environment (`MALLOC_TRIM_THRESHOLD_`,
+`MALLOC_MMAP_THRESHOLD_`, `GLIBC_TUNABLES`) have priority, in ranks too. Other allocators and
+systems ignore the calls. After the run free memory is returned, and the thresholds are set to the
+values that glibc reaches by itself after large blocks were allocated and freed.
 
-A block of 2 MB and more can lie in huge pages of as much each, which one fault maps. torch asks for
-them if `THP_MEM_ALLOC_ENABLE` is 1 when it makes its first large tensor: `in_huge_pages` sets it
-for processes that dure starts, and for the command line. Blocks of 32 MB and more, which are mapped
-anew in each step, gain most: a step of a convolution on pictures of 64 x 64 took 0.36 s where it
-had taken 0.54 s, an MLP's and a transformer's steps were no slower, and the heap has fewer holes
-(one worker's AdamW over 75 MB of weights grew by 340 MB where it had grown by 400 MB; medians of
-three runs each).
+A block of 2 MB and more can lie in huge pages of 2 MB, each of which a single fault maps. torch
+asks for huge pages if `THP_MEM_ALLOC_ENABLE` is 1 when it creates its first large tensor:
+`in_huge_pages` sets the variable for processes that dure starts, and for the command line. Blocks
+of 32 MB and more, which are mapped again in each step, gain most: a step of a convolution on
+pictures of 64 x 64 took 0.36 s, before 0.54 s; the steps of an MLP and a transformer were no
+slower, and the heap has fewer holes (AdamW of a worker over 75 MB of weights grew by 340 MB, before
+by 400 MB; medians of three runs each).
 
-The server of a federation whose clients are elsewhere trains nothing. There large blocks are mapped
-by themselves and go when they are freed, so that it needs memory for what it has now. The server of
-split learning trains its part of the model as any process does. It is the same while a model is
-made in files (`dure.memory.undivided`): what has moved there would leave holes in the heap.
+The server of a federation with remote clients trains nothing. There large blocks are mapped
+separately and are unmapped when they are freed, so that the server needs memory only for its
+present data. The server of split learning trains its part of the model like any process. The same
+thresholds apply while a model is created in files (`dure.memory.undivided`): tensors that moved to
+files would leave holes in the heap.
 
 Sources: mallopt(3) and the GNU C library's manual, "Malloc Tunable Parameters"; for huge pages
 Documentation/admin-guide/mm/transhuge.rst of Linux and `c10/core/alignment.h` of PyTorch.
@@ -43,23 +44,23 @@ from dure.machine.limits import rooms
 
 _TRIM_THRESHOLD = -1
 _MMAP_THRESHOLD = -3
-"""Names of `mallopt`'s parameters."""
+"""Parameter numbers of `mallopt`."""
 
 _KEPT = (2**31 - 1, 32 << 20)
-"""The thresholds while a model trains, in bytes.
+"""Trim and mmap thresholds during training, in bytes.
 
-Of what is free at the end of the heap, above which the heap is cut; and of a block, above which the
-block is mapped by itself. Larger blocks stay mapped: in the heap an aligned one seldom fits where
-another was, and the heap would grow.
+The heap is trimmed if its free end exceeds the first threshold; a block above the second is mapped
+separately. Larger blocks stay mapped: in the heap an aligned block seldom fits the place of another
+block, and the heap would grow.
 """
 
 _RETURNED = (4 << 20, 1 << 20)
-"""The same while a process serves: models and their parts are never in the heap."""
+"""Thresholds while a process serves: models and their parts are never in the heap."""
 
 _USUAL = (64 << 20, 32 << 20)
-"""The same after a run: the most to which glibc raises them by itself, when large blocks go.
+"""Thresholds after a run: the maximum to which glibc raises them when large blocks are freed.
 
-To set one ends this raising, so they cannot be left to glibc again.
+Setting a threshold ends this adjustment for good, so glibc cannot resume it.
 """
 
 _OWN = (
@@ -69,46 +70,49 @@ _OWN = (
     "MALLOC_TOP_PAD_",
     "GLIBC_TUNABLES",
 )
-"""Variables by which a user sets these thresholds."""
+"""Environment variables by which a user sets these thresholds."""
 
 _HUGE = "THP_MEM_ALLOC_ENABLE"
-"""The variable by which torch is told to ask for huge pages."""
+"""Environment variable that makes torch ask for huge pages."""
 
 _lock = threading.Lock()
 _wanted: list[tuple[int, int]] = []
-"""The thresholds of the blocks that are entered, in their order."""
+"""Thresholds of the active context managers, in the order of entry."""
 
 
 def in_huge_pages(environment: MutableMapping[str, str]) -> None:
-    """Has torch ask for huge pages in a process of this environment that has no large tensor yet.
+    """Make torch ask for huge pages in a new process with this environment.
 
-    What a user has said stands.
+    The process must not have a large tensor yet. A value that the user has set stays.
     """
     environment.setdefault(_HUGE, "1")
 
 
 def memory_kept() -> AbstractContextManager[None]:
-    """Keeps freed memory inside the block.
+    """Keep freed memory inside the context.
 
-    Blocks may overlap, in one thread or in several: the one that was entered last counts.
+    Contexts may overlap, in a thread or in several: the context entered last counts.
     """
     return _thresholds(*_KEPT)
 
 
 def memory_returned() -> AbstractContextManager[None]:
-    """The opposite, likewise: for a process that serves, and while a model is made in files."""
+    """Return freed memory inside the context: for a server, and while a model is created in files.
+
+    Contexts may overlap as in `memory_kept`.
+    """
     return _thresholds(*_RETURNED)
 
 
 @contextmanager
 def _thresholds(trim: int, mmap: int) -> Iterator[None]:
-    # A user's own settings stand.
+    # The user's settings have priority.
     if any(name in os.environ for name in _OWN):
         yield
         return
     # The thresholds are the whole process's: the last block puts them back.
     with _lock:
-        # What was tried before leaves holes: they are the system's until they are filled.
+        # Earlier allocations leave holes in the heap: return them to the system now.
         give_back()
         _wanted.append((trim, mmap))
         _set(trim, mmap)
@@ -123,13 +127,13 @@ def _thresholds(trim: int, mmap: int) -> Iterator[None]:
 
 
 def give_back() -> None:
-    """Gives what is free now to the system: what was needed once, and not for every step."""
+    """Return free heap memory to the system."""
     with suppress(AttributeError, OSError, TypeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
 
 
 class _Mallinfo(ctypes.Structure):
-    """What glibc says of its heaps, in its order; fordblks are the bytes that are free in them."""
+    """Heap statistics of glibc, in glibc's order; fordblks counts the free bytes."""
 
     _fields_ = [
         (name, ctypes.c_size_t)
@@ -141,7 +145,7 @@ class _Mallinfo(ctypes.Structure):
 
 
 def free_in_heap() -> int:
-    """Bytes that this process has and does not use: what is made next may lie there."""
+    """Return the free bytes in this process's heap, available to the next allocations."""
     with suppress(AttributeError, OSError, TypeError):  # another C library, or an old one
         mallinfo = ctypes.CDLL(None).mallinfo2
         mallinfo.restype = _Mallinfo
@@ -150,9 +154,9 @@ def free_in_heap() -> int:
 
 
 def available_memory() -> int | None:
-    """Bytes that processes here can still have without swapping; None where nobody tells.
+    """Return the bytes that processes here can still allocate without swapping, or None if unknown.
 
-    What the system says, or the least that a limit leaves (`dure.machine.limits`).
+    The value is the minimum over all limits (`dure.machine.limits`).
     """
     return min((room.nbytes for room in rooms()), default=None)
 

@@ -1,19 +1,19 @@
-"""A user's own files in other processes: run there as they were here, with what they hold now.
+"""Run a user's own files in other processes, with their current values.
 
-A file that was run by its path (`dure.references`), and modules that it has imported from its own
-folder, are found by no import elsewhere. Another process of this machine runs them anew, once, so
-that what they do when they are run is done there too: an operator or a class that they register, a
-function that they replace. What has been changed since travels by value: the values of global names
+A file that was run by its path (`dure.references`), and modules that it has imported from its
+folder, cannot be imported by another process. The other process of this machine therefore runs the
+file itself, once, so that the effects of running it occur there too: an operator or a class that it
+registers, a function that it replaces. Later changes travel by value: the values of global names
 that functions and methods refer to, and attributes of classes. So
 
-    functions      by value, with the names of the module that was run there
-    classes        the module's own, which registered it; with what was set on it since
-    operators      and others that exist once in a process, and functions that a library's decorator
-                   has made: the module's own
+    functions      by value, with the global names of the module that was run there
+    classes        the module's own, which registered it; with the attributes set since
+    operators      and other objects that exist once in a process, and functions that a library's
+                   decorator has made: the module's own
     all else       by value, as everywhere
 
-A file that was edited since it was run here is not run elsewhere, as it is another one by now: all
-of it travels by value.
+A file that was edited since it was run is not run elsewhere, because its content differs by now:
+all of it travels by value.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from dure.errors import warn
 Value = TypeVar("Value")
 
 _ONCE_IN_A_PROCESS = ("torch.library", "torch._library", "torch._ops")
-"""Modules whose objects stand for something that is registered: a copy would register nothing."""
+"""Modules whose objects represent a registration: a copy would register nothing."""
 
 
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Pickles for another process of this machine, which runs the user's own files itself."""
+    """Pickler for another process of this machine, which runs the user's files itself."""
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
@@ -77,7 +77,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return super().reducer_override(obj)
 
     def _source_of(self, module: str) -> references.Source | None:
-        """The file of a module that was run by its path, if it still is what was run."""
+        """Return the file of a module that was run by its path, if the file is unchanged since."""
         if module not in self._sources:
             source = references.sources().get(module)
             unchanged = source is not None and source.is_unchanged()
@@ -86,14 +86,14 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 def dumps(thing: Any) -> bytes:
-    """The pickle of a thing, for another process of this machine."""
+    """Return the pickle of a thing, for another process of this machine."""
     stream = io.BytesIO()
     Pickler(stream, protocol=5).dump(thing)
     return stream.getvalue()
 
 
 class Files:
-    """Modules that another process runs before it makes what is pickled after this."""
+    """Modules that another process runs before it unpickles the objects that follow."""
 
     def __init__(self, places: Sequence[references.Place | str]) -> None:
         self.places = tuple(places)
@@ -103,10 +103,10 @@ class Files:
 
 
 def files_of(reference: str) -> Files:
-    """The module that a reference has found in this process; none for names of dure's own.
+    """Return the module that a reference has found in this process; empty for dure's own names.
 
-    Warns where its file was edited since: then other processes have what was run here by value, and
-    do not run it.
+    Warns if the file was edited since it was run: other processes then get its definitions by
+    value, and do not run the file.
     """
     place = reference.rpartition(":")[0]
     if not place:
@@ -123,7 +123,7 @@ def files_of(reference: str) -> Files:
 
 
 def begun_with(files: Files, program: Callable[..., Value], *arguments: Any) -> Value:
-    """Calls a program; pickled with its files before it, it has them run first."""
+    """Call a program; unpickling this call runs the files before the program is unpickled."""
     return program(*arguments)
 
 
@@ -137,7 +137,7 @@ def _brought(places: Sequence[references.Place | str]) -> Files:
 
 
 class _Names:
-    """The global names of a user's file; unpickled, those of the file that was run there."""
+    """Global names of a user's file; unpickled, the names of the file that was run there."""
 
     def __init__(self, place: references.Place) -> None:
         self.place = place
@@ -154,7 +154,7 @@ def _set_names(module: types.ModuleType, values: dict[str, Any]) -> None:
 
 
 def _changed(source: references.Source) -> dict[str, Any]:
-    """The names of a module that have other values than when it had been run."""
+    """Return the names of a module whose values differ from those directly after its run."""
     return {
         name: value
         for name, value in vars(source.module).items()
@@ -175,7 +175,7 @@ def _found(place: references.Place, name: str) -> Any:
 
 
 def _at(module: types.ModuleType, qualified: str) -> Any:
-    """What a module has under a name such as Outer.Inner; None if nothing."""
+    """Return the module's object under a name such as Outer.Inner, or None."""
     found: Any = module
     for name in qualified.split("."):
         found = getattr(found, name, None)
@@ -183,8 +183,11 @@ def _at(module: types.ModuleType, qualified: str) -> Any:
 
 
 def _state(cls: type) -> tuple[dict[str, Any], dict[str, Any], list[type]]:
-    """Global names that its methods refer to, its attributes that were set since, and classes of
-    the user's own of which it is made."""
+    """Return a class's state: used global names, attributes set since, and related user classes.
+
+    The global names are those to which the methods refer; the related classes are base classes and
+    inner classes.
+    """
     source = references.sources()[cls.__module__]
     names = vars(source.module)
     used = {name for function in _functions(cls) for name in _globals_of(function.__code__)}
@@ -205,7 +208,7 @@ def _state(cls: type) -> tuple[dict[str, Any], dict[str, Any], list[type]]:
 
 
 def _travels(value: Any) -> bool:
-    """Whether it is worth sending: not modules, which are imported, but those of a user's own."""
+    """Return whether a value is sent: every value except modules that are not the user's own."""
     return not isinstance(value, types.ModuleType) or value.__name__ in references.sources()
 
 
@@ -214,11 +217,11 @@ def _is_inside(value: Any, cls: type) -> bool:
 
 
 _CHANGING = (list, dict, set, bytearray, types.SimpleNamespace, torch.Tensor, np.ndarray)
-"""Classes of objects that are often filled after they were made, as those of a user's own are."""
+"""Classes of objects that are often modified after their creation, like the user's own classes."""
 
 
 def _may_have_changed(value: Any) -> bool:
-    """Whether an object may be another one by now though it still has its name."""
+    """Return whether an object may have changed although its name still refers to it."""
     return isinstance(value, _CHANGING) or type(value).__module__ in references.sources()
 
 
@@ -230,7 +233,7 @@ def _set_state(cls: type, state: tuple[dict[str, Any], dict[str, Any], list[type
 
 
 def _functions(cls: type) -> Iterator[types.FunctionType]:
-    """The functions of a class that were written where it was."""
+    """Yield the functions that a class defines, unwrapped."""
     for value in vars(cls).values():
         for function in _inside(value):
             unwrapped = inspect.unwrap(function)
@@ -249,7 +252,7 @@ def _inside(value: Any) -> list[Any]:
 
 
 def _globals_of(code: types.CodeType) -> set[str]:
-    """The global names that a function refers to, and functions inside of it."""
+    """Return the global names to which a function and the functions inside it refer."""
     names = {
         instruction.argval
         for instruction in dis.get_instructions(code)

@@ -1,8 +1,8 @@
-"""How long somebody is waited for that lives and makes no progress.
+"""Timeout for a process that is alive and makes no progress.
 
-Seconds are those of looks: between two looks at most `every` count. So a process that is stopped
-together with who waits for it, as by Ctrl-Z, or that waits for one while it is busy itself, blames
-nobody for the time in which it did not look.
+Time counts between two checks, at most `every` seconds for each. So a process that is stopped
+together with the waiting process, as by Ctrl-Z, or for which a busy process waits, is not blamed
+for the time without checks.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import time
 from dataclasses import dataclass
 
 LOOK = 1.0
-"""Seconds between two looks, at most."""
+"""Maximum seconds between two checks."""
 
 
 @dataclass
 class Patience:
-    """Ends after `deadline` seconds in which progress, whatever it is told by, stays the same."""
+    """Timeout that expires after `deadline` seconds without a change of the progress value."""
 
     deadline: float
     _waited: float = 0.0
@@ -25,11 +25,11 @@ class Patience:
 
     @property
     def every(self) -> float:
-        """Seconds after which to look again."""
+        """Seconds until the next check."""
         return min(LOOK, self.deadline / 4)
 
     def is_over(self, progress: object) -> bool:
-        """At a look: whether there was no progress for the deadline."""
+        """Check the progress, and return whether it stayed the same for `deadline` seconds."""
         now = time.monotonic()
         if progress == self._seen:
             self._waited += min(now - self._looked, self.every)
@@ -40,5 +40,5 @@ class Patience:
         return self._waited >= self.deadline
 
     def again(self) -> None:
-        """Something new is waited for."""
+        """Restart the timeout for a new wait."""
         self._seen = None

@@ -1,8 +1,8 @@
-"""What dure remembers of this machine's user, across runs: files in a private folder.
+"""State of dure for this machine's user, across runs: files in a private folder.
 
-`DURE_STATE_HOME`, else `dure` in `XDG_STATE_HOME`, else `~/.local/state/dure`, as the XDG Base
-Directory Specification has it. What is not the user's own, or can be written by others, is not
-believed.
+The folder is `DURE_STATE_HOME`, else `dure` in `XDG_STATE_HOME`, else `~/.local/state/dure`,
+according to the XDG Base Directory Specification. A file that is not the user's own, or is writable
+by others, is ignored.
 """
 
 from __future__ import annotations
@@ -12,7 +12,10 @@ from pathlib import Path
 
 
 def state_folder() -> Path:
-    """Where it is, whether or not it exists. Raises OSError for a user who has no home."""
+    """Return the path of the folder, which may not exist.
+
+    Raises OSError for a user without a home directory.
+    """
     own = os.environ.get("DURE_STATE_HOME")
     if own:
         return Path(own)
@@ -24,7 +27,7 @@ def state_folder() -> Path:
 
 
 def remember(name: str, content: bytes) -> None:
-    """Writes a file of this name, which others cannot read. Raises OSError."""
+    """Write a file of this name, which others cannot read. Raises OSError."""
     folder = state_folder()
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     if not _is_private(folder):
@@ -36,7 +39,7 @@ def remember(name: str, content: bytes) -> None:
 
 
 def remembered(name: str) -> bytes | None:
-    """What was written under this name; None if nothing was, or others could have done so."""
+    """Return the content stored under this name; None if absent or writable by others."""
     try:
         folder = state_folder()
         if _is_private(folder) and _is_private(folder / name):

@@ -7,10 +7,10 @@ import select
 
 
 def open_streams() -> None:
-    """Opens /dev/null for those of the descriptors 0, 1 and 2 that are closed.
+    """Open /dev/null for each of the descriptors 0, 1 and 2 that is closed.
 
-    The next file or socket would get the number of a closed one, and what is printed would go
-    there.
+    Otherwise the next file or socket would get the number of a closed descriptor, and printed text
+    would go there.
     """
     for number in range(3):
         try:
@@ -21,7 +21,7 @@ def open_streams() -> None:
 
 
 def nobody_reads(descriptor: int) -> bool:
-    """Whether it is a pipe whose reader is gone."""
+    """Return whether the descriptor is a pipe without a reader."""
     looks = select.poll()
     looks.register(descriptor, 0)  # errors are told unasked
     return any(event & select.POLLERR for _, event in looks.poll(0))

@@ -1,7 +1,8 @@
-"""Makes torch.distributed know the backend `dure` once both it and dure are imported.
+"""Register the backend `dure` with torch.distributed once both packages are imported.
 
-`import dure` is quick because it does not import torch. So where torch.distributed is there
-already, the backend is registered at once; else a finder waits for its import, and steps aside.
+`import dure` is quick because it does not import torch. If torch.distributed is already imported,
+the backend is registered at once; otherwise an import hook waits for the import, and then removes
+itself.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ _AWAITED = "torch.distributed.distributed_c10d"
 
 
 def register(module: str) -> None:
-    """Tells torch.distributed, which is imported, of the backend; once.
+    """Register the backend with the imported torch.distributed, once.
 
-    module: where its function `create` is, which makes a group; imported when it is called.
+    module: the module with the function `create`, which makes a group; imported at the first call.
     """
 
     def create(*arguments: Any) -> Any:
@@ -39,12 +40,12 @@ def register(module: str) -> None:
 
 
 def register_when_imported(module: str) -> None:
-    """Registers now, or as soon as torch.distributed has been imported."""
+    """Register now, or as soon as torch.distributed is imported."""
     when_imported(_AWAITED, lambda: register(module))
 
 
 def when_imported(name: str, then: Callable[[], None]) -> None:
-    """Calls `then` now if the module `name` has been imported, else as soon as it is."""
+    """Call `then` now if the module `name` is imported, else as soon as it is."""
     if name in sys.modules:
         then()
     else:
@@ -52,7 +53,7 @@ def when_imported(name: str, then: Callable[[], None]) -> None:
 
 
 def gloo_settings() -> dict[str, str | int]:
-    """gloo's settings as torch's log has them of its own groups; 2 threads are its default."""
+    """Return gloo's settings in the form of torch's log for its own groups (2 threads)."""
     return {
         "gloo_socket_ifname": os.environ.get("GLOO_SOCKET_IFNAME", "N/A"),
         "gloo_device_transport": os.environ.get("GLOO_DEVICE_TRANSPORT", "N/A"),
@@ -61,7 +62,7 @@ def gloo_settings() -> dict[str, str | int]:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Sees one import go by."""
+    """Import hook for a single import."""
 
     def __init__(self, awaited: str, then: Callable[[], None]) -> None:
         self._awaited = awaited
@@ -76,13 +77,13 @@ class _Finder(importlib.abc.MetaPathFinder):
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.loader is not None:
-            # It is of use only when the module has run, so its loader is wrapped.
+            # `then` needs the executed module, so the loader is wrapped.
             spec.loader = _Loader(spec.loader, self._then)
         return spec
 
 
 class _Loader(importlib.abc.Loader):
-    """Loads as another loader does, then calls `then`."""
+    """Loader that delegates to another loader and then calls `then`."""
 
     def __init__(self, loader: importlib.abc.Loader, then: Callable[[], None]) -> None:
         self._loader = loader

@@ -1,1 +1,1 @@
-"""What may be larger than memory: tensors in files, what is offloaded, what is computed again."""
+"""Training beyond the size of memory: memory-mapped tensors, offloading, recomputation."""

@@ -1,15 +1,15 @@
-"""What autograd keeps of a forward pass until the backward pass: a model's activations.
+"""A model's activations: tensors that autograd saves in forward for backward.
 
-    saved_bytes(model, inputs)      all of it
-    observed(model, inputs)         by module, with what each was given and has computed
+    saved_bytes(model, inputs)      bytes of all activations
+    observed(model, inputs)         by module, with the inputs and outputs of each call
 
-Counted is each storage once, as large as it is, for views of one keep all of it alive. Parameters
-and buffers are not counted, which are there anyway; the inputs are, if something keeps them.
+Each storage counts once, with its whole size, because a view keeps all of it alive. Parameters and
+buffers do not count, because they exist in any case; the inputs count if an operation saves them.
 
-The pass runs on a copy without data (torch's fake tensors), which takes no memory and next to no
-time, and keeps what a real one keeps: the same shapes, dtypes and kernels. Where that is not
-possible, as the model reads values, or has a recurrent layer whose kernel keeps a workspace of a
-size of its own, the pass is a real one, on a real copy.
+The pass runs on a copy without data (torch's fake tensors), which takes no memory and hardly any
+time, and saves the same tensors as a real pass: the same shapes, dtypes and kernels. If this is not
+possible, because the model reads values, or has a recurrent layer whose kernel has a workspace of
+unknown size, the pass runs on a real copy.
 """
 
 from __future__ import annotations
@@ -36,16 +36,17 @@ from dure.tensors.copies import copy_of
 Result = TypeVar("Result")
 
 Storages = dict[int, int]
-"""Storages by number, each with its bytes."""
+"""Storages by number, with their bytes."""
 
 
 @dataclass
 class Call:
-    """One call of a module in a forward pass.
+    """Call of a module in a forward pass.
 
-    name: of the module; "" is the model. given: what it was called with. saved: what autograd has
-    kept in it, that of its children too. flops: of its forward pass. calls: those that it made, in
-    order. changes: whether what it was given is no longer what it was, when the pass is over.
+    name: of the module; "" is the model. given: its inputs. saved: tensors that autograd saved
+    during the call, calls of children included. left: its outputs. flops: of its forward pass.
+    calls: calls of children, in order. changes: whether an input was changed in place by the end of
+    the pass.
     """
 
     name: str
@@ -58,14 +59,14 @@ class Call:
     changes: bool = False
 
     def walk(self) -> Iterator[Call]:
-        """This call and those in it, in the order in which they began."""
+        """Yield this call and the calls in it, in the order in which they began."""
         yield self
         for call in self.calls:
             yield from call.walk()
 
 
 def saved_bytes(model: nn.Module, inputs: Any, spare: bool = False) -> int:
-    """The bytes that autograd keeps of `model(inputs)`, in the modes in which its modules are.
+    """Return the bytes that autograd saves in `model(inputs)`, in the present modes of the modules.
 
     spare: as for `observed`, whose errors it raises.
     """
@@ -73,12 +74,11 @@ def saved_bytes(model: nn.Module, inputs: Any, spare: bool = False) -> int:
 
 
 def observed(model: nn.Module, inputs: Any, spare: bool = False) -> Call:
-    """The call `model(inputs)`, on a copy of the model, and what it keeps.
+    """Return the call `model(inputs)` on a copy of the model, with its saved tensors.
 
-    spare: whether the pass may be made on the model itself where there is no copy of it.
+    spare: whether the pass may use the model itself if it cannot be copied.
 
-    Raises ValueError where there is no copy, and the model is not spare; and whatever the model
-    raises.
+    Raises ValueError if the model cannot be copied and is not spare, and any error of the model.
     """
 
     def on_fakes() -> Call:
@@ -95,12 +95,12 @@ def observed(model: nn.Module, inputs: Any, spare: bool = False) -> Call:
 def where_possible(
     model: nn.Module, on_fakes: Callable[[], Result], on_data: Callable[[], Result]
 ) -> Result:
-    """What the first function gives, or the second where tensors without data cannot do it."""
-    # The kernels of recurrent layers keep a workspace that only they know the size of.
+    """Return the result of `on_fakes`, or of `on_data` if fake tensors cannot compute it."""
+    # The kernels of recurrent layers have a workspace of a size that only the kernels know.
     if not any(isinstance(module, nn.RNNBase) for module in model.modules()):
         try:
             return on_fakes()
-        # Not an answer: the model may do what such tensors cannot.
+        # No result: the model may use operations that fake tensors do not support.
         except Exception:
             pass
     return on_data()
@@ -108,12 +108,12 @@ def where_possible(
 
 @contextmanager
 def spare_copy(model: nn.Module, spare: bool = False) -> Iterator[nn.Module]:
-    """A copy of the model, to be run; or itself, where there is none.
+    """Context manager for a copy of the model to run, or the model itself if it cannot be copied.
 
-    After it torch's generators go on as if nothing had been computed. Raises ValueError where there
-    is no copy, and the model is not `spare`.
+    Afterwards torch's generators continue as if nothing had been computed. Raises ValueError if the
+    model cannot be copied and is not `spare`.
     """
-    # With parameters of its own: forward passes may change them, as max_norm does.
+    # With separate parameters: forward passes may change them, as max_norm does.
     twin = copy_of(model)
     if twin is None and not spare:
         raise ValueError(
@@ -128,13 +128,13 @@ def spare_copy(model: nn.Module, spare: bool = False) -> Iterator[nn.Module]:
 
 @contextmanager
 def faked(model: nn.Module, inputs: Any) -> Iterator[tuple[nn.Module, Any]]:
-    """A copy of the model and the inputs without data, and inside the mode in which they compute.
+    """Context manager for a copy of the model and the inputs without data, inside their mode.
 
-    Raises ValueError where there is no copy.
+    Raises ValueError if the model cannot be copied.
     """
     with left_out(), ExitStack() as modes:
         settings_alone()
-        # What is no parameter and no buffer, such as a constant, takes part as it is.
+        # Tensors that are no parameters or buffers, such as constants, are used as they are.
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         modes.enter_context(mode)
         known = {id(tensor): _like(tensor) for tensor in (*model.parameters(), *model.buffers())}
@@ -145,7 +145,7 @@ def faked(model: nn.Module, inputs: Any) -> Iterator[tuple[nn.Module, Any]]:
 
 
 def _like(tensor: Tensor) -> Tensor:
-    """A tensor without data of this shape, made in a mode for such."""
+    """Return a tensor without data with this shape, created in a fake mode."""
     own = torch.empty_strided(
         tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
     )
@@ -155,7 +155,7 @@ def _like(tensor: Tensor) -> Tensor:
 
 
 def _watched(model: nn.Module, inputs: Any) -> Call:
-    """The call of a model, each of its modules watched."""
+    """Run a model with hooks on its modules, and return its call."""
     watch = _Watch(model)
     with watch.watching():
         model(inputs)
@@ -164,16 +164,16 @@ def _watched(model: nn.Module, inputs: Any) -> Call:
 
 
 class _Watch:
-    """Notes what the calls of a model's modules are given and keep."""
+    """Recorder of the inputs and saved tensors of the calls of a model's modules."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.root = Call("", model)
         self._under_way: list[Call] = []
         self._numbers: dict[StorageWeakRef, int] = {}
-        # Of each call the tensors that it was given, with their versions when it began.
+        # For each call its input tensors, with their versions at the beginning.
         self._given: list[tuple[Call, list[tuple[Callable[[], Tensor | None], int]]]] = []
-        # What is there anyway is number 0, 1, ... and not counted.
+        # Parameters and buffers have the numbers 0, 1, ... and are not counted.
         for tensor in (*model.parameters(), *model.buffers()):
             self._number(tensor)
         self._own = len(self._numbers)
@@ -199,11 +199,11 @@ class _Watch:
                 hook.remove()
 
     def settle(self) -> None:
-        """The pass is over: which calls no longer have what they were given."""
+        """Find the calls whose inputs have changed by the end of the pass."""
         for call, tensors in self._given:
             for find, version in tensors:
                 tensor = find()
-                # What is gone nobody has changed since: whoever computes again keeps it.
+                # A released tensor cannot have changed since; recomputation would keep it alive.
                 call.changes |= tensor is not None and tensor._version != version
 
     def _begin(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -238,7 +238,7 @@ class _Watch:
         return {number: size for number, size in found.items() if number >= self._own}
 
     def _number(self, tensor: Tensor) -> int:
-        # A weak reference: its storage may go, but no other one gets its place.
+        # A weak reference: the storage may be released, but its key is not reused.
         try:
             key = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
         # Sparse tensors have no storage.

@@ -1,18 +1,17 @@
-"""Recomputation: a module's activations are not kept, but computed once more for backward.
+"""Recomputation: a module's activations are not stored, but computed again for backward.
 
-    forward    y = f(x), of which x alone is kept
-    backward   f(x) once more, with what autograd keeps of it; then its gradients
+    forward    y = f(x); only x is stored
+    backward   f(x) is computed again with its activations, and then its gradients
 
-It costs one more forward pass of the module, and saves what it keeps, but for its inputs. The bits
-are those of a step without it. So what forward reads must be what it was the first time:
+The cost is another forward pass of the module; the gain is the memory of its activations, except
+the inputs. A step has the same bits as without recomputation, if forward reads the same values:
 
-    random numbers     torch's generators are put back to where they were, and after it forward
-    buffers            those that forward writes are put back to what they were, and after it to
-                       what they are now: batch norm's statistics are updated once
-    inputs             are still what they were: one that was changed in place is an error
+    random numbers     torch's generators are reset to the first computation, and restored after it
+    buffers            buffers that forward writes are reset to their earlier values, and restored
+                       after it: batch norm's statistics are updated once
+    inputs             must be unchanged: an input that was changed in place is an error
 
-What a module keeps elsewhere, such as a counter, is not put back: whoever wants to know tries
-(`dure.parallel.recomputing`).
+Other state of a module, such as a counter, is not reset; `dure.parallel.recomputing` tests for it.
 
 Source: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"; the mechanism is torch's
 `torch.utils.checkpoint`.
@@ -33,10 +32,10 @@ from dure.machine.compiler import left_out, settings_alone
 
 
 def compute_again(model: nn.Module, names: Sequence[str]) -> None:
-    """From now on the modules of these names are computed once more for backward.
+    """Recompute the modules of these names in backward, from now on.
 
-    Nothing else changes: not the names in the model, its hooks, or evaluations. A copy of the model
-    keeps its activations. Raises ValueError for a module that is compiled, or is not there.
+    The names in the model, its hooks, and evaluations do not change. A copy of the model stores its
+    activations. Raises ValueError for a compiled module, and AttributeError for an unknown name.
     """
     for name in names:
         module = model.get_submodule(name)
@@ -45,12 +44,12 @@ def compute_again(model: nn.Module, names: Sequence[str]) -> None:
                 f"module {name} is compiled, and the compiler decides what it computes again: "
                 f"leave it out"
             )
-        # As `nn.Module.compile` takes over the call of a module, with its hooks.
+        # In the same way `nn.Module.compile` replaces the call of a module, with its hooks.
         module._compiled_call_impl = _Again(name, module)
 
 
 class _Again:
-    """A module's call that is computed once more for backward. name: for errors."""
+    """Call of a module that is recomputed in backward. name: for errors."""
 
     def __init__(self, name: str, module: nn.Module) -> None:
         self.name = name
@@ -58,10 +57,10 @@ class _Again:
         self.buffers = _Written(name, module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # Nobody goes backward.
+        # There is no backward pass.
         if not torch.is_grad_enabled():
             return self.module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
-        # As leaves, so that each tensor is kept as autograd keeps its own, and compared.
+        # As leaves, so that autograd saves each tensor and checks its version.
         leaves, form = tree_flatten((args, kwargs))
 
         def call(*leaves: Any) -> Any:
@@ -74,9 +73,9 @@ class _Again:
 
 
 class _Written:
-    """The buffers of a module that its forward pass writes.
+    """Buffers of a module that its forward pass writes.
 
-    They are found in its first pass, by comparing: batch norm writes its own unseen.
+    They are found in the first pass by comparison: batch norm writes without changing versions.
     """
 
     def __init__(self, name: str, module: nn.Module) -> None:
@@ -85,7 +84,7 @@ class _Written:
         self.names: list[str] | None = None
 
     def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """What surrounds the first computation, and the second."""
+        """Return contexts for the first computation and for the recomputation."""
         before = _Values(self.module, self.names)
         return self._first(before), self._second(before)
 
@@ -112,13 +111,13 @@ class _Written:
 
 
 class _Values:
-    """The buffers of a module as they are now: which tensors, and the values of some.
+    """State of a module's buffers: the tensors, and the values of some.
 
-    names: those whose values are kept; None is all.
+    names: buffers whose values are stored; None is all.
     """
 
     def __init__(self, module: nn.Module, names: Sequence[str] | None) -> None:
-        # The tensors too: a forward pass may put another one in a buffer's place.
+        # The tensors too: a forward pass may replace a buffer's tensor.
         self.places = [
             (f"{path}.{own}", place, own, tensor)
             for path, place in module.named_modules()
@@ -132,7 +131,7 @@ class _Values:
         }
 
     def changed(self) -> list[str]:
-        """The names of those whose values are others by now, where all are kept."""
+        """Return the names of the buffers whose values have changed; all values must be stored."""
         return [
             name
             for name, _, _, tensor in self.places
@@ -143,23 +142,23 @@ class _Values:
         self.copies = {name: self.copies[name] for name in names}
 
     def others_changed(self) -> bool:
-        """Whether one was written whose values are not kept, as far as torch has seen it."""
+        """Return whether a buffer without a stored value was written, by torch's versions."""
         return any(
             tensor is not None and name not in self.copies and tensor._version != version
             for (name, _, _, tensor), version in zip(self.places, self.versions, strict=True)
         )
 
     def put_back(self) -> None:
-        """The buffers are what they were when this was made."""
+        """Restore the stored tensors and values of the buffers."""
         for name, place, own, tensor in self.places:
             place._buffers[own] = tensor
             if name in self.copies:
                 assert tensor is not None
-                # By way of data, which autograd does not see: it would refuse a backward pass that
-                # has kept a buffer which was written since.
+                # Through `data`, which autograd does not see: it would refuse to use a saved buffer
+                # that was written later.
                 tensor.data.copy_(self.copies[name])
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    # Without data nobody can tell: then it counts as written.
+    # Without data a comparison is impossible: the buffer counts as written.
     return type(one) is Tensor and torch.equal(one, other)

@@ -1,21 +1,21 @@
-"""Which modules are computed again, so that a step's memory fits a budget at the least cost.
+"""Choice of modules to recompute, so that a step fits a memory budget at the least cost.
 
-    every call of a module     keeps what it keeps, or is computed again, or its children decide
-    memory when call c goes    what the calls before c have kept, what c keeps, and the gradients of
-    backward                   those after it: at most the budget, for every c
-    cost                       the FLOPs of what is computed twice, as few as possible
+    every call of a module     stores its activations, is recomputed, or delegates to its children
+    memory when call c runs    stored activations of the calls before c and of c, and the gradients
+    backward                   of the calls after c: at most the budget, for every c
+    cost                       the FLOPs of recomputed calls, to be minimised
 
-The calls are taken in the order of the forward pass. After each there are several ways to have
-come there, each with what is kept and what it costs; a way that keeps more and costs more than
-another leads nowhere and is dropped, and so is one that does not fit. What is left at the end is
-the cheapest.
+The calls are taken in the order of the forward pass. After each call there are several partial
+choices, each with its stored bytes and its cost; a partial choice that stores more and costs more
+than another is dropped, and so is a choice that exceeds the budget. The cheapest choice at the end
+is the result.
 
-That much is arithmetic on one observed pass. What lies between two operations, such as the gradient
-of an activation, is not in it: each choice is tried, on tensors without data, and the budget of the
-arithmetic is moved by the difference until the trial fits.
+This is arithmetic on a single observed pass. Temporaries between two operations, such as the
+gradient of an activation, are not included: each choice is tried on tensors without data, and the
+budget of the arithmetic is adjusted by the difference until the trial fits.
 
 Source: the dynamic programme is that of Chen et al. 2016, "Training Deep Nets with Sublinear Memory
-Cost", over a tree of modules; trying it without data is dure's own.
+Cost", over a tree of modules; the trial without data is dure's own.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from dure.memory.peak import step_peak
 from dure.memory.recompute import outermost
 
 FLOPS_A_BYTE = 8
-"""What it costs to write a byte once more: as many FLOPs as a processor does meanwhile.
+"""Cost of writing a byte again, as the FLOPs of a processor in the same time.
 
 Operations that count no FLOPs, such as dropout, are not free.
 """
 
 MOST_WAYS = 400
-"""Ways that are kept after a call: neighbours that differ by less than this part are alike."""
+"""Largest number of partial choices after a call; a front of more is thinned out evenly."""
 
 TRIES = 6
-"""How often the arithmetic is corrected by a trial."""
+"""Largest number of corrections of the arithmetic by a trial."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What is computed again.
+    """Modules to recompute.
 
-    names: of the modules. peak: bytes that forward and backward take at most beside parameters and
-    buffers. extra: FLOPs of what is computed again, over those of the step without it.
+    names: of the modules. peak: largest bytes of forward and backward in addition to parameters and
+    buffers. extra: FLOPs of recomputation, as a share of the FLOPs of a step without it.
     """
 
     names: tuple[str, ...]
@@ -57,9 +57,7 @@ class Choice:
 
 
 class _Way(NamedTuple):
-    """How one may have come to a call: what is kept so far, what it costs, and who is computed
-    again, as a chain of pairs.
-    """
+    """Partial choice up to a call: stored bytes, cost, recomputed modules as a linked list."""
 
     kept: int
     cost: float
@@ -67,10 +65,12 @@ class _Way(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """A call, as the arithmetic sees it.
+    """A call in the arithmetic.
 
-    own: bytes that it keeps outside of its children; all: with them; given: that it would keep to
-    be computed again. before: gradients of parameters that were not reached when it goes backward.
+    own: bytes that it stores outside its children. all: bytes with its children. given: bytes of
+    inputs that it would store to be recomputed. after: bytes of gradients of later parameters,
+    which exist when it runs backward. cost: FLOPs of its recomputation. parts: calls of children.
+    may: whether it can be recomputed.
     """
 
     name: str
@@ -84,10 +84,14 @@ class _Part(NamedTuple):
 
 
 class Chooser:
-    """Chooses for one model and one batch.
+    """Choice for a model and a batch.
 
-    batch: inputs and targets. loss: of outputs and targets. may: whether a module of this name may
-    be computed again. spare: as for `dure.memory.activations.observed`, whose errors it raises.
+    Args:
+        model: The model.
+        batch: Inputs and targets.
+        loss: Loss of outputs and targets.
+        may: Returns whether the module of a name may be recomputed.
+        spare: As for `dure.memory.activations.observed`, whose errors this class raises.
     """
 
     def __init__(
@@ -105,12 +109,15 @@ class Chooser:
         self._peaks: dict[tuple[str, ...], int] = {}
 
     def within(self, budget: int) -> Choice | None:
-        """The cheapest choice whose peak is at most the budget; None where there is none."""
+        """Return the cheapest choice whose peak is at most `budget` bytes.
+
+        None if there is none.
+        """
         nothing = self.of(())
         if nothing.peak <= budget:
             return nothing
         best: Choice | None = None
-        # What a trial takes beyond the arithmetic; that of keeping everything is a first guess.
+        # Bytes of a trial beyond the arithmetic; a trial without recomputation is a first guess.
         beyond = nothing.peak - _peak_of(self._tree, frozenset())
         for _ in range(TRIES):
             way = _cheapest(self._tree, budget - beyond)
@@ -131,9 +138,9 @@ class Chooser:
         return best
 
     def least(self) -> Choice:
-        """The choice that takes the least memory, whatever it costs."""
+        """Return the choice with the smallest peak, at any cost."""
         low, high = 0, max(_peak_of(self._tree, frozenset()), 1)
-        # The least budget of the arithmetic, to a thousandth.
+        # The smallest feasible budget of the arithmetic, to a thousandth.
         while high - low > max(high // 1000, 1):
             middle = (low + high) // 2
             low, high = (middle, high) if _cheapest(self._tree, middle) is None else (low, middle)
@@ -142,7 +149,7 @@ class Chooser:
         return min(tried, key=lambda choice: (choice.peak, choice.extra))
 
     def of(self, names: Sequence[str]) -> Choice:
-        """The choice of these modules, as it is when it is tried."""
+        """Return the choice of these modules, with the peak of its trial."""
         chosen = tuple(names)
         if chosen not in self._peaks:
             self._peaks[chosen] = step_peak(
@@ -154,7 +161,10 @@ class Chooser:
 
 
 class _Reading:
-    """Makes parts of observed calls; a byte that is kept is one of the call that keeps it first."""
+    """Conversion of observed calls to parts.
+
+    A stored byte counts for the call that first stores it.
+    """
 
     def __init__(self, root: Call, may: Callable[[str], bool]) -> None:
         self._may = may
@@ -173,7 +183,7 @@ class _Reading:
             if number not in self._kept:
                 self._kept.add(number)
                 own += size
-        # Those of modules that come later, whose gradients are there when this one goes backward.
+        # Parameters of later modules have gradients when this call runs backward.
         for parameter in call.module.parameters(recurse=False):
             if id(parameter) not in self._seen and parameter.requires_grad:
                 self._seen.add(id(parameter))
@@ -187,7 +197,7 @@ class _Reading:
             after=self._total - self._gradients,
             cost=call.flops + FLOPS_A_BYTE * inside,
             parts=parts,
-            # The model itself would be computed twice, and nothing would be gained.
+            # Recomputation of the whole model would not reduce the peak.
             may=bool(call.name) and call.name not in self._changing and self._may(call.name),
         )
 
@@ -197,18 +207,18 @@ def _gradient_bytes(parameters: Iterator[nn.Parameter]) -> int:
 
 
 def _cheapest(tree: _Part, budget: int) -> _Way | None:
-    """The cheapest way through the calls that fits everywhere; None where there is none."""
+    """Return the cheapest choice for all calls that fits the budget; None if there is none."""
     ways = _through(tree, [_Way(0, 0.0, None)], budget)
     return min(ways, key=lambda way: way.cost, default=None)
 
 
 def _through(part: _Part, ways: list[_Way], budget: int) -> list[_Way]:
-    """The ways after a call, for those before it."""
+    """Return the partial choices after a call, given the partial choices before it."""
     found: list[_Way] = []
     if part.may:
         for way in ways:
             kept = way.kept + part.given
-            # When it is computed again, what it keeps is there as well, and what came before it.
+            # During the recomputation its own activations are stored as well.
             if kept + part.all + part.after <= budget and part.all > part.given:
                 found.append(_Way(kept, way.cost + part.cost, (part.name, way.again)))
     kept_here = [way._replace(kept=way.kept + part.own) for way in ways]
@@ -219,37 +229,36 @@ def _through(part: _Part, ways: list[_Way], budget: int) -> list[_Way]:
 
 
 def _thinned(ways: list[_Way]) -> list[_Way]:
-    """Without those that keep more and cost no less than another, and at most `MOST_WAYS`."""
+    """Return the Pareto front of stored bytes and cost, thinned out to `MOST_WAYS`."""
     front: list[_Way] = []
     for way in sorted(ways, key=lambda way: (way.kept, way.cost)):
         if not front or way.cost < front[-1].cost:
             front.append(way)
     if len(front) <= MOST_WAYS:
         return front
-    # The first keeps least, the last costs least: both stay.
+    # The first stores the least, the last costs the least: both stay.
     step = (len(front) - 1) / (MOST_WAYS - 1)
     return [front[round(number * step)] for number in range(MOST_WAYS)]
 
 
 def _names(way: _Way) -> tuple[str, ...]:
-    """The modules that a way computes again, in the order of the forward pass, each once."""
+    """Return the recomputed modules of a choice, in the order of the forward pass, each once."""
     found: list[str] = []
     link = way.again
     while link is not None:
         name, link = link
         found.append(name)
-    # A module that is called in several places may have been chosen in one, and its parent in
-    # another.
+    # A module with several calls may have been chosen in one call, and its parent in another.
     return outermost(dict.fromkeys(reversed(found)))
 
 
 def _peak_of(tree: _Part, again: frozenset[str]) -> int:
-    """The arithmetic's peak of a choice."""
+    """Return the peak of a choice in the arithmetic, in bytes."""
     return _walked(tree, 0, again)[1]
 
 
 def _walked(part: _Part, kept: int, again: frozenset[str]) -> tuple[int, int]:
-    """(what is kept after a call, the peak in it)."""
+    """Return (bytes stored after a call, peak bytes in it)."""
     if part.name in again and part.may:
         kept += part.given
         return kept, kept + part.all + part.after

@@ -1,26 +1,27 @@
-"""The memory that training a model takes on one worker, without what its activations take.
+"""Memory of training a model on one worker, without activations.
 
     weights     W    every parameter and buffer, once
-    gradients   G    as many bytes as what is trained; sparse ones are less, and not counted
-    state       S    what the optimizer keeps: AdamW two numbers a weight, SGD none
-    passing     U    what an update makes and drops: AdamW twice as much as the largest parameter,
-                     SGD nothing; with `foreach` all parameters are updated at once
+    gradients   G    as many bytes as the trained parameters; sparse gradients are not counted
+    state       S    the optimizer's state: AdamW two numbers a weight, SGD none
+    passing     U    temporaries of an update: AdamW twice as much as the largest parameter, SGD
+                     none; with `foreach` all parameters are updated at once
 
-A worker holds a part of each of these:
+A worker has a part of each of these:
 
     single worker, data parallel            W             G             S      U
     ZeRO 1, 2, 3 on N ranks                 W, W, W/N     G, G/N, G/N   S/N    U/N
     tensor parallel, pipeline on N ranks    W/N           G/N           S/N    U/N
     parameters, gradients, state offloaded  0             0             0      0
 
-The third line is the least: layers that a plan does not divide, and stages that are not alike, make
-a rank's part larger, and a stage's largest parameter may be the model's.
+The third line is a lower bound: layers that a plan does not divide, and unequal stages, make a
+rank's part larger, and a stage may contain the largest parameter of the model.
 
-Activations come on top, which `dure.memory.activations` measures, and what a process has anyway.
+Activations, measured by `dure.memory.activations`, and the memory of a process itself are extra.
 
-How much an optimizer keeps is seen by letting it step over a parameter of a few elements, one for
-each kind of them. What grows with the parameter is scaled; the rest is what it is. What an update
-passes is what lives beside the state while it steps over one such parameter, and over three.
+The size of an optimizer's state is found by a step over parameters of a few elements for each
+parameter. State tensors of the parameter's shape are scaled; the others count as they are. The
+temporaries of an update are the bytes alive besides the state during a step over one such
+parameter, and over three.
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ from dure.memory.live import Live
 from dure.randomness.seeds import generators_state, restore_generators
 
 _SIDE = 32
-"""Rows and columns of a parameter on which an update is tried: few numbers are beside it."""
+"""Rows and columns of a parameter on which an update is tried, much larger than other numbers."""
 
 
 class Shares(NamedTuple):
-    """The parts of the undivided model that one worker has in memory."""
+    """Parts of the undivided model that a worker has in memory."""
 
     weights: Fraction = Fraction(1)
     gradients: Fraction = Fraction(1)
@@ -52,25 +53,25 @@ class Shares(NamedTuple):
     passing: Fraction = Fraction(1)
 
     def without(self, parts: Collection[str]) -> Shares:
-        """The same where these lie elsewhere, by the names of `offload`."""
+        """Return the shares if these parts are offloaded, by the names of `offload`."""
         nothing = Fraction(0)
         return Shares(
             nothing if "parameters" in parts else self.weights,
             nothing if "gradients" in parts else self.gradients,
             nothing if "optimizer" in parts else self.state,
-            # It then steps piece by piece.
+            # An offloaded optimizer steps piece by piece.
             nothing if "optimizer" in parts else self.passing,
         )
 
 
 WHOLE = Shares()
-"""Those of a worker that has all of it."""
+"""Shares of a worker that has the whole model."""
 
 
 def divided(parts: int, stage: int = 0, ranks: int = 1) -> Shares:
-    """Those of a worker that has one of so many parts of the model.
+    """Return the shares of a worker that has a part of the model, divided into `parts` parts.
 
-    stage: of ZeRO, which divides each part over so many ranks; 0: none.
+    stage: stage of ZeRO, which divides each part over `ranks`; 0 for none.
     """
     part = Fraction(1, parts)
     less = part / ranks
@@ -83,9 +84,9 @@ def divided(parts: int, stage: int = 0, ranks: int = 1) -> Shares:
 
 
 class Need(NamedTuple):
-    """Bytes that a model takes while it is trained, undivided.
+    """Bytes of training a model, undivided.
 
-    passing: what an update makes on its way, and drops.
+    passing: temporaries of an update.
     """
 
     weights: int
@@ -94,20 +95,20 @@ class Need(NamedTuple):
     passing: int = 0
 
     def of(self, shares: Shares) -> Need:
-        """What a worker with these shares needs."""
+        """Return the bytes that a worker with these shares needs."""
         parts = zip(self, shares, strict=True)
         return Need(*(int(nbytes * share) for nbytes, share in parts))
 
     @property
     def total(self) -> int:
-        """All of it, as it is there at once during an update."""
+        """Sum of all bytes, which an update needs at the same time."""
         return sum(self)
 
 
 def need_of(
     model: nn.Module, optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 ) -> Need:
-    """What training the model with this optimizer takes."""
+    """Return the bytes that training the model with this optimizer needs."""
     trained = [one for one in model.parameters() if one.requires_grad and not is_lazy(one)]
     sparse = _sparse(model)
     dense = [one for one in trained if one not in sparse]
@@ -120,24 +121,24 @@ def need_of(
 
 
 def tensors_of(model: nn.Module) -> Iterator[Tensor]:
-    """The parameters and buffers of a model, but for those whose shape is not known yet."""
+    """Yield the parameters and buffers of a model, except lazy parameters of unknown shape."""
     for one in itertools.chain(model.parameters(), model.buffers()):
         if not is_lazy(one):
             yield one
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
-    """Bytes of tensors, those that lie in one place once."""
+    """Return the bytes of tensors; tensors with the same memory count once."""
     found: dict[object, int] = {}
     for tensor in tensors:
-        # A shape alone has no memory; it will have its own.
+        # A meta tensor has no memory yet; it will have its own.
         key = id(tensor) if tensor.is_meta else tensor.untyped_storage().data_ptr()
         found[key] = max(found.get(key, 0), tensor.nbytes)
     return sum(found.values())
 
 
 def _sparse(model: nn.Module) -> set[Tensor]:
-    """Parameters whose gradients have only the rows that a batch has used."""
+    """Return the parameters whose gradients have only the rows that a batch has used."""
     tables = (nn.Embedding, nn.EmbeddingBag)
     found = (module for module in model.modules() if isinstance(module, tables) and module.sparse)
     return {module.weight for module in found}
@@ -147,7 +148,7 @@ _Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 def _state_bytes(parameters: Iterable[nn.Parameter], make: _Make) -> int:
-    """Bytes of the optimizer's state over these; 0 where it cannot be tried."""
+    """Return the bytes of the optimizer's state for these parameters; 0 if it cannot be tried."""
     real = list(parameters)
     small = [_small(parameter) for parameter in real]
     optimizer = _tried(small, make)
@@ -162,14 +163,17 @@ def _state_bytes(parameters: Iterable[nn.Parameter], make: _Make) -> int:
 def _tried(
     parameters: Sequence[nn.Parameter], make: _Make, live: Live | None = None
 ) -> torch.optim.Optimizer | None:
-    """The optimizer after a step over these; None where there is none. live: counts meanwhile."""
+    """Return the optimizer after a step over these parameters; None if it fails.
+
+    live: counts bytes during the step.
+    """
     before = generators_state()
     try:
         with left_out(), torch.enable_grad(), live or nullcontext():
             optimizer = make(parameters)
             optimizer.step()
         return optimizer
-    # It is the user's: it may want what only the real parameters have.
+    # A user-defined optimizer may need properties that only the real parameters have.
     except Exception:
         return None
     finally:
@@ -177,30 +181,30 @@ def _tried(
 
 
 def _passing_bytes(parameters: Sequence[nn.Parameter], make: _Make) -> int:
-    """Bytes that an update of these makes at most at one time, and drops."""
+    """Return the peak bytes of temporaries in an update of these parameters."""
     if not parameters:
         return 0
     one, three = (_passing(count, make) for count in (1, 3))
     sizes = [parameter.nbytes for parameter in parameters]
-    # All at once, or one after another.
+    # All parameters are updated at once, or one after another.
     return int(one * (sum(sizes) if three >= 3 * one else max(sizes)))
 
 
 def _passing(count: int, make: _Make) -> Fraction:
-    """What an update makes and drops, for a byte of one of so many parameters."""
+    """Return the temporaries of an update of `count` parameters, per byte of a parameter."""
     tried = [nn.Parameter(torch.zeros(_SIDE, _SIDE)) for _ in range(count)]
     gradients = [torch.zeros_like(parameter) for parameter in tried]
     for parameter, gradient in zip(tried, gradients, strict=True):
         parameter.grad = gradient
     live = Live([*tried, *gradients])
     optimizer = _tried(tried, make, live)
-    # What still lives is the optimizer's state.
+    # The bytes that are still alive are the optimizer's state.
     return Fraction(0) if optimizer is None else Fraction(live.peak - live.bytes, tried[0].nbytes)
 
 
 def _small(parameter: nn.Parameter) -> nn.Parameter:
-    """One of as many dimensions, with a gradient."""
-    # No dimension of two sizes would be taken for another.
+    """Return a small parameter with as many dimensions, with a gradient."""
+    # Dimensions have different sizes, so that they cannot be confused.
     shape = [min(size, 2 + place) for place, size in enumerate(parameter.shape)]
     small = nn.Parameter(torch.zeros(shape, dtype=parameter.dtype))
     small.__dict__.update(vars(parameter))
@@ -209,7 +213,7 @@ def _small(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def _scaled(state: Mapping[Any, Any], small: Tensor, parameter: Tensor) -> int:
-    """The bytes of a state over the small one, if it were over the parameter."""
+    """Return the bytes of a state of the small parameter, scaled to the real parameter."""
     total = 0
     for value in state.values():
         if isinstance(value, Tensor):

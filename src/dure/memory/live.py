@@ -1,10 +1,10 @@
-"""The most that tensors take at one time while something is computed.
+"""Peak memory of tensors during a computation.
 
-    with Live() as live:        every storage that is made inside counts from its first tensor to
+    with Live() as live:        every storage that is created inside counts from its first tensor to
         step()                  its last
     live.peak                   bytes
 
-Seen is what operations return. What a kernel needs for itself and gives back is not.
+Only results of operations are seen. Temporary memory inside a kernel is not.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from torch.utils._pytree import tree_leaves
 
 
 class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of storages that are alive.
+    """Mode that counts the bytes of storages that are alive.
 
-    known: tensors that were there before, and are not counted. bytes: now. peak: at most.
+    known: existing tensors, which are not counted. bytes: present bytes. peak: largest bytes so
+    far.
     """
 
     def __init__(self, known: Iterable[Tensor] = ()) -> None:
@@ -44,7 +45,7 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _note(self, tensor: Tensor, counted: bool) -> None:
-        # The object lives as long as its memory does, whoever holds it, and so tells when it goes.
+        # The storage object lives as long as its memory, so a weak reference shows its release.
         storage = tensor.untyped_storage()
         if id(storage) in self._storages:
             return

@@ -1,22 +1,22 @@
-"""Tensors that lie in files on a disk, mapped into memory: there may be more of them than memory.
+"""Memory-mapped tensors in files on a disk, which may be larger than memory.
 
-    with mapped(Disk()) as disk:       every large tensor that is made inside lies in a file
+    with mapped(Disk()) as disk:       every large tensor that is created inside is in a file
         model = make_model()
-    ahead(model.parameters())          read them ahead, while something else is computed
-    release(model.parameters())        their pages may leave memory; the values stay
-    with passing():                    what is computed with them leaves memory by itself
+    ahead(model.parameters())          read pages ahead, during another computation
+    release(model.parameters())        let pages leave memory; the values stay
+    with passing():                    tensors that are used inside leave memory again
         model(inputs)
-    view(file, offset, shape, dtype)   a tensor that lies in a file of somebody's, such as a
-                                       checkpoint: what is written into it stays in memory
+    view(file, offset, shape, dtype)   a tensor in a given file, such as a checkpoint: writes stay
+                                       in memory
 
-What is computed is computed as ever, with the same bits: only where a tensor lies is another place.
-The system writes pages behind the computation, and reads them when they are touched. So they count
-as memory of the process while they are resident, and go as soon as memory is wanted elsewhere.
+All computations have the same bits: only the location of a tensor differs. The system writes pages
+in the background, and reads pages on access. Pages count as memory of the process while they are
+resident, and leave when other memory is needed.
 
-Files have no names, so that nothing is left of a process that was killed. A folder in memory
-(tmpfs) would save nothing: it is refused.
+Files are anonymous, so that a killed process leaves nothing behind. A folder in memory (tmpfs)
+would save nothing: it is refused.
 
-Cost: a page that is written travels to the disk, if it lives long enough, and back if it has left.
+Cost: a written page travels to the disk, if it lives long enough, and back if it has left memory.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from dure.machine.compiler import left_out
 from dure.record.on_disk import write_at
 
 LEAST = 1 << 20
-"""Bytes from which on a tensor is worth a file of its own."""
+"""Bytes from which on a tensor gets a file."""
 
 WINDOW = 64 << 20
-"""Bytes that may be made or used before what was made or used earlier leaves memory."""
+"""Bytes that may be created or used before earlier tensors leave memory."""
 
 _IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs"})
-"""Kinds of file systems whose files are memory."""
+"""Types of file systems whose files are in memory."""
 
 _UNSET = frozenset(
     {
@@ -61,10 +61,10 @@ _UNSET = frozenset(
         "aten::empty_permuted",
     }
 )
-"""Operations that make a tensor whose values nobody may read yet."""
+"""Operations that create a tensor with undefined values."""
 
 _ZERO = frozenset({"aten::zeros", "aten::zeros_like", "aten::new_zeros"})
-"""Operations that make zeros, which a new file has already."""
+"""Operations that create zeros, which a new file has already."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -77,27 +77,28 @@ _libc.mmap.argtypes = [
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
+# Reentrant: the finalizer `_unmap` may run in a thread that has the lock, at any allocation.
 _lock = threading.RLock()
 _segments: dict[int, int] = {}
-"""The mappings that are there: where each begins, and its bytes."""
+"""Bytes of each existing mapping, by its address."""
 
 _views: dict[int, tuple[int, int]] = {}
-"""Those of files of others: where each tensor begins, and (where its mapping begins, its bytes)."""
+"""Views of given files: by address of a tensor, (address of its mapping, bytes of the mapping)."""
 
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 _PAGE_OUT = 21
-"""MADV_PAGEOUT of Linux: what was written into pages is kept, unlike by MADV_DONTNEED."""
+"""MADV_PAGEOUT of Linux: written pages are preserved, unlike with MADV_DONTNEED."""
 
 
 class DiskError(OSError):
-    """There is no disk for what should lie on one, or it is full."""
+    """No disk for offloaded tensors, or the disk is full."""
 
 
 class Disk:
-    """Where tensors lie.
+    """Folder for memory-mapped tensors.
 
-    folder: on a disk; by default the first of the usual ones that is. Raises DiskError where there
-    is none, or it is in memory.
+    folder: on a disk; by default the first usual folder that is. Raises DiskError if there is none,
+    or if the folder is in memory.
     """
 
     def __init__(self, folder: str | Path | None = None) -> None:
@@ -109,16 +110,19 @@ class Disk:
             )
 
     def empty(self, shape: Iterable[int], dtype: torch.dtype) -> Tensor:
-        """Zeros of this shape, in a file of their own."""
+        """Return zeros of this shape, in a new file."""
         size = torch.Size(shape)
         if not size.numel():
             return torch.empty(size, dtype=dtype)
         return self._flat(size.numel() * dtype.itemsize).view(dtype).view(size)
 
     def place(self, tensor: Tensor, values: bool = True) -> Tensor:
-        """A tensor of this shape and these strides here. values: with its values."""
+        """Return a tensor of this shape and strides in a new file.
+
+        Values: whether to copy the values.
+        """
         storage = tensor.untyped_storage()
-        # Bytes are the values, unless they are to be conjugated or negated when they are read.
+        # The bytes are the values, unless a conjugation or negation is lazy.
         as_bytes = values and not tensor.is_conj() and not tensor.is_neg()
         flat = self._flat(storage.nbytes(), storage if as_bytes else None)
         own = torch.empty(0, dtype=tensor.dtype)
@@ -128,13 +132,13 @@ class Disk:
         return own
 
     def _flat(self, nbytes: int, content: torch.UntypedStorage | None = None) -> Tensor:
-        """So many bytes, at least one: those of `content`, or zeros."""
+        """Return at least one and `nbytes` bytes in a new file: a copy of `content`, or zeros."""
         length = max(1, -(-nbytes // mmap.PAGESIZE)) * mmap.PAGESIZE
         address = self._map(length, content)
         array = (ctypes.c_uint8 * length).from_address(address)
         with _lock:
             _segments[address] = length
-        # torch keeps the array for as long as some tensor lies there.
+        # torch keeps the array alive while a tensor uses its memory.
         weakref.finalize(array, _unmap, address, length)
         return torch.frombuffer(array, dtype=torch.uint8, count=max(1, nbytes))
 
@@ -142,7 +146,7 @@ class Disk:
         try:
             file = nameless(self.folder)
             try:
-                # All of it now: a disk that is full is an error here, and later a killed process.
+                # Allocated now: a full disk is an error here, and would kill the process later.
                 os.posix_fallocate(file, 0, length)
                 if content is not None:
                     _write(file, content)
@@ -162,18 +166,25 @@ class Disk:
 
 
 def view(file: int, offset: int, shape: Iterable[int], dtype: torch.dtype) -> Tensor:
-    """A tensor whose values lie in an open file, from this byte on.
+    """Return a tensor whose values are in an open file, from byte `offset` on.
 
-    They are read when they are touched. What is written stays in this process's memory, and the
-    file as it is. offset: a multiple of the dtype's size. Raises DiskError where it cannot be
-    mapped.
+    Values are read on access. Writes stay in this process's memory; the file does not change.
+
+    Args:
+        file: Descriptor of the file.
+        offset: A multiple of the dtype's size.
+        shape: Shape of the tensor.
+        dtype: Dtype of the tensor.
+
+    Raises:
+        DiskError: if the file cannot be mapped.
     """
     size = torch.Size(shape)
     if not size.numel():
         return torch.empty(size, dtype=dtype)
     before = offset % mmap.PAGESIZE
     length = before + size.numel() * dtype.itemsize
-    # Nobody is to keep memory ready for all that could be written.
+    # Without reserving memory for all pages that could be written.
     flags = mmap.MAP_PRIVATE | _NORESERVE
     rights = mmap.PROT_READ | mmap.PROT_WRITE
     address = _libc.mmap(None, length, rights, flags, file, offset - before)
@@ -194,10 +205,10 @@ def _close_view(begin: int) -> None:
 
 
 def nameless(folder: Path) -> int:
-    """The descriptor of a new file without a name."""
+    """Return the descriptor of a new anonymous file in a folder."""
     try:
         return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    # A file system that has none of the kind, or a system.
+    # The file system, or the operating system, does not support O_TMPFILE.
     except (OSError, AttributeError):
         file, name = tempfile.mkstemp(prefix=".dure-", dir=folder)
         os.unlink(name)
@@ -205,7 +216,10 @@ def nameless(folder: Path) -> int:
 
 
 def _write(file: int, content: torch.UntypedStorage) -> None:
-    """Writes the bytes into a file; as a copy into its pages, each of these would be a fault."""
+    """Write bytes to a file with system calls.
+
+    A copy into mapped pages would fault on each page.
+    """
     raw: Any = torch.empty(0, dtype=torch.uint8).set_(content).numpy()
     write_at(file, memoryview(raw), 0)
 
@@ -217,7 +231,7 @@ def _unmap(address: int, length: int) -> None:
 
 
 def _usual() -> Path:
-    """The first of the usual folders that lies on a disk. Raises DiskError where none does."""
+    """Return the first usual folder that is on a disk. Raises DiskError if there is none."""
     tried = [Path(tempfile.gettempdir()), Path("/var/tmp"), Path.cwd()]
     for folder in tried:
         if os.access(folder, os.W_OK) and kind_of(folder) not in _IN_MEMORY:
@@ -228,7 +242,10 @@ def _usual() -> Path:
 
 
 def kind_of(folder: Path) -> str:
-    """The kind of file system that a folder lies in, such as ext4; "" where nobody says."""
+    """Return the type of the file system of a folder, such as ext4; "" if unknown.
+
+    Raises DiskError if there is no such folder.
+    """
     try:
         place = folder.resolve(strict=True)
     except OSError as error:
@@ -240,7 +257,7 @@ def kind_of(folder: Path) -> str:
         return ""
     for line in lines:
         _, where, kind, *_ = line.split()
-        # As the system writes a blank in a name.
+        # The system escapes a blank in a name in this way.
         where = where.replace("\\040", " ")
         if place.is_relative_to(where) and len(where) >= len(best[0]):
             best = (where, kind)
@@ -248,10 +265,11 @@ def kind_of(folder: Path) -> str:
 
 
 class _Mapping(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Lets leave what was used, a window at a time, and moves what is made to the disk.
+    """Mode that releases used mapped tensors and moves new tensors to the disk.
 
-    disk: None moves nothing. least: bytes of the smallest that is moved. spared: bytes that are
-    made before anything is moved.
+    Tensors are released a window at a time. disk: None moves nothing. least: bytes of the smallest
+    tensor that is moved. spared: bytes that are
+    created in memory before the first file.
     """
 
     def __init__(self, disk: Disk | None, least: int, spared: int = 0) -> None:
@@ -259,7 +277,7 @@ class _Mapping(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.disk = disk
         self.least = least
         self.spared = spared
-        # Where what is resident lies, and its bytes.
+        # Addresses of resident mappings, with their bytes.
         self._resident: dict[int, int] = {}
         self._nbytes = 0
 
@@ -278,12 +296,12 @@ class _Mapping(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _moved(self, name: str, result: Any, known: set[int], disk: Disk) -> Any:
-        """What an operation gave, on the disk. known: where its inputs lie."""
+        """Return an operation's result, moved to the disk. known: addresses of its inputs."""
         values = name not in _UNSET and name not in _ZERO
         moved: dict[int, Tensor] = {}
 
         def move(tensor: Tensor) -> Tensor:
-            # What shares memory with an input was made before: views, and what is changed in place.
+            # A tensor that shares memory with an input is not new: a view, or changed in place.
             if not self._is_large(tensor) or _storage(tensor) in known:
                 return tensor
             nbytes = tensor.untyped_storage().nbytes()
@@ -298,17 +316,17 @@ class _Mapping(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return tree_map_only(Tensor, move, result)
 
     def _note(self, address: int) -> None:
-        """What lies there is resident now."""
+        """Record that the mapping at `address` is resident now."""
         if address not in self._resident:
             nbytes = _segments.get(address, 0)
             self._resident[address] = nbytes
             self._nbytes += nbytes
 
     def let_go(self) -> None:
-        """What is resident leaves."""
+        """Release all resident mappings."""
         with _lock:
             for address in self._resident:
-                # Nobody may have it any more, and another one may lie there.
+                # The mapping may have been released, and another mapping may be at the address.
                 if address in _segments:
                     _libc.madvise(address, _segments[address], mmap.MADV_DONTNEED)
         self._resident.clear()
@@ -330,9 +348,9 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
 
 
 def _storage(tensor: Tensor) -> int:
-    """Where a tensor's memory begins; 0 where it has none that can be known."""
+    """Return the address of a tensor's memory; 0 if it has none or cannot be known."""
     kind = type(tensor)
-    # Others, such as those of a trace, may have none, and say so by ending the process.
+    # Other tensors, such as those of a trace, may have no memory; asking can end the process.
     if kind is not Tensor and (nn.Parameter not in kind.__mro__ or is_lazy(tensor)):
         return 0
     if tensor.layout is not torch.strided or tensor.device.type == "meta":
@@ -342,10 +360,11 @@ def _storage(tensor: Tensor) -> int:
 
 @contextmanager
 def mapped(disk: Disk, least: int = LEAST, spared: int = 0) -> Iterator[Disk]:
-    """Inside, every tensor of `least` bytes or more that this thread makes on the CPU lies there.
+    """Context manager in which tensors of `least` bytes or more are created in files.
 
-    Views, what is changed in place, and what other threads make stay where they are, and so do the
-    first `spared` bytes. What is used leaves memory, as in `passing`.
+    It applies to tensors that this thread creates on the CPU. Views, tensors that are changed in
+    place, and tensors of other threads stay in place, and so do the first `spared` bytes. Used
+    tensors leave memory, as in `passing`.
     """
     with _entered(_Mapping(disk, least, spared)):
         yield disk
@@ -353,7 +372,7 @@ def mapped(disk: Disk, least: int = LEAST, spared: int = 0) -> Iterator[Disk]:
 
 @contextmanager
 def passing() -> Iterator[None]:
-    """Inside, mapped tensors that this thread uses leave memory again, a window at a time."""
+    """Context manager in which mapped tensors that this thread uses leave memory in windows."""
     with _entered(_Mapping(None, 0)):
         yield
 
@@ -369,15 +388,15 @@ def _entered(mapping: _Mapping) -> Iterator[None]:
 
 
 def is_mapped(tensor: Tensor) -> bool:
-    """Whether a tensor lies in a file."""
+    """Return whether a tensor is in a file."""
     return _storage(tensor) in _segments or _storage(tensor) in _views
 
 
 @torch.no_grad()
 def leave_views(tensors: Iterable[Tensor]) -> None:
-    """Those that lie in files of others move into files of their own, which take what is written.
+    """Move tensors that are views of given files to new files, to which writes go.
 
-    The objects stay the same. Raises DiskError where there is no disk for them.
+    The tensor objects stay the same. Raises DiskError if there is no disk for them.
     """
     for tensor in tensors:
         if _storage(tensor) in _views:
@@ -386,17 +405,17 @@ def leave_views(tensors: Iterable[Tensor]) -> None:
 
 
 def release(tensors: Iterable[Tensor]) -> None:
-    """The pages of those that are mapped leave this process; the system writes them down."""
+    """Let the pages of mapped tensors leave this process; the system writes them to their files."""
     _advise(tensors, mmap.MADV_DONTNEED)
 
 
 def ahead(tensors: Iterable[Tensor]) -> None:
-    """The system begins to read those that are mapped."""
+    """Ask the system to read the pages of mapped tensors."""
     _advise(tensors, mmap.MADV_WILLNEED)
 
 
 def release_all() -> None:
-    """As `release`, of all that is mapped."""
+    """Release the pages of all mapped tensors."""
     with _lock:
         for address, length in list(_segments.items()):
             # An array may have been collected since the list was made.
@@ -408,26 +427,26 @@ def release_all() -> None:
 
 def _advise(tensors: Iterable[Tensor], advice: int) -> None:
     for tensor in tensors:
-        # The tensor keeps its mapping while the system is told.
+        # The tensor keeps its mapping alive during the call.
         address = _storage(tensor)
         length = _segments.get(address)
         if length is not None:
             _libc.madvise(address, length, advice)
         elif address in _views:
-            # Of a view, pages that were written are memory: they must not be forgotten.
+            # Written pages of a view exist only in memory: they must not be discarded.
             own = _PAGE_OUT if advice == mmap.MADV_DONTNEED else advice
             _libc.madvise(*_views[address], own)
 
 
 def in_own_file(tensor: Tensor) -> bool:
-    """Whether it lies in a file of `Disk`, which keeps what is written."""
+    """Return whether a tensor is in a file of `Disk`, which stores writes."""
     return _storage(tensor) in _segments
 
 
 def same_memory(tensor: Tensor, held: Any) -> Tensor:
-    """The bytes of a mapped tensor, as a tensor whose storage holds an object for as long as it is.
+    """Return the bytes of a mapped tensor, as a tensor whose storage keeps an object alive.
 
-    So it tells when nothing that was made from it lies there any more.
+    The release of `held` shows that no tensor derived from the result uses the memory any more.
     """
     array: Any = (ctypes.c_uint8 * tensor.nbytes).from_address(tensor.data_ptr())
     array.held = held
@@ -435,9 +454,9 @@ def same_memory(tensor: Tensor, held: Any) -> Tensor:
 
 
 def pages_of(tensor: Tensor) -> tuple[int, int] | None:
-    """(address, bytes) of the whole pages in which the elements of a tensor of `Disk` lie.
+    """Return (address, bytes) of the whole pages that contain the elements of a tensor of `Disk`.
 
-    None for one that lies elsewhere, in a file of somebody's too, or has no elements.
+    None for a tensor in other memory, also in a given file, or without elements.
     """
     if not in_own_file(tensor) or not tensor.numel():
         return None
@@ -450,5 +469,5 @@ def pages_of(tensor: Tensor) -> tuple[int, int] | None:
 
 
 def advise(address: int, length: int, advice: int) -> None:
-    """Tells the system what becomes of pages; advice that it does not know is lost."""
+    """Advise the system about pages; the system ignores unknown advice."""
     _libc.madvise(address, length, advice)

@@ -1,8 +1,8 @@
-"""The most that tensors of a step will take at one time, said before anything is trained.
+"""Prediction of a step's peak memory, before training.
 
-On tensors without data a step of a model takes no memory, and the peak is that of the real step:
-what forward and backward need beside parameters and buffers, which are activations, gradients, and
-what lies between two operations.
+With tensors without data a step of a model takes no memory, and its peak equals that of the real
+step: the memory of forward and backward in addition to parameters and buffers, which consists of
+activations, gradients, and temporaries between two operations.
 """
 
 from __future__ import annotations
@@ -27,10 +27,14 @@ def step_peak(
     again: Sequence[str] = (),
     spare: bool = False,
 ) -> int:
-    """Bytes that forward and backward of a step take at most beside parameters and buffers.
+    """Return the peak bytes of forward and backward, in addition to parameters and buffers.
 
-    batch: inputs and targets; they are not counted either. loss: of outputs and targets. again: the
-    modules that are computed again. spare: as for `dure.memory.activations.observed`.
+    Args:
+        model: The model.
+        batch: Inputs and targets; they are not counted either.
+        loss: Loss of outputs and targets.
+        again: Names of the modules that are recomputed.
+        spare: As for `dure.memory.activations.observed`.
     """
 
     def on_fakes() -> int:

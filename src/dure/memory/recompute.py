@@ -1,4 +1,4 @@
-"""What is to be computed again for backward, as a setting: `layers.*`, or `all`."""
+"""Setting of the modules to recompute in backward, such as `layers.*`, or `all`."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import nn
 from dure.errors import suggestion
 
 ALL = "all"
-"""Whatever takes the least memory."""
+"""Choice with the smallest peak memory."""
 
 
 @dataclass(frozen=True)
 class Recompute:
     """Patterns of module names, such as layers.*; none by default.
 
-    ("all",) chooses the modules with which a step takes the least memory.
+    ("all",) chooses the modules with which a step has the smallest peak memory.
     """
 
     patterns: tuple[str, ...] = ()
@@ -32,13 +32,13 @@ class Recompute:
 
     @property
     def all(self) -> bool:
-        """Whether it is left to dure."""
+        """Whether dure chooses the modules."""
         return self.patterns == (ALL,)
 
     def names(self, model: nn.Module) -> tuple[str, ...]:
-        """The modules that the patterns name, without those inside of others.
+        """Return the modules that match the patterns, without modules inside others of them.
 
-        Raises ValueError for a pattern that names none.
+        Raises ValueError for a pattern without a match.
         """
         known = [name for name, _ in model.named_modules() if name]
         found: list[str] = []
@@ -53,7 +53,7 @@ class Recompute:
 
 
 def outermost(names: Any) -> tuple[str, ...]:
-    """Those of the names that lie in no other of them, in their order."""
+    """Return the names that are not inside another of the names, in order."""
     listed = list(names)
     return tuple(
         name for name in listed if not any(name.startswith(f"{other}.") for other in listed)
@@ -61,9 +61,9 @@ def outermost(names: Any) -> tuple[str, ...]:
 
 
 def as_recompute(value: Recompute | Sequence[str] | str | bool) -> Recompute:
-    """A setting of patterns, of their text (`layers.*+head`, commas do as well), or of a truth.
+    """Convert patterns, their text (`layers.*+head`, or with commas), or a bool to a setting.
 
-    Raises ValueError for what is none of these.
+    Raises ValueError for other values.
     """
     if isinstance(value, Recompute):
         return value

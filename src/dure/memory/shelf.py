@@ -1,8 +1,8 @@
-"""Where tensors are put that are too many for memory: as long as it is known, on a disk.
+"""Storage of tensors that may be too large for memory, on a disk if there is one.
 
-A checkpoint of a divided model is put together here, and so are its weights at the end: what the
-ranks hold arrives a block at a time, and goes into its place in a file. Small tensors lie in memory
-all the same, and where there is no disk, or it is full, all of them do.
+Checkpoints and final weights of a divided model are collected here: the shares of the ranks arrive
+a block at a time, and are written to their place in a file. Small tensors stay in memory; if there
+is no disk, or the disk is full, all tensors do.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from dure.record.on_disk import File, Form, Leaf, OnDisk, form_of, put
 
 
 class Shelf:
-    """Makes room for tensors.
+    """Allocator of tensors on a disk or in memory.
 
-    folder: on the disk that is asked first; one that is in memory, or that is None, is none. least:
-    bytes of the smallest tensor that lies on a disk; None: none does.
+    folder: on the preferred disk; ignored if it is in memory or None. least: bytes of the smallest
+    tensor on a disk; None keeps all tensors in memory.
     """
 
     def __init__(self, folder: Path | None = None, least: int | None = LEAST) -> None:
@@ -33,17 +33,17 @@ class Shelf:
         self._length = 0
 
     def place(self, form: Form) -> Leaf:
-        """Room for a tensor, whose values are zeros until they are set (`on_disk.put`)."""
+        """Return memory for a tensor, zeros until its values are set (`on_disk.put`)."""
         size = torch.Size(form.shape)
         nbytes = size.numel() * form.kind.itemsize
         file = self._opened() if self._least is not None and nbytes >= self._least else None
-        # All of the room now: a disk that is full later would be an error in the midst.
+        # Allocated now: a disk that is full later would be an error in the middle of writing.
         if file is not None and self._grown(file, nbytes):
             return OnDisk(file, self._length - _whole_pages(nbytes), form.kind, size)
         return torch.zeros(size, dtype=form.kind)
 
     def _grown(self, file: File, nbytes: int) -> bool:
-        """Whether the file is longer by so many bytes now; not where the disk is full."""
+        """Extend the file by `nbytes`, in whole pages; return False if the disk is full."""
         length = _whole_pages(nbytes)
         with suppress(OSError):
             os.posix_fallocate(file.descriptor, self._length, length)
@@ -52,9 +52,9 @@ class Shelf:
         return False
 
     def _opened(self) -> File | None:
-        """The file; None where there is no disk."""
+        """Return the file; None if there is no disk."""
         for folder in (self._folder, None) if self._file is None else ():
-            # One that is in memory, say, or somebody else's.
+            # The folder may be in memory, or may not be writable.
             with suppress(OSError):
                 self._file = File(nameless(Disk(folder).folder))
                 return self._file
@@ -66,11 +66,11 @@ def _whole_pages(nbytes: int) -> int:
 
 
 IN_MEMORY = Shelf(least=None)
-"""Where tensors are put that are to lie in memory."""
+"""Shelf that keeps all tensors in memory."""
 
 
 def shelved(tensor: Tensor, shelf: Shelf) -> Leaf:
-    """A copy of a tensor, on the shelf."""
+    """Return a copy of a tensor on the shelf."""
     found = shelf.place(form_of("", tensor.dtype, tensor.shape))
     put(found, 0, tensor.reshape(-1))
     return found

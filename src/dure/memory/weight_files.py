@@ -1,13 +1,14 @@
-"""Tensors in safetensors files, each read where and when it is touched.
+"""Tensors in safetensors files, each read on access.
 
-    stored_in(PATH)     every tensor by its name: in which file, from which byte, dtype and shape
-    stored.read()       a view of the file (`dure.memory.mapped.view`), and not a copy
+    stored_in(PATH)     every tensor by its name: file, first byte, dtype and shape
+    stored.read()       a view of the file (`dure.memory.mapped.view`), not a copy
 
-PATH is a file; the index of several (`*.safetensors.index.json`); or a folder: of Hugging Face's
-`save_pretrained`, or of a run, of which it is the trained weights, or else the newest checkpoint.
+PATH is a file; the index of several files (`*.safetensors.index.json`); or a folder: of Hugging
+Face's `save_pretrained`, or of a run, whose trained weights are used, or else its newest
+checkpoint.
 
-Headers alone are read to know names and shapes. Nothing in a file is unpickled or called. A file
-whose elements do not begin at multiples of their size is copied when it is read.
+Only headers are read to find names and shapes. Nothing in a file is unpickled or called. A tensor
+whose first byte is no multiple of its element size is copied when it is read.
 
 Source: the format of safetensors, huggingface.co/docs/safetensors; an index has `weight_map`, the
 file of each name.
@@ -40,13 +41,12 @@ _DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 _CHUNK = 1 << 20
-"""Bytes of a file that are in memory while its digest is formed."""
+"""Bytes of a file that are in memory during the computation of its digest."""
 
 
 class Stored(NamedTuple):
-    """A tensor in a file. offset: its first byte. is_pair: complex numbers as pairs of real ones.
-
-    shape: as it is written, a pair's with one dimension more.
+    """A tensor in a file. offset: its first byte. is_pair: whether pairs stand for complex numbers.
+    written: shape in the file; a pair's has one more dimension.
     """
 
     file: Path
@@ -57,16 +57,16 @@ class Stored(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the tensor that is meant."""
+        """Shape of the tensor."""
         return self.written[:-1] if self.is_pair else self.written
 
     @property
     def values(self) -> torch.dtype:
-        """The dtype of the tensor that is meant."""
+        """Dtype of the tensor."""
         return torch.complex128 if self.is_pair else self.dtype
 
     def read(self) -> Tensor:
-        """Its values, mapped. Raises DataError where the file is gone."""
+        """Return the tensor, memory-mapped. Raises DataError if the file cannot be read."""
         try:
             descriptor = inside.descriptor_of(self.file, links=True)
         except OSError as error:
@@ -81,15 +81,15 @@ class Stored(NamedTuple):
         if self.offset % self.dtype.itemsize == 0:
             return view(descriptor, self.offset, self.written, self.dtype)
         length = torch.Size(self.written).numel() * self.dtype.itemsize
-        # Copied, so that its elements begin where those of their size may.
+        # Copied, because elements must be aligned to their size.
         content = view(descriptor, self.offset, (length,), torch.uint8).clone()
         return content.view(self.dtype).view(self.written)
 
 
 def stored_in(path: Path) -> dict[str, Stored]:
-    """The tensors that `path` has, by name.
+    """Return the tensors of `path` by name.
 
-    Raises DataError if there is none, or a file is damaged or of another kind.
+    Raises DataError if there is no such file, or a file is damaged or of another format.
     """
     found: dict[str, Stored] = {}
     for file, names in _files_of(path).items():
@@ -102,9 +102,9 @@ def stored_in(path: Path) -> dict[str, Stored]:
 
 
 def digest_of(path: Path) -> str:
-    """SHA-256 over the files that `path` stands for, in the order of their names, as hex digits.
+    """Return the SHA-256 of the files of `path`, in the order of their names, as hex digits.
 
-    Where they lie, and what else lies there, is no part of it.
+    The location of the files, and other files in the folder, have no effect.
     """
     total = sha256()
     for file in sorted(_files_of(path)):
@@ -118,7 +118,7 @@ def digest_of(path: Path) -> str:
 
 @functools.lru_cache(64)
 def _digest(file: Path, changed: int, size: int) -> bytes:
-    """Of one file, as it was when it was changed last: the runs of a comparison share it."""
+    """Return the digest of a file at its last change; the runs of a comparison share it."""
     own = sha256()
     with inside.opened(file, links=True) as opened:
         while content := opened.read(_CHUNK):
@@ -127,7 +127,7 @@ def _digest(file: Path, changed: int, size: int) -> bytes:
 
 
 def _files_of(path: Path) -> dict[Path, set[str] | None]:
-    """The files, and which names each is read for; None: all that it has."""
+    """Return the files, and the names to read from each; None for all names."""
     if path.is_dir():
         path = _in_folder(path)
     if path.name.endswith(_INDEX):
@@ -141,7 +141,7 @@ def _files_of(path: Path) -> dict[Path, set[str] | None]:
 
 
 def _in_folder(folder: Path) -> Path:
-    """What a folder's weights are called: a file, or an index."""
+    """Return the path of a folder's weights: a file, or an index."""
     usual = [folder / _MODEL, folder / f"model{_INDEX}", *_newest(folder / "checkpoint")]
     found = next((one for one in usual if one.is_file()), None)
     if found is not None:
@@ -158,7 +158,7 @@ def _in_folder(folder: Path) -> Path:
 
 
 def _newest(checkpoints: Path) -> list[Path]:
-    """The weights of the newest of a run's checkpoints, if there is one."""
+    """Return the path of the weights of a run's newest checkpoint; empty if there is none."""
     if not checkpoints.is_dir():
         return []
     places = [place for one in checkpoints.iterdir() if (place := place_of(one.name)) is not None]
@@ -168,7 +168,7 @@ def _newest(checkpoints: Path) -> list[Path]:
 def _indexed(path: Path) -> dict[Path, set[str] | None]:
     files: dict[Path, set[str] | None] = {}
     for name, file in _weight_map(path).items():
-        # A file that somebody sent names others next to it, and none elsewhere.
+        # For security an index may only name files in its own folder.
         if not isinstance(file, str) or Path(file).name != file:
             raise DataError(f"{path} is damaged: {name} lies in {file!r}, which is no file's name")
         names = files.setdefault(path.parent / file, set())
@@ -190,9 +190,9 @@ def _weight_map(path: Path) -> Mapping[str, Any]:
 
 
 def _tensors_of(file: Path) -> dict[str, Stored]:
-    """The tensors of one file, by its header."""
+    """Return the tensors of a file, from its header."""
     try:
-        # The library looks at the header: whether it is one, and all elements are there.
+        # The library validates the header and the length of the file.
         with inside.pinned(file, links=True) as name, safe_open(name, "pt") as opened:
             pairs = set(pairs_in(opened.metadata()))
         with inside.opened(file, links=True) as content:

@@ -1,4 +1,4 @@
-"""Divide one model's work over ranks: one system a file."""
+"""Division of a model's work over ranks, with a module for each system."""
 
 from dure.parallel.data.distributed import DistributedDataParallel
 from dure.parallel.zero.redundancy import ZeroRedundancy

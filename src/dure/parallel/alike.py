@@ -1,16 +1,17 @@
-"""Replicas stay alike: what every rank holds whole is compared now and then.
+"""Comparison of the parameters that every rank of a group should have in common.
 
-Ranks that begin with the same weights and add the same updates keep the same weights. A forward
-pass that changes weights by the examples that it sees (an initialisation that looks at data, a row
-that is normalised when it is looked up, an average of activations) takes them apart, and so does a
-rank that alone loads or clips weights. Nothing else would show it.
+Ranks that begin with the same weights and add the same updates keep the same weights. Two causes
+let the weights diverge without a visible symptom: a forward pass that changes weights according to
+its examples (data-dependent initialisation, a normalised embedding row, an average of activations),
+and a rank that loads or clips weights alone.
 
-Each rank says of each parameter two numbers, its sum and the sum of its magnitudes. That is done
-after passes 1, 2, 4, 8 and so on, so that it costs next to nothing, and what began in a pass is
-found before twice as many are over. Bookkeeping, which the meter does not count.
+Each rank sends two numbers for each parameter: the sum of the elements and the sum of their
+magnitudes. Ranks compare after passes 1, 2, 4, 8 and so on, so that the cost is negligible; a
+divergence that begins in pass t is found before pass 2t ends. The meter does not count these
+messages.
 
-Processors of several kinds may round one update differently. Such differences add up as a random
-walk: after t passes they are about √t roundings, and ten times as much is taken for alike.
+Processors of different kinds may round the same update differently. Such differences add up as a
+random walk: about √t roundings after t passes. Differences up to ten times that are accepted.
 """
 
 from __future__ import annotations
@@ -24,13 +25,14 @@ from torch import nn
 from dure.collectives.group import Group
 
 _ROUNDINGS = 10
+"""Multiple of the expected rounding error (√t roundings after t passes) that is accepted."""
 
 _PART = 1 << 16
-"""Elements that are summed at once: those of half a megabyte in float64, which a cache holds."""
+"""Elements that are summed at once: half a megabyte in float64, which fits a cache."""
 
 
 class Alike:
-    """The parameters of a model that all ranks of a group hold alike."""
+    """Parameters of a model that all ranks of a group have in common."""
 
     def __init__(self, named: Iterable[tuple[str, nn.Parameter]], group: Group) -> None:
         self.named = list(named)
@@ -38,9 +40,10 @@ class Alike:
         self.passes = 0
 
     def passed(self) -> None:
-        """After a pass of all ranks, when all hold the same; every rank calls it.
+        """Compare the parameters of all ranks after a pass. Every rank calls this method.
 
-        Raises ValueError, on every rank, if their parameters differ.
+        Only calls 1, 2, 4, 8 and so on compare. Raises ValueError, on every rank, if parameters
+        differ.
         """
         self.passes += 1
         if _is_power_of_two(self.passes) and self.group.size > 1 and self.named:
@@ -63,11 +66,11 @@ class Alike:
 
 
 class Still:
-    """Parameters that several threads read in one memory: a change would be made by each of them.
+    """Parameters in the memory of several threads, where each thread would apply a change.
 
-    Torch counts most changes, and the counters are compared in every pass; what it does not count,
-    such as what is written through `parameter.data`, is found by sums, after passes 1, 2, 4 and so
-    on.
+    The version counters of torch are compared in every pass. Changes that torch does not count,
+    such as a write through `parameter.data`, are found by comparing sums, after passes 1, 2, 4 and
+    so on.
     """
 
     def __init__(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
@@ -76,12 +79,15 @@ class Still:
         self._seen: list[object] = []
 
     def begin(self) -> None:
-        """A pass begins."""
+        """Record the state of the parameters at the beginning of a pass."""
         self.passes += 1
         self._seen = self._now()
 
     def end(self) -> None:
-        """It ends. Raises ValueError if it has changed a parameter."""
+        """Compare the parameters at the end of a pass.
+
+        Raises ValueError if the pass changed a parameter.
+        """
         for (name, _), before, now in zip(self.named, self._seen, self._now(), strict=True):
             if before != now:
                 raise ValueError(
@@ -103,7 +109,7 @@ def _is_power_of_two(number: int) -> bool:
 
 @torch.no_grad()
 def sums_of(parameter: nn.Parameter) -> tuple[float, float]:
-    """The sum of a parameter's elements and that of their magnitudes."""
+    """Return the sum of a parameter's elements and the sum of their magnitudes, in float64."""
     values = parameter.detach()
     if values.is_complex():
         values = torch.view_as_real(values.resolve_conj())
@@ -122,8 +128,8 @@ def _rounding(dtype: torch.dtype) -> float:
 
 
 def _differ(one: Sequence[float], other: Sequence[float], allowed: float) -> bool:
-    """Whether two ranks' numbers differ by more than `allowed` of the magnitudes."""
+    """Return whether the sums of two ranks differ by more than `allowed` times the magnitudes."""
     if not all(map(math.isfinite, (*one, *other))):
-        # NaN is alike everywhere, and nothing more can be said of it
+        # NaN is unequal to itself: compare the text of the numbers instead
         return [str(number) for number in one] != [str(number) for number in other]
     return max(abs(a - b) for a, b in zip(one, other, strict=True)) > allowed * other[1]

@@ -1,14 +1,14 @@
-"""Gradients of long weights, computed where they leave from.
+"""Gradients of large weights, computed directly in the buffers that are sent.
 
-Autograd makes each gradient in memory of its own, and to copy it into its bucket takes as long as
-to sum it. The gradient of a linear layer's weight is one matrix product, gᵀx, and a product can be
-written anywhere: into the weight's place in its bucket, so that nothing is copied. Megatron-LM
-calls this gradient accumulation fusion.
+Autograd allocates memory for each gradient, and the copy into the bucket takes as long as the sum.
+The gradient of a linear layer's weight is a matrix product, gᵀx, and a matrix product can write
+its result anywhere: into the weight's place in the bucket, so that no copy is needed. Megatron-LM
+calls this technique gradient accumulation fusion.
 
-The graph itself stays as it is. Once in each forward pass the nodes that make such products are
-looked up in it, and while one of them runs, its matrix product is told where to write. All else is
-autograd's own: it calls hooks, adds other contributions, and gives the tensor to the parameter as
-its gradient. A gradient that ends up elsewhere is copied like any other.
+The graph does not change. After each forward pass the nodes that compute such products are found
+in the graph, and hooks around a node direct its matrix product to the place in the bucket. All
+else remains autograd's work: hooks, the sum with other contributions, the assignment to `.grad`. A
+gradient that ends up elsewhere is copied like any other.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 WORTH_IT = 4 << 20
-"""Bytes from which on a copy takes longer than Python needs to look into a node."""
+"""Bytes from which on a copy takes longer than Python needs to inspect a node."""
 
 PRODUCTS = ("AddmmBackward0", "MmBackward0")
 
 
 class Into(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Inside, the first matrix product of the place's shape is written there."""
+    """Dispatch mode that writes the first matrix product with the shape of `place` into `place`."""
 
     def __init__(self, place: Tensor) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -37,7 +37,7 @@ class Into(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         place = self.place
-        # With gradients it is a product of a forward pass, which is computed again for this node.
+        # With gradients enabled the product belongs to a forward pass that is recomputed.
         if (
             function is torch.ops.aten.mm.default
             and place is not None
@@ -45,17 +45,17 @@ class Into(TorchDispatchMode):  # type: ignore[no-untyped-call]
         ):
             one, other = args
             if (one.shape[0], other.shape[1]) == place.shape and one.dtype == place.dtype:
-                # once: a second product of this shape is that of something else
+                # once: a second product of this shape belongs to something else
                 self.place = None
-                # detached: a tensor of its own, which autograd can take as the gradient
+                # detached: a new tensor object, which autograd can take as the gradient
                 return torch.ops.aten.mm.out(one, other, out=place.detach())
         return function(*args, **(kwargs or {}))
 
 
 class Direct:
-    """The long weights among `parameters`.
+    """Large weights among `parameters` whose gradients are computed in their place in a bucket.
 
-    place_of: where a parameter's gradient leaves from; None where that is not known.
+    place_of: returns the memory that a parameter's gradient is sent from; None if it is unknown.
     """
 
     def __init__(
@@ -67,14 +67,14 @@ class Direct:
             for parameter in parameters
             if parameter.dim() == 2 and parameter.nbytes >= WORTH_IT and parameter.is_contiguous()
         }
-        # by weight: the last backward pass in which its place was given away
+        # by weight: the last backward pass in which a product wrote into its place
         self._passes: dict[int, int] = {}
 
     def prepare(self, outputs: Iterable[Tensor]) -> None:
-        """Looks for the products in the graph of a forward pass."""
+        """Find the matrix products of the weights in the graph of a forward pass and hook them."""
         if not self.weights or torch.compiler.is_compiling():
             return
-        # A stack of our own: graphs are deeper than Python recurses.
+        # An explicit stack: graphs are deeper than Python's recursion limit.
         stack: list[Any] = [output.grad_fn for output in outputs if output.grad_fn is not None]
         seen: set[Any] = set(stack)
         while stack:
@@ -88,8 +88,8 @@ class Direct:
                 self._prepare(node, following[-1][0])
 
     def _prepare(self, node: Any, transposed: Any) -> None:
-        # A linear layer multiplies by the weight's transpose: the path of its gradient ends in a
-        # transposition, and then in the leaf. Any other form is left to autograd.
+        # A linear layer multiplies by the weight's transpose: the path of the gradient ends in a
+        # transposition, and then in the leaf. Autograd computes any other form.
         if type(transposed).__name__ == "TBackward0":
             leaf = transposed.next_functions[0][0]
             weight = self.weights.get(id(getattr(leaf, "variable", None)))
@@ -97,7 +97,7 @@ class Direct:
                 self._watch(node, leaf, weight)
 
     def _watch(self, node: Any, leaf: Any, weight: nn.Parameter) -> None:
-        # a list, for both hooks of the node; empty where this pass writes nowhere
+        # a list, shared by both hooks of the node; empty if this pass has no place to write to
         entered: list[Into] = []
 
         def before(gradients: Any) -> None:
@@ -116,14 +116,15 @@ class Direct:
         node.register_hook(after)
 
     def _place_for(self, leaf: Any, weight: nn.Parameter) -> Tensor | None:
-        """Where this pass may write.
+        """Return the memory for the weight's gradient in this pass; None: autograd allocates it.
 
-        Only the weight's first product of a pass may, and only if the gradient is for the weight.
+        Only the first product of a weight in a pass may write, and only if the gradient is
+        accumulated into the weight.
         """
         current = torch._C._current_graph_task_id()
         if (
-            # autograd would add the new gradient to the old one, which lies in that very place;
-            # with create_graph it keeps the product; a weight that is used twice has two products
+            # autograd would add the new gradient to the old gradient, which is in that very place;
+            # create_graph keeps the product; a weight that is used twice has two products
             weight.grad is not None
             or torch.is_grad_enabled()
             or self._passes.get(id(weight)) == current
@@ -133,7 +134,7 @@ class Direct:
             # backward(inputs=...) may leave the weight out
             if not torch._C._will_engine_execute_node(leaf):
                 return None
-        except RuntimeError:  # torch.autograd.grad asks for it
+        except RuntimeError:  # the call is torch.autograd.grad
             return None
         self._passes[id(weight)] = current
         return self._place_of(weight)

@@ -1,13 +1,15 @@
-"""Whether an optimizer can be divided over ranks: by whole parameters, or inside of them.
+"""Check whether an optimizer can be divided over ranks: by whole parameters, or inside parameters.
 
-    parameter-wise   each parameter is updated by its own gradient and state. Not so: LBFGS, and
-                     what scales all updates by a norm over all gradients. Stages of a pipeline
-                     need it.
-    element-wise     so is each element of a parameter. Not so: what looks at a whole tensor, such
-                     as a norm, a factored moment or an orthogonal update. ZeRO needs it.
+    parameter-wise   each parameter is updated from its own gradient and state. Not so: LBFGS, and
+                     optimizers that scale all updates by a norm over all gradients. Pipeline
+                     stages need this property.
+    element-wise     each element of a parameter is, too. Not so: optimizers that use a whole
+                     tensor, such as a norm, a factored moment or an orthogonal update. ZeRO needs
+                     this property.
 
-Which of torch's optimizers are is known. Others are tried out on a small matrix, whole and in
-halves, or on two. One that cannot be tried out is not divided inside of parameters.
+The properties of torch's optimizers are known. Other optimizers are tried on a small matrix: the
+updates of the whole matrix are compared with the updates of its pieces. An optimizer that cannot
+be tried is not divided inside parameters.
 """
 
 from __future__ import annotations
@@ -45,7 +47,10 @@ _PARAMETER_WISE = _ELEMENT_WISE | {
 
 
 def check_element_wise(optimizer: Optimizer) -> None:
-    """Raises ValueError for an optimizer that does not treat every element of a tensor alone."""
+    """Check that an optimizer updates every element of a tensor alone.
+
+    Raises ValueError otherwise.
+    """
     if type(optimizer) in _ELEMENT_WISE:
         return
     problem = _problem(
@@ -60,7 +65,7 @@ def check_element_wise(optimizer: Optimizer) -> None:
 
 
 def check_parameter_wise(optimizer: Optimizer) -> None:
-    """Raises ValueError for an optimizer that does not treat every parameter for itself."""
+    """Check that an optimizer updates every parameter alone. Raises ValueError otherwise."""
     if type(optimizer) in _PARAMETER_WISE:
         return
     problem = _problem(
@@ -75,14 +80,14 @@ def check_parameter_wise(optimizer: Optimizer) -> None:
 
 
 def is_element_wise(optimizer: Optimizer) -> bool:
-    """Whether it is one of torch's own that treat every element of a tensor alone."""
+    """Return whether the optimizer is an element-wise optimizer of torch."""
     return type(optimizer) in _ELEMENT_WISE
 
 
 def check_steps_apart(optimizer: Any) -> None:
-    """Raises ValueError for an optimizer whose state cannot be offloaded.
+    """Check that an optimizer's state can be offloaded. Raises ValueError otherwise.
 
-    Each parameter is then updated while the state of the others is elsewhere.
+    With offloading each parameter is updated while the state of the other parameters is elsewhere.
     """
     name = type(optimizer).__name__
     if not isinstance(optimizer, Optimizer):
@@ -105,13 +110,13 @@ def _problem(
     what: str,
     together: bool = False,
 ) -> str | None:
-    """Why pieces with an optimizer each are not updated as by one optimizer; None if they are.
+    """Return how separate optimizers for the pieces differ from a joint optimizer; None if equal.
 
-    cut: how the matrix becomes pieces. what: these pieces, for the message. together: whether that
-    one optimizer has the pieces too; else it has the matrix that they make up.
+    cut: divides a tensor into pieces. what: a phrase for the pieces, for the message. together: the
+    joint optimizer has the pieces as parameters; otherwise it has the whole matrix.
     """
-    # The same numbers in every run, so that the answer is the same; three steps, because state
-    # begins at zero.
+    # A fixed seed, so that the answer is the same in every run; three steps, because state begins
+    # at zero.
     generator = torch.Generator().manual_seed(0)
     start, *gradients = torch.randn(4, 6, 4, generator=generator, dtype=torch.float64)
     whole = [nn.Parameter(piece.clone()) for piece in (cut(start) if together else [start])]
@@ -126,7 +131,7 @@ def _problem(
     except Exception as error:
         needs_closure = isinstance(error, TypeError) and "closure" in text_of(error)
         if together and not needs_closure:
-            return None  # that of a user, who knows better: most treat each parameter for itself
+            return None  # a user-defined optimizer: most update each parameter alone
         return f"trying it out failed ({described(error)})"
     if torch.equal(_joined(whole), _joined(pieces)):
         return None
@@ -140,11 +145,11 @@ def _joined(parts: Sequence[nn.Parameter]) -> Tensor:
 def _steps(
     optimizer: Optimizer, owned: Sequence[list[nn.Parameter]], gradients: Sequence[Sequence[Tensor]]
 ) -> None:
-    """Steps of optimizers of this kind, each with the parameters that it owns.
+    """Step optimizers of this kind, each with the parameters that it owns.
 
-    gradients: those of all parameters in `owned`, for each step.
+    gradients: for each step, the gradients of all parameters in `owned`.
     """
-    # Settings that are tensors, such as a learning rate, are left out: the probes would share them.
+    # Without settings that are tensors, such as a learning rate: the probes would share them.
     settings = {
         key: value for key, value in optimizer.defaults.items() if not isinstance(value, Tensor)
     }

@@ -1,10 +1,10 @@
-"""The first weights: all ranks of a group begin with those of rank 0.
+"""Initial weights: all ranks of a group begin with the weights of rank 0.
 
-They mostly have them already, since they draw under the same seed. Models that are read from a
-file, or that draw otherwise, may differ, and nothing would show it.
+The ranks usually have the same weights already, because they draw under the same seed. Models that
+are read from a file, or that draw in another way, may differ without a visible symptom.
 
-What is sent travels in pieces, so that no second copy is needed, of the whole model or of a tensor.
-Bookkeeping, which the meter does not count.
+Rank 0 broadcasts each tensor in pieces, so that neither the model nor a tensor needs a second
+copy. The meter does not count these messages.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from dure.collectives.group import Group
 from dure.memory.mapped import LEAST, release
 
 _PIECE = LEAST // 2
-"""Bytes of a piece: too few for a file of their own, where what is made lies in files."""
+"""Bytes of a piece: below the size at which `dure.memory.mapped` allocates a file."""
 
 
 def share_weights(model: nn.Module, group: Group) -> None:
-    """Rank 0's parameters and buffers become everybody's. All ranks call it."""
+    """Broadcast rank 0's parameters and buffers to all ranks. All ranks call this function."""
     for tensor in itertools.chain(model.parameters(), model.buffers()):
         for piece in _pieces(tensor.detach()):
             group.broadcast_values([piece], counted=False)
-        # Of a model in files, what was looked at need not stay in memory.
+        # Pages of a memory-mapped model that were read need not stay in memory.
         release([tensor])
 
 
 def _pieces(tensor: Tensor) -> Iterable[Tensor]:
-    """A tensor in views; one with gaps is one piece."""
+    """Return flat views that cover a tensor; a tensor with gaps is returned as a single piece."""
     if not tensor.is_contiguous():
         return [tensor]
     flat = tensor.view(-1)

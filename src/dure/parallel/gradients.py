@@ -1,6 +1,6 @@
-"""Gradients and the memory they travel in: flat buffers with a view for each.
+"""Flat buffers for gradients, with a view for each gradient.
 
-The buffers lie in shared memory where ranks share it.
+The buffers are in shared memory if the ranks share memory.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from dure.collectives.shared_memory.pool import empty_shared
 
 @dataclass(frozen=True)
 class Flat:
-    """A buffer, and the places of gradients in it.
+    """A flat buffer and the views of gradients in it.
 
-    views: of the buffer, each with the shape and the strides of its parameter.
+    views: views of the buffer, each with the shape and the strides of its parameter.
     """
 
     whole: Tensor
@@ -34,13 +34,18 @@ class Flat:
         dtype: torch.dtype | None = None,
         device: torch.device | None = None,
     ) -> Flat:
-        """Zeros for the gradients of `parameters`, of one dtype and device, then `tail` numbers.
+        """Return a buffer of zeros for the gradients of `parameters`, followed by `tail` numbers.
 
-        dtype, device: of the buffer where there are no parameters.
+        Args:
+            parameters: Tensors of one dtype and device.
+            group: Ranks that the buffer is shared with, if its backend uses shared memory.
+            tail: Elements after the gradients.
+            dtype: Dtype of the buffer if there are no parameters.
+            device: Device of the buffer if there are no parameters.
         """
         like = parameters[0] if parameters else torch.empty(0, dtype=dtype, device=device)
         length = sum(parameter.numel() for parameter in parameters) + tail
-        # where peers can read it; zeroed, since such memory is used again
+        # in memory that peers can read; zeroed, because such memory is reused
         if length and group.backend(like.device) == "dure":
             whole = empty_shared(length, dtype=like.dtype).zero_()
         else:
@@ -51,30 +56,30 @@ class Flat:
             strides = parameter.stride()
             if not is_dense(parameter):  # a gradient has no gaps
                 strides = torch.empty(parameter.shape, device="meta").stride()
-            # With the parameter's own strides, so that the elements of both lie in one order.
+            # With the parameter's strides, so that the elements of both are in one order.
             views.append(whole.as_strided(parameter.shape, strides, start))
             start += parameter.numel()
         return cls(whole, views)
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether its elements fill a piece of memory without gaps, in whatever order."""
+    """Return whether a tensor's elements fill a piece of memory without gaps, in any order."""
     if tensor.numel() == 0 or tensor.is_contiguous():
         return True
     steps = zip(tensor.shape, tensor.stride(), strict=True)
-    # the distance from the first element to the last one is the number of elements less one
+    # the distance from the first to the last element is the number of elements minus 1
     return 1 + sum((size - 1) * stride for size, stride in steps) == tensor.numel()
 
 
 def flat_view(gradient: Tensor) -> Tensor:
-    """A dense tensor's elements as they lie in memory."""
+    """Return a dense tensor's elements as a vector, in memory order."""
     return gradient.as_strided((gradient.numel(),), (1,))
 
 
 def as_dense(gradient: Tensor) -> Tensor:
-    """The gradient itself; of a sparse one, such as embeddings have, all elements.
+    """Return a gradient as a dense tensor; a sparse gradient, as of an embedding, is expanded.
 
-    Raises RuntimeError for one that is differentiated further.
+    Raises RuntimeError for a gradient that requires a gradient (`create_graph=True`).
     """
     if gradient.requires_grad:
         raise RuntimeError(

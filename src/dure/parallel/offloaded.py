@@ -1,7 +1,7 @@
-"""What a learner has elsewhere: optimizer state, parameters, gradients and activations.
+"""Offloading for a learner: optimizer state, parameters, gradients and activations.
 
-A strategy's field `offload` says which (`dure.memory.offload`). Where nothing is offloaded, all of
-this does nothing.
+A strategy's field `offload` selects the parts (`dure.memory.offload`). If nothing is offloaded, all
+functions of this module have no effect.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from dure.parallel.divisible import check_steps_apart, is_element_wise
 NO_OFFLOAD = Offload()
 
 ON_GPU = ("optimizer", "activations")
-"""What a GPU can do without for a while; it computes only with what lies on it."""
+"""Parts that can be offloaded from a GPU; parameters and gradients must stay on the GPU."""
 
 
 def check_offload(
@@ -39,9 +39,19 @@ def check_offload(
     why: str = "",
     device: torch.device | None = None,
 ) -> None:
-    """Raises ValueError for what a strategy does not offload, or where there is no disk for it.
+    """Check a strategy's fields `offload` and `offload_folder`.
 
-    able: the parts that it offloads. who: the strategy, by name. why: the reason for the others.
+    Args:
+        wanted: The parts to offload.
+        folder: The strategy's `offload_folder`.
+        able: The parts that the strategy can offload.
+        who: The strategy's name, for messages.
+        why: Reason why the strategy does not offload the other parts, for messages.
+        device: The learner's device; None stands for the CPU.
+
+    Raises:
+        ValueError: for a part that the strategy or the device cannot offload, for a folder that
+            nothing uses, or if there is no disk for the parts.
     """
     if not wanted:
         if folder is not None:
@@ -61,15 +71,18 @@ def check_offload(
 
 
 def check_optimizer(wanted: Offload, task: Task, model: nn.Module) -> None:
-    """Raises ValueError for an optimizer whose state cannot be offloaded, where it is to be."""
+    """Check that the optimizer's state can be offloaded, if `wanted` has it.
+
+    Raises ValueError if not.
+    """
     if "optimizer" in wanted:
         check_steps_apart(task.optimizer(list(model.parameters())))
 
 
 class Offloaded:
-    """What one learner offloads; files and threads end with the run.
+    """Offloading of a learner; the files and threads end with the run.
 
-    divided: the learner divides the parameters, and puts its shares where they belong (`memory`).
+    divided: the learner divides the parameters, and allocates its shares with `memory`.
     """
 
     def __init__(
@@ -93,12 +106,12 @@ class Offloaded:
 
     @property
     def _files(self) -> Files | None:
-        """Where parameters lie; None where they stay in memory."""
+        """The files that parameters are in; None if parameters stay in memory."""
         is_there = isinstance(self._store, Files) and "parameters" in self.wanted
         return cast(Files, self._store) if is_there else None
 
     def model(self, make: Callable[[], nn.Module]) -> nn.Module:
-        """The model, made where it is to lie; its passes are watched from now on."""
+        """Return the model, created in its final memory; its passes are watched from now on."""
         files = None if self.divided else self._files
         with nullcontext() if files is None else mapped(files.disk, files.least):
             model = make()
@@ -111,33 +124,36 @@ class Offloaded:
         return model
 
     def watch_parameters(self, model: nn.Module) -> None:
-        """From now on passes of the model read ahead the parameters that they need."""
+        """Make passes of the model read ahead the parameters that they need, from now on."""
         if self._files is not None:
             OffloadedParameters(model, self._files)
 
     def keep_activations(self, stay: Callable[[], Iterable[Tensor]]) -> None:
-        """From now on `saving` keeps activations. stay: gives what is in memory in any case."""
+        """Make `saving` store activations from now on.
+
+        stay: returns the tensors that stay in memory in any case.
+        """
         if self._store is not None and "activations" in self.wanted:
             self.activations = OffloadedActivations(self._store, self.device, stay)
 
     @property
     def memory(self) -> Callable[[int, torch.dtype], Tensor] | None:
-        """What makes so many elements for parameters; None where those stay in memory."""
+        """Allocator of file-backed elements for parameters; None if parameters stay in memory."""
         files = self._files
         return None if files is None else lambda elements, dtype: files.empty([elements], dtype)
 
     def optimizer(self, optimizer: Any) -> Any:
-        """The optimizer, stepping over state that lies elsewhere."""
+        """Return the optimizer, prepared to step over offloaded state if the state is offloaded."""
         if self._store is not None and "optimizer" in self.wanted:
             assert isinstance(optimizer, Optimizer)
             self._steps = OffloadedSteps(optimizer, self._store, is_element_wise(optimizer))
         return optimizer
 
     def restored(self) -> None:
-        """The optimizer has a state that was loaded."""
+        """Store the optimizer's state, which was loaded from a checkpoint."""
         if self._steps is not None:
             self._steps.keep_all()
 
     def saving(self, *given: Any) -> AbstractContextManager[Any]:
-        """Around a forward pass of these inputs and targets."""
+        """Context manager for a forward pass of these inputs, whose activations are offloaded."""
         return nullcontext() if self.activations is None else self.activations.saving(*given)

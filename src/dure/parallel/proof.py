@@ -1,9 +1,9 @@
-"""Two ways to compute the same, compared: what a strategy believes about a model is tried first.
+"""Comparison of two computations, which shows that a strategy's form of a model is right.
 
-A traced program, or layers divided by a plan, have to compute what the model computes. Before the
-first step both are run on the same examples with the same random numbers, and what they give is
+A traced program, or layers divided by a plan, must compute the same function as the model. Before
+the first step both run on the same examples with the same random numbers, and their results are
 compared tensor by tensor. Sums in another order differ in their last digits; the tolerances are far
-above that and far below what a wrong program or plan does.
+above such differences and far below the errors of a wrong program or plan.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ TOLERANCES = {
     torch.bfloat16: 5e-2,
     torch.float16: 2e-2,
 }
-"""The largest difference, as a share of the largest value, by dtype.
+"""Largest accepted difference, as a share of the largest value, by dtype.
 
-Some thousand units in the last place of float32, and more of float64: a forward and a backward pass
-through many layers, whose sums are taken in another order, stay well below. Half precision has
-three digits and two.
+The bound is some thousand units in the last place of float32, and more of float64: a forward and a
+backward pass through many layers, with sums in another order, stay well below. Half precision has
+two or three digits.
 """
 
 SMALL = 1e-3
-"""Tensors whose values are all below this share of the largest of all tensors are compared by it.
+"""Share of the largest value of all tensors below which a tensor is compared by that bound.
 
-A gradient that ought to be zero, as of a bias before a batch norm, is what rounding has left.
+A gradient that is zero in exact arithmetic, as of a bias before a batch norm, is rounding error.
 """
 
 
 class Difference(NamedTuple):
-    """The first tensor that differs: its name, and by how much of its largest value."""
+    """First tensor that differs: its name, and the difference as a share of its largest value."""
 
     name: str
     share: float
@@ -48,22 +48,22 @@ def first_difference(
     computed_in: torch.dtype | None = None,
     tolerance: Callable[[torch.dtype], float] | None = None,
 ) -> Difference | None:
-    """The first of the tensors in `right`, in their order, that `tried` has otherwise.
+    """Return the first tensor of `right`, in its order, that differs in `tried`; None if all agree.
 
-    Tensors of one kind, such as all gradients. None stands for a gradient that is not there, which
-    is one of zeros. What is infinite or NaN in both is alike. A tensor of another shape or dtype,
-    and a whole number that differs, differ by inf.
+    All tensors are of one kind, such as all gradients. None stands for a missing gradient, which
+    counts as zeros. Values that are infinite or NaN in both are equal. A tensor of another shape or
+    dtype, and an integer that differs, differ by inf.
 
     computed_in: the coarsest dtype on the way to these tensors, as of a model in float32 that
-    computes in bfloat16 by autocast; None is that of each tensor. tolerance: by dtype; by default
-    `tolerance_of`.
+    computes in bfloat16 by autocast; None is each tensor's own dtype. tolerance: the accepted share
+    by dtype; by default `tolerance_of`.
     """
     within = tolerance or tolerance_of
     floor: float | None = None
     for name, wanted in right.items():
         given = tried.get(name)
         one = wanted if wanted is not None else given
-        # Mostly the bits are the same, which is found out the fastest.
+        # The bits are mostly equal, and a comparison of bits is the fastest.
         if one is None or (wanted is not None and given is not None and _same(wanted, given)):
             continue
         if floor is None:
@@ -86,20 +86,20 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 
 def tolerance_of(dtype: torch.dtype) -> float:
-    """The share of the largest value by which values may differ; 0 for whole numbers."""
+    """Return the share of the largest value by which values may differ; 0 for integers."""
     return TOLERANCES.get(dtype.to_real() if dtype.is_complex else dtype, 0.0)
 
 
 def same_operations(dtype: torch.dtype) -> float:
-    """The same for what the same operations have computed, whose sums are mostly in one order."""
+    """Return the tolerance for the same operations, whose sums are mostly in the same order."""
     if not (dtype.is_floating_point or dtype.is_complex):
         return 0.0
     return min(tolerance_of(dtype), 1024 * torch.finfo(dtype).eps)
 
 
 def once_more(dtype: torch.dtype) -> float:
-    """The same for what the same code has computed a second time, on the same machine."""
-    # Nearly always the bits are the same; only what threads add up in any order may be rounded.
+    """Return the tolerance for results of the same code, run a second time on the same machine."""
+    # The bits are nearly always equal; only sums that threads add in any order may be rounded.
     if not (dtype.is_floating_point or dtype.is_complex):
         return 0.0
     return min(16 * torch.finfo(dtype).eps, 1e-5)
@@ -107,26 +107,26 @@ def once_more(dtype: torch.dtype) -> float:
 
 @torch.no_grad()
 def _apart(right: Tensor, tried: Tensor, floor: float) -> float:
-    """How far two tensors are apart, as a share of the largest value in `right`, or of `floor`."""
+    """Return the largest difference, as a share of the largest value in `right`, or of `floor`."""
     if right.shape != tried.shape or right.dtype != tried.dtype:
         return math.inf
     if not (right.is_floating_point() or right.is_complex()):
         return 0.0 if torch.equal(right, tried) else math.inf
     apart = _most(right - tried)
-    # Where something is not finite, both have to be so in the same places.
+    # Values that are not finite must be in the same places in both.
     if not math.isfinite(apart):
         finite = right.isfinite()
         if not torch.equal(finite, tried.isfinite()):
             return math.inf
         apart = _most(right[finite] - tried[finite])
     scale = max(_largest(right), floor)
-    # Where all ought to be zeros, what differs is taken as it is.
+    # If all values should be zeros, the difference is absolute.
     return apart / scale if scale else apart
 
 
 @torch.no_grad()
 def _largest(tensor: Tensor | None) -> float:
-    """The largest finite absolute value; 0 where there is none."""
+    """Return the largest finite absolute value; 0 if there is none."""
     if tensor is None or not (tensor.is_floating_point() or tensor.is_complex()):
         return 0.0
     most = _most(tensor)

@@ -1,17 +1,17 @@
-"""What a learner computes again for backward, by a strategy's fields `recompute` and `memory`.
+"""Recomputation of activations in backward, by a strategy's fields `recompute` and `memory`.
 
-    recompute    the modules of these names; or `all`: those with which a step takes the least
-    memory       as few as a step needs to take at most so much:
+    recompute    the modules of these names; or `all`: the choice with the smallest peak of a step
+    memory       as few modules as possible such that a step needs at most this memory:
 
-                 weights + gradients + optimizer's state + what a step has besides <= memory
+                 weights + gradients + optimizer state + other memory of a step <= memory
 
-The first three are what a worker holds of them (`dure.memory.formula`); the last is tried on
+The first three terms are the worker's parts (`dure.memory.formula`); the last term is measured on
 tensors without data (`dure.memory.choosing`), for the part of the batch that a worker computes at
-once. What Python and torch take themselves is not in it.
+once. The memory of Python and torch themselves is not included.
 
-Before the first step it is tried on a few examples: passes with recomputation have the gradients
-and buffers of passes without, bit for bit. A module whose passes leave something else in Python
-each time, such as a counter, would do so twice: it is not chosen, and refused where it is named.
+Before the first step a few examples are tried: passes with recomputation must have the gradients
+and buffers of passes without, bit for bit. A module whose passes change Python state each time,
+such as a counter, would change the state twice: it is not chosen, and refused if it is named.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ from dure.tensors.kept import changes, kept_by
 NO_RECOMPUTE = Recompute()
 
 TRIED = 2
-"""Examples of the trial, at most: more than one, for batch norm."""
+"""Largest number of examples in the trial: more than 1, for batch norm."""
 
 
 class Asked(NamedTuple):
-    """What the fields of a strategy ask for, and of whom.
+    """Recomputation that the fields of a strategy ask for.
 
-    examples: that a worker computes at once. shares: what it holds of the model.
+    examples: examples that a worker computes at once. shares: the worker's shares of the model.
     """
 
     recompute: Recompute
@@ -68,9 +68,11 @@ NOT_ASKED = Asked(NO_RECOMPUTE, None, 0)
 def check_recompute(
     recompute: Recompute, memory: str | None, who: str, private: bool = False
 ) -> None:
-    """Raises ValueError for fields that say two things, or no size.
+    """Check the fields `recompute` and `memory` of a strategy.
 
-    who: the strategy, by name. private: whether it computes gradients of single examples.
+    who: the strategy's name. private: whether it computes per-example gradients (DP-SGD).
+
+    Raises ValueError if both fields are given, if `memory` is no positive size, or with `private`.
     """
     if not recompute and memory is None:
         return
@@ -91,9 +93,9 @@ def check_recompute(
 
 @dataclass(frozen=True)
 class Chosen:
-    """What is computed again, and what a worker takes with it.
+    """Modules that are recomputed, and the memory that a worker needs with them.
 
-    need: of weights, gradients and state. budget: None where none was given.
+    need: bytes of weights, gradients and state. budget: bytes; None without a budget.
     """
 
     choice: Choice
@@ -101,7 +103,7 @@ class Chosen:
     budget: int | None
 
     def facts(self) -> dict[str, Any]:
-        """For the summary and the report."""
+        """Return the entries for the summary and the report."""
         return {
             "recomputed": list(self.choice.names),
             "recomputed_flops": self.choice.extra,
@@ -110,13 +112,13 @@ class Chosen:
 
 
 def chosen(asked: Asked, task: Task, model: nn.Module, check: bool) -> Chosen | None:
-    """What is computed again of a model that was not used yet; None where nothing was asked for.
+    """Return the modules of a new model to recompute; None if nothing was asked for.
 
-    The same wherever it is asked: it follows from shapes. check: whether modules are looked at for
-    what passes leave in them. The model stays as it is.
+    The choice follows from shapes, and so is the same on every rank. check: whether to exclude
+    modules whose passes change Python state. The model is not changed.
 
-    Raises ValueError for names of no module, and for a budget that nothing fits into, with the
-    least that would do.
+    Raises ValueError for unknown module names, and for a budget that is too small; the message has
+    the smallest sufficient budget.
     """
     if not asked:
         return None
@@ -129,7 +131,10 @@ def chosen(asked: Asked, task: Task, model: nn.Module, check: bool) -> Chosen | 
 
 
 def _chooser(task: Task, model: nn.Module, batch: Any, left: Sequence[str]) -> Chooser:
-    """left: names of what passes leave in Python, so that a module with it is not chosen."""
+    """Return a chooser of modules. left: names of Python state that passes change.
+
+    A module that contains such state is not chosen.
+    """
 
     def make(model: nn.Module, spare: bool) -> Chooser:
         return Chooser(
@@ -142,7 +147,7 @@ def _chooser(task: Task, model: nn.Module, batch: Any, left: Sequence[str]) -> C
 
     try:
         return make(model, spare=False)
-    # Of which there is no copy: then a new one is used up.
+    # A model that cannot be copied: use up a new model instead.
     except ValueError:
         return make(another(model, task, 0).train(), spare=True)
 
@@ -155,7 +160,7 @@ def _chosen_by(chooser: Chooser, asked: Asked, task: Task, model: nn.Module) -> 
         return Chosen(chooser.least(), need, None)
     held = need.of(asked.shares)
     budget = read_bytes(asked.memory)
-    # The trial has all gradients, of which this worker may hold a part.
+    # The trial has all gradients; this worker may have only a part of them.
     besides = held.weights + held.state + held.gradients - need.gradients
     choice = chooser.within(budget - besides) if held.total <= budget else None
     if choice is None:
@@ -173,7 +178,7 @@ def _is_named(asked: Asked) -> bool:
 
 
 def install(asked: Asked, task: Task, model: nn.Module, check: bool) -> Chosen | None:
-    """Chooses, and has the model compute it again from now on."""
+    """Choose modules and make the model recompute them; None if nothing was asked for."""
     found = chosen(asked, task, model, check)
     if found is not None:
         compute_again(model, found.choice.names)
@@ -181,9 +186,9 @@ def install(asked: Asked, task: Task, model: nn.Module, check: bool) -> Chosen |
 
 
 def prove_recompute(asked: Asked, task: Task, model: nn.Module) -> Proof | None:
-    """Tries what is computed again beside what is not; None where nothing was asked for.
+    """Compare passes with and without recomputation; None if nothing was asked for.
 
-    The model stays as it is. Raises ValueError where bits differ, or a module has side effects.
+    The model is not changed. Raises ValueError if bits differ, or if a module has side effects.
     """
     if not asked:
         return None
@@ -199,7 +204,7 @@ def prove_recompute(asked: Asked, task: Task, model: nn.Module) -> Proof | None:
 
 
 class _Trial:
-    """Passes of copies of a model over a few examples, under the same draws."""
+    """Passes of copies of a model over a few examples, with the same random numbers."""
 
     def __init__(self, task: Task, model: nn.Module, train: Examples) -> None:
         self.task = task
@@ -207,11 +212,14 @@ class _Trial:
         self._batch = to_device(_first(train, min(TRIED, len(train))), _device_of(model))
 
     def left(self) -> list[str]:
-        """The names of what each pass leaves otherwise in Python."""
+        """Return the names of Python state that each pass changes."""
         return self._plain()[1]
 
     def prove(self, names: tuple[str, ...]) -> None:
-        """Raises ValueError where passes that compute these modules again differ."""
+        """Check that passes that recompute these modules agree.
+
+        Raises ValueError if they differ.
+        """
         right, left = self._plain()
         for name in names:
             kept = next((each for each in left if _lies_in(each, name)), None)
@@ -232,10 +240,10 @@ class _Trial:
                 )
 
     def _plain(self) -> tuple[Mapping[str, bytes], list[str]]:
-        """What a pass gives without recomputation, and what another one changes in Python."""
+        """Return digests of a plain pass, and the Python state that a second pass changes."""
         twin = self._twin()
         known = [name for name, _ in twin.named_buffers(remove_duplicate=False)]
-        # What the first pass finds itself, such as a cache that it fills, it finds once.
+        # The first pass may fill caches, which is no change of every pass.
         given = self._pass(twin)
         before = kept_by(twin, known)
         self._pass(twin)
@@ -245,7 +253,7 @@ class _Trial:
         return another(self._model, self.task, 0).train()
 
     def _pass(self, model: nn.Module) -> dict[str, bytes]:
-        """Digests of the gradients and buffers that a pass leaves, by words for them."""
+        """Return digests of the gradients and buffers after a pass, by a phrase that names each."""
         before = generators_state()
         try:
             seed_generators(0, "recompute", everything=True)
@@ -280,7 +288,7 @@ def _lies_in(name: str, module: str) -> bool:
 
 
 def _first(examples: Examples, count: int) -> tuple[Any, Any]:
-    """So many examples, the first ones; no generator is advanced."""
+    """Return the first `count` examples; random generators are not advanced."""
     before = generators_state()
     batch = examples.batch(torch.arange(count) % len(examples))
     restore_generators(before)
@@ -292,5 +300,5 @@ def _device_of(model: nn.Module) -> torch.device:
 
 
 def _size(nbytes: int) -> str:
-    """Rounded up, so that what is asked for again is enough."""
+    """Return a size as text, rounded up, so that a budget of this text is sufficient."""
     return f"{-(-nbytes // 100_000) / 10:g} MB"

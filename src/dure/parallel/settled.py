@@ -1,13 +1,14 @@
-"""Random draws settled: each gives a value from the middle of what it may give, everywhere.
+"""Constants in place of random draws, so that two computations of a model can be compared.
 
-Two ways to compute one model draw different numbers: a rank that holds some of the heads has its
-own dropout on them. To compare the two, what is drawn must not depend on where an element lies. So
-inside of `Settled` every element of a draw is the same: a mask of dropout keeps all, uniform
-numbers are the middle of their interval, normal ones are half a deviation above their mean, and
-integers the smallest. Of each draw the shape is noted, and whose generator it came from.
+Two computations of the same model draw different numbers: a rank with some of the attention heads
+has its own dropout masks. For a comparison a drawn value must not depend on the place of an
+element. Inside `Settled` every element of a draw is therefore the same: a dropout mask keeps all
+elements, uniform numbers are the middle of their interval, normal numbers are half a deviation
+above their mean, and integers are the smallest possible. The shape of each draw is recorded, with
+the seed of the generator.
 
-It also notes the coarsest floating-point dtype in which anything was computed, by which results can
-be compared (`dure.parallel.proof`).
+The mode also records the coarsest floating-point dtype of any result, which determines the
+tolerance of the comparison (`dure.parallel.proof`).
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Drawn(NamedTuple):
-    """One draw.
+    """A recorded random draw.
 
-    seed: of torch's generator when it was drawn. by: the kind of the module that drew it.
+    seed: the seed of torch's generator at the draw. by: the kind of the module that drew.
     """
 
     shape: tuple[int, ...]
@@ -35,11 +36,11 @@ class Drawn(NamedTuple):
 
 
 class Settled(TorchDispatchMode):
-    """Inside, every random draw of torch on any device gives a constant.
+    """Mode in which every random draw of torch, on any device, returns a constant.
 
     drawn: the draws of floating-point numbers and masks, in order. computed_in: the coarsest
-    floating-point dtype of any result. What an operation draws that is not known here, such as
-    `multinomial`, is what the generator says.
+    floating-point dtype of any result. Draws of operations that `SETTLED` does not list, such as
+    `multinomial`, come from the generator.
     """
 
     def __init__(self) -> None:
@@ -54,7 +55,7 @@ class Settled(TorchDispatchMode):
         kwargs = kwargs or {}
         kind = _kind(function)
         if kind == "attention":
-            # Its gradient is told the same share, and must keep all as well.
+            # The backward operation has the same dropout argument, and must keep all as well.
             args, kwargs = _without_dropout(function, args, kwargs)
         result = function(*args, **kwargs)
         if kind == "draw":
@@ -81,7 +82,7 @@ class Settled(TorchDispatchMode):
 
 
 def _module_at_work() -> str:
-    """The kind of the innermost module whose method is being called; draws are few."""
+    """Return the kind of the innermost module whose method is running; draws are few."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         owner = frame.f_locals.get("self")
@@ -92,7 +93,7 @@ def _module_at_work() -> str:
 
 
 def _name(function: Any) -> str:
-    """Without the underscore of those that write into their first argument."""
+    """Return an operation's name without the final underscore of in-place variants."""
     name: str = function._schema.name.removeprefix("aten::")
     return name.removesuffix("_")
 
@@ -115,9 +116,9 @@ def _without_dropout(function: Any, args: Sequence[Any], kwargs: dict[str, Any])
 
 
 def _numbers(args: Sequence[Any], kwargs: dict[str, Any], *usual: tuple[str, float]) -> list[float]:
-    """The parameters of a draw: those after the first argument, by place or name, else the usual.
+    """Return a draw's parameters after the first argument, by position or name, or defaults.
 
-    One that is a tensor counts as the usual one.
+    A parameter that is a tensor counts as its default.
     """
     found = []
     for place, (name, otherwise) in enumerate(usual, start=1):
@@ -129,7 +130,7 @@ def _numbers(args: Sequence[Any], kwargs: dict[str, Any], *usual: tuple[str, flo
 def _bernoulli(args: Any, kwargs: Any, result: Tensor) -> Tensor:
     if not result.is_floating_point():
         return result.fill_(1)
-    # The probability itself, by which dropout divides: nothing is scaled.
+    # The probability itself, by which dropout divides: nothing is scaled then.
     share = args[1] if len(args) > 1 else kwargs.get("p", 0.5 if result is args[0] else args[0])
     return result.copy_(share) if isinstance(share, Tensor) else result.fill_(share)
 
@@ -175,4 +176,4 @@ SETTLED: dict[str, Callable[[Any, Any, Any], Any]] = {
     "random": _smallest,
     "randperm": lambda args, kwargs, result: result.copy_(torch.arange(len(result))),
 }
-"""What each operation gives instead, of its arguments and its result."""
+"""Functions of an operation's arguments and result that return the constant, by operation."""

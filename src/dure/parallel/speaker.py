@@ -1,7 +1,7 @@
-"""Buffers such as batch-norm statistics: one rank speaks for all.
+"""Broadcast of buffers, such as batch-norm statistics, from one rank to all.
 
-What its forward pass has changed is broadcast. That rank is rank 0, as in torch's
-DistributedDataParallel; if it has run out of data, the first rank that has not.
+The buffers that a forward pass of the root rank changed are broadcast. The root is rank 0, as in
+torch's DistributedDataParallel; if rank 0 has run out of data, the first rank that has data.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from dure.tensors.buffers import Buffers
 
 
 def check_weights_stay(model: nn.Module, workers: int | None) -> None:
-    """Raises ValueError for a model whose forward passes change parameters.
+    """Check that forward passes of a model do not change parameters. Raises ValueError otherwise.
 
-    Each replica would change its own. workers: None where their number is not known.
+    Each replica would change its own parameters. workers: None if their number is unknown.
     """
-    # One worker alone changes its weights as it likes.
+    # A single worker has no other replica to differ from.
     if workers == 1:
         return
     for name, parameter in model.named_parameters():
-        # The first forward pass would make it; until then there is nothing that could be sent.
+        # The first forward pass would create the parameter; until then nothing can be sent.
         if is_lazy(parameter):
             raise ValueError(
                 f"{name} is lazy, and each replica would initialise its own in the first forward "
@@ -41,7 +41,7 @@ def check_weights_stay(model: nn.Module, workers: int | None) -> None:
 
 
 class Speaker:
-    """The buffers of a model, and how they were when they were last the same on all ranks."""
+    """Buffers of a model, and copies of their values when all ranks last agreed."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -53,7 +53,7 @@ class Speaker:
         return len(self.buffers)
 
     def changed(self) -> list[bool]:
-        """Which have changed since.
+        """Return for each buffer whether it has changed since all ranks last agreed.
 
         Values are compared, because batch norm writes without changing a tensor's version.
         """
@@ -64,17 +64,20 @@ class Speaker:
 
     @torch.no_grad()
     def take(self, group: Group, changed: Sequence[bool], root: int = 0) -> None:
-        """Broadcasts those that `changed` names, the same on every rank, from `root`."""
+        """Broadcast the buffers that `changed` selects from `root`.
+
+        `changed` is equal on every rank.
+        """
         now = self.buffers.of(self.model)
         group.broadcast_values(
             [buffer for buffer, one in zip(now, changed, strict=True) if one], root=root
         )
         for position, buffer in enumerate(now):
-            if changed[position]:  # the next change is told from what all ranks have now
+            if changed[position]:  # the next change is relative to the values of all ranks now
                 self._seen[position] = buffer.clone()
 
 
 def speaker_of(model: nn.Module) -> Speaker | None:
-    """The speaker for a model's buffers; None for a model that has none."""
+    """Return the broadcaster of a model's buffers; None for a model without buffers."""
     speaker = Speaker(model)
     return speaker if len(speaker) else None

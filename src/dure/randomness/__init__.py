@@ -1,1 +1,1 @@
-"""All randomness is a function of the seed and of what it is for."""
+"""Random numbers as a function of the seed and their purpose."""

@@ -1,27 +1,28 @@
-"""Numbers drawn from a 32-byte key, of which nobody without the key can tell anything.
+"""Random numbers from a 32-byte key, unpredictable without the key.
 
     stream      AES-256 in counter mode, key the whole 32 bytes, nonce 0, of zeros
     uniform     u = ⌊w / 2^11⌋ 2^-53           of a 64-bit word w of the stream
     normal      √(-2 ln(1 - u)) cos(2πv), √(-2 ln(1 - u)) sin(2πv)      (Box and Muller)
-    below n     w mod n, of the words w < ⌊2^64 / n⌋ n; others are passed over
+    below n     w mod n, of the words w < ⌊2^64 / n⌋ n; other words are discarded
     coin        u < p
 
-The nonce is 0, so a key is for one purpose and one call of one of these functions: two streams of
-one key are one stream. `dure.randomness.secret` makes keys. Words are little-endian, so that a key
-means the same numbers everywhere.
+The nonce is 0, so a key serves a single purpose and a single call of these functions: two streams
+of the same key are equal. `dure.randomness.secret` makes keys. Words are little-endian, so that a
+key gives the same numbers on every machine.
 
-Noise in floating point gives something away. Which numbers x + noise can be depends on the last
-bits of x, for noise in floating point has holes (Mironov): a single result may tell two inputs
-apart, whatever the accountant says. Two things are done about it. Noise is made of 106 bits a pair,
-in float64. And what was noised is rounded to a grid of at most 2^-10 of the deviation (`to_grid`).
-Rounding is done to the sum, so it costs no privacy, and it adds an error below 2^-11 of the
-deviation. A point of the grid stands for an interval that is wider than all errors of float64 in it
-by 2^33 or more, as long as the sum is below 2^10 deviations: so the probability of a point is right
-to a factor of 1 ± 2^-33. The largest normal number is √(106 ln 2) = 8.57; to cut off what lies
-beyond adds 10^-17 to delta for each number. What is *not* done is to hide how long the arithmetic
-took.
+Floating-point noise leaks information. The possible values of x + noise depend on the last bits of
+x, because floating-point noise has holes (Mironov): a single result may distinguish two inputs,
+whatever the accountant claims. There are two countermeasures. Noise uses 106 random bits a pair, in
+float64. And the noised sum is rounded to a grid of at most 2^-10 of the deviation (`to_grid`).
+Rounding applies to the sum, so it costs no privacy, and it adds an error below 2^-11 of the
+deviation. A point of the grid stands for an interval that is wider than all errors of float64 in
+the interval by 2^33 or more, as long as the sum is below 2^10 deviations: so the probability of a
+point is right to a factor of 1 ± 2^-33. The largest normal number is √(106 ln 2) = 8.57; cutting
+off the tail beyond adds 10^-17 to delta for each number. The duration of the arithmetic is *not*
+hidden.
 
-AES-CTR, and not ChaCha20, because it is faster on processors with instructions for AES.
+AES-CTR is used rather than ChaCha20, because AES-CTR is faster on processors with instructions for
+AES.
 
 Sources: NIST SP 800-38A, 6.5 (counter mode); G. E. P. Box and M. E. Muller, "A Note on the
 Generation of Random Normal Deviates", 1958; I. Mironov, "On Significance of the Least Significant
@@ -42,19 +43,19 @@ from torch import Tensor
 from dure.randomness.secret import KEY
 
 BLOCK = 1 << 17
-"""Bytes that are drawn at once: they, and what is made of them, fit the cache."""
+"""Bytes drawn at a time: they and the numbers made of them fit the cache."""
 
 SLACK = 15
-"""Bytes that older versions of `cryptography` want after those that they fill: a block less one."""
+"""Extra bytes that older versions of `cryptography` need after the output: a block less 1."""
 
 _ZEROS = bytes(BLOCK)
 _WORDS = BLOCK // 8
 _GRID = 10
-"""A point of the grid is at most 2^-10 of a deviation away from the next."""
+"""Neighbouring points of the grid are at most 2^-10 of a deviation apart."""
 
 
 class Keystream:
-    """The stream of a key, from its beginning on.
+    """Stream of a key, from its beginning.
 
     Raises ValueError for a key that is not 32 bytes long, ImportError without `cryptography`.
     """
@@ -66,19 +67,20 @@ class Keystream:
         self._encryptor = cipher(aes(key), counter(bytes(16))).encryptor()
 
     def into(self, room: memoryview, count: int) -> None:
-        """Fills the first `count` bytes of `room`.
+        """Fill the first `count` bytes of `room`.
 
-        count: at most `BLOCK`. room: has `SLACK` bytes more, which stay as they are.
+        count: at most `BLOCK`. room: at least `count` + `SLACK` bytes; the last `SLACK` bytes stay
+        unchanged.
         """
         self._encryptor.update_into(memoryview(_ZEROS)[:count], room[: count + SLACK])
 
     def take(self, count: int) -> bytes:
-        """The next `count` bytes, at most `BLOCK`."""
+        """Return the next `count` bytes, at most `BLOCK`."""
         taken: bytes = self._encryptor.update(memoryview(_ZEROS)[:count])
         return taken
 
     def words(self, count: int) -> Any:
-        """The next `count` words, a numpy array of uint64. count: at most BLOCK / 8."""
+        """Return the next `count` words, a numpy array of uint64. count: at most BLOCK / 8."""
         return np.frombuffer(self.take(8 * count), dtype="<u8")
 
 
@@ -94,9 +96,9 @@ def _cipher() -> tuple[Any, Any, Any]:
 
 
 def fill(key: bytes, out: Tensor) -> None:
-    """Fills `out` with the key's stream: every integer of its type equally likely.
+    """Fill `out` with the key's stream: every integer of its dtype is equally likely.
 
-    out: integers of any type and shape, contiguous, on the CPU. Raises ValueError for others.
+    out: integers of any dtype and shape, contiguous, on the CPU. Raises ValueError otherwise.
     """
     if out.dtype.is_floating_point or out.dtype.is_complex or out.dtype == torch.bool:
         raise ValueError(f"a keystream fills integers, and these are {out.dtype}")
@@ -115,7 +117,7 @@ def fill(key: bytes, out: Tensor) -> None:
 
 
 def uniform(key: bytes, count: int) -> Tensor:
-    """`count` numbers in [0, 1), multiples of 2^-53: float64."""
+    """Return `count` float64 numbers in [0, 1), multiples of 2^-53."""
     out = np.empty(count)
     stream = Keystream(key)
     for piece in _pieces(out):
@@ -124,7 +126,7 @@ def uniform(key: bytes, count: int) -> Tensor:
 
 
 def normal(key: bytes, shape: tuple[int, ...]) -> Tensor:
-    """Standard normal numbers: float64 of this shape. `to_grid` is for what they are added to."""
+    """Return standard normal numbers, float64 of this shape. Apply `to_grid` to the noised sum."""
     out = torch.empty(math.prod(shape), dtype=torch.float64)
     at = 0
     for piece in normals(key, len(out)):
@@ -134,9 +136,9 @@ def normal(key: bytes, shape: tuple[int, ...]) -> Tensor:
 
 
 def normals(key: bytes, count: int) -> Iterator[Tensor]:
-    """`count` standard normal numbers, in pieces that fit the cache: float64.
+    """Yield `count` standard normal numbers, float64, in pieces that fit the cache.
 
-    A piece is the caller's until the next one is asked for.
+    A piece is valid until the next piece is requested.
     """
     stream = Keystream(key)
     room = torch.empty(_WORDS, dtype=torch.float64)
@@ -153,9 +155,10 @@ def normals(key: bytes, count: int) -> Iterator[Tensor]:
 
 
 def grid(deviation: float) -> float:
-    """How far apart the points are to which sums with noise of this deviation are rounded.
+    """Return the grid spacing for sums with noise of this deviation.
 
-    A power of two, at most 2^-10 of the deviation. Raises ValueError unless 0 < deviation < ∞.
+    The spacing is a power of two, at most 2^-10 of the deviation. Raises ValueError unless 0 <
+    deviation < ∞.
     """
     if not 0 < deviation < math.inf:
         raise ValueError(f"noise has a deviation of {deviation}, but it is above 0 and finite")
@@ -163,17 +166,17 @@ def grid(deviation: float) -> float:
 
 
 def to_grid(noised: Tensor, deviation: float) -> Tensor:
-    """What has noise of this deviation in it, float64, rounded to multiples of `grid(deviation)`.
-
-    In place; returns it.
-    """
+    """Round a noised float64 tensor to multiples of `grid(deviation)`, in place, and return it."""
     step = grid(deviation)
     # A power of two: its reciprocal is exact, and faster than a division.
     return noised.mul_(1 / step).round_().mul_(step)
 
 
 def below(key: bytes, n: int, count: int) -> Tensor:
-    """`count` integers in [0, n), each equally likely: int64. Raises ValueError unless n >= 1."""
+    """Return `count` int64 integers in [0, n), each equally likely.
+
+    Raises ValueError unless 1 <= n <= 2^63.
+    """
     if not 1 <= n <= 1 << 63:
         raise ValueError(f"integers below {n}: it has to be 1 to 2^63")
     stream = Keystream(key)
@@ -190,7 +193,7 @@ def below(key: bytes, n: int, count: int) -> Tensor:
 
 
 def coins(key: bytes, probability: float, count: int) -> Tensor:
-    """`count` coins that show True with this probability, each on its own: bool.
+    """Return `count` independent bool samples, each True with this probability.
 
     Raises ValueError unless 0 <= probability <= 1.
     """
@@ -200,10 +203,10 @@ def coins(key: bytes, probability: float, count: int) -> Tensor:
 
 
 def permutation(key: bytes, n: int) -> list[int]:
-    """0..n-1 in an order that is any of the n! with the same probability.
+    """Return 0..n-1 in a uniformly random order.
 
-    They are sorted by a word each. That two words are the same has a probability below n^2 2^-65;
-    then the two stay in order.
+    The numbers are sorted by a random word each. Two words are equal with a probability below n^2
+    2^-65; the two numbers then stay in order.
     """
     words = np.empty(n, dtype=np.uint64)
     fill(key, torch.from_numpy(words.view(np.int64)))
@@ -216,6 +219,9 @@ def _uniform(stream: Keystream, count: int) -> Any:
 
 
 def _pieces(out: Any) -> Iterator[Any]:
-    """An array in pieces of so many numbers as a block has words; the last may be shorter."""
+    """Yield consecutive pieces of an array with as many numbers as a block has words.
+
+    The last piece may be shorter.
+    """
     for at in range(0, len(out), _WORDS):
         yield out[at : at + _WORDS]

@@ -1,15 +1,15 @@
-"""A random permutation of 0..n-1 of which nothing is stored: any element, and any inverse, in O(1).
+"""Random permutation of 0..n-1 without storage: any element, and any inverse, in O(1).
 
-Who is drawn out of a million clients, or lies among them, is then a matter of those who are asked
-about. Numbers are written as a pair (l, r) in Z_a x Z_b with a = ceil(sqrt(n)) and b = ceil(n/a),
-and stirred by a Feistel network,
+Sampling out of a million clients then costs as much as the clients that are looked up. Numbers are
+written as a pair (l, r) in Z_a x Z_b with a = ceil(sqrt(n)) and b = ceil(n/a), and mixed by a
+Feistel network,
 
     l <- l + F_1(r) mod a,    r <- r + F_2(l) mod b,    l <- l + F_3(r) mod a,    ...
 
-in which every step, and so the whole, is invertible whatever the F are; here they are 64-bit mixing
-functions with keys from the seed. A number that comes out as n or more is sent through again until
-it is not: so the whole walks along a cycle of a permutation of a·b numbers and stops at the next
-below n, which is a permutation of 0..n-1. As a·b < n + a that seldom happens.
+in which every step, and so the network, is invertible for any F; the F are 64-bit mixing functions
+with keys from the seed. A result of n or more passes through the network again until it is below n
+(cycle walking): the network permutes a·b numbers, and the walk along a cycle of that permutation to
+the next number below n is a permutation of 0..n-1. As a·b < n + a, repetitions are rare.
 
 Sources: J. Black and P. Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002 (networks
 over Z_a x Z_b, cycle walking); M. Luby and C. Rackoff, SIAM J. Computing 17, 1988; the mixing
@@ -27,8 +27,8 @@ import numpy as np
 
 from dure.randomness.seeds import derive
 
-# Steps of the network; even, so that both halves end where they began. Four make a large one look
-# random; with eight, subsets of few numbers are drawn alike too.
+# Steps of the network; even, so that both parts of the pair end in their place. Four steps suffice
+# for a large n; with eight, small subsets are drawn uniformly too.
 _STEPS = 8
 _BITS = (1 << 64) - 1
 # The constants of splitmix64: the odd number next to 2^64 / golden ratio, and two multipliers.
@@ -37,15 +37,14 @@ _FIRST = 0xBF58476D1CE4E5B9
 _SECOND = 0x94D049BB133111EB
 
 FEW = 20
-"""The most numbers that are found one by one; more are found faster all at once."""
+"""Maximum count of numbers computed separately; more are computed faster as an array."""
 
 
 class Permutation:
-    """The permutation of 0..n-1 that `seed` names.
+    """Permutation of 0..n-1 that `seed` selects.
 
-    Equal arguments give equal permutations, on every machine.
-
-    Raises ValueError unless 1 <= n <= 2^62.
+    Equal arguments give equal permutations, on every machine. Raises ValueError unless 1 <= n <=
+    2^62.
     """
 
     def __init__(self, n: int, seed: int) -> None:
@@ -55,7 +54,7 @@ class Permutation:
         self._a = math.isqrt(n - 1) + 1
         self._b = -(-n // self._a)
         root = derive(seed, "permutation")
-        # Each step changes one of (l, r) by the other; they change places after it.
+        # Each step changes l or r by the other part, and then swaps the two.
         self._steps = [
             (_mixed(root + step * _GOLDEN & _BITS), self._b if step % 2 else self._a)
             for step in range(_STEPS)
@@ -65,33 +64,36 @@ class Permutation:
         return self.n
 
     def __getitem__(self, i: int) -> int:
-        """Where i goes. Raises IndexError unless 0 <= i < n."""
+        """Return the image of i. Raises IndexError unless 0 <= i < n."""
         return self._walked(self._checked(i))
 
     def __iter__(self) -> Iterator[int]:
         return map(self.__getitem__, range(self.n))
 
     def inverse(self, i: int) -> int:
-        """What goes to i: inverse(permutation[i]) = i. Raises IndexError unless 0 <= i < n."""
+        """Return the preimage of i: inverse(permutation[i]) = i.
+
+        Raises IndexError unless 0 <= i < n.
+        """
         value = self._back(self._checked(i))
         while value >= self.n:
             value = self._back(value)
         return value
 
     def first(self, m: int) -> list[int]:
-        """[permutation[0], permutation[1], ...]: m different numbers, or all n if fewer."""
+        """Return [permutation[0], permutation[1], ...]: m different numbers, or all n if fewer."""
         m = min(m, self.n)
         if m <= FEW:
             return [self._walked(i) for i in range(m)]
         values = self._forth(np.arange(m, dtype=np.uint64))
-        # Only those that came out too large walk on; as a·b < n + a there are few of them.
+        # Only results of n or more continue to walk; as a·b < n + a they are few.
         while len(outside := (values >= self.n).nonzero()[0]):
             values[outside] = self._forth(values[outside])
         found: list[int] = values.tolist()
         return found
 
     def _walked(self, value: int) -> int:
-        """Where a number below n goes: through the network until it is below n again."""
+        """Return the image of a number below n, by cycle walking."""
         while True:
             value = self._forth(value)
             if value < self.n:
@@ -103,7 +105,7 @@ class Permutation:
         return i
 
     def _forth(self, value: Any) -> Any:
-        """One walk through the network, for an int or an array of uint64."""
+        """Pass a number through the network: an int or an array of uint64."""
         # A uint64 array wraps around by itself; `& _BITS` does the same to a Python integer.
         side = value // self._b
         other = value % self._b
@@ -126,7 +128,7 @@ class Permutation:
 
 
 def _mixed(value: Any) -> Any:
-    """A bijection of 64-bit numbers (splitmix64), for an int or an array.
+    """Apply splitmix64, a bijection of 64-bit numbers, to an int or an array.
 
     Every bit of the result depends on every bit of the number.
     """

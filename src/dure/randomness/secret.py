@@ -1,8 +1,8 @@
-"""Randomness that protects: keys, masks, noise, stochastic rounding, coins of who takes part.
+"""Randomness that protects: keys, masks, noise, stochastic rounding, Poisson sampling.
 
-What it protects is lost if somebody else can draw it again. So a deployment draws it from the
-system's generator, tells it to nobody and writes it nowhere (`Secret.system`). A simulation
-protects nobody, and derives it from the run's seed, so that it repeats itself (`Secret.simulated`).
+The protection is lost if another party can draw the same numbers. So a deployment draws them from
+the system's generator, and neither sends nor stores them (`Secret.system`). A simulation protects
+no party and derives them from the run's seed, so that the run is reproducible (`Secret.simulated`).
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ KEY = 32
 
 
 class Secret:
-    """Where keys come from.
+    """Source of keys.
 
-    seed: of a simulation; None draws from the system. root: a key that all keys follow from.
+    seed: seed of a simulation; None draws from the system unless `root` is given. root: key from
+    which all keys are derived.
     """
 
     def __init__(self, seed: int | None, root: bytes = b"") -> None:
@@ -26,30 +27,30 @@ class Secret:
 
     @classmethod
     def system(cls) -> Secret:
-        """The system's generator: what is drawn is never drawn again."""
+        """Return a source that draws from the system's generator; no key is ever repeated."""
         return cls(None)
 
     @classmethod
     def simulated(cls, seed: int) -> Secret:
-        """A function of (seed, purpose, position)."""
+        """Return a source whose keys are a function of (seed, purpose, position)."""
         return cls(seed)
 
     @classmethod
     def shared(cls, root: bytes) -> Secret:
-        """A function of (root, purpose, position), for several processes of one owner.
+        """Return a source whose keys are a function of (root, purpose, position).
 
-        root: a key of the system's that they told each other, for as long as they run, and that
-        none of them writes down.
+        Several processes of the same owner draw equal keys from it. root: key from the system's
+        generator that the processes share while they run, and never store.
         """
         return cls(None, root)
 
     @property
     def repeats(self) -> bool:
-        """Whether the same question has the same answer again."""
+        """Whether equal arguments of `key` give equal keys."""
         return self._seed is not None or bool(self._root)
 
     def key(self, purpose: str, *position: int) -> bytes:
-        """32 bytes for one purpose and position, each of which is asked once."""
+        """Return 32 bytes for a purpose and position, each of which is used once."""
         if not self.repeats:
             return secrets.token_bytes(KEY)
         text = ":".join(

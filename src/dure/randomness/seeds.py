@@ -1,8 +1,8 @@
-"""All randomness is a function of (seed, purpose, round or step, client or rank).
+"""Seeds as a function of (seed, purpose, round or step, client or rank).
 
-Nothing draws from a generator that somebody else has advanced: code that needs random numbers asks
-for a seed of its own. That is why a resumed run goes on with the same bits, and why the order in
-which clients are visited changes nothing.
+No code draws from a generator that other code has advanced: code that needs random numbers derives
+a seed for its own purpose. For this reason a resumed run continues with the same bits, and the
+order in which clients are visited changes nothing.
 """
 
 from __future__ import annotations
@@ -19,33 +19,34 @@ from torch import Tensor
 
 
 def derive(seed: int, purpose: str, *position: int) -> int:
-    """A seed in [0, 2^63) of its own for `purpose` at `position`; equal arguments give equal seeds.
+    """Return a separate seed in [0, 2^63) for `purpose` at `position`.
 
-    BLAKE2b of the arguments: the same on every machine and in every Python, unlike `hash`.
+    Equal arguments give equal seeds. The seed is BLAKE2b of the arguments: the same on every
+    machine and in every Python, unlike `hash`.
     """
     text = ":".join([str(seed), purpose, *map(str, position)])
-    # 63 bits, so that a seed fits every signed 64-bit integer that it may be kept in.
+    # 63 bits, so that a seed fits a signed 64-bit integer.
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def generator(seed: int, purpose: str, *position: int) -> torch.Generator:
-    """A torch generator on the CPU, seeded by `derive`."""
+    """Return a torch generator on the CPU, seeded by `derive`."""
     return torch.Generator().manual_seed(derive(seed, purpose, *position))
 
 
 def shuffled(n: int, seed: int, epoch: int, client: int = 0) -> Tensor:
-    """The order in which `client` visits its n examples in an epoch: a permutation, shape (n,).
+    """Return the order in which `client` visits its n examples in an epoch, shape (n,).
 
-    Every strategy shuffles by this one rule, so that a lone worker and a federation of one client
-    visit the same examples in the same order.
+    Every strategy shuffles by this rule, so that a single worker and a federation of a single
+    client visit the same examples in the same order.
     """
-    # Seeded anew each time: to make one takes as long as to draw the order of a few examples.
+    # Reused and seeded again: creating a generator takes as long as ordering a few examples.
     own = _OWN.generator
     return torch.randperm(n, generator=own.manual_seed(derive(seed, "shuffle", epoch, client)))
 
 
 class _Own(threading.local):
-    """A thread's own generator."""
+    """Generator of each thread."""
 
     def __init__(self) -> None:
         self.generator = torch.Generator()
@@ -55,10 +56,11 @@ _OWN = _Own()
 
 
 def seed_generators(seed: int, purpose: str, *position: int, everything: bool = False) -> None:
-    """Seeds torch's global generators, from which dropout draws, by `derive`.
+    """Seed torch's global generators, from which dropout draws, by `derive`.
 
-    They are the CPU's and, in a process that uses CUDA, those of its devices. everything: seeds
-    those of numpy and random too, for users' code that draws from them.
+    These are the CPU generator and, in a process that uses CUDA, the generators of its devices.
+    everything: also seed numpy's and Python's global generators, for users' code that draws from
+    them.
     """
     own = derive(seed, purpose, *position)
     torch.default_generator.manual_seed(own)
@@ -71,10 +73,10 @@ def seed_generators(seed: int, purpose: str, *position: int, everything: bool = 
 
 
 def generators_state() -> dict[str, Any]:
-    """The state of the global generators of torch, numpy and random.
+    """Return the state of the global generators of torch, numpy and random.
 
-    For data pipelines that draw from them. torch's are the CPU's and, in a process that uses CUDA,
-    those of its devices.
+    Used for data pipelines that draw from them. The state of torch covers the CPU and, in a process
+    that uses CUDA, its devices.
     """
     numpy_state = numpy.random.get_state(legacy=False)
     assert isinstance(numpy_state, dict)
@@ -95,7 +97,7 @@ def generators_state() -> dict[str, Any]:
 
 
 def same_state(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two values of `generators_state` are equal: nothing was drawn between them."""
+    """Return whether two values of `generators_state` are equal: nothing was drawn between them."""
 
     def equal(a: Any, b: Any) -> bool:
         if isinstance(a, torch.Tensor):
@@ -110,9 +112,9 @@ def same_state(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 
 def restore_generators(state: Mapping[str, Any]) -> None:
-    """The inverse of `generators_state`.
+    """Restore a value of `generators_state`.
 
-    Generators of CUDA devices that the state lacks, or this process does, stay as they are.
+    The generator of a CUDA device that the state or this process lacks stays unchanged.
     """
     torch.set_rng_state(state["torch"])
     if "cuda" in state and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Which turn it is: what a round's random choices are a function of."""
+"""Identity of a round, of which the round's random choices are a function."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from dure.randomness.seeds import generator
 
 
 class Turn(NamedTuple):
-    """The run's seed and the number of the global model that is being made, from 0."""
+    """Seed of the run and number of the global model that the round computes, from 0."""
 
     seed: int
     number: int
 
     def generator(self, purpose: str) -> torch.Generator:
-        """Random numbers for `purpose` in this turn: the same wherever they are drawn."""
+        """Return a generator for `purpose` in this round: the same numbers in every process."""
         return generator(self.seed, purpose, self.number)

@@ -1,1 +1,1 @@
-"""What happened: counters, timeline, history, checkpoints, and the run folder that holds them."""
+"""Records of runs: counters, timeline, history, checkpoints, and the run folder with them."""

@@ -1,13 +1,13 @@
-"""The best model of a run in its folder: best.safetensors, and which step it is of.
+"""The best model of a run in its folder: best.safetensors, with its step.
 
-It is replaced as soon as a better one is measured, and so may be newer than the newest checkpoint.
-A run that goes on from that checkpoint needs the best one of then: until the next checkpoint it is
-kept as best.before.safetensors. The file has the CRC-32 of all its bytes in its metadata, counted
-with zeros in its place.
+The file is replaced as soon as a better model is measured, and so may be newer than the newest
+checkpoint. A run resumed from that checkpoint needs the best model at the checkpoint: until the
+next checkpoint that model stays as best.before.safetensors. The file's metadata have the CRC-32 of
+all its bytes, computed with zeros in the place of the checksum.
 
     a better model      best -> before, if there is no before yet; then the new best
-    a checkpoint        before goes
-    a run goes on       whichever of the two the checkpoint knows of is best; the other goes
+    a checkpoint        before is deleted
+    a resumed run       the model that the checkpoint refers to becomes best; the other is deleted
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ _SUM = "dure.checksum"
 _NONE = "00000000"
 _PLACE = b'"' + _SUM.encode() + b'":"'
 _HEAD = 4096
-"""Bytes at the beginning of a file in which its metadata are."""
+"""Bytes at the beginning of a file that contain its metadata."""
 
 _PIECE = 4 << 20
 
 
 def keep_best(folder: Path, weights: Mapping[str, Leaf], step: int) -> None:
-    """Writes the best model. Raises RunFolderWriteError."""
+    """Write the best model. Raises RunFolderWriteError."""
     best = folder / BEST
-    # The first one since the checkpoint is the one that it knows of.
+    # The first best model after a checkpoint replaces the model that the checkpoint refers to.
     if best.exists() and not (folder / BEFORE).exists():
         with told(best):
             os.replace(best, folder / BEFORE)
@@ -48,15 +48,15 @@ def keep_best(folder: Path, weights: Mapping[str, Leaf], step: int) -> None:
 
 
 def settle_best(folder: Path) -> None:
-    """A checkpoint was written: it knows of the best model that there is."""
+    """Delete the older best model after a checkpoint, which refers to the current one."""
     with told(folder / BEFORE):
         (folder / BEFORE).unlink(missing_ok=True)
 
 
 def go_back(folder: Path, step: int | None) -> None:
-    """The best model is again that of `step`, or there is none.
+    """Restore the best model of `step`; None deletes the best model.
 
-    Raises RunFolderError where that one is gone.
+    Raises RunFolderError if the best model of that step is gone.
     """
     best = folder / BEST
     before = folder / BEFORE
@@ -79,7 +79,7 @@ def go_back(folder: Path, step: int | None) -> None:
 
 
 def best_weights(folder: Path) -> Mapping[str, Leaf] | None:
-    """The weights of the best model, each read when asked for; None if there is none.
+    """Return the weights of the best model, each read on access; None if there is none.
 
     Raises RunFolderError if they cannot be read.
     """
@@ -94,7 +94,7 @@ def best_weights(folder: Path) -> Mapping[str, Leaf] | None:
 
 
 def _sealed(file: TensorFile) -> Iterator[bytes | memoryview]:
-    """The pieces of the file, with its checksum in the header."""
+    """Yield the pieces of the file, with its checksum in the header."""
     found = checksum(b"")
     for piece in file:
         found = checksum(piece, found)
@@ -105,12 +105,12 @@ def _sealed(file: TensorFile) -> Iterator[bytes | memoryview]:
 
 
 def _check(path: Path) -> None:
-    """Raise RunFolderError where the file is not as it was written.
+    """Raise RunFolderError if the file has changed since it was written.
 
-    One of dure up to 0.1 has no checksum, and passes.
+    A file of dure up to 0.1 has no checksum, and passes.
     """
     with opened(path) as file:
-        # The metadata come first in the header.
+        # The metadata are the first entry of the header.
         head = file.read(_HEAD)
         at = head.find(_PLACE) + len(_PLACE)
         if at < len(_PLACE):

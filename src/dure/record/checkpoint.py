@@ -4,17 +4,17 @@ A checkpoint is a folder named by its step, zero-padded so that names sort:
 
     checkpoint/00000230/model.safetensors    the weights, a plain state_dict
     checkpoint/00000230/state.safetensors    the tensors of the rest: optimizer, generators
-    checkpoint/00000230/state.json           the rest, with {"$tensor": name} where a tensor stands,
+    checkpoint/00000230/state.json           the rest, with {"$tensor": name} in place of a tensor,
                                              and the seal around it (`dure.record.seal`)
 
-One of a run that ended in the middle of a long step has a second number, such as 00000230.00014720:
-how far it is past the step.
+A checkpoint within a long step has a second number, such as 00000230.00014720: the progress after
+the step.
 
-It is written next to its place and renamed into it, so a kill at any moment leaves the old
-checkpoint or the new one, never half of one. What has another name in the folder is not dure's: it
-is neither read nor removed. Nor is a checkpoint removed that another run wrote. Trees are made of
-dict, list, tuple, Tensor, str, int, float, bool and None. A tensor that lies in a file
-(`dure.record.on_disk`) is one as well; as such those of a checkpoint are read.
+It is written under a temporary name and renamed, so a kill at any moment leaves the old checkpoint
+or the new one, never an incomplete one. A folder with another name is not dure's: it is neither
+read nor removed, and neither is a checkpoint of another run. Trees are made of dict, list, tuple,
+Tensor, str, int, float, bool and None. A tensor in a file (`dure.record.on_disk`) counts as a
+tensor; the tensors of a checkpoint are read in this form.
 """
 
 from __future__ import annotations
@@ -42,27 +42,30 @@ from dure.record.seal import Seal, begins_as_of, checksum, sealed
 from dure.record.weights import TensorFile, tensors_in, weights_from_bytes, weights_to_bytes
 
 UNREADABLE = (SafetensorError, ValueError, LookupError, TypeError, RecursionError)
-"""What is raised by reading a tree out of what is none, which may be anything that is JSON."""
+"""Errors raised by reading a tree from arbitrary JSON."""
 
 VERSION = 2
-"""Of the state in a checkpoint. The first had no number, and counters without names."""
+"""Version of the state. The first version had no number, and counters without names."""
 
 
 def pack_tree(tree: Any) -> tuple[Any, dict[str, Leaf]]:
-    """A tree as JSON-able data and its tensors by name. Raises TypeError at what is neither."""
+    """Return a tree as JSON-able data, and its tensors by name.
+
+    Raises TypeError for other types.
+    """
     tensors: dict[str, Leaf] = {}
     return _packed(tree, tensors), tensors
 
 
 def _packed(node: Any, tensors: dict[str, Leaf]) -> Any:
-    """A part of a tree, whose tensors are added to those."""
-    # Not a function inside pack_tree: one that calls itself is in a circle of references with what
-    # it sees, and the tensors of every checkpoint would be kept until the next collection.
+    """Return a part of a tree, and add its tensors to `tensors`."""
+    # No closure inside pack_tree: a recursive closure is a reference cycle, which would keep the
+    # tensors of every checkpoint alive until the next garbage collection.
     if isinstance(node, (Tensor, OnDisk)):
         tensors[str(len(tensors))] = node
         return {"$tensor": str(len(tensors) - 1)}
     if isinstance(node, Mapping):
-        # As pairs: keys of JSON are texts, and those of an optimizer's state are numbers.
+        # As pairs: keys of JSON are texts, and keys of an optimizer's state are numbers.
         pairs = node.items()
         return {"$dict": [[_packed(key, tensors), _packed(value, tensors)] for key, value in pairs]}
     if isinstance(node, tuple):
@@ -77,12 +80,12 @@ def _packed(node: Any, tensors: dict[str, Leaf]) -> Any:
 
 
 def unpack_tree(packed: Any, tensors: Mapping[str, Leaf]) -> Any:
-    """The inverse of `pack_tree`."""
+    """Return the tree that `pack_tree` has packed."""
     if isinstance(packed, list):
         return [unpack_tree(item, tensors) for item in packed]
     if not isinstance(packed, dict):
         return packed
-    # Every object has one entry, since pack_tree writes mappings as pairs.
+    # Every object has a single entry, since pack_tree writes mappings as pairs.
     ((kind, content),) = packed.items()
     if kind == "$tensor":
         return tensors[content]
@@ -92,32 +95,32 @@ def unpack_tree(packed: Any, tensors: Mapping[str, Leaf]) -> Any:
 
 
 def tree_to_bytes(tree: Any) -> bytes:
-    """A tree as one message to another rank."""
+    """Return a tree as a message to another rank."""
     # Two parts, as in a checkpoint: tensors as raw bytes, the tree around them as JSON.
     packed, tensors = pack_tree(tree)
     return msgspec.msgpack.encode((json.dumps(packed).encode(), weights_to_bytes(tensors)))
 
 
 def tree_from_bytes(content: bytes) -> Any:
-    """The inverse of `tree_to_bytes`."""
+    """Return the tree of a message of `tree_to_bytes`."""
     packed, tensors = msgspec.msgpack.decode(content, type=tuple[bytes, bytes])
     return unpack_tree(json.loads(packed), weights_from_bytes(tensors))
 
 
 _TREE = b"dure tree "
-"""A file of a tree begins so; then come its CRC-32 and a line break."""
+"""Beginning of a file with a tree; its CRC-32 and a line break follow."""
 
 
 def write_tree(path: Path, tree: Mapping[str, Any]) -> None:
-    """Write a tree as a file with a checksum, at once or not at all. Raises RunFolderWriteError."""
+    """Write a tree as a file with a checksum, atomically. Raises RunFolderWriteError."""
     content = tree_to_bytes(tree)
     write_atomically(path, [_TREE + checksum(content).encode() + b"\n", content])
 
 
 def read_tree(path: Path) -> dict[str, Any]:
-    """The mapping in a file of `write_tree`, or in one without a checksum of an older dure.
+    """Return the mapping in a file of `write_tree`; older files have no checksum.
 
-    Raises RunFolderError if there is none, or its checksum is not that of its content.
+    Raises RunFolderError if the file is missing or damaged.
     """
     try:
         content = contents(path, most=LARGE)
@@ -134,10 +137,10 @@ def read_tree(path: Path) -> dict[str, Any]:
 
 
 class Contents(NamedTuple):
-    """The three files of a checkpoint, whose tensors are still the learner's, or lie in files.
+    """The three files of a checkpoint, whose tensors are still the learner's, or are in files.
 
-    They become bytes while they are written, piece by piece, so that no second copy of a model is
-    made. Until then nobody may change the tensors.
+    They become bytes while they are written, piece by piece, so that the model is not copied. Until
+    then the tensors must not change.
     """
 
     weights: TensorFile
@@ -146,15 +149,15 @@ class Contents(NamedTuple):
 
 
 def pack_checkpoint(weights: Mapping[str, Leaf], state: Any) -> Contents:
-    """What a checkpoint will hold. Raises TypeError for what cannot be in one."""
+    """Return the content of a checkpoint. Raises TypeError for unsupported values."""
     packed, tensors = pack_tree(state)
     return Contents(TensorFile(weights), TensorFile(tensors), json.dumps(packed).encode())
 
 
 def check_version(state: Mapping[str, Any], what: str, oldest: int = 1) -> None:
-    """Raises RunFolderError if the dure that wrote this state meant something else by its names.
+    """Raise RunFolderError if this dure cannot read the version of a state.
 
-    oldest: the first version that can be read; a newer one than `VERSION` never can.
+    oldest: first readable version; versions newer than `VERSION` are never readable.
     """
     version = state.get("version", 1)
     if version not in range(oldest, VERSION + 1):
@@ -174,12 +177,21 @@ def save_checkpoint(
     known: Collection[str] = (),
     past: int = 0,
 ) -> Path:
-    """Writes the checkpoint of `step` into `folder` and removes the older ones of the same run.
+    """Write the checkpoint of `step` into `folder`, and remove the older checkpoints of the run.
 
-    seal: of which run it is; its checksums are filled in here. known: names of older ones that are
-    this run's, though they do not say so. past: as in `name_of`.
+    Args:
+        folder: folder of the checkpoints.
+        step: number of the step.
+        contents: content of the files.
+        seal: identifies the run; its checksums are filled in here.
+        known: names of older checkpoints that belong to this run without saying so.
+        past: progress within the next step, as in `name_of`.
 
-    Raises RunFolderWriteError if it cannot be written; the older ones are then still there.
+    Returns:
+        The path of the checkpoint.
+
+    Raises:
+        RunFolderWriteError: if it cannot be written; the older checkpoints then still exist.
     """
     final = folder / name_of(step, past)
     with told(final):
@@ -190,7 +202,7 @@ def save_checkpoint(
             return final
         seal = seal if seal is not None else Seal()
         beside = folder / f".{final.name}.partial"
-        # What a kill left half written.
+        # Left incomplete by a kill.
         shutil.rmtree(beside, ignore_errors=True)
         make_folder(beside)
         try:
@@ -200,7 +212,7 @@ def save_checkpoint(
             shutil.rmtree(beside, ignore_errors=True)
             raise
         sync_folder(folder)
-    # Only after the new one is in place: at every moment there is a whole one.
+    # Only after the new checkpoint is in place: at every moment there is a complete one.
     for other in folder.iterdir():
         if _PARTIAL.fullmatch(other.name) or _is_older(other, (step, past), seal.run, known):
             shutil.rmtree(other, ignore_errors=True)
@@ -208,7 +220,7 @@ def save_checkpoint(
 
 
 def _write(folder: Path, contents: Contents, seal: Seal) -> None:
-    """The three files, on the disk when this returns; state.json last, as it names the others."""
+    """Write and sync the three files; state.json last, since it has the checksums of the others."""
     files: dict[str, str] = {}
     for name, file in zip(PARTS[:2], contents[:2], strict=True):
         pieces = Summed(file)
@@ -223,7 +235,7 @@ _PARTIAL = re.compile(rf"\.{NAME.pattern}\.partial")
 
 
 def _is_older(other: Path, place: tuple[int, int], run: str, known: Collection[str]) -> bool:
-    """Whether this is an older checkpoint that the same run wrote; nothing else may be removed."""
+    """Return whether this is an older checkpoint of the same run; no other may be removed."""
     its_place = place_of(other.name)
     if its_place is None or its_place >= place:
         return False
@@ -238,10 +250,10 @@ def _is_older(other: Path, place: tuple[int, int], run: str, known: Collection[s
 
 @dataclass(frozen=True)
 class Stored:
-    """A checkpoint as it lies in its folder.
+    """A checkpoint in its folder.
 
-    weights, tensors: of its two files, as they lie there. state: state.json, without the seal.
-    seal: None where it is older than seals.
+    weights, tensors: content of its two tensor files, still on disk. state: state.json, without the
+    seal. seal: None for a checkpoint older than seals.
     """
 
     path: Path
@@ -252,19 +264,19 @@ class Stored:
 
     @property
     def step(self) -> int:
-        """What its name says."""
+        """Step in the name of the checkpoint."""
         return int(self.path.name.partition(".")[0])
 
     @property
     def tree(self) -> Any:
-        """The state, with tensors that lie in the file. Raises what is in `UNREADABLE`."""
+        """The state, with tensors still in the file. Raises the errors in `UNREADABLE`."""
         return unpack_tree(json.loads(self.state), self.tensors)
 
 
 def stored(folder: Path) -> Stored | None:
-    """The newest checkpoint in `folder`, its checksums compared; None if there is none.
+    """Return the newest checkpoint in `folder`, with verified checksums; None if there is none.
 
-    Raises RunFolderError if it cannot be read, or is damaged.
+    Raises RunFolderError if the checkpoint cannot be read, or is damaged.
     """
     found = newest(folder)
     if found is None:
@@ -277,7 +289,7 @@ def stored(folder: Path) -> Stored | None:
 
 
 def reseal(checkpoint: Stored, config: Mapping[str, Any]) -> None:
-    """Writes into the checkpoint's seal what is asked of its run from now on."""
+    """Write the run's new settings into the checkpoint's seal."""
     assert checkpoint.seal is not None
     seal = msgspec.structs.replace(checkpoint.seal, config=dict(config))
     write_atomically(checkpoint.path / PARTS[2], sealed(checkpoint.state, seal))

@@ -1,7 +1,7 @@
 """Checkpoints as files: their names, and their checksums, without reading a tensor.
 
-What only copies or checks a run needs no more of a checkpoint, and does without torch.
-`dure.record.checkpoint` says what the files hold.
+Code that only copies or checks a run needs no more of a checkpoint, and does not load torch.
+`dure.record.checkpoint` describes the content of the files.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from dure.record.inside import LARGE, contents
 from dure.record.seal import Seal, checksum_of, unsealed
 
 PARTS = ("model.safetensors", "state.safetensors", "state.json")
-"""The files of a checkpoint; the last one names the others."""
+"""Files of a checkpoint; the last file has the checksums of the others."""
 
 
 class CheckpointFiles(NamedTuple):
-    """The folder of a checkpoint whose checksums were compared.
+    """A checkpoint with verified checksums.
 
-    state: the content of state.json, without the seal. seal: None where the checkpoint is older
-    than seals: then nothing was compared.
+    state: the content of state.json, without the seal. seal: None for a checkpoint older than
+    seals, which has no checksums to verify.
     """
 
     path: Path
@@ -31,17 +31,17 @@ class CheckpointFiles(NamedTuple):
 
 
 def name_of(step: int, past: int = 0) -> str:
-    """The name of a step's checkpoint.
+    """Return the name of a step's checkpoint.
 
-    past: in the middle of the next step, a number that grows with what is done of it; 0: nothing.
+    past: progress within the next step, a number that grows; 0 without progress.
     """
     return f"{step:08d}.{past:08d}" if past else f"{step:08d}"
 
 
 def place_of(name: str) -> tuple[int, int] | None:
-    """The step of the checkpoint of this name, and how far it is past that; in their order.
+    """Return the step and the progress within the next step, in a checkpoint's name.
 
-    None for whatever else lies in the folder.
+    None for any other name. The pairs sort in order of progress.
     """
     if not NAME.fullmatch(name):
         return None
@@ -54,11 +54,11 @@ NAME = re.compile(r"[0-9]{8,18}(\.[0-9]{8,18})?")
 
 
 def newest(folder: Path) -> CheckpointFiles | None:
-    """The newest checkpoint in `folder`, its checksums compared; None if there is none.
+    """Return the newest checkpoint in `folder`, with verified checksums; None if there is none.
 
-    Raises RunFolderError if it cannot be read, or is damaged.
+    Raises RunFolderError if the checkpoint cannot be read, or is damaged.
     """
-    # As numbers: as texts, the names of nine digits would come before those of eight.
+    # As numbers: as texts, names of nine digits would precede names of eight.
     places = [place_of(path.name) for path in folder.iterdir()] if folder.is_dir() else []
     last = max((place for place in places if place is not None), default=None)
     if last is None:
@@ -82,7 +82,7 @@ def newest(folder: Path) -> CheckpointFiles | None:
 
 
 def damaged(checkpoint: Path, reason: str) -> RunFolderError:
-    """The error about a checkpoint that is not what was written."""
+    """Return the error for a damaged checkpoint."""
     return RunFolderError(
         f"the checkpoint {checkpoint} is damaged ({reason}): put back a copy of it, or remove it "
         f"to train from the start"

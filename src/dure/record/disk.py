@@ -1,7 +1,7 @@
 """Files that survive a kill, a full disk and a power failure.
 
-The order is: the content, then the folder that names it, then what refers to it. An error of the
-disk says which file could not be written.
+The order of writing is: the content, then the folder with its name, then files that refer to it.
+An error of the disk includes the name of the file.
 """
 
 from __future__ import annotations
@@ -22,28 +22,27 @@ MOMENT = 2.0
 """Seconds for which a disk may be full before the run fails."""
 
 _NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
-"""What file systems answer that cannot sync a folder; then there is nothing better to do."""
+"""Errors of file systems that cannot sync a folder, which are ignored."""
 
 
 Piece = bytes | memoryview
-"""Bytes that are next to each other in a file."""
+"""Consecutive bytes of a file."""
 
 
 def write_atomically(path: Path, content: bytes | Iterable[Piece]) -> None:
-    """Writes a file so that a reader sees the old content or the new one, even across a kill.
+    """Write a file so that a reader sees the old content or the new, even after a kill.
 
-    content: the file, or its pieces, of which each is written before the next one is asked for.
-
-    Raises RunFolderWriteError, and leaves the old content, if it cannot be written.
+    content: the file, or its pieces; each piece is written before the next is requested. Raises
+    RunFolderWriteError, and leaves the old content, if the file cannot be written.
     """
-    # The number of the process: two that write the same file do not write into each other's.
+    # The process id: two processes that write the same file must not mix their content.
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     with told(path):
         try:
             write_synced(beside, content)
             os.replace(beside, path)
         except OSError:
-            # On a full disk, what was written of it takes room that others need.
+            # On a full disk, the incomplete file would take room that others need.
             with suppress(OSError):
                 beside.unlink()
             raise
@@ -51,7 +50,7 @@ def write_atomically(path: Path, content: bytes | Iterable[Piece]) -> None:
 
 
 def write_synced(path: Path, content: bytes | Iterable[Piece]) -> None:
-    """Writes a file whose content is on the disk when this returns. Raises OSError.
+    """Write a file and sync it to the disk. Raises OSError.
 
     content: as for `write_atomically`.
     """
@@ -59,22 +58,22 @@ def write_synced(path: Path, content: bytes | Iterable[Piece]) -> None:
         for piece in (content,) if isinstance(content, bytes) else content:
             file.write(piece)
         file.flush()
-        # Else the name could be on the disk before the content, when the power fails.
+        # Otherwise the name could be on the disk before the content when the power fails.
         os.fsync(file.fileno())
 
 
 def cut(path: Path, length: int) -> None:
-    """Removes what a file holds after so many bytes. Raises RunFolderWriteError."""
+    """Truncate a file to `length` bytes. Raises RunFolderWriteError."""
     with told(path), open(path, "r+b", opener=opened_itself) as file:
         file.truncate(length)
 
 
 def opened_itself(path: str, flags: int) -> int:
-    """Open a file for writing, with the rights of its folder: an opener for `open`.
+    """Open a file for writing, with the permissions of its folder: an opener for `open`.
 
-    Who may not look into a folder may not read what is written there, whatever the umask is. A
-    folder that somebody sent may have a link, a pipe, or another name of a file of the user's in
-    its place: nothing is written to those. Raises OSError.
+    A user without access to a folder must not be able to read files written there, whatever the
+    umask. A folder from elsewhere may have a link, a pipe, or a hard link to a file of the user in
+    place of the file: writing to them is refused. Raises OSError.
     """
     rights = 0o666 & os.stat(os.path.dirname(path) or ".").st_mode
     writes = os.O_NOFOLLOW | os.O_NONBLOCK
@@ -93,7 +92,7 @@ def opened_itself(path: str, flags: int) -> int:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder with the rights of the one in which it lies, unless it is there.
+    """Make a folder with the permissions of its parent, unless it exists.
 
     Raises OSError.
     """
@@ -105,10 +104,10 @@ def make_folder(path: Path) -> None:
 
 
 def make_private(folder: Path) -> None:
-    """Make a folder, or all that is in one, its owner's alone, whatever the umask is.
+    """Make a folder and its content accessible to the owner alone, whatever the umask.
 
-    What is written into it later is private too (`opened_itself`). Private keys and tokens stay as
-    they are: one that others could read is refused where it is read. Raises RunFolderWriteError.
+    Files written into it later are private too (`opened_itself`). Private keys and tokens stay
+    unchanged: a key that others could read is refused when it is read. Raises RunFolderWriteError.
     """
     with told(folder):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -124,25 +123,25 @@ def _is_no_secret(name: str) -> bool:
 
 
 def _take_away(path: str) -> None:
-    """Take the rights of everybody but the owner away from a file or folder, if it is there."""
+    """Remove all permissions except the owner's from a file or folder, if it exists."""
     with suppress(FileNotFoundError):
         found = os.lstat(path)
         mode = stat.S_IMODE(found.st_mode)
-        # Of a link, the rights of what it leads to would change.
+        # chmod of a link would change the permissions of its target.
         if not stat.S_ISLNK(found.st_mode) and mode & 0o077:
             os.chmod(path, mode & 0o700)
 
 
 def sync_folder(path: Path) -> None:
-    """The names in a folder are on the disk when this returns, where the file system can do that.
+    """Sync the names in a folder to the disk, if the file system supports it.
 
-    Raises RunFolderWriteError where the disk fails.
+    Raises RunFolderWriteError if the disk fails.
     """
     with told(path):
         try:
             descriptor = os.open(path, os.O_RDONLY)
         except PermissionError:
-            # A folder of somebody else's, say, that may be passed through and not read.
+            # For example another user's folder that may be traversed but not read.
             return
         try:
             os.fsync(descriptor)
@@ -155,7 +154,7 @@ def sync_folder(path: Path) -> None:
 
 @contextmanager
 def told(path: Path) -> Iterator[None]:
-    """An error of the disk is told with the name of the file, and so of its folder."""
+    """Context manager: turn OSError into RunFolderWriteError with the name of the file."""
     try:
         yield
     except OSError as error:
@@ -164,7 +163,7 @@ def told(path: Path) -> Iterator[None]:
 
 
 def patiently(write: Callable[[], object]) -> None:
-    """Does `write` again while the disk does not take it, for `MOMENT` seconds."""
+    """Retry `write` for `MOMENT` seconds while the disk rejects it."""
     until = time.monotonic() + MOMENT
     while True:
         try:
@@ -179,18 +178,18 @@ def patiently(write: Callable[[], object]) -> None:
 class Lines:
     """A file that grows by whole lines.
 
-    length, checksum: of what it holds, up to the last line that is whole. What a kill cut off at
-    its end is removed when it is opened.
+    length, checksum: of the content up to the last complete line. An incomplete line, left by a
+    kill, is removed when the file is opened.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._rest = b""
-        """Not written yet."""
+        """Bytes that are not written yet."""
         self._uncounted = b""
-        """Not in `length` and `checksum` yet: `_rest`, and what was written before it."""
+        """Bytes not in `length` and `checksum` yet: `_rest`, and written bytes before it."""
         with told(path):
-            # Unbuffered, one write a call: a kill cuts off no more than the end.
+            # Unbuffered, a write per call: a kill truncates only the last line.
             self._file = open(path, "ab", buffering=0, opener=opened_itself)  # noqa: SIM115, see close()
             content = path.read_bytes()
             self.length = content.rfind(b"\n") + 1
@@ -198,28 +197,28 @@ class Lines:
             self._cut()
 
     def add(self, lines: bytes) -> None:
-        """Writes them, after what the disk did not take before.
+        """Write lines, after the rest of earlier calls.
 
-        Raises RunFolderWriteError where it does not take all of them; the rest is written by the
-        next call, which may be one without lines.
+        Raises RunFolderWriteError if the disk does not take all of them; the next call, possibly
+        without lines, writes the rest.
         """
         self._rest += lines
         self._uncounted += lines
         with told(self.path):
             while self._rest:
-                # On a disk that is almost full, a write takes a part, and the next one raises.
+                # On a disk that is almost full, a write takes a part, and the next write raises.
                 self._rest = self._rest[os.write(self._file.fileno(), self._rest) :]
         self.length += len(self._uncounted)
         self.checksum = checksum(self._uncounted, self.checksum)
         self._uncounted = b""
 
     def sync(self) -> None:
-        """What was added is on the disk when this returns."""
+        """Sync the added lines to the disk."""
         with told(self.path):
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """No more lines come from here; of one that was written in part, nothing is left."""
+        """Close the file, and remove an incompletely written line."""
         with suppress(OSError):
             self._cut()
         self._file.close()
@@ -232,7 +231,7 @@ class Lines:
 class Summed:
     """The pieces of a file on their way to the disk, and their checksum.
 
-    checksum: of the pieces that were taken. It is counted while the disk has the piece.
+    checksum: of the consumed pieces, computed while the disk writes the piece.
     """
 
     def __init__(self, pieces: Iterable[Piece]) -> None:
@@ -242,7 +241,7 @@ class Summed:
     def __iter__(self) -> Iterator[Piece]:
         with ThreadPoolExecutor(1) as pool:
             for piece in self._pieces:
-                # Counting releases the interpreter, as writing does; a thread costs time too.
+                # zlib releases the interpreter lock, as writing does; but a thread has a cost too.
                 if len(piece) < _WORTH:
                     self.checksum = checksum(piece, self.checksum)
                     yield piece
@@ -253,4 +252,4 @@ class Summed:
 
 
 _WORTH = 1 << 20
-"""Bytes whose checksum is worth a thread's time."""
+"""Least bytes of a piece whose checksum is computed by a thread."""

@@ -1,4 +1,4 @@
-"""The history: a line a step, a line an evaluation; and when a target was reached.
+"""The history: a line a step, a line an evaluation; and the steps to reach a target.
 
 Steps to a target are counted as McMahan et al. 2017 count rounds: the curve is made monotone (the
 best value so far), and the crossing is interpolated linearly between evaluations. All systems are
@@ -16,13 +16,13 @@ import msgspec
 
 
 class Step(msgspec.Struct, tag_field="kind", tag="step", gc=False, omit_defaults=True):
-    """After a step or round: cumulative counters of rank 0 (a federation's server).
+    """Record of a step or round: cumulative counters of rank 0 (a federation's server).
 
-    A run keeps one for every step. With gc=False the garbage collector passes them over: they are
-    part of no cycle.
+    A run stores a record for every step. gc=False excludes them from garbage collection, since they
+    are part of no reference cycle.
 
-    loss: None where nothing was learned, such as in a round in which no update counted. numbers:
-    what else the strategy says about the round, by name; None where it says nothing.
+    loss: None if nothing was trained, such as in a round without a valid update. numbers: further
+    numbers of the strategy, by name; None without any.
     """
 
     step: int
@@ -39,10 +39,10 @@ class Step(msgspec.Struct, tag_field="kind", tag="step", gc=False, omit_defaults
 
 
 class Evaluation(msgspec.Struct, tag_field="kind", tag="evaluation", omit_defaults=True):
-    """An evaluation: the metrics, and cumulative counters summed over all ranks or clients.
+    """Record of an evaluation: metrics, and cumulative counters summed over all ranks or clients.
 
-    A metric that is not finite is None: JSON has no other word for it. numbers: what the strategy
-    says of all steps so far, by name; None where it says nothing.
+    A metric that is not finite is None, since JSON has no NaN. numbers: the strategy's numbers
+    about all steps so far, by name; None without any.
     """
 
     step: int
@@ -67,7 +67,7 @@ Record = Step | Evaluation
 
 
 def finite(metrics: Mapping[str, float | None]) -> dict[str, float | None]:
-    """The metrics, None for those that are NaN or infinite."""
+    """Return the metrics, with None for NaN and infinity."""
     return {name: v if v is not None and math.isfinite(v) else None for name, v in metrics.items()}
 
 
@@ -92,75 +92,77 @@ FALL = (
     "residual",
     "failures",
 )
-"""The words at the end of the names of metrics that are better where they are lower."""
+"""Last words of the names of metrics for which lower values are better."""
 
 
 WHOSE = ("client_", "personal_", "newest_", "frozen_newest_")
-"""How metrics begin that clients measure on their own data."""
+"""Prefixes of metrics that clients measure on their own data."""
 
 SPREAD = ("_mean", "_p10", "_p50", "_p90", "_worst")
-"""How the names of numbers end that tell how a metric of clients is spread over them."""
+"""Suffixes of the statistics of a metric over clients."""
 
 
 def is_spread(metric: str) -> bool:
-    """Whether it tells how a metric is spread over clients, such as client_accuracy_p10."""
+    """Return whether a name is a statistic over clients, such as client_accuracy_p10."""
     return metric.startswith(WHOSE) and metric.endswith(SPREAD)
 
 
 def judging(metric: str) -> tuple[bool, bool]:
-    """By which of several metrics runs are judged: the least of these; a validation metric before
-    others, and then one that rises."""
+    """Return a sort key whose least value is the main metric of runs.
+
+    Validation metrics precede others; among each, metrics that rise precede metrics that fall.
+    """
     return not metric.startswith("validation"), lower_is_better(metric)
 
 
 def lower_is_better(metric: str) -> bool:
-    """Whether a metric falls: losses, errors and the like (`FALL`) do, every other one rises.
+    """Return whether a lower value of a metric is better, by its name (`FALL`); others rise.
 
-    So do those of the worst tenth of clients, whose names end with _p10, and what else tells of
-    their spread. Case does not matter.
+    Statistics over clients, such as the worst tenth with the suffix _p10, follow their metric. Case
+    does not matter.
     """
     own = metric.removesuffix("_p10")
     for suffix in SPREAD if is_spread(metric) else ():
         own = own.removesuffix(suffix)
-    # At its end: "loss_scale" is no loss, and "client_loss" is one. Whole words: an "answer" is no
+    # At the end: "loss_scale" is no loss, and "client_loss" is one. Whole words: "answer" is no
     # "wer".
     words = re.sub(r"[\W_]+", "_", own.lower())
     return f"_{words}".endswith(tuple(f"_{fall}" for fall in FALL))
 
 
 def reaches(metric: str, value: float, target: float) -> bool:
-    """Whether `value` is at least as good as `target`."""
+    """Return whether `value` is at least as good as `target`."""
     return value <= target if lower_is_better(metric) else value >= target
 
 
 def steps_to_target(
     steps: Sequence[float], values: Sequence[float], target: float, falling: bool = False
 ) -> float | None:
-    """Where the monotone curve first reaches `target`, interpolated linearly; None if it does not.
+    """Return the step where the monotone curve reaches `target`, interpolated linearly, or None.
 
     steps, values: the evaluations, in order. falling: lower values are better.
     """
-    # With the sign turned, a falling metric rises as well, and one rule serves both.
+    # With the sign flipped, a falling metric rises as well, so the same rule applies.
     sign = -1.0 if falling else 1.0
     best = float("-inf")
     before = 0.0
     for step, value in zip(steps, values, strict=True):
         better = max(best, sign * value)
         if better >= sign * target:
-            # The part of the way, from the best so far to this value, that lies below the target.
-            # Before the first evaluation there is none: what it reaches is reached there.
+            # The share of the interval from the best so far to this value that is below the target.
+            # The first evaluation has no interval: it reaches the target itself.
             share = 1.0 if best == float("-inf") else (sign * target - best) / (better - best)
             return before + share * (step - before) if best != float("-inf") else float(step)
-        # From the newest evaluation on, also where it was no better: the curve is flat until there.
+        # From the newest evaluation on, even without improvement: the curve is flat until there.
         best = better
         before = float(step)
     return None
 
 
 class History:
-    """Records in the order in which they happened."""
+    """Records in chronological order."""
 
-    # Made once: a type is compiled when its decoder is made.
+    # Made once, because making a decoder compiles its type.
     _decoder: ClassVar[msgspec.json.Decoder[Record]] = msgspec.json.Decoder(Record)
     _encoder: ClassVar[msgspec.json.Encoder] = msgspec.json.Encoder()
 
@@ -168,38 +170,38 @@ class History:
         self.records = list(records)
 
     def append(self, record: Record) -> None:
-        """Adds what happened last."""
+        """Add the newest record."""
         self.records.append(record)
 
     @property
     def steps(self) -> list[Step]:
-        """The lines of steps or rounds alone, in order."""
+        """Records of steps or rounds, in order."""
         return [record for record in self.records if isinstance(record, Step)]
 
     @property
     def evaluations(self) -> list[Evaluation]:
-        """The lines of evaluations alone, in order."""
+        """Records of evaluations, in order."""
         return [record for record in self.records if isinstance(record, Evaluation)]
 
     def curve(self, metric: str, against: str = "step") -> tuple[list[float], list[float]]:
-        """(x, y) of a metric over the evaluations where it was finite.
+        """Return (x, y) of a metric over the evaluations at which it was finite.
 
-        against: what x is: any field of `Evaluation`, such as "bytes_sent".
+        against: field of `Evaluation` for x, such as "bytes_sent".
         """
         pairs = [(float(getattr(e, against)), e.metrics.get(metric)) for e in self.evaluations]
         return [x for x, y in pairs if y is not None], [y for _, y in pairs if y is not None]
 
     def series(self, name: str) -> tuple[list[int], list[float]]:
-        """(steps or rounds, values) of a number that the strategy reports: "primal_residual"."""
+        """Return (steps or rounds, values) of a strategy's number, such as "primal_residual"."""
         pairs = [(step.step, (step.numbers or {}).get(name)) for step in self.steps]
         return [x for x, y in pairs if y is not None], [y for _, y in pairs if y is not None]
 
     def to_target(self, metric: str, target: float) -> float | None:
-        """Steps or rounds until `metric` reached `target`."""
+        """Return the steps or rounds until `metric` reached `target`; None if it did not."""
         return steps_to_target(*self.curve(metric), target, falling=lower_is_better(metric))
 
     def best(self) -> dict[str, float]:
-        """The best value of every metric."""
+        """Return the best value of every metric."""
         # In order of first appearance, which is that of tables.
         names = dict.fromkeys(
             name for e in self.evaluations for name, v in e.metrics.items() if v is not None
@@ -210,19 +212,19 @@ class History:
 
     @classmethod
     def encode(cls, record: Record) -> bytes:
-        """One line of history.jsonl."""
+        """Return a record as a line of history.jsonl."""
         return cls._encoder.encode(record) + b"\n"
 
     @classmethod
     def decode(cls, text: bytes) -> History:
-        """The history in `text`; a last line that was cut off by a kill is left out."""
-        # A line is whole if its end was written; a text without any has none.
+        """Return the history in `text`, without an incomplete last line."""
+        # A line is complete if its line break was written.
         whole = text[: text.rfind(b"\n") + 1]
         return cls(cls._decoder.decode(line) for line in whole.splitlines())
 
     @classmethod
     def decode_until(cls, text: bytes, step: int) -> History:
-        """The history up to `step`, whatever is damaged after it."""
+        """Return the history up to `step`, whatever damage follows."""
         records: list[Record] = []
         for line in text[: text.rfind(b"\n") + 1].splitlines():
             try:
@@ -235,9 +237,9 @@ class History:
         return cls(records)
 
     def until(self, step: int) -> History:
-        """The records up to `step`: the history of a run resumed from that step's checkpoint."""
+        """Return the records up to `step`: the history of a run resumed from its checkpoint."""
         return History(record for record in self.records if record.step <= step)
 
     def encoded(self) -> bytes:
-        """The content of history.jsonl."""
+        """Return the content of history.jsonl."""
         return b"".join(map(self.encode, self.records))

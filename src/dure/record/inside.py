@@ -1,14 +1,14 @@
-"""Files of a folder that may come from somebody else, opened without being led elsewhere.
+"""Open files of an untrusted folder without following links out of it.
 
-A folder that was sent may hold a link to a file of the reader's, another name of one (a hard link),
-a pipe on which reading waits for ever, or a device that never ends. So every part of a path below
-the folder is opened by itself, without following links and without waiting, and what was opened is
-looked at before a byte is read: a regular file, with this one name, of no more bytes than expected.
+A folder from elsewhere may contain a link to a file of the reader, a hard link, a pipe on which
+reading blocks for ever, or an endless device. Every part of a path below the folder is therefore
+opened separately, without following links and without blocking, and the opened file is checked
+before a byte is read: a regular file, with a single name, of bounded size.
 
-    opened       one file
+    opened       a file
     contents     its bytes
-    check_file   one file, without opening it
-    check_links  all of a folder, before something that opens files by their names reads it
+    check_file   a file, without opening it
+    check_links  a whole folder, before a library opens its files by name
 
 Source: openat(2), O_NOFOLLOW and O_NONBLOCK; SQLite's "How To Corrupt An SQLite Database File",
 2.2, for `check_file`.
@@ -28,24 +28,24 @@ from pathlib import Path
 from dure.errors import RunFolderError
 
 MOST = 1 << 28
-"""Bytes of a file that is read as a whole, such as a JSON file: 256 MiB."""
+"""Most bytes of a file that is read as a whole, such as a JSON file: 256 MiB."""
 
 LARGE = 1 << 36
-"""Bytes of a file of tensors, or of one that grows all through a run, that is read as a whole."""
+"""Most bytes of a file of tensors, or of a growing file, that is read as a whole: 64 GiB."""
 
 MOST_ENTRIES = 1_000_000
-"""Files of a folder; a run that keeps every update has one for each client and round."""
+"""Most files of a folder; a run that stores every update has one for each client and round."""
 
 MOST_DEPTH = 16
-"""Folders in folders. Those of a run are four deep."""
+"""Most levels of nested folders. The folders of a run have four levels."""
 
 
-# Without waiting for somebody who writes into a pipe.
+# O_NONBLOCK: opening a pipe must not wait for a writer.
 _READS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
 
 
 class UnfitFileError(OSError):
-    """A file that is not read: a link, a pipe, a device, or larger than any such file."""
+    """Raised for a link, a pipe, a device, or a file above the size limit."""
 
     def __init__(self, reason: str, path: Path) -> None:
         super().__init__(errno.EINVAL, reason, str(path))
@@ -57,14 +57,16 @@ def opened(
     """Open a file of a folder for reading.
 
     Args:
-        path: of the file.
-        folder: in which it lies, at any depth; by default the one that the path names. It may
-            itself be reached by links: the user has named it.
-        most: bytes that the file may have; None for any number.
-        links: follow links, and take a file with several names, as caches of downloaded models
-            have them: of a path that the user has named.
+        path: path of the file.
+        folder: folder that contains the file, at any depth; by default the parent in `path`. The
+            folder itself may be reached by links: the user has named it.
+        most: most bytes of the file; None for any size.
+        links: follow links, and accept files with several names, as caches of downloaded models
+            have them; for a path that the user has named.
 
-    Raises OSError, also for whatever is no regular file of that folder (`UnfitFileError`).
+    Raises:
+        OSError: if the file cannot be opened; `UnfitFileError` if it is no regular file of that
+            folder.
     """
     return os.fdopen(descriptor_of(path, folder, most, links), "rb")
 
@@ -75,7 +77,7 @@ def contents(
     """Return the bytes of a file of a folder. Arguments and errors are those of `opened`."""
     with opened(path, folder, most, links) as file:
         content = file.read()
-    # It may have grown meanwhile.
+    # The file may have grown since the check.
     if len(content) > most:
         raise _too_long(path, most)
     return content
@@ -84,7 +86,7 @@ def contents(
 def descriptor_of(
     path: Path, folder: Path | None = None, most: int | None = None, links: bool = False
 ) -> int:
-    """Open a file of a folder. Arguments and errors are those of `opened`."""
+    """Open a file of a folder, and return its descriptor. Arguments and errors as in `opened`."""
     if links:
         found = os.open(path, _READS)
     else:
@@ -98,7 +100,7 @@ def descriptor_of(
 
 
 def _below(path: Path, folder: Path) -> int:
-    """Open what the path names below the folder, one part after another."""
+    """Open a path below the folder, component by component, and return the descriptor."""
     *folders, name = path.relative_to(folder).parts
     if ".." in (*folders, name):
         raise UnfitFileError("it lies outside the folder", path)
@@ -115,15 +117,15 @@ def _below(path: Path, folder: Path) -> int:
 
 @contextmanager
 def pinned(path: Path, folder: Path | None = None, links: bool = False) -> Iterator[str]:
-    """A name of the opened file for libraries that open files by name.
+    """Context manager: return a name of the opened file for libraries that open files by name.
 
-    The name leads to the file that was looked at, even if another one has its path by then.
-    Arguments and errors are those of `opened`.
+    The name leads to the checked file, even if its path has been replaced since. Arguments and
+    errors are those of `opened`.
     """
     descriptor = descriptor_of(path, folder, links=links)
     try:
         name = f"/proc/self/fd/{descriptor}"
-        # Without /proc, as on a Mac, the path itself was looked at a moment ago.
+        # Without /proc, as on a Mac, the path itself, which was checked a moment ago.
         yield name if os.path.exists(name) else str(path)
     finally:
         os.close(descriptor)
@@ -132,8 +134,8 @@ def pinned(path: Path, folder: Path | None = None, links: bool = False) -> Itera
 def check_file(path: Path) -> None:
     """Check a file that a library opens by its name, such as a database.
 
-    It is not opened: a process that closes any descriptor of a database loses the locks that SQLite
-    holds on it. Raises OSError as `opened` does.
+    The file is not opened: a process that closes any descriptor of a database loses the locks that
+    SQLite has on it. Raises OSError as `opened` does.
     """
     found = os.lstat(path)
     if stat.S_ISLNK(found.st_mode):
@@ -142,10 +144,11 @@ def check_file(path: Path) -> None:
 
 
 def check_links(folder: Path) -> None:
-    """Check that a folder holds folders and files of its own alone.
+    """Check that a folder contains only folders and files of its own.
 
-    Raises RunFolderError, with the name of what is a link, a pipe, a socket or a device, has a name
-    outside the folder too, or lies too deep. What vanishes meanwhile is passed over.
+    Raises RunFolderError with the name of a link, a pipe, a socket, a device, a file with a hard
+    link outside the folder, or a file that is nested too deep. Files that vanish meanwhile are
+    ignored.
     """
     names: Counter[tuple[int, int]] = Counter()
     several: dict[tuple[int, int], tuple[str, int]] = {}
@@ -162,13 +165,13 @@ def check_links(folder: Path) -> None:
         elif not stat.S_ISDIR(found.st_mode):
             raise _unfit(entry, "is neither a file nor a folder: remove it")
     for key, (entry, links) in several.items():
-        # A kill leaves a key with two names, both of them here.
+        # A kill may leave a key with two names, both of them here.
         if names[key] < links:
             raise _unfit(entry, "has a name outside this folder too (a hard link): copy the folder")
 
 
 def _entries(folder: Path | str, depth: int) -> Iterator[tuple[str, os.stat_result]]:
-    """Everything below a folder, with what is known of it itself."""
+    """Yield the path and lstat of everything below a folder."""
     with os.scandir(folder) as found:
         entries = list(found)
     for entry in entries:

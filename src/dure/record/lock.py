@@ -1,4 +1,4 @@
-"""One process at a time: a lock that the kernel takes back however its holder ends."""
+"""A lock between processes, which the kernel releases however its owner ends."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from pathlib import Path
 from dure.errors import RunFolderError
 
 MOMENT = 2.0
-"""Seconds in which the processes of one that was killed have noticed it."""
+"""Seconds that the child processes of a killed process may take to notice its end."""
 
 
 class Lock:
-    """Keeps other processes of this machine off, from `take` until `release` or the end of this."""
+    """A lock against other processes of this machine, from `take` until `release` or exit."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor: int | None = descriptor
 
     @classmethod
     def take(cls, path: Path, others: str) -> Lock:
-        """Locks a file, which is made where there is none, or a folder, which is there.
+        """Lock a file, which is made if it is missing, or an existing folder.
 
-        Raises RunFolderError with the text `others` if another process still has it after `MOMENT`.
-        Where the file system has no locks, nobody is kept off.
+        Raises RunFolderError with the text `others` if another process still has the lock after
+        `MOMENT`. On a file system without locks, other processes are not kept out.
         """
         try:
             flags = os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
@@ -44,25 +44,25 @@ class Lock:
         return cls(descriptor)
 
     def release(self) -> None:
-        """Lets others in. May be called again."""
+        """Release the lock. May be called again."""
         descriptor = self._descriptor
         self._descriptor = None
-        # In a child that was forked, the number may be another file's by now.
+        # In a forked child, the number may be another file's by now.
         if descriptor in _HELD:
-            # Out of the set before it is closed: its number may be another file's right after.
+            # Removed before the close: the number may be another file's right after.
             _HELD.discard(descriptor)
             os.close(descriptor)
 
 
 def is_held(path: Path) -> bool:
-    """Whether somebody has what is locked at `path`, a folder or a file that is there."""
+    """Return whether a process has locked `path`, an existing folder or file."""
     try:
-        # A pipe in its place must not be waited for.
+        # A pipe in its place must not block.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
         return False
     try:
-        # Shared, and given back at once: whoever takes it meanwhile tries for a moment.
+        # Shared, and released at once: a process that takes the lock meanwhile retries briefly.
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
@@ -74,17 +74,17 @@ def is_held(path: Path) -> bool:
 
 
 _HELD: set[int] = set()
-"""Descriptors that this process holds.
+"""Descriptors of the locks of this process.
 
-A child that is forked closes them: it may live longer.
+A forked child closes them, because it may live longer.
 """
 
 
 def _locked(descriptor: int) -> bool:
-    """Whether what is open there is now this process's, or can be nobody's."""
+    """Try to lock; return whether this process has the lock, or no process can have it."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    # Somebody else has it. Any other error: the file system knows no locks.
+    # Another process has the lock. Any other error: the file system has no locks.
     except BlockingIOError:
         return False
     except OSError:
@@ -93,7 +93,7 @@ def _locked(descriptor: int) -> bool:
 
 
 def _let_go() -> None:
-    # A lock belongs to the open file, which a forked child shares: it lasts until both close it.
+    # A lock belongs to the open file, which a forked child shares: both would have to close it.
     while _HELD:
         os.close(_HELD.pop())
 

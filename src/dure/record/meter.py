@@ -1,12 +1,12 @@
-"""The meter: what one worker sent, received, and spent its time on.
+"""The meter of a worker: bytes sent and received, and time by kind.
 
-Bytes are payload: what a tensor or a message holds, without the framing of the transport. Seconds
+Bytes are payload: the content of a tensor or message, without the framing of the transport. Seconds
 are wall time in three kinds: compute (forward, backward, update), communication (transfers that the
 worker waited for), idle (waiting for the slowest peer to arrive; see
-`dure.parallel.data.strategy`). Transfers that ran while the worker computed have a counter of their
-own, hidden: the share hidden / (hidden + communication) says how well a system overlaps the two.
-Transfers inside a computation, such as those in the layers of tensor parallelism, are taken out of
-it: no second counts twice.
+`dure.parallel.data.strategy`). Transfers during computation have a counter of their own, hidden:
+the share hidden / (hidden + communication) shows how well a system overlaps the two. Transfers
+inside a computation, such as those in the layers of tensor parallelism, are subtracted from the
+computation: no second counts twice.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ import msgspec
 from dure.record.trace import Trace
 
 MOST_INSIDE = 100_000
-"""How many transfers inside computations are kept until their computation has ended.
+"""Most recorded transfers inside computations, until their computation ends.
 
-A bound, since those of an evaluation wait for the next step, which throws them away.
+Bounded, because the transfers of an evaluation stay until the next step discards them.
 """
 
 
 class Counters(msgspec.Struct):
-    """Cumulative counts of one worker; they add over workers.
+    """Cumulative counts of a worker; they add over workers.
 
     inside_seconds, inside_steps: of the transfers inside computations (`Meter.inside`), and the
-    steps that had any; communication_seconds has these seconds too.
-    shuffle_bytes, shuffle_seconds: of examples that were sent to other workers, and of the whole
-    exchange; bytes_sent and the seconds have these too.
+    steps with any; communication_seconds includes these seconds. shuffle_bytes, shuffle_seconds: of
+    examples sent to other workers, and of the whole exchange; bytes_sent and the seconds include
+    them.
     """
 
     bytes_sent: int = 0
@@ -51,13 +51,13 @@ class Counters(msgspec.Struct):
     shuffle_seconds: float = 0.0
 
     def as_list(self) -> list[float]:
-        """The values in the order of the fields, as ranks of one job tell each other."""
+        """Return the values in the order of the fields, for exchange between ranks of a job."""
         # As float64, in which bytes and messages are exact up to 2^53.
         return [float(value) for value in msgspec.structs.astuple(self)]
 
     @classmethod
     def from_list(cls, values: list[float]) -> Counters:
-        """The inverse of `as_list`; an older dure had fewer fields."""
+        """Return the counters of `as_list`; an older dure had fewer fields."""
         fields = msgspec.structs.fields(cls)
         # Each value in the type of its field again: counts travelled as floats.
         told = zip(fields, values, strict=False)
@@ -65,20 +65,20 @@ class Counters(msgspec.Struct):
 
     @classmethod
     def in_a_row(cls, values: list[float]) -> list[Counters]:
-        """Those of several workers, told one after another."""
+        """Return the counters of several workers from their concatenated lists."""
         width = len(cls.__struct_fields__)
         starts = range(0, len(values), width)
         return [cls.from_list(values[start : start + width]) for start in starts]
 
     @property
     def hidden_share(self) -> float | None:
-        """Which part of the time of transfers was hidden; None if nothing was transferred."""
+        """Hidden share of the time of transfers; None without transfers."""
         total = self.hidden_seconds + self.communication_seconds
         return self.hidden_seconds / total if total > 0 else None
 
 
 def sum_of_counters(workers: Iterable[Counters]) -> Counters:
-    """The counters of several workers as one worker's. Peaks of memory do not add."""
+    """Return the sum of the counters of several workers; of peak memory, the maximum."""
     total = Counters()
     for counters in workers:
         for name in Counters.__struct_fields__:
@@ -88,11 +88,11 @@ def sum_of_counters(workers: Iterable[Counters]) -> Counters:
 
 
 class Meter:
-    """The counters and the lane of one worker.
+    """The counters and the timeline lane of a worker.
 
-    name: "rank 3", "server" or "client 17". trace: where its spans go; None records no spans.
-    is_worker: not so for a federation's server, the master of threads, and readers of batches,
-    which are counted but do not train.
+    name: "rank 3", "server" or "client 17". trace: timeline of its spans; None records no spans.
+    is_worker: False for a federation's server, the master of threads, and readers of batches, which
+    are counted but do not train.
     """
 
     def __init__(self, name: str, trace: Trace | None = None, is_worker: bool = True) -> None:
@@ -101,38 +101,38 @@ class Meter:
         self.is_worker = is_worker
         self.counters = Counters()
         self.stands_for = 1
-        """Workers that are counted here together, where they are too many for a meter each."""
+        """Workers counted together by this meter, if there are too many for a meter each."""
         self._inside: deque[tuple[str, float, float]] = deque(maxlen=MOST_INSIDE)
         self._inside_step: int | None = None
 
     def sent(self, nbytes: int) -> None:
-        """One message of so many payload bytes left the worker."""
+        """Count a sent message of `nbytes` payload bytes."""
         self.counters.bytes_sent += nbytes
         self.counters.messages_sent += 1
 
     def received(self, nbytes: int) -> None:
-        """So many payload bytes came in."""
+        """Count `nbytes` received payload bytes."""
         self.counters.bytes_received += nbytes
 
     def exchanged(self, sent: Sequence[int], received: Sequence[int]) -> None:
-        """Many messages, by their bytes."""
+        """Count many messages, given their bytes."""
         self.counters.bytes_sent += sum(sent)
         self.counters.messages_sent += len(sent)
         self.counters.bytes_received += sum(received)
 
     def shuffled(self, nbytes: int, seconds: float) -> None:
-        """So many bytes of what was sent were examples, in an exchange of so many seconds."""
+        """Count bytes of examples among the sent bytes, and the seconds of their exchange."""
         self.counters.shuffle_bytes += nbytes
         self.counters.shuffle_seconds += seconds
 
     def answered(self, down: int, up: int, transfer: float, compute: float) -> None:
-        """A simulated client was sent `down` bytes and has answered with `up`; 0 is no answer.
+        """Count a simulated client's download and upload in bytes; an upload of 0 is no answer.
 
-        transfer, compute: its device's seconds.
+        transfer, compute: seconds of its device.
         """
         counters = self.counters
         counters.bytes_received += down
-        # A client that does not answer has received the model and sent nothing.
+        # A client without an answer has received the model and sent nothing.
         if up:
             counters.bytes_sent += up
             counters.messages_sent += 1
@@ -140,30 +140,30 @@ class Meter:
         counters.communication_seconds += transfer
 
     def compute(self, name: str, start: float, end: float, step: int) -> None:
-        """The worker computed from `start` to `end` (seconds of `time.perf_counter`)."""
-        # Transfers that lie within this span are communication; no second counts twice.
+        """Count computation from `start` to `end` (seconds of `time.perf_counter`)."""
+        # Transfers within this span are communication; no second counts twice.
         inside = self._taken_out(start, step) if self._inside else 0.0
         self.counters.compute_seconds += end - start - inside
         self.counters.communication_seconds += inside
         self.mark(name, "compute", start, end, step)
 
     def inside(self, name: str, start: float, end: float) -> None:
-        """The worker was in a transfer, inside of what `compute` will be told of.
+        """Record a transfer inside of a computation that `compute` will count later.
 
-        The time is communication, not compute.
+        Its time is communication, not compute.
         """
         if self.trace is not None:  # else nobody may ever ask
             self._inside.append((name, start, end))
 
     def _taken_out(self, start: float, step: int) -> float:
-        """Seconds of the transfers since `start`.
+        """Return the seconds of the recorded transfers since `start`.
 
-        Earlier ones were inside of what is not counted, such as an evaluation.
+        Earlier transfers were inside computations that are not counted, such as an evaluation.
         """
         seconds = 0.0
         while self._inside:
             name, began, ended = self._inside.popleft()
-            # All that wait are taken from the queue, but only those of this span count.
+            # All recorded transfers leave the queue, but only those of this span count.
             if began >= start:
                 seconds += ended - began
                 self.mark(name, "communication", began, ended, step, f"{self.name}, inside")
@@ -183,20 +183,20 @@ class Meter:
         arrival: float | None = None,
         computed: float | None = None,
     ) -> None:
-        """A transfer from `start` to `end`, for which the last peer came at `arrival`.
+        """Count a transfer from `start` to `end`, for which the last peer arrived at `arrival`.
 
-        computed: until then the worker computed meanwhile, so that what was transferred is hidden,
-        and nobody waited.
+        computed: end of the worker's simultaneous computation; until then the transfer is hidden,
+        and the worker does not wait.
         """
-        # ready: when the last peer was there, so that the transfer could begin. free: when this
-        # worker had nothing more to compute. Both within the transfer: an arrival is read from
-        # another clock, which runs apart by a little.
+        # ready: arrival of the last peer, when the transfer can begin. free: end of this worker's
+        # computation. Both are clamped to the transfer, since the arrival is read from another
+        # clock, which may differ slightly.
         ready = start if arrival is None else min(max(arrival, start), end)
         free = start if computed is None else min(max(computed, start), end)
-        # Nothing to compute any more, and nobody to transfer with: idle.
+        # Neither computing nor transferring: idle.
         if ready > free:
             self.idle("wait", free, ready, step)
-        # Transferred while it still computed: hidden. Only one of the two can be.
+        # Transferring while computing: hidden. At most one of the two cases applies.
         if free > ready:
             self.counters.hidden_seconds += free - ready
             self.mark(name, "communication", ready, free, step, f"{self.name}, beside")
@@ -205,37 +205,37 @@ class Meter:
         self.mark(name, "communication", max(ready, free), end, step)
 
     def idle(self, name: str, start: float, end: float, step: int) -> None:
-        """The worker had nothing to do from `start` to `end`: it waited for others."""
+        """Count idle time from `start` to `end`, in which the worker waited for others."""
         self.counters.idle_seconds += end - start
         self.mark(name, "idle", start, end, step)
 
     def mark(
         self, name: str, category: str, start: float, end: float, step: int, lane: str | None = None
     ) -> None:
-        """A span on the timeline that no counter adds up: an evaluation, a checkpoint.
+        """Add a span to the timeline without counting it, such as an evaluation or a checkpoint.
 
-        lane: None is the worker's.
+        lane: name of the lane; None is the worker's.
         """
         if self.trace is not None:
             self.trace.add(lane or self.name, name, category, start, end, step)
 
 
 def reset_peak_memory() -> None:
-    """Starts the measurement of peak memory anew (Linux only).
+    """Restart the measurement of peak memory (Linux only).
 
-    So the runs of one process are told apart.
+    So each run of a process gets its own peak.
     """
     try:
-        # By proc(5), 5 sets the high-water mark VmHWM to what is resident now.
+        # By proc(5), 5 sets the high-water mark VmHWM to the current resident size.
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
         return
 
 
 def peak_memory() -> int:
-    """Bytes of this process resident at the peak since `reset_peak_memory`.
+    """Return the peak of this process's resident bytes since `reset_peak_memory`.
 
-    0 where the system does not tell.
+    0 if the system does not report it.
     """
     try:
         status = Path("/proc/self/status").read_text()
@@ -251,7 +251,7 @@ def peak_memory() -> int:
 
 
 class Clock:
-    """What a step does one after another, put down as it is done."""
+    """Meters the consecutive parts of a step."""
 
     def __init__(self, meter: Meter, step: int) -> None:
         self.meter = meter
@@ -259,11 +259,11 @@ class Clock:
         self.begin()
 
     def begin(self) -> None:
-        """What was done until now is put down elsewhere."""
+        """Restart the clock; the time before is counted elsewhere."""
         self.last = time.perf_counter()
 
     def did(self, name: str) -> None:
-        """All since the last time was this."""
+        """Count the time since the last call as computation called `name`."""
         now = time.perf_counter()
         self.meter.compute(name, self.last, now, self.step)
         self.last = now

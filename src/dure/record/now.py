@@ -1,12 +1,11 @@
-"""now.json: what a run that goes on says of itself, until summary.json says it for good.
+"""now.json: the state of a run in progress, until summary.json replaces it.
 
-    facts        what the learner knows of who did what, as in summary.json (docs/run-folder.md)
-    federation   of a run that is served: who is there, at work and missing, as the server tells
-    failed       why the run failed, in one line
+    facts        the learner's facts, as in summary.json (docs/run-folder.md)
+    federation   of a served run: connected, working and missing clients, from the server
+    failed       reason for a failed run, in a line
 
-Whoever watches the run reads it. It is written at most every `SECONDS`, and takes at most a
-fiftieth of the time. A run does not need it: a disk that does not take it is no failure, and it is
-not synced.
+Viewers of the run read it. It is written at most every `SECONDS`, and takes at most a fiftieth of
+the time. A run does not need the file: a failed write is ignored, and the file is not synced.
 """
 
 from __future__ import annotations
@@ -28,37 +27,37 @@ NOW = "now.json"
 """Its name in a run folder."""
 
 SECONDS = 2.0
-"""Between two writings at the least."""
+"""Least seconds between two writes."""
 
 _SHARE = 50
-"""Times as long as it took to write is waited before it is written again."""
+"""Least ratio of the pause to the duration of the last write."""
 
 
 class Now:
-    """What one run says of itself. facts: asked for what the learner knows; None: nothing yet."""
+    """State of a run in progress. facts: returns the learner's facts; None without any."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / NOW
         self._due = 0.0
         self.facts: Callable[[], Mapping[str, Any] | None] = lambda: None
         self.federation: Mapping[str, Any] | None = None
-        """What the server of the federation has told last."""
+        """Newest report of the federation's server."""
 
     def hears(self, event: Mapping[str, Any]) -> None:
-        """An event of the run, as whoever watches it is told."""
+        """Store an event of the run, if a server reports on its clients."""
         if "federation" in event:
             self.federation = event["federation"]
             self.write()
 
     def write(self) -> None:
-        """Writes it, unless it was just written."""
+        """Write the file, unless it was just written."""
         began = time.monotonic()
         if began < self._due:
             return
         facts = self.facts()
         told: dict[str, Any] = {} if facts is None else {"facts": [facts]}
         told |= {} if self.federation is None else {"federation": self.federation}
-        # A run of which nothing is to be said writes nothing.
+        # A run without any content writes nothing.
         if told:
             _replace(self._path, told)
         took = time.monotonic() - began
@@ -66,7 +65,7 @@ class Now:
 
 
 def failed(folder: Path, why: str) -> None:
-    """The run has failed. What it said of itself stays."""
+    """Add the reason for a failure; the other content stays."""
     path = folder / NOW
     told: Any = None
     with suppress(OSError, ValueError, RecursionError):
@@ -75,7 +74,7 @@ def failed(folder: Path, why: str) -> None:
 
 
 def forget(folder: Path) -> None:
-    """The summary says it by now, or the run begins again."""
+    """Delete the file, since the summary replaces it or the run begins again."""
     with suppress(OSError):
         (folder / NOW).unlink(missing_ok=True)
 

@@ -1,11 +1,11 @@
-"""Tensors that lie in files: read where they are needed, and only what is.
+"""Tensors in files: read on demand, and only the needed parts.
 
-    OnDisk            one tensor: which file, where in it, its dtype and shape
-    TensorsOnDisk     tensors by name, each mapped into memory when it is asked for
+    OnDisk            a tensor: its file, offset, dtype and shape
+    TensorsOnDisk     tensors by name, each mapped into memory on access
 
-Those of a file in safetensors are found by its header (`dure.record.weights.tensors_in`). So a
-checkpoint is written and read piece by piece, whatever its size. A file stays open for as long as
-one of its tensors is known, also one without a name.
+Tensors of a safetensors file are found by its header (`dure.record.weights.tensors_in`), so that a
+checkpoint is written and read piece by piece, whatever its size. A file stays open as long as any
+of its tensors is referenced; it may be unlinked.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from torch import Tensor
 from dure.record.inside import descriptor_of
 
 PIECE = 4 << 20
-"""Bytes that are in memory at once while a tensor is on its way."""
+"""Bytes in memory at once during a transfer of a tensor."""
 
 
 class Form(NamedTuple):
-    """What is known of a tensor without its values; dtype: its name in torch."""
+    """Description of a tensor without its values. dtype: its name in torch."""
 
     name: str
     dtype: str
@@ -41,7 +41,7 @@ class Form(NamedTuple):
 
 
 class File:
-    """An open file, closed when nobody knows it any more. descriptor: which it takes over."""
+    """An open file, closed when the last reference is gone. descriptor: owned from now on."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
@@ -49,12 +49,12 @@ class File:
 
     @classmethod
     def of(cls, path: Path) -> File:
-        """The file of this name, to be read. Raises OSError."""
+        """Open the file of this name for reading. Raises OSError."""
         return cls(descriptor_of(path))
 
 
 class OnDisk:
-    """A tensor in a file. at: its first byte there."""
+    """A tensor in a file. at: offset of its first byte."""
 
     def __init__(self, file: File, at: int, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         self.file = file
@@ -66,36 +66,36 @@ class OnDisk:
         return f"OnDisk({self.dtype}, {tuple(self.shape)})"
 
     def dim(self) -> int:
-        """As of a tensor."""
+        """Return the number of dimensions."""
         return len(self.shape)
 
     def numel(self) -> int:
-        """As of a tensor."""
+        """Return the number of elements."""
         return self.shape.numel()
 
     @property
     def nbytes(self) -> int:
-        """As of a tensor."""
+        """Bytes of the tensor."""
         return self.numel() * self.dtype.itemsize
 
     def elements(self, start: int, stop: int) -> Tensor:
-        """A copy of the elements [start, stop), in a row. Raises OSError where some are missing."""
+        """Return a flat copy of the elements [start, stop). Raises OSError if some are missing."""
         found = torch.empty(stop - start, dtype=self.dtype)
         self._read(_bytes_of(found), start * self.dtype.itemsize)
         return found
 
     def tensor(self) -> Tensor:
-        """A copy of the whole."""
+        """Return a copy of the whole tensor."""
         return self.elements(0, self.numel()).view(self.shape)
 
     def mapped(self) -> Tensor:
-        """The whole as a view of the file; what is written into it stays in memory."""
+        """Return the whole tensor as a private mapping of the file; writes stay in memory."""
         if not self.nbytes:
             return torch.empty(self.shape, dtype=self.dtype)
-        # A dtype wants its bytes at a multiple of its size, which other writers may not have kept.
+        # A mapped tensor has to be aligned to its dtype, which files of other writers may violate.
         if self.at % self.dtype.itemsize:
             return self.tensor()
-        # A mapping begins with a page.
+        # A mapping begins at a page.
         before = self.at % mmap.ALLOCATIONGRANULARITY
         area = mmap.mmap(
             self.file.descriptor,
@@ -108,12 +108,12 @@ class OnDisk:
         return flat.view(self.shape)
 
     def put(self, start: int, elements: Tensor) -> None:
-        """Writes a row of elements into their place. Raises OSError."""
+        """Write consecutive elements from index `start` on. Raises OSError."""
         view = _bytes_of(elements.detach().to("cpu", self.dtype).contiguous().view(-1))
         write_at(self.file.descriptor, view, self.at + start * self.dtype.itemsize)
 
     def pieces(self) -> Iterator[memoryview]:
-        """The bytes, a few million at a time."""
+        """Yield the bytes, a few million at a time."""
         for start in range(0, self.nbytes, PIECE):
             piece = memoryview(bytearray(min(PIECE, self.nbytes - start)))
             self._read(piece, start)
@@ -130,21 +130,21 @@ class OnDisk:
 
 
 Leaf = Tensor | OnDisk
-"""A tensor, wherever it lies."""
+"""A tensor, in memory or in a file."""
 
 
 def form_of(name: str, dtype: torch.dtype, shape: Sequence[int]) -> Form:
-    """The form of a tensor with this name."""
+    """Return the form of a tensor with this name."""
     return Form(name, str(dtype).removeprefix("torch."), list(shape))
 
 
 def forms_of(leaves: Mapping[str, Leaf]) -> list[Form]:
-    """The forms of tensors, in their order."""
+    """Return the forms of tensors, in their order."""
     return [form_of(name, leaf.dtype, leaf.shape) for name, leaf in leaves.items()]
 
 
 def write_at(descriptor: int, content: memoryview, at: int) -> None:
-    """Writes all of it into an open file, from this byte on. Raises OSError."""
+    """Write all of `content` into an open file at offset `at`. Raises OSError."""
     while content.nbytes:
         done = os.pwrite(descriptor, content[: 1 << 30], at)
         content = content[done:]
@@ -152,20 +152,20 @@ def write_at(descriptor: int, content: memoryview, at: int) -> None:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """The bytes of a row of elements, where they lie."""
+    """Return the bytes of consecutive elements, without a copy."""
     raw: Any = tensor.resolve_conj().resolve_neg().view(torch.uint8).numpy()
     return memoryview(raw)
 
 
 def elements(leaf: Leaf, start: int, stop: int) -> Tensor:
-    """The elements [start, stop) of a tensor, in a row, to be read: a copy or a view."""
+    """Return the elements [start, stop) of a tensor, flat, for reading: a copy or a view."""
     if isinstance(leaf, OnDisk):
         return leaf.elements(start, stop)
     return leaf.detach().reshape(-1)[start:stop]
 
 
 def run_of(leaf: Leaf, start: int, stop: int) -> Leaf:
-    """The elements [start, stop) of a tensor without gaps where they lie, in a row."""
+    """Return the elements [start, stop) of a contiguous tensor, flat, without a copy."""
     if isinstance(leaf, OnDisk):
         at = leaf.at + start * leaf.dtype.itemsize
         return OnDisk(leaf.file, at, leaf.dtype, (stop - start,))
@@ -173,12 +173,12 @@ def run_of(leaf: Leaf, start: int, stop: int) -> Leaf:
 
 
 def in_memory(leaf: Leaf) -> Tensor:
-    """The tensor; a copy, where it lies in a file."""
+    """Return the tensor in memory; a copy if it is in a file."""
     return leaf.tensor() if isinstance(leaf, OnDisk) else leaf
 
 
 def put(leaf: Leaf, start: int, elements: Tensor) -> None:
-    """Writes a row of elements into a tensor without gaps."""
+    """Write consecutive elements into a contiguous tensor."""
     if isinstance(leaf, OnDisk):
         leaf.put(start, elements)
     else:
@@ -186,9 +186,9 @@ def put(leaf: Leaf, start: int, elements: Tensor) -> None:
 
 
 class TensorsOnDisk(Mapping[str, Tensor]):
-    """Tensors by name, of which those in files are mapped, each for itself, when asked for.
+    """Tensors by name; each tensor in a file is mapped when it is accessed.
 
-    leaves: the same as they lie.
+    leaves: the same tensors, without mapping.
     """
 
     def __init__(self, leaves: Mapping[str, Leaf]) -> None:
@@ -205,10 +205,10 @@ class TensorsOnDisk(Mapping[str, Tensor]):
         return len(self.leaves)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A file of this process is none of another's: there they are tensors.
+        # A file of this process is not another's: there they become tensors.
         return dict, (dict(self),)
 
 
 def leaves_of(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Tensors by name as they lie, whatever mapping they come in."""
+    """Return the leaves of a mapping of tensors, without mapping files into memory."""
     return dict(tensors.leaves if isinstance(tensors, TensorsOnDisk) else tensors)

@@ -1,4 +1,4 @@
-"""Pictures as PNG files, without a library: rows of bytes, compressed.
+"""PNG files without a library: rows of bytes, compressed.
 
     signature, IHDR (size, 8 bits, grey or RGB), IDAT (zlib of rows, each after a 0), IEND
 
@@ -17,9 +17,10 @@ SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 
 def png(pixels: NDArray[np.uint8]) -> bytes:
-    """The file of a picture. pixels: of shape (height, width), grey, or (height, width, 3), RGB.
+    """Return the file of a picture.
 
-    Raises ValueError for another shape.
+    pixels: shape (height, width), grey, or (height, width, 3), RGB. Raises ValueError for another
+    shape.
     """
     if pixels.ndim not in (2, 3) or (pixels.ndim == 3 and pixels.shape[2] != 3):
         raise ValueError(
@@ -46,10 +47,10 @@ def _chunk(name: bytes, data: bytes) -> bytes:
 
 
 def strip(rows: list[NDArray[np.float64]], low: float, high: float, least: int = 48) -> bytes:
-    """Pictures in rows, such as originals above what was rebuilt of them.
+    """Return a PNG of pictures in rows, such as originals above their reconstructions.
 
     rows: each of shape (n, channels, height, width) with 1 or 3 channels, of values from low to
-    high. least: pixels that a picture is high at the least; smaller ones are enlarged.
+    high. least: least height of a picture in pixels; smaller pictures are enlarged.
     """
     scale = max(1, -(-least // rows[0].shape[2]))
     lines = [np.concatenate([_tile(one, low, high, scale) for one in row], axis=1) for row in rows]
@@ -58,7 +59,7 @@ def strip(rows: list[NDArray[np.float64]], low: float, high: float, least: int =
 
 
 def _tile(picture: NDArray[np.float64], low: float, high: float, scale: int) -> NDArray[np.uint8]:
-    """A picture, enlarged, with a white edge."""
+    """Return a picture, enlarged, with a white edge."""
     spread = max(high - low, 1e-12)
     values = np.clip((picture - low) / spread, 0, 1) * 255
     pixels = np.nan_to_num(values).round().astype(np.uint8).transpose(1, 2, 0)

@@ -1,4 +1,4 @@
-"""A run: the trained model and what was measured; and its folder on disk (docs/run-folder.md)."""
+"""A run: the trained model and its measurements; and its folder on disk (docs/run-folder.md)."""
 
 from __future__ import annotations
 
@@ -49,18 +49,18 @@ from dure.tensors.compiled import under_own_names
 from dure.tensors.writable import make_writable
 
 _MAY_CHANGE = ("world", "label", "versions", "run")
-"""What config.json may say otherwise when an elastic run goes on.
+"""Keys of config.json that may differ when an elastic run continues.
 
-How many ranks there are follows from which are left, and the world and the label say it.
+The number of ranks depends on the remaining ranks, and is part of the world and the label.
 """
 
 
 PATIENCE = 30.0
-"""Seconds for which lines of the history wait in memory while the disk does not take them."""
+"""Seconds for which lines of the history wait in memory while the disk rejects them."""
 
 
 class RunFolder:
-    """The folder of one run. `flush_seconds`: how long a line of the history may wait in memory."""
+    """The folder of a run. `flush_seconds`: longest time that history lines wait in memory."""
 
     def __init__(self, path: Path, flush_seconds: float = 0.2) -> None:
         self.path = path
@@ -75,9 +75,9 @@ class RunFolder:
 
     @classmethod
     def create(cls, path: Path, config: Mapping[str, Any]) -> RunFolder:
-        """A new folder with its config.json.
+        """Make a new folder with its config.json.
 
-        Raises RunFolderError if there is something in it already.
+        Raises RunFolderError if the folder is not empty.
         """
         folder = cls(path)
         folder._refuse_if_used()
@@ -88,7 +88,7 @@ class RunFolder:
         sync_folder(path.parent)
         folder.hold()
         try:
-            # Again: somebody else may have made it meanwhile.
+            # Again: another process may have made it meanwhile.
             folder._refuse_if_used()
             folder._write_config(config)
         finally:
@@ -99,7 +99,7 @@ class RunFolder:
         self.write_json("config.json", with_sums(config))
 
     def _refuse_if_used(self) -> None:
-        # An empty folder will do: the command line makes it before anything else.
+        # An empty folder is fine: the command line makes it before anything else.
         path = self.path
         if path.exists() and not path.is_dir():
             raise RunFolderError(f"{path} is a file, and no folder: choose another with --out")
@@ -111,16 +111,16 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: Path) -> RunFolder:
-        """An existing run. Raises RunFolderError if there is none."""
+        """Return the folder of an existing run. Raises RunFolderError if there is none."""
         check_run(path)
         return cls(path)
 
     @classmethod
     def enter(cls, path: Path, config: Mapping[str, Any], oldest_checkpoint: int = 1) -> RunFolder:
-        """The folder of this very run: a new one, or one in which it was begun.
+        """Return the folder of this very run: a new folder, or the folder in which it was begun.
 
-        Perhaps another number of ranks began it. Raises RunFolderError if something else is in it,
-        and where `begin_again` does.
+        Another number of ranks may have begun it. Raises RunFolderError if the folder has another
+        content, and as `begin_again` does.
         """
         if not (path / "config.json").is_file():
             return cls.create(path, config)
@@ -129,8 +129,8 @@ class RunFolder:
         return folder
 
     def _check_same(self, begun: Mapping[str, Any], config: Mapping[str, Any]) -> None:
-        """Raises RunFolderError if the folder holds another run than this one."""
-        # As it would be read again: a tuple, for one, comes back as a list.
+        """Raise RunFolderError if the folder has another run than this."""
+        # Through JSON once, as it would be read: a tuple, for example, becomes a list.
         asked = json.loads(json.dumps(config))
         other = [key for key in asked if key not in _MAY_CHANGE and begun.get(key) != asked[key]]
         if other:
@@ -140,11 +140,11 @@ class RunFolder:
             )
 
     def hold(self) -> None:
-        """Keeps other processes from going on with this run, until `close` or the end of this one.
+        """Lock the run against other processes, until `close` or the end of this process.
 
-        Other processes of this machine, that is. Raises RunFolderError if one of them still holds
-        it after a moment, which the ranks of a process that was killed just now may take to notice.
-        Where the file system has no locks, nobody is kept off.
+        The lock applies to processes of this machine. Raises RunFolderError if a process still has
+        the lock after a moment, which the ranks of a killed process may take to notice. On a file
+        system without locks, other processes are not kept out.
         """
         # A lock on the folder itself leaves no lock file behind.
         self._lock = Lock.take(
@@ -162,16 +162,21 @@ class RunFolder:
         model: Mapping[str, Tensor] | None = None,
         entered: bool = False,
     ) -> None:
-        """Before a run that was interrupted, or has ended, goes on.
+        """Prepare the folder for resuming an interrupted or ended run.
 
-        named_again: which settings, or parts such as "world", the user has given anew, and not
-        left to config.json. moves: the strategy's fields of which a run may go on with other
-        values. model: a state_dict of what will be trained. entered: config.json has to say the
-        same as `config`, but for the ranks.
+        Args:
+            config: new content of config.json.
+            oldest_checkpoint: first readable version of checkpoints.
+            named_again: settings, or parts such as "world", that the user has given again instead
+                of relying on config.json.
+            moves: fields of the strategy that may differ in a resumed run.
+            model: a state_dict of the model to train, for a check of shapes.
+            entered: require config.json to equal `config`, except for the ranks.
 
-        Raises RunFolderError, and changes nothing, while somebody holds it; if its checkpoint or
-        history is damaged; if the checkpoint is of another run, of other settings than config.json
-        has by now, or of an older version than `oldest_checkpoint`.
+        Raises:
+            RunFolderError: without any change, if another process has the lock; if the checkpoint
+                or history is damaged; or if the checkpoint is of another run, of other settings
+                than those in config.json now, or older than `oldest_checkpoint`.
         """
         self.hold()
         try:
@@ -179,15 +184,15 @@ class RunFolder:
             begun = without_sums(written)
             if entered:
                 self._check_same(begun, config)
-            # All is read before anything is changed: damage is told while all is as it was.
+            # Everything is read before any change: damage is reported with the folder intact.
             checkpoint = self._checked(oldest_checkpoint)
-            # A seal says what has changed.
+            # With a seal, `_check_settings` detects changes.
             if checkpoint is None or checkpoint.seal is None:
                 check_config(self.path, written)
             if checkpoint is not None:
                 self._check_settings(checkpoint, begun, config, named_again, moves)
                 _check_shapes(checkpoint, model or {})
-                # Read, and thrown away: it is read again by the rank that goes on with it.
+                # Read only for the check: the rank that resumes reads it again.
                 self._history_of(checkpoint)
                 if checkpoint.seal is None:
                     warnings.warn(
@@ -198,18 +203,18 @@ class RunFolder:
             config = {**config, **({"run": begun["run"]} if "run" in begun else {})}
             if checkpoint is not None and checkpoint.seal is not None:
                 asked = settings(json.loads(json.dumps(config)))
-                # The checkpoint first: until it says so, config.json would seem to be edited.
+                # The checkpoint first: a kill in between must not make config.json look edited.
                 if checkpoint.seal.config != asked:
                     reseal(checkpoint, asked)
             self._write_config(config)
             with told(self.path / "summary.json"):
-                # A summary says that the run has ended, which is no longer so.
+                # A summary says that the run has ended, which is no longer true.
                 (self.path / "summary.json").unlink(missing_ok=True)
         finally:
             self.close()
 
     def _checked(self, oldest: int) -> Stored | None:
-        """The newest checkpoint, if it is whole; None without one."""
+        """Return the newest checkpoint, if it is complete; None without a checkpoint."""
         checkpoint = stored(self.path / "checkpoint")
         if checkpoint is None:
             return None
@@ -226,9 +231,9 @@ class RunFolder:
         named_again: Collection[str],
         moves: Collection[str],
     ) -> None:
-        """Raises RunFolderError if the checkpoint is of another run, or of other settings.
+        """Raise RunFolderError if the checkpoint is of another run, or of other settings.
 
-        begun: what config.json says. config: what it will say.
+        begun: content of config.json. config: its new content.
         """
         file = self.path / "config.json"
         seal = checkpoint.seal
@@ -254,28 +259,28 @@ class RunFolder:
             )
 
     def write_json(self, name: str, content: Mapping[str, Any]) -> None:
-        """Writes a file of the folder, at once or not at all."""
+        """Write a JSON file of the folder, atomically."""
         write_atomically(self.path / name, (json.dumps(content, indent=1) + "\n").encode())
 
     def read_json(self, name: str) -> dict[str, Any]:
-        """Raises RunFolderError if the file is missing or damaged."""
+        """Return a JSON file's content. Raises RunFolderError if it is missing or damaged."""
         return read_json(self.path / name)
 
     def config(self, whole: bool = False) -> dict[str, Any]:
-        """Return what config.json says, as `read_config` does."""
+        """Return the content of config.json, as `read_config` does."""
         return read_config(self.path, whole)
 
     def append(self, record: Record) -> None:
-        """Adds a line to history.jsonl; it is on disk within `flush_seconds` of the next append."""
-        # Encoded at once, so that nothing changes in it while it waits.
+        """Add a line to history.jsonl; the first append after `flush_seconds` writes it."""
+        # Encoded at once, so that later changes of the record do not matter.
         self._waiting.append(History.encode(record))
         if time.monotonic() - self._flushed > self._flush_seconds:
             self.flush(patient=True)
 
     def flush(self, patient: bool = False) -> None:
-        """Writes the lines of the history that wait in memory.
+        """Write the history lines that wait in memory.
 
-        patient: on a disk that is full for a moment they may wait on, up to `PATIENCE`. Raises
+        patient: while the disk is full, the lines may wait up to `PATIENCE` seconds. Raises
         RunFolderWriteError.
         """
         if self._lines is None:
@@ -295,9 +300,9 @@ class RunFolder:
                 raise
 
     def history(self) -> History:
-        """What history.jsonl holds; nothing if there is no such file.
+        """Return the content of history.jsonl; an empty history if the file is missing.
 
-        Raises RunFolderError if it is damaged.
+        Raises RunFolderError if the file is damaged.
         """
         path = self.path / "history.jsonl"
         try:
@@ -306,10 +311,10 @@ class RunFolder:
             raise RunFolderError(f"cannot read {path}: {error}") from error
 
     def take_back(self) -> History:
-        """Removes from history.jsonl what came after the checkpoint that was read.
+        """Remove the lines of history.jsonl after the checkpoint that was read; all without one.
 
-        All of it where there was no checkpoint. Returns what is left. Raises RunFolderError if
-        lines are missing, or are not as they were when the checkpoint was written.
+        Returns the remaining history. Raises RunFolderError if lines are missing, or have changed
+        since the checkpoint was written.
         """
         path = self.path / "history.jsonl"
         if self._newest is None:
@@ -326,7 +331,7 @@ class RunFolder:
         return history
 
     def _history_of(self, checkpoint: Stored) -> History:
-        """The lines up to a checkpoint, which are those that were there when it was written."""
+        """Return the history up to a checkpoint, verified against its seal."""
         path = self.path / "history.jsonl"
         try:
             text = contents(path, most=LARGE) if path.exists() else b""
@@ -338,7 +343,7 @@ class RunFolder:
             same = len(text) == length and checksum(text) == expected
         history = History.decode_until(text, checkpoint.step)
         if checkpoint.seal is None:
-            # It says nothing of its history; but every step has a line.
+            # Without a seal, the check is that every step has a line.
             steps = [step.step for step in history.steps]
             same = steps == list(range(1, checkpoint.step + 1))
         if not same:
@@ -349,17 +354,16 @@ class RunFolder:
         return history
 
     def rewrite_history(self, history: History) -> None:
-        """Replaces history.jsonl, when a resumed run takes back what came after its checkpoint."""
-        # Before the first append of this process: an open file would be the replaced one.
+        """Replace history.jsonl, when a resumed run removes the lines after its checkpoint."""
+        # Before the first append of this process: an open file would be the replaced file.
         write_atomically(self.path / "history.jsonl", history.encoded())
 
     def save_checkpoint(self, step: int, contents: Contents, past: int = 0) -> None:
-        """Writes the checkpoint of `step` and removes the older ones.
+        """Write the checkpoint of `step`, and remove the older checkpoints of this run.
 
-        past: in the middle of the next step, how far it is past this one (`name_of`).
-        Only those of this run are removed. Raises RunFolderWriteError.
+        past: progress within the next step (`name_of`). Raises RunFolderWriteError.
         """
-        # The history first: whoever resumes finds in it all steps up to the checkpoint.
+        # The history first, so that it has all steps up to the checkpoint.
         self.flush()
         assert self._lines is not None
         self._lines.sync()
@@ -374,7 +378,7 @@ class RunFolder:
         patiently(lambda: save_checkpoint(folder, step, contents, seal, known, past))
 
     def _asked(self) -> dict[str, Any]:
-        """What config.json says, read once: whoever holds the folder may rely on it."""
+        """Return the content of config.json, read once: the lock excludes changes."""
         if self._config is None:
             there = (self.path / "config.json").is_file()
             self._config = without_sums(self.read_json("config.json")) if there else {}
@@ -382,11 +386,11 @@ class RunFolder:
 
     @property
     def unsealed(self) -> bool:
-        """Whether the checkpoint that was read has no checksums, by which damage would show."""
+        """Whether the checkpoint that was read has no checksums, which would reveal damage."""
         return self._newest is not None and self._newest.seal is None
 
     def read_checkpoint(self) -> Stored | None:
-        """The newest checkpoint, whose tensors lie in its files; None if there is none."""
+        """Return the newest checkpoint, with tensors still in its files; None if there is none."""
         newest = stored(self.path / "checkpoint")
         if newest is not None:
             # Without its tensors, which would keep the files open.
@@ -401,10 +405,17 @@ class RunFolder:
         metadata: Mapping[str, str] | None = None,
         beside: Mapping[str, Callable[[str], Mapping[str, Any]]] | None = None,
     ) -> dict[str, Any]:
-        """Writes what an ended run leaves: weights, summary, timeline. Returns the summary.
+        """Write the files of an ended run: weights, summary, timeline. Return the summary.
 
-        To it is added the checksum of the weights. metadata: of the file of the weights. beside:
-        other files of JSON, each made of the SHA-256 of that file. Raises RunFolderWriteError.
+        Args:
+            weights: trained weights.
+            summary: content of summary.json, to which the checksum of the weights is added.
+            lanes: timelines.
+            metadata: metadata of the file of weights.
+            beside: further JSON files by name, each made from the SHA-256 of the file of weights.
+
+        Raises:
+            RunFolderWriteError: if a file cannot be written.
         """
         self.flush()
         model = TensorFile(weights, metadata)
@@ -413,14 +424,14 @@ class RunFolder:
         for name, made in (beside or {}).items():
             self.write_json(name, made(sha256(model)))
         write_trace(self.path / "trace.json", lanes, str(summary["label"]))
-        # Last: where there is a summary, everything else is there too.
+        # Written last: a summary means that all other files are complete.
         written = {**summary, "model_checksum": pieces.checksum}
         self.write_json("summary.json", written)
         self.close()
         return written
 
     def close(self) -> None:
-        """Writes what waits, and lets others go on with the run."""
+        """Write the waiting lines, and release the lock."""
         try:
             if self._lines is not None or self._waiting:
                 self.flush()
@@ -434,9 +445,9 @@ class RunFolder:
 
 
 def _state_of(checkpoint: Stored) -> dict[str, Any]:
-    """The state. Raises RunFolderError for a checkpoint that is none."""
+    """Return the state. Raises RunFolderError for a malformed checkpoint."""
     try:
-        # Taken apart and thrown away: damage is to show before a rank is started.
+        # Parsed only for the check, so that damage shows before a rank is started.
         state = checkpoint.tree
     except UNREADABLE as error:
         raise damaged(checkpoint.path, described(error)) from error
@@ -453,7 +464,7 @@ def _check_step(checkpoint: Stored, state: Mapping[str, Any]) -> None:
 
 
 def _check_shapes(checkpoint: Stored, model: Mapping[str, Tensor]) -> None:
-    """Raises RunFolderError for weights of another shape or type than the model's."""
+    """Raise RunFolderError for weights of another shape or dtype than the model's."""
     for name, weight in checkpoint.weights.items():
         mine = model.get(name)
         if mine is not None and (mine.shape, mine.dtype) != (weight.shape, weight.dtype):
@@ -466,11 +477,11 @@ def _check_shapes(checkpoint: Stored, model: Mapping[str, Tensor]) -> None:
 
 @dataclass(frozen=True, repr=False)
 class Run:
-    """A Task under a Strategy in a World, done.
+    """An ended run: a Task under a Strategy in a World.
 
-    model: the trained model. history: every step and evaluation. summary: the result in one
-    mapping. folder: where it all lies, None if the run was not given `out`. best_weights: of the
-    best model, where no folder has them.
+    model: the trained model. history: every step and evaluation. summary: the result as a mapping.
+    folder: the run folder, None if the run was not given `out`. best_weights: weights of the best
+    model, if no folder has them.
     """
 
     model: nn.Module
@@ -481,10 +492,10 @@ class Run:
 
     @cached_property
     def best_model(self) -> nn.Module | None:
-        """The model of the best evaluation, by the validation set; None where there is none.
+        """The model of the best evaluation on the validation set; None without a best model.
 
-        A copy of `model` with the weights of then, made when it is first asked for. Raises
-        RunFolderError if best.safetensors is damaged.
+        A copy of `model` with the best weights, made on first access. Raises RunFolderError if
+        best.safetensors is damaged.
         """
         weights = self.best_weights
         if weights is None and self.folder is not None:
@@ -500,7 +511,7 @@ class Run:
         return twin
 
     def __repr__(self) -> str:
-        """In a line: what it is called, how far it came, what it reached, and where it lies."""
+        """Return label, progress, metrics and folder in a line."""
         told = [repr(self.label), f"{self.summary['steps']} {self.summary['unit']}s"]
         metrics = [name for name in self.summary["best"] if not is_spread(name)]
         for name in metrics:
@@ -512,24 +523,24 @@ class Run:
 
     @property
     def label(self) -> str:
-        """What tables call the run."""
+        """Name of the run in tables."""
         return str(self.summary["label"])
 
     @property
     def lineage(self) -> dict[str, Any] | None:
-        """Where the model comes from, of a run over a network (`dure.run.lineage`); else None."""
+        """Signed lineage of the model of a served run (`dure.run.lineage`); else None."""
         return self.summary.get("lineage")
 
 
 def trained_weights(folder: Path, summary: Mapping[str, Any]) -> Mapping[str, Tensor]:
-    """The weights of an ended run, each read when asked for. summary: what its summary.json says.
+    """Return the weights of an ended run, each read on access. summary: content of summary.json.
 
-    Raises RunFolderError if there are none, or they are damaged.
+    Raises RunFolderError if they are missing or damaged.
     """
     path = folder / "model.safetensors"
     try:
         found = checksum_of(path)
-        # Older runs say none.
+        # Older runs have no checksum.
         if summary.get("model_checksum", found) != found:
             raise RunFolderError(
                 f"{path} is damaged: its checksum is not the one in summary.json: put back "
@@ -541,17 +552,15 @@ def trained_weights(folder: Path, summary: Mapping[str, Any]) -> Mapping[str, Te
 
 
 def load_run(path: str | Path, model: Callable[[], nn.Module]) -> Run:
-    """The ended run in a folder.
+    """Load the ended run in a folder.
 
-    path: of the folder. model: the task's factory, whose weights are then replaced by the trained
-    ones.
-
-    Raises RunFolderError if there is no ended run, or its weights are not those of this model.
+    path: of the folder. model: the task's factory; the trained weights replace those of its model.
+    Raises RunFolderError if there is no ended run, or its weights do not fit the model.
     """
     check_path("path", path)
     folder = RunFolder.open(Path(path))
     summary = folder.read_json("summary.json")
-    # The factory draws its first weights from the caller's generators; they are replaced.
+    # The factory draws initial weights from the caller's generators; they are overwritten.
     network = under_own_names(model())
     make_writable(network)
     weights = folder.path / "model.safetensors"

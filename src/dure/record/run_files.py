@@ -1,4 +1,4 @@
-"""Files of a run's folder that are read without torch: JSON, and config.json with its checksums."""
+"""Files of a run folder that are read without torch: JSON, and config.json with its checksums."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def read_config(folder: Path, whole: bool = False) -> dict[str, Any]:
-    """Return what config.json says.
+    """Return the content of config.json.
 
-    whole: nothing of it may be other than it was written; else limits, intervals and the like
-    may, of which it warns. Raises RunFolderError where it is missing, damaged or has changed.
+    whole: refuse any change; otherwise changes of limits, intervals and the like only cause a
+    warning. Raises RunFolderError if the file is missing, damaged, or has a refused change.
     """
     written = read_json(folder / CONFIG)
     check_config(folder, written, whole)
@@ -45,7 +45,7 @@ def read_config(folder: Path, whole: bool = False) -> dict[str, Any]:
 
 
 def check_config(folder: Path, written: Mapping[str, Any], whole: bool = False) -> None:
-    """Compare what config.json says with its checksums. Arguments and errors: `read_config`'s."""
+    """Compare config.json with its checksums. Arguments and errors: `read_config`'s."""
     file = folder / CONFIG
     what = changed(written)
     if what == "settings" or (what is not None and whole):

@@ -1,15 +1,15 @@
-"""The seal of a checkpoint: what `state.json` says about the files of the checkpoint and its run.
+"""The seal of a checkpoint: checksums and settings in front of the state in `state.json`.
 
-    {"checksum":"1a2b3c4d","head":"00000500","run":"…","files":{"model.safetensors":"…",…},"config":{…},
-     "history":[81920,"…"],"state":{…}}
+    {"checksum":"1a2b3c4d","head":"00000500","run":"…","files":{"model.safetensors":"…",…},
+    "config":{…},"history":[81920,"…"],"state":{…}}
 
-The checksum is that of all that follows it in the file, `head` the number of bytes before the
-state; `files` has those of the other two. They
-are CRC-32 (ISO 3309), which finds every error of up to 32 bits in a row and misses another one with
-a probability of 2^-32. That is against disks, copies and slips of the hand, and not against people:
-nothing that a folder says is believed to be harmless because of it.
+The checksum covers all bytes that follow it in the file, `head` is the number of bytes before the
+state; `files` has the checksums of the other two files. They are CRC-32 (ISO 3309), which detects
+every error burst of up to 32 bits and misses other errors with a probability of 2^-32. They protect
+against faulty disks, copies and mistakes, and not against attackers: no content of a folder is
+trusted because of them.
 
-Checkpoints that were written before there were seals have the bare state in `state.json`.
+Checkpoints older than seals have the bare state in `state.json`.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from dure.record.inside import opened
 
 _BEGIN = b'{"checksum":"'
 _FIRST = len(_BEGIN) + len('1a2b3c4d",')
-"""The first byte that the checksum of state.json covers."""
+"""First byte that the checksum of state.json covers."""
 
 _HEAD = b'"head":"'
-"""Before the number of bytes before the state, in eight digits."""
+"""Text before the number of bytes before the state, in eight digits."""
 
 _PIECE = 4 << 20
 
 
 class Seal(msgspec.Struct):
-    """What a checkpoint says of itself.
+    """The seal of a checkpoint.
 
-    run: of the run that wrote it. files: checksums of the other files by name. config: what was
-    asked, as far as it decides what is computed. history: the bytes of history.jsonl up to here,
-    and their checksum.
+    run: identifier of the run. files: checksums of the other files by name. config: settings that
+    determine the computation. history: bytes of history.jsonl up to the checkpoint, and their
+    checksum.
     """
 
     run: str = ""
@@ -50,12 +50,12 @@ class Seal(msgspec.Struct):
 
 
 def checksum(content: bytes | memoryview, before: str = "00000000") -> str:
-    """CRC-32 of the bytes, as eight hexadecimal digits. before: that of the bytes before them."""
+    """Return the CRC-32 of the bytes in eight hex digits. before: CRC-32 of the preceding bytes."""
     return f"{zlib.crc32(content, int(before, 16)):08x}"
 
 
 def checksum_of(path: Path) -> str:
-    """That of a file, read a few million bytes at a time. Raises OSError."""
+    """Return the CRC-32 of a file, read a few million bytes at a time. Raises OSError."""
     found = checksum(b"")
     with opened(path) as file:
         while piece := file.read(_PIECE):
@@ -64,13 +64,13 @@ def checksum_of(path: Path) -> str:
 
 
 def sha256_of(path: Path) -> str:
-    """SHA-256 of a file, as hexadecimal digits. Raises OSError."""
+    """Return the SHA-256 of a file, as hexadecimal digits. Raises OSError."""
     with opened(path) as file:
         return sha256(iter(lambda: file.read(_PIECE), b""))
 
 
 def sha256(pieces: Iterable[bytes | memoryview]) -> str:
-    """SHA-256 of the bytes, piece after piece, as hexadecimal digits."""
+    """Return the SHA-256 of concatenated pieces, as hexadecimal digits."""
     digest = hashlib.sha256()
     for piece in pieces:
         digest.update(piece)
@@ -86,7 +86,7 @@ def with_checksum(rest: bytes) -> bytes:
 
 
 def without_checksum(content: bytes) -> bytes:
-    """Return the argument of `with_checksum`. Raises ValueError if the content is another one."""
+    """Return the argument of `with_checksum`. Raises ValueError for a wrong checksum."""
     rest = content[_FIRST:]
     if content[:_FIRST] != _beginning(rest):
         raise ValueError("its checksum is not that of its content")
@@ -98,9 +98,9 @@ def _beginning(rest: bytes) -> bytes:
 
 
 def sealed(state: bytes, seal: Seal) -> bytes:
-    """The content of state.json. state: the state as JSON."""
-    # By the standard library, since msgspec has no integers beyond 64 bits. The state stays as it
-    # is: it may be large, and has NaN in it, which is JSON for Python alone.
+    """Return the content of state.json. state: the state as JSON."""
+    # By the standard library, since msgspec has no integers beyond 64 bits. The state is copied as
+    # bytes: it may be large, and has NaN in it, which only Python's JSON accepts.
     said = json.dumps(msgspec.structs.asdict(seal), separators=(",", ":")).encode()
     end = b',"state":'
     length = _FIRST + len(_HEAD) + len('00000000",') + len(said) - len("{}") + len(end)
@@ -109,9 +109,9 @@ def sealed(state: bytes, seal: Seal) -> bytes:
 
 
 def unsealed(content: bytes) -> tuple[bytes, Seal | None]:
-    """(the state as JSON, the seal): the inverse of `sealed`; None for a bare state.
+    """Return (the state as JSON, the seal) of `sealed`; the seal is None for a bare state.
 
-    Raises ValueError if the content is not what was sealed.
+    Raises ValueError if the checksum is wrong.
     """
     if not content.startswith(_BEGIN):
         return content, None
@@ -122,6 +122,6 @@ def unsealed(content: bytes) -> tuple[bytes, Seal | None]:
 
 
 def begins_as_of(beginning: bytes, run: str) -> bool:
-    """Whether the first bytes of a state.json say that `run` wrote it."""
+    """Return whether the first bytes of a state.json name `run` as their run."""
     said = beginning[_FIRST + len(_HEAD) + len('00000000",') :]
     return said.startswith(b'"run":' + json.dumps(run).encode() + b",")

@@ -1,11 +1,10 @@
-"""What of a run's config.json decides what is computed: it has to stay as it was to go on.
+"""Settings of config.json that determine the computation, and must not change when a run resumes.
 
-Limits, intervals, the label, how many ranks there are and how they reach one another may change
-between one part of a run and the next; the rest is written into every checkpoint
-(`dure.record.seal`) and compared.
+Limits, intervals, the label, the number of ranks and their transport may change between parts of a
+run; the other settings are written into every checkpoint (`dure.record.seal`) and compared.
 
-config.json also has checksums of its own, `checksums`: one of these settings, and one of all that
-it says. They are CRC-32, against accidents.
+config.json also has checksums of its own, `checksums`: of these settings, and of its whole content.
+They are CRC-32, against accidents.
 """
 
 from __future__ import annotations
@@ -19,22 +18,22 @@ from typing import Any
 from dure.record.seal import checksum
 
 SUMS = "checksums"
-"""The entry of config.json that has its checksums."""
+"""Entry of config.json with its checksums."""
 
 LINEAGE = "model.lineage.json"
-"""The file beside the model in which the server of a run has signed what it was."""
+"""File beside the model with the signed lineage of a served run."""
 
 _LEFT_OUT = {
-    # How tables call it; where its first weights lie, which have a digest.
+    # The name in tables; the path of initial weights, which have a digest.
     "task": ("title", "weights_from"),
-    # Where the class is found, which may be elsewhere on another machine.
+    # The reference of the class, which may differ on another machine.
     "strategy": ("from",),
     "world": ("from", "deadline", "backend", "elastic", "ranks", "threads"),
 }
-"""What may change of each part."""
+"""Entries of each part that may change."""
 
 _PLACE = re.compile(r"/(?:[^:/]+/)+[^:/]+:")
-"""The file, with its folders, in the text of a rule of one's own: it may lie elsewhere by now."""
+"""Path of a file in the text of a user's own rule, which may differ on another machine."""
 
 
 def _without_place(part: str, value: Any) -> Any:
@@ -43,20 +42,20 @@ def _without_place(part: str, value: Any) -> Any:
 
 
 _WEIGHTS = "task.weights"
-"""The digest of those that a run begins with, where they are given."""
+"""Digest of the initial weights, if the user gave them."""
 
 COUNTS = ("parameters", "train_examples", "test_examples", "validation_examples")
-"""What the model and the data come to; they follow from the task, wherever that was found."""
+"""Sizes of the model and the data; they follow from the task, wherever it was loaded."""
 
 
 def settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Each of them by its name: "seed", "strategy.batch_size", "task.options"."""
+    """Return the settings by name: "seed", "strategy.batch_size", "task.options"."""
     found = {name: config[name] for name in ("seed", *COUNTS) if name in config}
     for part, left_out in _LEFT_OUT.items():
         written = config.get(part)
         if isinstance(written, Mapping):
             for name, value in written.items():
-                # A list of devices is where threads compute; a text is what clients are like.
+                # A list of devices is a choice of hardware; a text describes simulated clients.
                 moves = (part, name) == ("world", "devices") and isinstance(value, list | tuple)
                 if name not in left_out and not moves:
                     found[f"{part}.{name}"] = _without_place(part, value)
@@ -70,14 +69,15 @@ def with_sums(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def without_sums(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what config.json says, without its checksums."""
+    """Return the content of config.json without its checksums."""
     return {name: value for name, value in config.items() if name != SUMS}
 
 
 def changed(config: Mapping[str, Any]) -> str | None:
-    """Return what of config.json is not as dure wrote it: "settings", "rest", or None.
+    """Return which part of config.json has changed since it was written.
 
-    None also for one without checksums, as an older dure wrote it.
+    "settings", "rest", or None without changes. None also for a config.json without checksums, from
+    an older dure.
     """
     if SUMS not in config:
         return None
@@ -90,9 +90,9 @@ def changed(config: Mapping[str, Any]) -> str | None:
 
 
 def altered(config: Mapping[str, Any], signed: Any = None) -> str | None:
-    """Return why config.json is not to be believed as it stands, in words; None where it may be.
+    """Return why config.json cannot be trusted, in words; None if no change is known.
 
-    signed: the SHA-256 of what it said, by the lineage beside the model; None without one.
+    signed: SHA-256 of its content in the lineage beside the model; None without a lineage.
     """
     if signed is not None and signed != config_digest(config):
         return "config.json is not what was signed: its settings may be false (see dure verify)"
@@ -102,17 +102,17 @@ def altered(config: Mapping[str, Any], signed: Any = None) -> str | None:
 
 
 def config_digest(config: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of what config.json says, however it is written; without its checksums."""
+    """Return the SHA-256 of config.json's content in canonical form, without its checksums."""
     return hashlib.sha256(spelled(without_sums(config))).hexdigest()
 
 
 def spelled(value: object) -> bytes:
-    """JSON in one spelling."""
+    """Return JSON in canonical form: sorted keys, no spaces."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), default=str).encode()
 
 
 def _sums(config: Mapping[str, Any]) -> dict[str, str]:
-    # As it is read again: a tuple is a list then, and settings are told apart by such kinds.
+    # As it is read again: a tuple becomes a list, and `settings` distinguishes such types.
     read: dict[str, Any] = json.loads(spelled(config))
     return {"settings": checksum(spelled(settings(read))), "all": checksum(spelled(read))}
 
@@ -120,7 +120,7 @@ def _sums(config: Mapping[str, Any]) -> dict[str, str]:
 def edited(
     before: Mapping[str, Any], now: Mapping[str, Any], named_again: Collection[str] = ()
 ) -> list[str]:
-    """What differs, in words. named_again: names, or whole parts, that the user has given anew."""
+    """Return the differences, in words. named_again: names or parts given again by the user."""
     names = [
         name
         for name in dict.fromkeys([*before, *now])
@@ -133,10 +133,10 @@ def edited(
 def other_run(
     before: Mapping[str, Any], now: Mapping[str, Any], moves: Collection[str] = ()
 ) -> list[str]:
-    """What differs of a run that is about to go on, in words: where that would be another run.
+    """Return the differences, in words, that would make a resumed run another run.
 
-    now: of the task and the strategy as they were found, by a dure that may have more fields than
-    the one that wrote `before`. moves: the strategy's fields that may be others (`Strategy.moves`).
+    now: settings of the task and the strategy as loaded, by a dure that may have more fields than
+    the writer of `before`. moves: fields of the strategy that may change (`Strategy.moves`).
     """
     before = {_WEIGHTS: None, **before}
     now = {_WEIGHTS: None, **now}

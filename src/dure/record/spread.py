@@ -1,10 +1,10 @@
-"""How a number is spread over runs that differ in their seed alone.
+"""Statistics of a number over runs that differ only in their seed.
 
-    mean m of n values, deviation s = sqrt(sum of (x - m)^2 / (n - 1)), and the interval in which
-    the mean of all seeds lies with a probability of 95 %:   m -+ t(0.975, n - 1) * s / sqrt(n)
+    mean m of n values, deviation s = sqrt(sum of (x - m)^2 / (n - 1)), and the interval that
+    contains the mean of all seeds with a probability of 95 %:   m -+ t(0.975, n - 1) * s / sqrt(n)
 
-t is Student's (W. S. Gosset, "The Probable Error of a Mean", Biometrika 6, 1908), for values that
-are normal. Of one value there is neither deviation nor interval.
+t is Student's (W. S. Gosset, "The Probable Error of a Mean", Biometrika 6, 1908), for values with a
+normal distribution. A single value has neither deviation nor interval.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 SURE = 0.95
-"""The probability that the interval holds the mean."""
+"""Probability that the interval contains the mean."""
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Of so many values. deviation, low, high: None of fewer than two."""
+    """Statistics of `count` values. deviation, low, high: None for fewer than two values."""
 
     count: int
     mean: float
@@ -29,7 +29,7 @@ class Spread:
 
 
 def spread(values: Sequence[float]) -> Spread | None:
-    """How these values are spread; None where there are none."""
+    """Return the statistics of these values; None without values."""
     count = len(values)
     if not count:
         return None
@@ -42,8 +42,8 @@ def spread(values: Sequence[float]) -> Spread | None:
 
 
 def _student(freedom: int) -> float:
-    """t below which a value of Student's distribution lies with probability (1 + SURE) / 2."""
-    # Loaded when it is needed: the report of a single run does without.
+    """Return the quantile of Student's distribution at probability (1 + SURE) / 2."""
+    # Loaded on demand: the report of a single run does not need scipy.
     from scipy.special import stdtrit
 
     return float(stdtrit(freedom, (1 + SURE) / 2))

@@ -1,8 +1,9 @@
 """The timeline: spans of time per rank or client, written as Chrome trace events.
 
 A span is (name, category, start, end, step). Categories: compute, communication, idle, evaluation,
-checkpoint. A lane (a rank, a server, a client) keeps its first `limit` spans and counts the rest,
+checkpoint. A lane (a rank, a server, a client) stores its first `limit` spans and counts the rest,
 so that a run of a million steps neither fills the memory nor writes a file that no browser opens.
+
 The file is the JSON object form of the Trace Event Format (Google, 2016), which Perfetto and
 chrome://tracing open.
 """
@@ -20,7 +21,7 @@ from dure.record.disk import write_atomically
 
 
 class Span(NamedTuple):
-    """Times are seconds of `time.perf_counter`, which the processes of one machine share."""
+    """A span of time in seconds of `time.perf_counter`, which processes of one machine share."""
 
     name: str
     category: str
@@ -30,7 +31,7 @@ class Span(NamedTuple):
 
 
 class Lane(msgspec.Struct):
-    """The spans of one rank or client, and how many more there were."""
+    """The spans of a rank or client, and the number of dropped spans."""
 
     name: str
     spans: list[Span]
@@ -38,25 +39,25 @@ class Lane(msgspec.Struct):
 
 
 class Trace:
-    """Lanes of spans. `limit`: spans that a lane keeps."""
+    """Lanes of spans. `limit`: most spans of a lane."""
 
     def __init__(self, limit: int = 5_000) -> None:
         self.limit = limit
         self.lanes: dict[str, Lane] = {}
 
     def add(self, lane: str, name: str, category: str, start: float, end: float, step: int) -> None:
-        """A span on the lane called `lane`."""
+        """Add a span to the lane called `lane`."""
         found = self.lanes.get(lane)
         if found is None:
             found = self.lanes[lane] = Lane(lane, [])
-        # The first ones: they show how a run begins, and what comes later mostly repeats it.
+        # The first spans: they show the beginning of a run, which the rest mostly repeats.
         if len(found.spans) < self.limit:
             found.spans.append(Span(name, category, start, end, step))
         else:
             found.dropped += 1
 
     def packed(self, offset: float = 0.0) -> bytes:
-        """All lanes as bytes, for rank 0. offset: seconds from this machine's clock to rank 0's."""
+        """Return all lanes as bytes, for rank 0. offset: seconds to add for rank 0's clock."""
         lanes = [
             Lane(
                 lane.name,
@@ -71,7 +72,7 @@ class Trace:
         return msgspec.msgpack.encode(lanes)
 
     def take(self, packed: bytes) -> None:
-        """Adds what another trace has packed, lane by lane."""
+        """Add the lanes that another trace has packed."""
         for lane in self.unpacked(packed):
             for span in lane.spans:
                 self.add(lane.name, *span)
@@ -80,12 +81,12 @@ class Trace:
 
     @staticmethod
     def unpacked(packed: bytes) -> list[Lane]:
-        """The inverse of `packed`."""
+        """Return the lanes of `packed`."""
         return msgspec.msgpack.decode(packed, type=list[Lane])
 
 
 def chrome_events(lanes: Sequence[Lane], label: str) -> list[dict[str, Any]]:
-    """Trace events of `lanes`, one thread a lane.
+    """Return trace events of `lanes`, a thread for each lane.
 
     `ts` and `dur` are in microseconds, `ts` since the first span of all.
     """
@@ -98,7 +99,7 @@ def chrome_events(lanes: Sequence[Lane], label: str) -> list[dict[str, Any]]:
         thread = {"pid": 1, "tid": tid}
         events.append({"ph": "M", "name": "thread_name", **thread, "args": {"name": lane.name}})
         if lane.dropped:
-            # A name of our own, which viewers pass over and the report reads.
+            # A name of our own, which viewers ignore and the report reads.
             events.append(
                 {"ph": "M", "name": "spans_dropped", **thread, "args": {"count": lane.dropped}}
             )
@@ -118,7 +119,7 @@ def chrome_events(lanes: Sequence[Lane], label: str) -> list[dict[str, Any]]:
 
 
 def write_trace(path: Path, lanes: Sequence[Lane], label: str) -> None:
-    """Writes `trace.json`."""
+    """Write `trace.json`."""
     events = chrome_events(lanes, label)
     content = json.dumps({"displayTimeUnit": "ms", "traceEvents": events})
     write_atomically(path, content.encode())

@@ -1,7 +1,7 @@
 """Tensors by name as the bytes of a safetensors file, and back.
 
-The format knows no complex numbers of double precision. They are written as pairs of real ones, in
-one more dimension at the end, and the file's metadata says which names these are.
+The format has no complex numbers of double precision. They are written as pairs of real numbers, in
+an additional last dimension, and the file's metadata list their names.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dure.record.on_disk import File, Leaf, OnDisk, leaves_of
 from dure.tensors.elements import element_bytes
 
 _PAIRS = "complex128"
-"""The metadata's key for the names of what is written as pairs."""
+"""Metadata key for the names of tensors written as pairs."""
 
 DTYPES = {
     torch.float64: "F64",
@@ -44,7 +44,7 @@ DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""What the format calls the dtypes of torch."""
+"""Names of torch's dtypes in the format."""
 
 _TORCH_S = {name: dtype for dtype, name in DTYPES.items()}
 
@@ -53,13 +53,13 @@ _Form = tuple[torch.dtype, tuple[int, ...]]
 
 
 class TensorFile:
-    """A state_dict, say, as a file in safetensors, whose bytes are formed as they are read.
+    """A safetensors file of a mapping of tensors, whose bytes are produced as they are read.
 
-    Iterating gives the file in pieces: the header, then each tensor as a view of its own memory. A
-    tensor that lies on a GPU or with gaps is copied when its turn comes, and its copy is gone
-    before the next one is made; one that lies in a file is read a few million bytes at a time. Tied
-    tensors are written once for each of their names. Whoever iterates again gets the same bytes, as
-    long as nobody has changed the tensors.
+    Iteration yields the file in pieces: the header, then each tensor as a view of its own memory. A
+    tensor on a GPU or with gaps is copied when its turn comes, and the copy is freed before the
+    next; a tensor in a file is read a few million bytes at a time. Tied tensors are written once
+    for each of their names. Every iteration yields the same bytes, as long as the tensors do not
+    change.
 
     Raises TypeError for a dtype that the format lacks.
     """
@@ -69,11 +69,11 @@ class TensorFile:
     ) -> None:
         said = dict(metadata or {})
         leaves: dict[str, Leaf] = leaves_of(weights)
-        # In one order, so that the same tensors have the same bytes.
+        # In sorted order, so that the same tensors give the same bytes.
         pairs = sorted(name for name, leaf in leaves.items() if leaf.dtype == torch.complex128)
         if pairs:
             said[_PAIRS] = json.dumps(pairs)
-        # The widest first, so that the elements of each lie at multiples of their size.
+        # Widest dtype first, so that all elements are aligned to their size.
         self._tensors = dict(
             sorted(leaves.items(), key=lambda item: (-_form(item[1])[0].itemsize, item[0]))
         )
@@ -88,19 +88,19 @@ class TensorFile:
                 yield elements_of(leaf)
 
     def __bytes__(self) -> bytes:
-        """The whole file, which is the only copy."""
+        """Return the whole file, in a single copy."""
         return b"".join(self)
 
 
 def _form(tensor: Leaf) -> _Form:
-    """As what a tensor is written."""
+    """Return dtype and shape of the written tensor."""
     if tensor.dtype == torch.complex128:
         return torch.float64, (*tensor.shape, 2)
     return tensor.dtype, tuple(tensor.shape)
 
 
 def header_of(forms: Mapping[str, _Form], metadata: Mapping[str, str] | None = None) -> bytes:
-    """The bytes before the first element, of tensors that follow each other in this order.
+    """Return the bytes before the first element, of tensors that follow in this order.
 
     Raises TypeError for a dtype that the format lacks.
     """
@@ -119,7 +119,7 @@ def header_of(forms: Mapping[str, _Form], metadata: Mapping[str, str] | None = N
 
 
 def elements_of(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor's elements: a view of its memory, or of a copy where that has gaps."""
+    """Return the bytes of a tensor's elements: a view of its memory, or of a gapless copy."""
     content: Any = element_bytes(tensor.cpu()).numpy()
     return memoryview(content)
 
@@ -127,39 +127,39 @@ def elements_of(tensor: Tensor) -> memoryview:
 def weights_to_bytes(
     weights: Mapping[str, Leaf], metadata: Mapping[str, str] | None = None
 ) -> bytes:
-    """The bytes of such a file, where they are to travel; into a file they go piece by piece."""
+    """Return the bytes of such a file for a message; a file on disk is written piece by piece."""
     return bytes(TensorFile(weights, metadata))
 
 
 def weights_from_bytes(content: bytes) -> dict[str, Tensor]:
-    """The inverse of `weights_to_bytes`.
+    """Return the tensors of `weights_to_bytes`.
 
     Raises SafetensorError or ValueError if the bytes are something else.
     """
     try:
         tensors = load_tensors(content)
-        # A file begins with the length of its header, then comes the header as JSON. `load` does
-        # not give the metadata in it.
+        # The length of the header comes first, then the header as JSON. `load` does not return the
+        # metadata in it.
         length = int.from_bytes(content[:8], "little")
         for name in pairs_in(json.loads(content[8 : 8 + length]).get("__metadata__")):
             tensors[name] = torch.view_as_complex(tensors[name])
     except (LookupError, TypeError, RuntimeError) as error:
-        # A dtype that torch lacks, or names of pairs that are none; a nest too deep.
+        # A dtype that torch lacks, invalid names of pairs, or too deep nesting.
         raise ValueError(f"no tensors that can be read: {described(error)}") from error
     return tensors
 
 
 def pairs_in(metadata: Mapping[str, str] | None) -> Sequence[str]:
-    """The names of complex numbers that a file with this metadata holds as pairs of real ones."""
+    """Return the names of complex tensors that a file with this metadata stores as pairs."""
     return tuple(json.loads((metadata or {}).get(_PAIRS, "[]")))
 
 
 def tensors_in(path: Path) -> dict[str, OnDisk]:
-    """The tensors of such a file as they lie; only its header is read.
+    """Return the tensors of such a file on disk; only its header is read.
 
-    Raises OSError, SafetensorError or ValueError if there is no such file, or it is something else.
+    Raises OSError, SafetensorError or ValueError if the file is missing or malformed.
     """
-    # The library compares what the header says with itself, and with the length of the file.
+    # safetensors validates the header and the length of the file.
     with pinned(path) as name, safe_open(name, framework="pt"):
         pass
     file = File.of(path)
@@ -174,14 +174,14 @@ def tensors_in(path: Path) -> dict[str, OnDisk]:
 
 
 def _lying(file: File, begins: int, said: Mapping[str, Any]) -> OnDisk:
-    """A tensor of which the header says this. begins: the first byte after the header."""
+    """Return a tensor from its entry in the header. begins: first byte after the header."""
     return OnDisk(
         file, begins + said["data_offsets"][0], _TORCH_S[said["dtype"]], tuple(said["shape"])
     )
 
 
 def _of_pairs(pairs: OnDisk) -> OnDisk:
-    """The complex numbers that are written as these pairs of real ones."""
+    """Return the complex tensor that is stored as these pairs of real numbers."""
     if pairs.dtype != torch.float64 or tuple(pairs.shape[-1:]) != (2,):
         raise ValueError(f"{pairs} holds no pairs")
     return OnDisk(pairs.file, pairs.at, torch.complex128, tuple(pairs.shape[:-1]))

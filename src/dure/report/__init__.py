@@ -1,12 +1,12 @@
-"""Runs as one page: `write_report` makes a self-contained `report.html` from run folders.
+"""Reports: `write_report` makes a self-contained `report.html` from run folders.
 
-    read.py     folder -> dataclasses; nothing a killed run left out or half-written stops it
-    words.py    numbers and names as people write them
-    charts.py   dataclasses -> what the page draws, as plain JSON
+    read.py     folder -> dataclasses; tolerates missing and half-written files of a killed run
+    words.py    numbers and names in readable form
+    charts.py   dataclasses -> data of the charts, as plain JSON
     page.py     the HTML around it: header, table, time bars, footer
-    style.css, page.js    how it looks; drawing, switching, sorting, in the reader's browser
+    style.css, page.js    appearance; drawing, switching, sorting, in the reader's browser
 
-plotly.js and all data lie in the file itself: the page opens without a network and asks for none.
+plotly.js and all data are inside the file: the page opens without a network and sends no request.
 Nothing here imports torch.
 """
 
@@ -25,7 +25,7 @@ server.keeps_here(__name__)
 
 
 def __getattr__(name: str) -> Any:
-    # Terminals need the words of this room alone: all of it would be half of what --help takes.
+    # Lazy: the terminal needs only `words`, and the whole report would be half the time of --help.
     if name != "write_report":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from dure.report.page import write_report

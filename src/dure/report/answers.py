@@ -1,10 +1,11 @@
-"""What trained classifiers answer, in the report: classes against classes, and examples seen.
+"""Predictions of trained classifiers in the report: the confusion matrix, and examples.
 
-    recall of a class       test examples of it that were said to be of it, over all of it
-    precision               those over all that were said to be of it
+    recall of a class       correctly predicted test examples of the class, over all of the class
+    precision               the same, over all test examples predicted as the class
     F1                      2 · precision · recall / (precision + recall)
 
-A run has left it in answers.json, and pictures in answers/ (`docs/run-folder.md`); both are data.
+The run has written them into answers.json, and pictures into answers/ (`docs/run-folder.md`); both
+are untrusted data.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from dure.report.values import listing, mapping, rows, whole, whole_number
 from dure.report.words import UNKNOWN, count, escape
 
 _MOST = 50
-"""Classes of a run, at the most."""
+"""Most classes of a run."""
 
 _SHOWN = 8
-"""Runs whose pictures are in the page."""
+"""Runs with pictures in the page."""
 
 
 def answers_of(folder: Path, raw: Mapping[str, Any]) -> Answers | None:
-    """What answers.json of a run folder says; None where there is nothing, or what is no table."""
+    """Return the content of a run's answers.json; None if it is missing or has no square table."""
     cells = rows(raw.get("confusion"), _counts)
     number = len(cells)
     if not 2 <= number <= _MOST or any(len(row) != number for row in cells):
@@ -47,7 +48,7 @@ def answers_of(folder: Path, raw: Mapping[str, Any]) -> Answers | None:
 
 
 def _first(raw: Mapping[str, Any]) -> Sequence[Any]:
-    # A folder that somebody sent may name thousands.
+    # A folder from elsewhere may name thousands.
     return listing(raw.get("pictures"))[:_MOST]
 
 
@@ -68,7 +69,7 @@ def _seen(folder: Path, raw: Mapping[str, Any], classes: int) -> Seen | None:
 
 
 def figures(runs: Sequence[Run]) -> list[JSON]:
-    """For each run with answers its table, as the page draws it."""
+    """Return the confusion matrix of each run that has one, as the page draws it."""
     return [
         {"run": place, "classes": list(told.classes), "cells": told.confusion}
         for place, _, told in _told(runs)
@@ -80,7 +81,7 @@ def _told(runs: Sequence[Run]) -> list[tuple[int, Run, Answers]]:
 
 
 def answers(runs: Sequence[Run]) -> str:
-    """The section; empty where no run has answers."""
+    """Return the section; empty if no run has predictions."""
     told = _told(runs)
     if not told:
         return ""
@@ -129,7 +130,7 @@ def _line(told: Answers, at: int, least: float | None) -> str:
     said = sum(line[at] for line in told.confusion)
     precision = row[at] / said if said else None
     both = (precision or 0.0) + (recall or 0.0)
-    # Of a class that is neither there nor said nothing is known.
+    # Undefined for a class with neither examples nor predictions.
     f1 = 2 * (precision or 0.0) * (recall or 0.0) / both if both else None
     worst = recall is not None and recall == least and recall < 1
     written = f'<span class="least">{_percent(recall)}<span class="unseen"> (least)</span></span>'
@@ -158,7 +159,7 @@ def _percent(share: float | None) -> str:
 
 
 def _pictures(told: Answers) -> str:
-    """Test examples with what they are, and what the model says."""
+    """Return pictures of test examples with their true and predicted classes."""
     if not told.seen:
         return ""
     shown = "".join(_picture(told, one) for one in told.seen)

@@ -1,13 +1,13 @@
-"""What the page draws, as plain JSON: curves, timelines and partitions, each bounded in size.
+"""Data of the page's charts, as plain JSON: curves, timelines and partitions, bounded in size.
 
 A colour is written `var(--name)`; the page resolves it against style.css, once for light and once
-for dark. Text that plotly will draw is escaped here, since plotly reads a little HTML in it.
+for dark. Text for plotly is escaped here, since plotly interprets a little HTML in it.
 
 Histories are thinned for drawing: the evaluations to the lowest and highest of every stretch (so
-that the best value stays on the curve), the training losses to the mean of every stretch. The bytes
-of all workers together are known at evaluations only; between them a training loss is placed by
-linear interpolation, after the last not at all. A federation says its clock at every round, so what
-was measured has a place in virtual time as well.
+that the best value stays on the curve), the training losses to the mean of every stretch. The total
+bytes of all workers are known at evaluations only; between evaluations a training loss is placed by
+linear interpolation, after the last evaluation not at all. A federation records its clock at every
+round, so its measurements have a place on that clock as well.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LANES = 12
 SPANS = 3_000
 SPANS_OF_ALL_RUNS = 24_000
 CELLS = 60_000
-"""How much is drawn at most; a browser draws so much without delay.
+"""Bounds on the amount of drawing; a browser draws this much without delay.
 
 POINTS: of a curve. LANES: of a timeline. SPANS: of a timeline, SPANS_OF_ALL_RUNS: of all timelines
 of the page. CELLS: of a partition.
@@ -43,11 +43,11 @@ of the page. CELLS: of a partition.
 
 VIRTUAL = "virtual"
 WALL = "wall"
-"""The axes of federations' own clocks: of a simulated one, and of one that was deployed."""
+"""Axes of a federation's own clock: simulated, or real time of a deployed federation."""
 
 
 def style(index: int) -> JSON:
-    """How run `index` looks in every chart.
+    """Return the appearance of run `index` in every chart.
 
     A colour, then a dash when the colours repeat, and a marker.
     """
@@ -59,10 +59,10 @@ def style(index: int) -> JSON:
 
 
 def metrics(runs: Sequence[Run]) -> list[str]:
-    """All metrics of the runs.
+    """Return all metrics of the runs, the most important first.
 
-    The one to judge by comes first: what is not a loss, else the test loss. Of how metrics are
-    spread over clients the worst tenth and the worst one are among them, and none of a loss.
+    Losses come last. Of the statistics of a metric over clients, the worst tenth and the worst
+    client are included, except for losses.
     """
     keys: dict[str, None] = {}
     for run in runs:
@@ -75,12 +75,11 @@ def _has_a_curve(key: str) -> bool:
 
 
 def curves(runs: Sequence[Run]) -> JSON | None:
-    """The curves of the runs; None if there is nothing to draw.
+    """Return the curves of the runs; None if there is nothing to draw.
 
-    Every metric, the training loss and what strategies say of their rounds, against epochs,
-    seconds, steps or rounds, bytes, and, where a federation has a clock of its own, the seconds
-    of it: virtual ones have an axis that no real ones share. What a strategy says is left out where
-    it is 0 in all runs.
+    Every metric, the training loss and the strategies' numbers per round, against epochs, seconds,
+    steps or rounds, bytes, and the seconds of a federation's own clock; virtual seconds have an
+    axis of their own. A strategy's number that is 0 in all runs is left out.
     """
     series = []
     for index, run in enumerate(runs):
@@ -107,9 +106,9 @@ def curves(runs: Sequence[Run]) -> JSON | None:
 
 
 def _keys(runs: Sequence[Run], series: Sequence[JSON]) -> list[str]:
-    """What the curves may show, in the order of the menu.
+    """Return the keys of the curves, in the order of the menu.
 
-    Metrics, the training loss, and what strategies say where it is not always 0.
+    Metrics, the training loss, and numbers of strategies that are not always 0.
     """
     known: dict[str, None] = {}
     told: dict[str, None] = {}
@@ -117,7 +116,7 @@ def _keys(runs: Sequence[Run], series: Sequence[JSON]) -> list[str]:
         for key, values in one["y"].items():
             if any(value is not None for value in values):
                 known[key] = None
-            # Drawn where it is anything but 0 or unknown.
+            # Drawn if any value is neither 0 nor unknown.
             if any(values):
                 told[key] = None
     menu = dict.fromkeys([*metrics(runs), "train_loss", *told])
@@ -149,20 +148,20 @@ def _axis(key: str, name: str, title: str) -> JSON:
 
 
 def timelines(runs: Sequence[Run]) -> list[JSON]:
-    """Per run with a trace: lanes, and spans by category, each bounded in number."""
+    """Return lanes and spans by category for each run with a trace, each bounded in number."""
     traced = [(index, run.trace) for index, run in enumerate(runs) if run.trace]
-    # Many runs share what one page can hold.
+    # Many runs share the capacity of a page.
     most = min(SPANS, SPANS_OF_ALL_RUNS // max(len(traced), 1))
     return [_timeline(index, trace, most) for index, trace in traced]
 
 
 def partitions(runs: Sequence[Run]) -> list[JSON]:
-    """The distinct partitions, each with the runs that used it."""
+    """Return the distinct partitions, each with the runs that used it."""
     users: list[tuple[Partition, list[str]]] = []
     for run in runs:
         if run.partition is None:
             continue
-        # Runs of one comparison mostly share a partition: it is drawn once.
+        # Runs of a comparison mostly share a partition: it is drawn once.
         same = next((names for partition, names in users if partition == run.partition), None)
         if same is None:
             users.append((run.partition, [run.label]))
@@ -176,7 +175,7 @@ def _evaluations(index: int, run: Run) -> JSON:
     columns = {key: _column(lines, key) for key in _said(lines) if _has_a_curve(key)}
     places: set[int] = set()
     for column in columns.values():
-        # Each metric keeps its own extremes; together they share the points of one curve.
+        # Each metric keeps its own extremes; together they share the points of a curve.
         places |= set(_extremes(column, POINTS // len(columns)))
     kept = [lines[place] for place in sorted(places)]
     x = {
@@ -190,9 +189,9 @@ def _evaluations(index: int, run: Run) -> JSON:
 
 
 def _times(run: Run, lines: Sequence[Line]) -> dict[str, list[float | None]]:
-    """When the lines were, on each clock that the run has.
+    """Return the times of the lines, on each clock that the run has.
 
-    The machine's seconds of a simulation are the time of no system: they have no axis.
+    A simulation's real seconds do not measure the simulated system: they have no axis.
     """
     own = clock_of(run)
     told = [short(now) for now in map(_clock(run), (line.step for line in lines))]
@@ -205,7 +204,7 @@ def _times(run: Run, lines: Sequence[Line]) -> dict[str, list[float | None]]:
 
 
 def _said(lines: Sequence[Line]) -> list[str]:
-    """The keys of the lines' metrics, in the order in which they come up."""
+    """Return the keys of the lines' metrics, in order of first occurrence."""
     keys: dict[str, None] = {}
     for line in lines:
         keys.update(dict.fromkeys(line.metrics))
@@ -214,7 +213,7 @@ def _said(lines: Sequence[Line]) -> list[str]:
 
 def _training(index: int, run: Run) -> JSON:
     lines = run.steps
-    # One batch's loss jumps; a mean of a stretch of the run shows where the run goes.
+    # The loss of a batch fluctuates; the mean of a stretch shows the trend.
     stretches = _stretches(len(lines), POINTS // 2)
     last = [lines[end - 1] for _, end in stretches]
     # A step line knows rank 0's bytes only; an evaluation those of all workers.
@@ -241,7 +240,7 @@ def _stretches(length: int, most: int) -> list[tuple[int, int]]:
 
 
 def _extremes(values: Sequence[float | None], most: int) -> list[int]:
-    """Indices of at most `most` values: the ends, and every stretch's lowest and highest."""
+    """Return the indices of at most `most` values: the ends, and each stretch's extremes."""
     if len(values) <= most:
         return list(range(len(values)))
     kept = {0, len(values) - 1}
@@ -249,13 +248,13 @@ def _extremes(values: Sequence[float | None], most: int) -> list[int]:
     for start, end in _stretches(len(values), most // 2 - 1):
         numbered = zip(values[start:end], range(start, end), strict=True)
         known = [(value, index) for value, index in numbered if value is not None]
-        # A stretch of unknowns keeps one, so that the curve has a gap there.
+        # A stretch of unknowns keeps an index, so that the curve has a gap there.
         kept |= {min(known)[1], max(known)[1]} if known else {start}
     return sorted(kept)
 
 
 def _clock(run: Run) -> Clock:
-    """The federation's clock at a step, which begins at 0; None in a run that has none."""
+    """Return the federation's clock by step, 0 at the start; always None without a clock."""
     told = [(line.step, time_of(line)) for line in run.steps]
     if all(now is None for _, now in told):
         return lambda step: None
@@ -263,12 +262,12 @@ def _clock(run: Run) -> Clock:
 
 
 def _interpolated(known: Sequence[tuple[float, float | None]]) -> Clock:
-    """The value at a step, linear between the known ones; None outside of them."""
+    """Return a function that interpolates linearly between known values; None outside of them."""
     points = [(step, value) for step, value in known if value is not None]
     steps = [step for step, _ in points]
 
     def at(step: float) -> float | None:
-        # The first known step that is not before this one.
+        # The first known step that is not before this step.
         right = bisect_left(steps, step)
         if right == len(steps) or (right == 0 and steps[0] != step):
             return None
@@ -282,10 +281,10 @@ def _interpolated(known: Sequence[tuple[float, float | None]]) -> Clock:
 
 
 def _wide(series: Sequence[JSON], axis: str) -> bool:
-    """Whether an axis starts out logarithmic: the runs end at very different values."""
+    """Return whether an axis starts out logarithmic: the runs end at very different values."""
     ends = [max(filter(None, one["x"][axis]), default=0) for one in series]
     ends = [end for end in ends if end > 0]
-    # Epochs are what runs have in common: linear, whatever the ends are.
+    # Epochs are common to all runs: linear, whatever the ends are.
     return axis != "epoch" and bool(ends) and max(ends) > 10 * min(ends)
 
 
@@ -293,10 +292,10 @@ def _timeline(run: int, trace: Trace, most: int) -> JSON:
     starts: dict[int, float] = {}
     for span in trace.spans:
         starts.setdefault(span.lane, span.start)
-    # The lanes that start first, drawn in their own order: in a federation, the server and its
-    # first clients.
+    # The first lanes to start, drawn in their own order: in a federation, the server and its first
+    # clients.
     shown = sorted(sorted(starts, key=lambda lane: (starts[lane], lane))[:LANES])
-    # Spans are in the order of their starts, so the first ones are the earliest of all lanes.
+    # Spans are sorted by start, so these are the earliest of all lanes.
     of_lanes = [span for span in trace.spans if span.lane in set(shown)]
     spans = of_lanes[:most]
     begin = spans[0].start
@@ -306,7 +305,7 @@ def _timeline(run: int, trace: Trace, most: int) -> JSON:
     rows = {lane: row for row, lane in enumerate(shown)}
     bars: dict[str, list[list[Any]]] = {name: [] for name in (*CATEGORIES, "other")}
     for span in spans:
-        # A late start needs more digits than a length, to be as exact.
+        # A late start needs more digits than a length for the same precision.
         start = short(span.start / per_unit, 8)
         length = short(span.duration / per_unit)
         name = html.escape(span.name, quote=False)
@@ -343,7 +342,7 @@ def _timeline_note(trace: Trace, lanes: int, drawn: int, kept: int, end: float) 
 
 
 def _window(spans: Sequence[Span]) -> float:
-    """How many milliseconds to show first: 300, but not fewer than 40 spans nor more than 400."""
+    """Return the milliseconds to show first: 300, but between 40 and 400 spans."""
     begin = spans[0].start
 
     def until(index: int) -> float:
@@ -373,7 +372,7 @@ def _partition(partition: Partition, users: Sequence[str]) -> JSON:
         facts.append(f"every {every}th client is drawn")
     cells = None
     if partition.histograms:
-        # One row for each class, over the clients.
+        # A row for each class, over the clients.
         drawn = [partition.histograms[client] for client in shown]
         cells = list(map(list, zip(*drawn, strict=True)))
     return {
@@ -391,7 +390,7 @@ def _partition(partition: Partition, users: Sequence[str]) -> JSON:
 def _means(
     column: Sequence[float | None], stretches: Sequence[tuple[int, int]]
 ) -> list[float | None]:
-    """The mean of what is known in each stretch."""
+    """Return the mean of the known values in each stretch."""
     means = []
     for start, end in stretches:
         known = [value for value in column[start:end] if value is not None]
@@ -400,12 +399,12 @@ def _means(
 
 
 def short(value: float | None, digits: int = 6) -> float | None:
-    """Enough digits to draw: six keep the file small."""
+    """Round to `digits` significant digits: six suffice for drawing, and keep the file small."""
     return None if value is None else float(f"{value:.{digits}g}")
 
 
 def xy(x: str, y: str, series: Sequence[JSON], metric: str = "", log: bool = False) -> JSON:
-    """A figure with two axes. metric: what is on the vertical one, in percent if it is a share."""
+    """Return a figure with two axes. metric: of the vertical axis; a share is drawn in percent."""
     return {
         "kind": "xy",
         "x": x,

@@ -1,7 +1,7 @@
-"""A bar for each client that has a name, such as a hospital: how well the global model does there.
+"""Bars of the named clients, such as hospitals: the global model's metric on each client's data.
 
-Whoever has a name wants to know how it goes there; of clients that are numbers alone the spread
-says enough. The client with the least of the metric is marked, or with the most of a loss.
+Clients that are numbers only are summarised by the spread instead. The client with the worst value
+of the metric is marked.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from dure.report.parts import swatch
 from dure.report.words import escape, higher_is_better, is_share, metric_name, metric_value
 
 MOST = 100
-"""Clients that have a bar."""
+"""Most clients with a bar."""
 
 
 def client_bars(one: Told, metric: str) -> str:
-    """The bars of a run; empty where no client has a name, or none has measured."""
+    """Return the bars of a run; empty if no client has a name, or none has measured."""
     values = one.federation.by_client.get(f"client_{metric}", ())
     known = [
         (client, value)
@@ -25,9 +25,9 @@ def client_bars(one: Told, metric: str) -> str:
     if not known:
         return ""
     worst = (min if higher_is_better(metric) else max)(value for _, value in known)
-    # A share has the whole as its scale; anything else the largest value.
+    # The scale of a share is 1; of any other metric, the largest value.
     full = 1.0 if is_share(metric) else max(max(abs(value) for _, value in known), 1e-12)
-    # Of many, those with the worst values.
+    # Of many clients, those with the worst values.
     ordered = sorted(known, key=lambda pair: pair[1], reverse=not higher_is_better(metric))[:MOST]
     shown = sorted(client for client, _ in ordered)
     by_client = dict(known)

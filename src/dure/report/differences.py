@@ -12,14 +12,14 @@ from dure.report.runs import Run
 from dure.report.words import UNKNOWN, count, escape
 
 _NO_SETTINGS = ("label", "run", "partition", "classes", "command", "versions", "parameters")
-"""What config.json has besides: what came of settings, and what each run has its own of."""
+"""Keys of config.json that are no settings: results, and values unique to each run."""
 
 _MOST = 24
-"""Columns of the table."""
+"""Most columns of the table."""
 
 
 def differences(runs: Sequence[Run]) -> str:
-    """The section; empty where runs do not differ."""
+    """Return the section; empty if the runs do not differ."""
     settings = [_flat(run.config) for run in runs]
     columns = _differing(settings)
     if not columns:
@@ -44,7 +44,7 @@ def differences(runs: Sequence[Run]) -> str:
 
 
 def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings by their path in config.json: strategy.batch_size."""
+    """Return settings by their path in config.json, such as strategy.batch_size."""
     found: dict[str, Any] = {}
     for name, value in config.items():
         if name in _NO_SETTINGS:
@@ -57,13 +57,13 @@ def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Names of settings that some run has otherwise, or has not."""
+    """Return the names of settings that differ between runs, or are missing in some."""
     names = dict.fromkeys(name for own in settings for name in own)
     return [name for name in names if len({_text(own, name) for own in settings}) > 1]
 
 
 def _text(own: Mapping[str, Any], name: str) -> str | None:
-    """As it is compared: what is null was not set, as what is not there."""
+    """Return the text to compare; None for null, which counts as not set."""
     return plain(own.get(name))
 
 
@@ -73,7 +73,7 @@ def _written(own: Mapping[str, Any], name: str) -> str:
 
 
 def _named(name: str) -> str:
-    # "strategy.name" is the system, "strategy.batch_size" its batch size.
+    # "strategy.name" becomes "system", "strategy.batch_size" becomes "batch size".
     room, _, field = name.partition(".")
     if field == "name":
         return "system" if room == "strategy" else room

@@ -1,4 +1,4 @@
-"""What the server of a federation could see, and who else could learn what, in the report."""
+"""The section on exposure: the data that the server and other parties could see."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dure.report.words import escape
 
 
 def exposures(runs: Sequence[Run]) -> str:
-    """The section; empty where no run says it."""
+    """Return the section; empty if no run reports its exposure."""
     told = [
         (place, run, run.federation.exposure)
         for place, run in enumerate(runs)

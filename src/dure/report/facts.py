@@ -1,6 +1,6 @@
-"""What ranks and servers told of themselves, from the "facts" in summary.json.
+"""Parse the "facts" in summary.json: reports of ranks and servers about themselves.
 
-Anything may be missing, as in all of a run folder: then there is less to show.
+Any entry may be missing, as everywhere in a run folder; then the report shows less.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from dure.report.values import listing, mapping, number, numbers, rows, text_of,
 
 
 def ranks_of(summary: Mapping[str, Any]) -> list[Rank]:
-    """The ranks that told something of themselves; empty where one of them did not."""
+    """Return the ranks' facts; [] if any rank has none."""
     told = [mapping(facts) for facts in listing(summary.get("facts"))]
     workers = [mapping(worker) for worker in listing(summary.get("per_worker"))]
-    # Facts and workers are matched by their place: one too few, and all would be another's.
+    # Facts and workers are matched by position: with one missing, all would be wrong.
     if len(told) != len(workers):
         return []
     ranks: list[Rank] = []
@@ -47,7 +47,7 @@ def ranks_of(summary: Mapping[str, Any]) -> list[Rank]:
 def _rank(facts: Mapping[str, Any], worker: Mapping[str, Any], name: str) -> Rank | None:
     place = mapping(facts.get("at"))
     at = [number(place.get(axis)) for axis in ("data", "pipeline", "tensor")]
-    # Facts without these are those of a federation's server.
+    # Facts without these keys are those of a federation's server.
     if None in at or not isinstance(facts.get("held"), dict):
         return None
     seconds = number(worker.get("inside_seconds"))
@@ -58,7 +58,7 @@ def _rank(facts: Mapping[str, Any], worker: Mapping[str, Any], name: str) -> Ran
         stages=[_stage(mapping(stage)) for stage in listing(facts.get("stages"))],
         held=numbers(facts["held"]),
         peak_memory=number(worker.get("peak_memory")) or None,
-        # Per step; None where no layer is divided.
+        # Per step; None if no layer is divided.
         inside=seconds / steps if seconds and steps else None,
         schedule=text_of(facts.get("schedule")),
     )
@@ -75,7 +75,7 @@ def _stage(raw: Mapping[str, Any]) -> Stage:
 
 
 def federation_of(summary: Mapping[str, Any]) -> Federation | None:
-    """What the server told; None where it is no federation's."""
+    """Return the facts of a federation's server; None for any other run."""
     facts = mapping(next(iter(listing(summary.get("facts"))), None))
     if not isinstance(facts.get("flights"), list):
         return None
@@ -161,7 +161,7 @@ def _texts(raw: object) -> list[str]:
 
 
 def _assignment(raw: Sequence[Any]) -> Assignment:
-    # A later dure may write more; what is too short raises, and `rows` leaves it out.
+    # A later dure may write more entries; a row that is too short raises, and `rows` drops it.
     client, round, began, ended, outcome = raw[:5]
     first = number(began)
     last = number(ended)
@@ -184,7 +184,7 @@ def _sent(raw: Sequence[Any]) -> Sent:
 
 
 def servers_of(summary: Mapping[str, Any]) -> Servers | None:
-    """What a parameter server told; None where there is none."""
+    """Return the facts of a parameter server; None without one."""
     facts = mapping(next(iter(listing(summary.get("facts"))), None))
     told = mapping(facts.get("parameter_server"))
     if not isinstance(told.get("shards"), list):
@@ -211,7 +211,7 @@ def _entry(listed: Sequence[Any], place: int) -> Any:
 
 
 def _sum(raw: object) -> int | None:
-    """Of a list of counts; None where that is none."""
+    """Return the sum of a list of counts; None for a malformed list."""
     counts = listing(raw)
     if not counts or any(number(one) is None for one in counts):
         return None
@@ -250,7 +250,7 @@ def _busy(raw: Sequence[Any]) -> Busy:
 
 
 def divided_of(summary: Mapping[str, Any]) -> Divided | None:
-    """What split learning told; None where no model was cut."""
+    """Return the facts of split learning; None if no model was cut."""
     facts = mapping(next(iter(listing(summary.get("facts"))), None))
     told = mapping(facts.get("split"))
     at = [one for one in listing(told.get("at")) if isinstance(one, str)]
@@ -294,7 +294,7 @@ def _doing(raw: Sequence[Any]) -> Doing:
 
 
 def leakage_of(summary: Mapping[str, Any]) -> Leakage | None:
-    """Who could learn what; None where the run does not say."""
+    """Return the leakage facts of split learning; None if the run has none."""
     facts = mapping(next(iter(listing(summary.get("facts"))), None))
     told = mapping(facts.get("leakage"))
     exposure = text_of(told.get("exposure"))
@@ -305,18 +305,18 @@ def leakage_of(summary: Mapping[str, Any]) -> Leakage | None:
 
 
 def promises_of(summary: Mapping[str, Any]) -> Sequence[Any]:
-    """What the run promises of differential privacy, a mapping each (`Promise.facts`)."""
+    """Return the run's differential-privacy promises, a mapping each (`Promise.facts`)."""
     facts = mapping(next(iter(listing(summary.get("facts"))), None))
     return listing(facts.get("promises"))
 
 
 def _by_name(raw: object) -> dict[str, int]:
-    """Counts by what was counted."""
+    """Return counts by name."""
     return {str(key): whole(value) for key, value in mapping(raw).items()}
 
 
 def _by_number(raw: object) -> dict[int, int]:
-    """The same, written as pairs: keys of JSON are texts."""
+    """Return counts by number, from pairs: keys of JSON are texts."""
     return dict(rows(raw, _pair))
 
 

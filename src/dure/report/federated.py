@@ -1,13 +1,11 @@
-"""Federations in the report.
-
-Who took part when, how stale and how large updates were, and how fair the models are.
+"""Federations in the report: participation, staleness and norms of updates, and fairness.
 
     all examples = the metric over the examples of all clients together
-    mean, median, worst tenth, worst = over clients, each of which counts alike; the worst tenth is
-    the value at a tenth of them, from the worst one on, interpolated linearly between clients
+    mean, median, worst tenth, worst = over clients, with equal weights; the worst tenth is the
+    value at a tenth of the clients, from the worst client on, interpolated linearly
 
-Counts are of the whole run; what is drawn is what `dure.report.federated_figures` makes of the
-server's own account.
+Counts are of the whole run; the figures are those of `dure.report.federated_figures`, from the
+server's own records.
 """
 
 from __future__ import annotations
@@ -51,7 +49,7 @@ from dure.report.words import (
 
 @dataclass(frozen=True)
 class Spread:
-    """A metric over clients, each of which counts alike."""
+    """Statistics of a metric over clients with equal weights."""
 
     clients: int
     mean: float
@@ -61,24 +59,24 @@ class Spread:
 
 
 def spread(key: str, values: Sequence[float]) -> Spread:
-    """values: the metric `key` of each client, of at least one."""
+    """Return the statistics. values: the metric `key` of each client, for at least one client."""
     mean = sum(values) / len(values)
     variance = sum((value - mean) ** 2 for value in values) / len(values)
-    # From the worst one on: of a metric that falls, the highest values are the worst.
+    # From the worst client on: of a metric that should fall, the highest values are the worst.
     worst_tenth = quantile(values, 0.1 if higher_is_better(key) else 0.9)
     return Spread(len(values), mean, worst_tenth, variance**0.5, quantile(values, 0.5))
 
 
 def in_a_line(run: Run) -> str | None:
-    """The engine, and what came of what clients were asked, for a terminal.
+    """Return engine, clock, outcomes and missing clients in a line for a terminal.
 
-    None for a run that told nothing of it.
+    None for a run that is no federation.
     """
     if run.federation is None:
         return None
     why = f" ({run.federation.why})" if run.federation.why else ""
     engine = f"{run.federation.engine} engine{why}" if run.federation.engine else None
-    # Where the federation had a clock.
+    # None without a federation clock.
     now = next((at for line in reversed(run.steps) if (at := time_of(line)) is not None), None)
     clock = None if now is None else f"{duration(now)} of {clock_of(run)} time"
     told = [engine, clock, _bits(run.federation), _came(run, run.federation), _left(run)]
@@ -106,7 +104,7 @@ def _left(run: Run) -> str | None:
 
 
 def _bits(federation: Federation) -> str | None:
-    """Whether clients on a network compute the bits that a simulation computes of the same."""
+    """Describe whether clients on a network compute the same bits as a simulation."""
     if federation.bits is None:
         return None
     if federation.bits == "same":
@@ -116,13 +114,13 @@ def _bits(federation: Federation) -> str | None:
 
 
 def _came(run: Run, federation: Federation) -> str:
-    """40 updates, 3 late, 2 dropped out."""
-    # Where it is not told who took part, it is told how often somebody did.
+    """Return a text such as "40 updates, 3 late, 2 dropped out"."""
+    # Without the number of updates per client, the number of accepted assignments serves.
     updates = sum(federation.turns.values()) or _outcomes(run, federation).get("accepted", 0)
     said = [plural(updates, "update")]
     for outcome, number in _outcomes(run, federation).items():
         if outcome != "accepted":
-            # Of a network, an outcome may be a sentence of why there was no update.
+            # On a network, an outcome may be a sentence about the failure.
             known = outcome in COLOURS or outcome == "refused"
             said.append(f"{count(number)} {outcome if known else f'failed ({outcome})'}")
     most = max(federation.refusals, key=federation.refusals.__getitem__, default=None)
@@ -130,29 +128,29 @@ def _came(run: Run, federation: Federation) -> str:
 
 
 def _outcomes(run: Run, federation: Federation) -> dict[str, int]:
-    """What became of assignments, in the order of their colours, as far as anything did.
+    """Return counts of assignments by outcome, in the order of the colours, without zeros.
 
-    Updates that came in time, but could not be right, are refused and not accepted.
+    Updates that arrived in time but were invalid count as refused and not as accepted.
     """
     refused = int(sum(line.metrics.get("refused") or 0 for line in run.steps))
     counts = {outcome: federation.outcomes.get(outcome, 0) for outcome in COLOURS}
-    # The server's account calls them accepted, since they came in time.
+    # The server's records call them accepted, since they arrived in time.
     counts["accepted"] -= refused
     counts["refused"] = refused
     for outcome, number in federation.outcomes.items():
         if outcome not in COLOURS:
             counts[outcome] = number
-    # A damaged account could give less than 0.
+    # Damaged records could give less than 0.
     return {outcome: number for outcome, number in counts.items() if number > 0}
 
 
-# Who took part when.
+# Participation over time.
 
 
 def federations(runs: Sequence[Run], drawn: Mapping[str, JSON]) -> str:
-    """The section on who took part when, a block for each run; empty if there is none.
+    """Return the section on participation, a block for each run; empty without federations.
 
-    drawn: its figures.
+    drawn: figures of the section.
     """
     told = federations_of(runs)
     if not told:
@@ -203,7 +201,7 @@ def _facts(run: Run, federation: Federation) -> str:
     said = [in_a_line(run)]
     turns = federation.turns.values()
     if turns:
-        # How many clients there are is only known from the partition, or a network's cohort.
+        # The number of clients is known only from the partition, or from a network's cohort.
         clients = len(run.partition.counts) if run.partition is not None else None
         clients = clients or len(federation.cohort) or None
         known = f" of {count(clients)}" if clients else ""
@@ -219,13 +217,13 @@ def _facts(run: Run, federation: Federation) -> str:
         )
     if federation.cost is not None:
         said.append(_cost(federation.cost))
-    # Not str.capitalize, which would make all the rest small.
+    # Not str.capitalize, which would lower all other letters.
     whole = "; ".join(filter(None, said)) + "."
     return whole[0].upper() + whole[1:]
 
 
 def _everybody(run: Run, gave: int, clients: int | None, least: int) -> str | None:
-    """That nobody was ever left out, where that is so: then the bars below are all alike."""
+    """Return a sentence if every client took part in every round, else None."""
     rounds = run.result.steps
     if rounds is None or gave != clients or least < rounds:
         return None
@@ -236,7 +234,7 @@ def _everybody(run: Run, gave: int, clients: int | None, least: int) -> str | No
 
 
 def _cost(cost: Cost) -> str:
-    """What was sent and spent, against uploading the data."""
+    """Compare the bytes and energy spent with uploading the data."""
     spent = "" if cost.joules is None else f" and spent {cost.joules:,.4g} J"
     raw = "" if cost.raw_joules is None else f" and {cost.raw_joules:,.4g} J"
     passed = (
@@ -251,7 +249,7 @@ def _cost(cost: Cost) -> str:
 
 
 def _some(run: Run, clients: Sequence[int]) -> str:
-    """Clients by their names, not too many of them."""
+    """Return the clients' names, cut to a few."""
     return listed([name_of(run, client) for client in clients])
 
 
@@ -260,7 +258,7 @@ def _between(low: int, high: int) -> str:
 
 
 def _flights_note(federation: Federation, flights: JSON) -> str:
-    """What is not drawn."""
+    """Return a note about data that the figure leaves out."""
     parts = []
     rows = len(flights["rows"])
     if flights["clients"] > rows:
@@ -277,7 +275,7 @@ def _flights_note(federation: Federation, flights: JSON) -> str:
 
 
 def _honesty(figure: JSON) -> str:
-    """The legend of a figure of updates."""
+    """Return the legend of a figure of updates."""
     there = {one["name"] for one in figure["series"]}
     said = ""
     for look in (HONEST, ATTACKER):
@@ -301,11 +299,11 @@ def _outcome_table(run: Run, federation: Federation) -> str:
 
 
 def _cohort(federation: Federation) -> str:
-    """Who the clients on a network are, and why updates of theirs did not count."""
+    """Return a table of the clients on a network, with the reasons for rejected updates."""
     if not federation.cohort:
         return ""
     failed = _failed(federation)
-    # Those with most to tell first, where there are too many for a table.
+    # With too many clients for a table, those with the most failures come first.
     trouble = {client: sum(why.values()) for client, why in failed.items()}
     order = sorted(federation.cohort, key=lambda one: (-trouble.get(one.client, 0), one.client))
     shown = sorted(order[:MOST_MEMBERS], key=lambda one: one.client)
@@ -317,11 +315,11 @@ def _cohort(federation: Federation) -> str:
 
 
 MOST_MEMBERS = 100
-"""Clients in the table of a network's."""
+"""Most clients in the table of a network's clients."""
 
 
 def _failed(federation: Federation) -> dict[int, Counter[str]]:
-    """client -> reason -> assignments that came to nothing."""
+    """Return failed assignments: client -> reason -> number."""
     failed: dict[int, Counter[str]] = {}
     for one in federation.assignments:
         if one.outcome != "accepted":
@@ -350,13 +348,13 @@ def _member_row(one: Member, federation: Federation, failed: Mapping[str, int]) 
     )
 
 
-# How fair the models are.
+# Fairness of the models.
 
 
 def fairness(runs: Sequence[Run], drawn: Mapping[str, JSON]) -> str:
-    """The section on models measured client by client, of all runs; empty if none was.
+    """Return the section on metrics by client, of all runs; empty without such metrics.
 
-    drawn: its figures.
+    drawn: figures of the section.
     """
     told = federations_of(runs)
     metrics = [metric for metric in metrics_of(told) if f"clients-{metric}" in drawn]
@@ -380,7 +378,7 @@ def fairness(runs: Sequence[Run], drawn: Mapping[str, JSON]) -> str:
 
 
 def _failures(one: Told) -> str:
-    """Who could not measure, and why."""
+    """Return a note about clients that could not measure, with reasons."""
     reasons: dict[str, list[int]] = {}
     for client, reason in one.federation.not_measured.items():
         reasons.setdefault(reason, []).append(client)
@@ -438,7 +436,7 @@ def _spread_row(one: Told, model: str, metric: str, values: Sequence[float]) -> 
 
 
 def _worst(one: Told, key: str) -> str:
-    """The worst client's value, and who it is."""
+    """Return the worst client's value and name."""
     values = one.federation.by_client.get(key, ())
     known = [
         (value, client)
@@ -457,12 +455,12 @@ def _curve_names(figure: JSON) -> str:
 
 
 def _better(told: Sequence[Told], metric: str) -> str:
-    """Of how many clients the own model is the better one."""
+    """Return for how many clients the personalised model is better than the global model."""
     parts = []
     for one in told:
         pairs = pairs_of(one.federation, metric)
         won = sum(
-            # Better in the direction of the metric; equal is not better in either.
+            # Better in the direction of the metric; equal counts for neither.
             (own > theirs) == higher_is_better(metric) and own != theirs
             for theirs, own in pairs
         )

@@ -1,7 +1,7 @@
-"""What the report draws of federations, as plain JSON: assignments, updates, and clients' models.
+"""Figures of federations, as plain JSON: assignments, updates, and metrics by client.
 
-What is drawn is what the server told of itself: assignments and updates are its first ones, and the
-models of clients are measured at the last evaluation.
+The figures show the server's own records: its first assignments and updates, and the metrics of
+clients at the last evaluation.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from dure.report.runs import Assignment, Federation, Presence, Run, Sent, clock_
 from dure.report.words import metric_name
 
 ROWS = 60
-"""Clients that are drawn with what they were asked."""
+"""Most clients in the figure of assignments."""
 
 UPDATES = 2_000
-"""Updates that are drawn of a run."""
+"""Most updates in a run's figures."""
 
 
 COLOURS = {
@@ -28,11 +28,11 @@ COLOURS = {
     "dropped out": "checkpoint",
     "went offline": "evaluation",
 }
-"""What may become of an assignment, in the order of tables."""
+"""Outcomes of assignments, in the order of tables, with their colours."""
 
 
 def colour(outcome: str) -> str:
-    """The name of an outcome's colour."""
+    """Return the name of an outcome's colour."""
     return COLOURS.get(outcome, "other")
 
 
@@ -45,7 +45,7 @@ class Told(NamedTuple):
 
 
 class Look(NamedTuple):
-    """How the points of updates look. sign: that of a legend outside of the chart."""
+    """Appearance of the points of updates. sign: symbol of a legend outside of the chart."""
 
     who: str
     colour: str
@@ -57,14 +57,14 @@ HONEST = Look("honest", "var(--run-0)", "circle", "●")
 ATTACKER = Look("attacker", "var(--run-1)", "x", "✕")
 
 _MODELS = {"client": "global", "personal": "own"}
-"""How metrics of clients begin, and whose model they measure."""
+"""Prefix of clients' metrics, and the measured model."""
 
 PREFIX = {model: prefix for prefix, model in _MODELS.items()}
-"""Whose model it is, and how the metrics of it begin."""
+"""Measured model, and the prefix of its metrics."""
 
 
 def federations_of(runs: Sequence[Run]) -> list[Told]:
-    """The federations among the runs."""
+    """Return the federations among the runs."""
     return [
         Told(place, run, run.federation)
         for place, run in enumerate(runs)
@@ -73,10 +73,10 @@ def federations_of(runs: Sequence[Run]) -> list[Told]:
 
 
 def figures(runs: Sequence[Run]) -> dict[str, JSON]:
-    """The figures by name; what there is nothing of has none.
+    """Return the figures by name, without empty figures.
 
-    Those of a run with its place in the report: flights-0, staleness-0, norms-0, cosines-0. Those
-    of all runs with their metric: clients-accuracy, personal-accuracy.
+    Figures of a run end in its place in the report: flights-0, staleness-0, norms-0, cosines-0.
+    Figures of all runs end in their metric: clients-accuracy, personal-accuracy.
     """
     told = federations_of(runs)
     most = min(SPANS, SPANS_OF_ALL_RUNS // max(len(told), 1))
@@ -96,10 +96,10 @@ def figures(runs: Sequence[Run]) -> dict[str, JSON]:
 
 
 def metrics_of(told: Sequence[Told]) -> list[str]:
-    """For each run the metric to judge by, without its client_: the first that is not a loss."""
+    """Return the main metric of each run, without client_: the first that is not a loss."""
     chosen = []
     for one in told:
-        # Metrics of clients are named client_ for the global model, personal_ for their own.
+        # Metrics are named client_ for the global model, personal_ for clients' own models.
         keys = [
             key.removeprefix("client_")
             for key in one.federation.by_client
@@ -110,7 +110,7 @@ def metrics_of(told: Sequence[Told]) -> list[str]:
 
 
 def models_of(told: Sequence[Told], metric: str) -> list[tuple[Told, str, list[float]]]:
-    """(run, which model, the metric of each client), of the runs that are judged by it."""
+    """Return (run, model, metric of each client) for the runs whose main metric it is."""
     found = []
     for one in told:
         if metric not in metrics_of([one]):
@@ -124,7 +124,7 @@ def models_of(told: Sequence[Told], metric: str) -> list[tuple[Told, str, list[f
 
 
 def pairs_of(federation: Federation, metric: str) -> list[tuple[float, float]]:
-    """(the global model's, the client's own model's) of each client of which both are known."""
+    """Return (metric of the global model, of the client's own) for clients with both."""
     theirs = federation.by_client.get(f"client_{metric}", ())
     own = federation.by_client.get(f"personal_{metric}", ())
     return [
@@ -135,7 +135,7 @@ def pairs_of(federation: Federation, metric: str) -> list[tuple[float, float]]:
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """The value at a share of those of at least one client in order, interpolated linearly."""
+    """Return the quantile at `share` of at least one value, interpolated linearly."""
     ordered = sorted(values)
     place = share * (len(ordered) - 1)
     low = int(place)
@@ -144,7 +144,7 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 
 def _called(run: Run) -> Callable[[int], str]:
-    """The name of each client, safe in a page."""
+    """Return a function from a client to its name, escaped for the page."""
 
     def called(client: int) -> str:
         return html.escape(name_of(run, client), quote=False)
@@ -153,7 +153,7 @@ def _called(run: Run) -> Callable[[int], str]:
 
 
 def name_of(run: Run, client: int) -> str:
-    """What a client is called: by itself where it is on a network, else by the data."""
+    """Return a client's name: its own name on a network, else its name in the data."""
     said = None if run.federation is None else run.federation.name_of(client)
     if said is not None:
         return said
@@ -166,11 +166,11 @@ def _flights(
 ) -> JSON | None:
     assignments = federation.assignments
     asked = Counter(one.client for one in assignments)
-    # Who was there and never asked has a row too.
+    # A client that was present and got no assignment has a row too.
     asked.update({one.client: 0 for one in federation.there})
     if not asked:
         return None
-    # Of many clients those that were asked most often, drawn in the order of their numbers.
+    # Of many clients those with the most assignments, in order of their numbers.
     shown = sorted(sorted(asked, key=lambda client: (-asked[client], client))[:ROWS])
     row = {client: place for place, client in enumerate(shown)}
     bars = sorted((one for one in assignments if one.client in row), key=lambda one: one.began)
@@ -194,7 +194,7 @@ def _flights(
 
 
 def _there(there: Sequence[Presence], row: Mapping[int, int]) -> list[JSON]:
-    """A wide bar behind the others, while a client on a network was there."""
+    """Return wide bars behind the others, for the time in which clients were connected."""
     spans = [
         [row[one.client], short(one.began, 8), short(one.ended - one.began), None] for one in there
     ]
@@ -202,12 +202,12 @@ def _there(there: Sequence[Presence], row: Mapping[int, int]) -> list[JSON]:
 
 
 def _bar(one: Assignment, row: Mapping[int, int]) -> list[float | None]:
-    # Rounds count from 1 for people, from 0 in the account.
+    # Rounds count from 1 for readers, from 0 in the records.
     return [row[one.client], short(one.began, 8), short(one.ended - one.began), one.round + 1]
 
 
 def _staleness(staleness: Mapping[int, int]) -> JSON | None:
-    # All of them fresh: a single bar at 0 says nothing.
+    # If all updates are fresh, a single bar at 0 shows nothing.
     if not any(staleness):
         return None
     x = sorted(staleness)
@@ -222,17 +222,17 @@ def _staleness(staleness: Mapping[int, int]) -> JSON | None:
 
 
 class Thinned(NamedTuple):
-    """Updates to draw: those of one round of `every`."""
+    """Updates to draw: those of every `every`-th round."""
 
     updates: Sequence[Sent]
     every: int
 
 
 def _thinned(updates: Sequence[Sent]) -> Thinned:
-    """Whole rounds are left out where there are too many updates."""
-    # Whole rounds: the updates of one round are to be compared with one another.
+    """Drop whole rounds if there are too many updates."""
+    # Whole rounds, so that the updates of a round can be compared with one another.
     every = max(1, -(-len(updates) // UPDATES))
-    # Every so many of those that have updates.
+    # Every `every`-th of the rounds with updates.
     rounds = set(sorted({sent.round for sent in updates})[::every])
     return Thinned([sent for sent in updates if sent.round in rounds], every)
 
@@ -244,7 +244,7 @@ def _points(
     called: Callable[[int], str],
     log: bool = False,
 ) -> JSON | None:
-    """A point for each update. log: if they differ much."""
+    """Return a point for each update. log: use a logarithm if the values differ widely."""
     known = [(sent, y) for sent in thinned.updates if (y := value(sent)) is not None]
     if not known:
         return None
@@ -265,19 +265,19 @@ def _points(
             )
     low = min(y for _, y in known)
     high = max(y for _, y in known)
-    # Above a ratio of 30 the small ones would lie on the axis; a logarithm needs all above 0.
+    # Above a ratio of 30 small values would be on the axis; a logarithm needs values above 0.
     figure = xy("round", name, series, log=log and 0 < 30 * low < high)
     return {**figure, "every": thinned.every}
 
 
 def _clients(told: Sequence[Told], metric: str) -> JSON | None:
-    """A curve for each model: its values over the clients, from the lowest on."""
+    """Return a curve for each model: its sorted values over the clients."""
     series = []
     for one, model, values in models_of(told, metric):
-        # Evenly over the clients: each client a point, or quantiles where there are too many.
+        # Evenly over the clients: a point a client, or quantiles if there are too many clients.
         points = min(len(values), POINTS)
         shares = [place / max(points - 1, 1) for place in range(points)]
-        # The run's own colour for both of its models; the clients' own is dotted.
+        # Both models of a run have its colour; the clients' own models are dotted.
         look = style(one.place) | ({"dash": "dot"} if model == "own" else {})
         curve = {
             "x": [short(share) for share in shares],
@@ -291,7 +291,7 @@ def _clients(told: Sequence[Told], metric: str) -> JSON | None:
 
 
 def _personal(told: Sequence[Told], metric: str) -> JSON | None:
-    """A point for each client: its own model's value over the global one's."""
+    """Return a point for each client: its own model's value over the global model's."""
     series = []
     for one in told:
         pairs = pairs_of(one.federation, metric) if metric in metrics_of([one]) else []

@@ -1,11 +1,11 @@
-"""history.jsonl as it grows: lines that were read are not read again.
+"""Incremental reading of history.jsonl: lines that were read are not read again.
 
-    read      what was added since the last time; all of it where the file is another by now
+    read      the lines added since the last call; all lines if the file has been replaced
 
-A run that goes on cuts its history to its newest checkpoint, and adds other lines: then the file is
-shorter, or what stood before the place where reading ended is not what stood there. Half a line at
-the end is a line that is being written, or what a kill has left: it waits until it is whole. Where
-a resumed run wrote a step again, the newer line stands.
+A resumed run truncates its history to its newest checkpoint, and adds other lines: then the file is
+shorter, or the bytes before the last position have changed. An incomplete line at the end is being
+written, or is left from a kill: it is read once it is complete. If a resumed run wrote a step
+again, the newer line counts.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from dure.report.runs import Line
 from dure.report.values import mapping, number
 
 _KNOWN = 128
-"""Bytes before the place where reading ended, by which the same file is known again."""
+"""Bytes before the last position, which identify the file."""
 
 
 class HistoryFile:
-    """The lines of one history. steps, evaluations: in the order of their steps."""
+    """The lines of a history. steps, evaluations: in the order of their steps."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -34,14 +34,14 @@ class HistoryFile:
         self.steps: list[Line] = []
         self.evaluations: list[Line] = []
         self.damaged = 0
-        """Lines that say nothing."""
+        """Number of lines that could not be parsed."""
         self._read = 0
-        """Bytes of whole lines that were read."""
+        """Bytes of complete lines that were read."""
         self._last = b""
-        """The last of them."""
+        """The last of those bytes."""
 
     def read(self) -> bool:
-        """Reads what is new; whether anything was."""
+        """Read new lines; return whether anything has changed."""
         try:
             with opened(self.path) as file:
                 return self._go_on(file)
@@ -58,7 +58,7 @@ class HistoryFile:
             file.seek(0)
             changed = True
         for text in file:
-            # A killed run leaves half a line at the end, which is no damage.
+            # A killed run leaves an incomplete line at the end, which is no damage.
             if text.endswith(b"\n"):
                 self._read += len(text)
                 self._last = (self._last + text)[-_KNOWN:]
@@ -77,14 +77,14 @@ class HistoryFile:
         if step is None:
             self.damaged += 1
             return
-        # A resumed run did again what came after its checkpoint: the newer lines stand.
+        # A resumed run repeated the steps after its checkpoint: the newer lines count.
         while kind and kind[-1].step >= step:
             kind.pop()
         kind.append(line_of(step, raw))
 
 
 def line_of(step: float, raw: Mapping[str, Any]) -> Line:
-    """A line of the history, from its JSON."""
+    """Return a line of the history, from its JSON."""
     return Line(
         step=step,
         epoch=number(raw.get("epoch")),

@@ -1,4 +1,4 @@
-"""The report of runs, from dataclasses to HTML: header, time bars, the places of charts, footer."""
+"""The report of runs, from dataclasses to HTML: header, time bars, places of charts, footer."""
 
 from __future__ import annotations
 
@@ -35,45 +35,45 @@ from dure.report.values import mapping, number
 from dure.report.words import count, duration, escape, size
 
 _BARS = 6
-"""Bars of a run with many workers: its first, and five of the rest (`_chosen`)."""
+"""Bars of a run with many workers: its first, and five of the others (`_chosen`)."""
 
 _FACTS = 3
-"""Of runs that differ, so many values of a fact stand in the header."""
+"""Most values of a fact in the header, if runs differ."""
 
 
 def write_report(folders: Sequence[Path], out: Path, title: str | None = None) -> Path:
-    """Writes one self-contained HTML page about the runs in `folders`; its path is returned.
+    """Write a self-contained HTML page about the runs in `folders`, and return its path.
 
-    folders: run folders, comparison folders, or folders with runs right below them.
-    out: the file to write.
-    title: of the page; by default dure chooses.
-    Raises ImportError if plotly is not installed, RunFolderError if a folder holds no run or the
-    page cannot be written.
+    folders: run folders, comparison folders, or folders with runs directly below them. out: path of
+    the page. title: of the page; None chooses a title.
+
+    Raises ImportError if plotly is not installed, RunFolderError if a folder has no run or the page
+    cannot be written.
     """
-    # First: without plotly there is nothing to read the runs for.
+    # First: without plotly the runs need not be read.
     plotly = plotly_source("the report")
     runs = read_runs(folders)
     out = Path(out)
     text = page(runs, title or title_of(runs), plotly)
     with told(out):
         out.parent.mkdir(parents=True, exist_ok=True)
-    # Texts that are no Unicode, such as half of a surrogate pair, cannot be written as they are.
+    # Invalid Unicode, such as half of a surrogate pair, cannot be encoded, so it is replaced.
     write_atomically(out, text.encode("utf-8", errors="replace"))
     return out
 
 
 def page(runs: Runs, title: str, plotly: str) -> str:
-    """The whole HTML document; `plotly`: the source of plotly.js."""
+    """Return the whole HTML document. plotly: source of plotly.js."""
     sections, data = content(runs, title)
     return document(title, sections, data=data, plotly=plotly, script=page_script())
 
 
 def content(runs: Runs, title: str) -> tuple[list[str], dict[str, Any]]:
-    """(the sections, each as HTML, "" where there is nothing to show; what their charts draw)."""
+    """Return (HTML of each section, "" for an empty section; data of the charts)."""
     curves = charts.curves(runs.runs)
     timelines = charts.timelines(runs.runs)
     partitions = charts.partitions(runs.runs)
-    # What there is nothing of has no figure, and then no place in the page either.
+    # Empty figures are missing here, and then have no place in the page either.
     drawn = figures(runs.runs) | figures_of_servers(runs.runs) | figures_of_split(runs.runs)
     drawn |= figures_of_privacy(runs.runs)
     data = {
@@ -111,13 +111,13 @@ def content(runs: Runs, title: str) -> tuple[list[str], dict[str, Any]]:
 
 
 def page_script() -> str:
-    """What fills the sections and draws; it may run again where they are others."""
-    # In a block of its own: what it calls its parts is new each time.
+    """Return the script that fills the sections and draws; it can run repeatedly."""
+    # A block of its own, so that its names can be declared again in each run.
     return f"{{\n{source(__file__, 'tools.js')}{source(__file__, 'page.js')}}}\n"
 
 
 def _groups(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Runs of which the seed alone differs: what they are called together, and their places."""
+    """Return groups of runs that differ only in their seed: label and places of the runs."""
     places = {id(run): place for place, run in enumerate(runs)}
     return [
         {"label": str(group[0].config.get("label")), "runs": [places[id(run)] for run in group]}
@@ -125,11 +125,11 @@ def _groups(runs: Sequence[Run]) -> list[dict[str, Any]]:
     ]
 
 
-# Header: what was asked.
+# Header: the requests of the runs.
 
 
 def title_of(runs: Runs) -> str:
-    """What a page about these runs is called."""
+    """Return the title of a page about these runs."""
     tasks = list(dict.fromkeys(_task(run) for run in runs.runs))
     task = f"{len(tasks)} tasks" if tasks else "comparison"
     if len(tasks) == 1:
@@ -150,7 +150,7 @@ def _header(runs: Runs, title: str) -> str:
     ]
     facts = []
     for name, fact in asked:
-        # What all runs have in common is said once.
+        # A value that all runs share is shown once.
         values = list(dict.fromkeys(filter(None, map(fact, runs.runs))))
         if values:
             more = f" and {len(values) - _FACTS} more" if len(values) > _FACTS else ""
@@ -165,13 +165,13 @@ def _header(runs: Runs, title: str) -> str:
 
 
 def _repeat(runs: Sequence[Run]) -> str:
-    """How to do the same again: the command where it can be told, else the settings."""
+    """Return how to repeat each run: its command if there is one, else its settings."""
     rows = []
     for run in runs:
         line = command(run)
         code = f"<code>{escape(line)}</code>" if line else f"<span>{escape(settings(run))}</span>"
         rows.append(f"<dt>{escape(run.label)}</dt><dd>{code}</dd>")
-    # Of many runs the commands would fill the page.
+    # With many runs the commands would fill the page.
     opened = " open" if len(runs) == 1 else ""
     if not rows:
         return ""
@@ -188,7 +188,7 @@ def _stop(run: Run) -> str | None:
     stop = {
         key: value for key, value in mapping(run.config.get("stop")).items() if value is not None
     }
-    # What an evaluation is measured by belongs to the patience, and says nothing without it.
+    # Monitor and min_delta belong to patience, and mean nothing without it.
     measure, least = stop.pop("monitor", None), stop.pop("min_delta", None)
     said = {key: f"{plain(value)} {key}" for key, value in stop.items()}
     if "target" in stop:
@@ -249,7 +249,7 @@ def _curves(runs: Sequence[Run]) -> str:
 
 
 def _time_bars(runs: Sequence[Run]) -> str:
-    """Where the time went: one stacked bar a worker, each run to its own scale."""
+    """Return a stacked bar of time for each worker, each run to its own scale."""
     blocks = []
     for index, run in enumerate(runs):
         workers = _chosen(run.result.workers)
@@ -271,7 +271,7 @@ def _time_bars(runs: Sequence[Run]) -> str:
 
 
 def _time_row(name: str, worker: Worker, longest: float) -> str:
-    """A worker's bar. longest: seconds of the longest one."""
+    """Return a worker's bar. longest: seconds of the longest bar."""
     who = f'<span class="who">{escape(name)}{_moved(worker)}</span>'
     shares = f"<small>{percents(worker)}</small>"
     much = f'<span class="much">{duration(worker.total)}{shares}</span>'
@@ -279,24 +279,25 @@ def _time_row(name: str, worker: Worker, longest: float) -> str:
 
 
 def _moved(worker: Worker) -> str:
-    """The bytes that passed through a worker, a master included."""
+    """Return the bytes that passed through a worker, a master included."""
     if not worker.sent and not worker.received:
         return ""
     return f"<small>↑ {size(worker.sent)} ↓ {size(worker.received)}</small>"
 
 
 def _chosen(workers: Sequence[Worker]) -> list[tuple[str, Worker]]:
-    """All of a few workers, with their names.
+    """Return the workers to show, with their names.
 
-    Of many, the first (a federation's server), and five from the busiest to the least busy.
+    All of a few; of many, the first (a federation's server), and five from the busiest to the least
+    busy.
     """
-    # One or two more than that are drawn sooner than chosen from.
+    # Slightly more than the limit are all shown.
     if len(workers) <= _BARS + 2:
         return [(worker.name, worker) for worker in workers]
     rest = sorted(workers[1:], key=lambda worker: -(worker.compute + worker.communication))
     marks = ("busiest", "upper quartile", "median", "lower quartile", "least busy")
     chosen = [(workers[0].name, workers[0])]
-    # The quartiles of how busy they were, both ends included.
+    # The quartiles of busy time, both ends included.
     for quarter, mark in enumerate(marks):
         worker = rest[round(quarter * (len(rest) - 1) / 4)]
         chosen.append((f"{worker.name}, {mark}", worker))
@@ -306,7 +307,7 @@ def _chosen(workers: Sequence[Worker]) -> list[tuple[str, Worker]]:
 def _timelines(runs: Sequence[Run], timelines: Sequence[dict[str, Any]]) -> str:
     if not timelines:
         return ""
-    # The first run where somebody waits for somebody says the most.
+    # The first run with several lanes shows waiting, which is the most informative.
     chosen = next((place for place, one in enumerate(timelines) if len(one["lanes"]) > 1), 0)
     options = ""
     for place, one in enumerate(timelines):

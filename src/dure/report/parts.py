@@ -1,4 +1,4 @@
-"""Pieces of HTML that several sections of the report use: a run's mark, world, and time."""
+"""HTML fragments that several sections of the report share: a run's mark, world, and time."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from dure.report.words import UNKNOWN, count, duration, escape
 
 
 def world(run: Run) -> str:
-    """Where a run ran, in words."""
+    """Return the world of a run, in words."""
     asked = mapping(run.config.get("world"))
     name = str(asked.get("name", UNKNOWN))
     ranks = number(asked.get("ranks", asked.get("threads")))
-    # An ended run has said it in words; of a killed one config.json tells what was asked.
+    # The summary of an ended run has the words; a killed run has only its config.json.
     return run.result.world or (f"{count(ranks)} {name}" if ranks else name)
 
 
 def bar(worker: Worker, full: float) -> str:
-    """A stacked bar; `full`: the seconds of the whole width."""
-    # The names are also those of the colours in style.css.
+    """Return a stacked bar. full: seconds of the whole width."""
+    # The names are also the classes of the colours in style.css.
     parts = {"compute": worker.compute, "communication": worker.communication, "idle": worker.idle}
     segments = "".join(
         f'<i class="{name}" style="width:{100 * value / full:.2f}%"></i>'
@@ -32,37 +32,37 @@ def bar(worker: Worker, full: float) -> str:
 
 
 def percents(worker: Worker) -> str:
-    """The shares of computing, sending and waiting."""
+    """Return the shares of computing, sending and waiting, in percent."""
     shares = [worker.compute, worker.communication, worker.idle]
     return " / ".join(f"{100 * value / worker.total:.0f}" for value in shares) + " %"
 
 
 def legend(categories: Sequence[str]) -> str:
-    """The legend of the categories, which begins a section's lead."""
+    """Return the legend of the categories, which begins a section's lead."""
     names = "".join(f'<span class="key"><i class="{name}"></i>{name}</span>' for name in categories)
     return f"{names}<br>"
 
 
 def swatch(index: int) -> str:
-    """The line and marker of a run; page.js draws it, in the same way as in the charts."""
+    """Return the place of a run's line and marker, which page.js draws as in the charts."""
     return f'<svg class="swatch" data-run="{index}" viewBox="0 0 28 12" aria-hidden="true"></svg>'
 
 
 def figure_of(name: str, heading: str, note: str = "") -> str:
-    """The place of a figure that page.js draws."""
+    """Return the place of a figure that page.js draws."""
     aside = f'<p class="aside">{note}</p>' if note else ""
     chart = f'class="chart" data-figure="{escape(name)}" role="img" aria-label="{heading}"'
     return f"<figure><figcaption><h4>{heading}</h4>{aside}</figcaption><div {chart}></div></figure>"
 
 
 def grid(shown: Iterable[str]) -> str:
-    """Figures next to each other; empty if there is none."""
+    """Return figures next to each other; empty without figures."""
     inside = "".join(shown)
     return f'<div class="grid">{inside}</div>' if inside else ""
 
 
 def table(name: str, kind: str, head: Sequence[str], rows: str, texts: Collection[str] = ()) -> str:
-    """A small table. kind: its width, "narrow" or "long". texts: columns that hold words."""
+    """Return a small table. kind: its width, "narrow" or "long". texts: columns with words."""
     heads = "".join(
         f'<th scope="col"{_TEXT if title in texts else ""}>{title}</th>' for title in head
     )

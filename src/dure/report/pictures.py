@@ -1,6 +1,6 @@
 """Pictures of a run folder in the page: PNG files as data URIs.
 
-A folder is data: a file that is no picture of that folder, or a large one, is left out.
+A folder is untrusted data: a file that is no picture of that folder, or is too large, is left out.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from dure.record.inside import contents
 _NAME = re.compile(r"\d{3}\.png")
 _SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _LARGEST = 1_000_000
-"""Bytes of a picture, at the most."""
+"""Most bytes of a picture."""
 
 
 def picture_in(folder: Path, name: object) -> str | None:
-    """The file of this name as a data URI. None for what is no picture of the folder."""
+    """Return the file as a data URI; None if the folder has no such picture."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         return None
     path = folder / name

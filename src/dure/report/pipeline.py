@@ -1,15 +1,15 @@
-"""A pipeline in the report: one step as measured, and as its schedule gives it with the same times.
+"""A pipeline in the report: a measured step, and its schedule simulated with the same times.
 
-The step is one from the middle: of the full steps whose spans the run kept, but for the first, the
-one whose makespan is the median. The simulation runs the same schedule. There each kind of action
-takes in each stage what it took in that step on average, and messages take no time: what the
-measured step has more is messages, and work that is unevenly long.
+The measured step is the full step with the median makespan among the recorded steps, except for the
+first. The simulation executes the same schedule. In each stage each kind of action takes its mean
+time in that step, and messages take no time: the measured step takes longer by its messages and by
+uneven work.
 
     bubble = 1 - busy / (p · makespan)   of p ranks: idle as a share of all time
     idle over busy = bubble / (1 - bubble)
-    makespan = from the first action's start to the last one's end
+    makespan = from the first action's start to the last action's end
 
-The ranks are those of the first pipeline: of a mesh, those with data and tensor index 0.
+The ranks are those of the first pipeline: in a mesh, the ranks with data and tensor index 0.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _NAMED = re.compile(r"(forward|backward|input gradient|weight gradient) ([0-9]+)
 
 @dataclass(frozen=True)
 class Measured:
-    """One step of a run, of the ranks of its first pipeline, and its simulation."""
+    """A step of a run, on the ranks of its first pipeline, and its simulation."""
 
     step: int
     ranks: Sequence[Rank]
@@ -45,48 +45,48 @@ class Measured:
 
 
 def measured_step(run: Run) -> Measured | None:
-    """The step from the middle.
+    """Return the median step of a run.
 
-    None for a run that has no pipeline, told nothing of it, or kept no full step.
+    None for a run that has no pipeline, no facts about it, or no full step.
     """
     # Along the pipeline axis alone: data index 0, tensor index 0.
     ranks = [rank for rank in run.ranks if rank.at[0] == 0 and rank.at[2] == 0]
     text = run.ranks[0].schedule if run.ranks else None
     if len(ranks) < 2 or text is None or run.trace is None:
         return None
-    # These load torch, which a report of other runs can do without.
+    # These modules load torch, which a report of other runs does not need.
     from dure.parallel.pipeline.schedule import Schedule
     from dure.parallel.pipeline.simulate import simulate
 
     try:
         schedule = Schedule.parse(text)
-    # The text is the folder's, which may be damaged.
+    # The text is from the folder, which may be damaged.
     except ValueError:
         return None
     steps = _full_steps(run.trace, [rank.name for rank in ranks], schedule)
-    # The first step is slower than the others; it counts where there is no other.
+    # The first step is slower than the others; it counts only if there is no other.
     rest = {step: spans for step, spans in steps.items() if step > min(steps)} or steps
     if not rest:
         return None
     found = {step: _simulation(spans, schedule.ranks) for step, spans in rest.items()}
     ordered = sorted(found, key=lambda step: (found[step].makespan, step))
-    # The lower median: a step that was measured, and no mean of two.
+    # The lower median: a measured step, and not the mean of two.
     step = ordered[(len(ordered) - 1) // 2]
     times = _mean_times(found[step].spans, schedule.stages)
     return Measured(step, ranks, measured=found[step], simulated=simulate(schedule, times))
 
 
 def _simulation(spans: Sequence[Span], ranks: int) -> Simulation:
-    """What was measured, as if it had been simulated."""
+    """Return the measured spans in the form of a simulation."""
     from dure.parallel.pipeline.simulate import Simulation, peak_of
 
-    # In the order in which they ran: how many activations a rank held follows from that.
+    # In order of execution, which determines the number of stored activations.
     actions = _by_rank(spans, ranks)
     return Simulation(ranks, tuple(spans), tuple(map(peak_of, actions)))
 
 
 def _by_rank(spans: Sequence[Span], ranks: int) -> list[list[Action]]:
-    """The actions of each rank, in order."""
+    """Return the actions of each rank, in order."""
     actions: list[list[Action]] = [[] for _ in range(ranks)]
     for span in spans:
         actions[span.rank].append(span.action)
@@ -94,9 +94,9 @@ def _by_rank(spans: Sequence[Span], ranks: int) -> list[list[Action]]:
 
 
 def _full_steps(trace: Trace, names: Sequence[str], schedule: Schedule) -> dict[int, list[Span]]:
-    """What computed in each full step, by start; times in seconds.
+    """Return the computing spans of each full step, by start; times in seconds.
 
-    A step is full if every action of the schedule was kept.
+    A step is full if every action of the schedule was recorded.
     """
     from dure.parallel.pipeline.schedule import Action
     from dure.parallel.pipeline.simulate import Span
@@ -127,7 +127,7 @@ _KINDS = ("forward", "backward", "input_gradient", "weight_gradient")
 
 
 def _mean_times(spans: Sequence[Span], stages: int) -> Times:
-    """What each kind of action takes in each stage on average."""
+    """Return the mean time of each kind of action in each stage."""
     from dure.parallel.pipeline.simulate import Times
 
     seconds: dict[tuple[str, int], list[float]] = defaultdict(list)
@@ -147,14 +147,14 @@ def _mean_times(spans: Sequence[Span], stages: int) -> Times:
 
 
 def in_a_line(run: Run) -> str | None:
-    """The stages and the bubble, for a terminal; None for a run without a pipeline."""
+    """Return the stages and the bubble in a line for a terminal; None without a pipeline."""
     found = measured_step(run)
     if found is None:
         return None
     stages = _stages(found.ranks)
     begins = [stage.begins or "the start" for stage, _ in stages]
     shown = begins if len(begins) <= _STAGES_IN_A_LINE else [*begins[: _STAGES_IN_A_LINE - 1], "…"]
-    # Both ways to say it, as everywhere: 50 % (1.00) is as long idle as busy.
+    # Both forms, as everywhere: 50 % (1.00) is as long idle as busy.
     measured = f"bubble (over busy) {idleness.written(found.measured.bubble)}"
     simulated = f"simulated {idleness.written(found.simulated.bubble)}"
     where = f"{len(stages)} stages, from {', '.join(shown)}"
@@ -162,14 +162,14 @@ def in_a_line(run: Run) -> str | None:
 
 
 _STAGES_IN_A_LINE = 6
-"""More stages than these are cut short with an ellipsis."""
+"""Most stages in a line; a longer list ends in an ellipsis."""
 
 
 # The section.
 
 
 def pipelines(runs: Sequence[Run]) -> str:
-    """The section on the pipelines among the runs; empty if there are none."""
+    """Return the section on the pipelines among the runs; empty without pipelines."""
     blocks = ""
     for index, run in enumerate(runs):
         step = measured_step(run)
@@ -224,7 +224,7 @@ def _stage_table(step: Measured) -> str:
     for place, (stage, rank) in enumerate(stages):
         if place + 1 == len(stages):
             crossing = f"<td>{UNKNOWN}</td><td>{UNKNOWN}</td>"
-        # Interleaved: the next stage is on this rank as well, so nothing is sent.
+        # Interleaved: the next stage is on the same rank, so nothing is sent.
         elif stages[place + 1][1] is rank:
             crossing = '<td colspan="2">stays on the rank</td>'
         else:
@@ -240,7 +240,7 @@ def _stage_table(step: Measured) -> str:
 
 
 def _stages(ranks: Sequence[Rank]) -> list[tuple[Stage, Rank]]:
-    """Every stage with the rank that has it, in order."""
+    """Return every stage with its rank, in order."""
     found: list[tuple[Stage, Rank]] = []
     for rank in ranks:
         found += [(stage, rank) for stage in rank.stages]

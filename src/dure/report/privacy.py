@@ -1,4 +1,4 @@
-"""Differential privacy in the report: what runs promise, to whom, and how fast it was spent."""
+"""Differential privacy in the report: promises of the runs, and the spent budget over time."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from dure.report.values import listing, mapping, number, text_of
 from dure.report.words import UNKNOWN, escape
 
 FIGURE = "epsilon"
-"""The name of the figure."""
+"""Name of the figure."""
 
 
 def figures(runs: Sequence[Run]) -> dict[str, JSON]:
-    """Epsilon over rounds or steps, of all runs that tell of one."""
+    """Return epsilon over rounds or steps, of all runs that report epsilon."""
     series = []
     for place, run in enumerate(runs):
         points = [(line.step, line.metrics.get("epsilon")) for line in run.steps]
@@ -36,7 +36,7 @@ def figures(runs: Sequence[Run]) -> dict[str, JSON]:
 
 
 def promises(runs: Sequence[Run], drawn: Mapping[str, JSON]) -> str:
-    """The section; empty where no run promises anything. drawn: its figure."""
+    """Return the section; empty if no run has a promise. drawn: its figure."""
     rows = "".join(
         _row(place, run, mapping(one))
         for place, run in enumerate(runs)
@@ -60,7 +60,7 @@ def promises(runs: Sequence[Run], drawn: Mapping[str, JSON]) -> str:
 
 
 def in_a_line(run: Run) -> str | None:
-    """What a run promises, for a terminal; None where it promises nothing."""
+    """Return a run's promises in a line for a terminal; None without a promise."""
     said = [text_of(mapping(one).get("said")) for one in run.promises]
     return "; ".join(filter(None, said)) or None
 

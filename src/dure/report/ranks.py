@@ -1,10 +1,10 @@
-"""What each rank of a mesh holds: a table for every run whose ranks told it.
+"""Memory of each rank of a mesh: a table for every run whose ranks reported it.
 
-Parameters, gradients and the optimizer's state are bytes of memory at the end of the run, gradients
-those of the last step; what tensors share counts once. The peak is the process's, with torch, data
-and activations. Where layers are divided over ranks, the collectives inside of them have a column:
-seconds of a step, waiting for neighbours included. They lie inside forward and backward on the
-timeline, but count as communication, not as compute.
+Parameters, gradients and the optimizer's state are bytes at the end of the run, gradients those of
+the last step; shared memory counts once. The peak is that of the process, with torch, data and
+activations. If layers are divided over ranks, their collectives have a column: seconds of a step,
+including the wait for neighbours. On the timeline they are inside forward and backward, but they
+count as communication, not as compute.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dure.report.runs import Rank, Run
 from dure.report.words import UNKNOWN, duration, escape, size
 
 _MOST = 32
-"""Ranks in a table."""
+"""Most ranks in a table."""
 
 _AXES = ("data", "pipeline", "tensor")
 
@@ -25,8 +25,8 @@ Column = tuple[str, Callable[[Rank], str]]
 
 
 def holdings(runs: Sequence[Run]) -> str:
-    """The section with a table for each run whose ranks told what they hold; empty if none."""
-    # With its place among all runs, which its mark and colour follow.
+    """Return the section with a table for each run whose ranks reported memory, else ""."""
+    # With its place among all runs, which determines its mark and colour.
     told = [(index, run) for index, run in enumerate(runs) if run.ranks]
     if not told:
         return ""
@@ -78,10 +78,10 @@ def _columns(run: Run) -> list[Column]:
     def index_on(axis: int) -> Callable[[Rank], str]:
         return lambda rank: str(rank.at[axis])
 
-    # Along each axis, how many places there are.
+    # The number of places along each axis.
     degrees = [len(set(places)) for places in zip(*(rank.at for rank in run.ranks), strict=True)]
     columns: list[Column] = []
-    # With one axis that divides, the number of the rank says it all.
+    # If a single axis divides, the rank's number is enough.
     if sum(degree > 1 for degree in degrees) > 1:
         columns += [(name, index_on(axis)) for axis, name in enumerate(_AXES) if degrees[axis] > 1]
     columns += [

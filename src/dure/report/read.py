@@ -1,10 +1,10 @@
-"""Run folder -> dataclasses: what `docs/run-folder.md` describes, as far as it is there.
+"""Read run folders into dataclasses: the files of `docs/run-folder.md`, as far as they exist.
 
 A run may have been killed at any moment: `summary.json` and `trace.json` may be absent, the last
-line of `history.jsonl` may be half a line. What is missing is rebuilt from the history where that
-is honest and is `None` where it is not; what is damaged is left out and told in `Run.notes`. A
-value of the wrong type, NaN and infinity count as missing. Where a resumed run wrote a step again,
-the newer line stands.
+line of `history.jsonl` may be incomplete. Missing values are rebuilt from the history if that is
+exact, and are `None` otherwise; damaged content is left out and reported in `Run.notes`. A value of
+the wrong type, NaN and infinity count as missing. If a resumed run wrote a step again, the newer
+line counts.
 """
 
 from __future__ import annotations
@@ -49,19 +49,19 @@ from dure.report.words import higher_is_better
 
 
 def read_runs(folders: Sequence[Path]) -> Runs:
-    """Reads run folders, and folders of run folders: a comparison, or any with runs in it.
+    """Read run folders, and folders of run folders: a comparison, or any folder with runs.
 
-    Raises RunFolderError if a folder holds no run, or there are none at all.
+    Raises RunFolderError if a folder has no run, or no folders are given.
     """
     found, failed = run_folders(folders)
     return Runs(distinct_labels([read_run(folder) for folder in found]), failed)
 
 
 def run_folders(folders: Sequence[Path]) -> tuple[list[Path], dict[str, str]]:
-    """(the run folders in folders, what failed there with its reason). Raises RunFolderError."""
+    """Return (run folders, failed runs with reasons). Raises RunFolderError if there are none."""
     failed: dict[str, str] = {}
     found: list[Path] = []
-    # A run folder itself, or one with runs right below; nothing is searched deeper.
+    # A run folder itself, or a folder with runs directly below; no deeper search.
     for folder in map(Path, folders):
         if _is_run(folder):
             found.append(folder)
@@ -76,22 +76,22 @@ def run_folders(folders: Sequence[Path]) -> tuple[list[Path], dict[str, str]]:
         failed.update(broken)
     if not found and not failed:
         raise RunFolderError("no run folders given: a report needs at least one")
-    # dict.fromkeys: a folder that is given twice, or lies in one that is given, counts once.
+    # dict.fromkeys: a folder that is given twice, or is inside a given folder, counts once.
     return list(dict.fromkeys(found)), failed
 
 
 def _runs_below(folder: Path) -> tuple[list[Path], dict[str, str]]:
-    """The run folders in a folder, and what failed with its reason, as far as a comparison says."""
+    """Return the run folders in a folder, and the failed runs of a comparison with reasons."""
     comparison = _object(folder / "comparison.json", [])
-    # No comparison, or a damaged one: whatever runs lie in the folder.
+    # No comparison, or a damaged one: all runs in the folder.
     if not comparison:
         inside = folder.iterdir() if folder.is_dir() else ()
         return sorted(filter(_is_run, inside), key=_natural), {}
-    # In the order in which they were asked, which the names of folders do not tell.
-    # One that goes on, or was killed, says only which runs were planned.
+    # In the requested order, which the names of folders do not show. A comparison that is in
+    # progress, or was killed, lists only the planned runs.
     begun = comparison.get("runs")
     names = [name for name in listing(begun or comparison.get("planned")) if isinstance(name, str)]
-    # Folders in this one: a comparison that somebody sent is not to show others of the reader's.
+    # Only subfolders: a comparison from elsewhere must not show other folders of the reader.
     names = [name for name in names if Path(name).name == name]
     failed = {name: str(reason) for name, reason in mapping(comparison.get("failed")).items()}
     if begun is None:
@@ -102,9 +102,9 @@ def _runs_below(folder: Path) -> tuple[list[Path], dict[str, str]]:
 
 
 def read_run(folder: Path, lines: HistoryFile | None = None) -> Run:
-    """Reads one run folder, however little of it there is.
+    """Read a run folder, however incomplete.
 
-    lines: its history, where somebody reads it again and again while it grows.
+    lines: history of the run, if the caller reads it repeatedly while it grows.
     """
     notes: list[str] = []
     config = _config(folder, notes)
@@ -115,7 +115,7 @@ def read_run(folder: Path, lines: HistoryFile | None = None) -> Run:
         notes.append(f"{lines.damaged} damaged lines of {lines.path.name} were left out")
     steps = lines.steps
     evaluations = lines.evaluations
-    # What a run says of itself at its end; until then what it said last (docs/run-folder.md).
+    # Facts of the run at its end; before the end the last report (docs/run-folder.md).
     told = summary or _object(folder / NOW, notes)
     return Run(
         folder=folder,
@@ -139,7 +139,7 @@ def read_run(folder: Path, lines: HistoryFile | None = None) -> Run:
 
 
 def _config(folder: Path, notes: list[str]) -> Mapping[str, Any]:
-    """What was asked. A note says where the file is not what was written, or was signed."""
+    """Return config.json. A note reports changes since it was written or signed."""
     config = _object(folder / "config.json", notes)
     lineage = mapping(_object(folder / LINEAGE, notes).get("lineage"))
     wrong = altered(config, lineage.get("config_sha256"))
@@ -156,14 +156,14 @@ def _is_run(folder: Path) -> bool:
 
 
 def _natural(folder: Path) -> list[tuple[int, str]]:
-    """run-2 before run-10."""
+    """Return a sort key that puts run-2 before run-10."""
     parts = re.split(r"(\d+)", folder.name)
-    # Pairs, so that numbers and texts compare; a text comes before a number.
+    # Pairs, so that numbers and texts compare; a text precedes a number.
     return [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
 
 
 def distinct_labels(runs: Sequence[Run]) -> list[Run]:
-    """The runs, of which those with the same label have the name of their folder besides."""
+    """Return the runs with distinct labels: equal labels get the name of the folder."""
     times = Counter(run.label for run in runs)
 
     def named(run: Run) -> Run:
@@ -179,7 +179,7 @@ def _object(path: Path, notes: list[str]) -> Mapping[str, Any]:
         value = json.loads(contents(path).decode(errors="replace"))
     except FileNotFoundError:
         return {}
-    # RecursionError: a nest too deep, which no run writes.
+    # RecursionError: nesting that is too deep, which no run writes.
     except (OSError, ValueError, RecursionError):
         value = None
     if isinstance(value, dict):
@@ -194,11 +194,11 @@ def _result(
     steps: Sequence[Line],
     evaluations: Sequence[Line],
 ) -> Result:
-    # The last step, or an evaluation where the step lines end before it.
+    # The last step, or a later evaluation if the step lines end before it.
     newest = max((*steps[-1:], *evaluations[-1:]), key=lambda line: line.step, default=_NOTHING)
     evaluated = evaluations[-1] if evaluations else _NOTHING
     best = numbers(mapping(summary.get("best"))) or _best(evaluations)
-    # summary.json has final metrics next to everything else: those that have a best are metrics.
+    # summary.json mixes final metrics with other keys: those with a best value are metrics.
     final = numbers({key: summary.get(key) for key in best}) or numbers(evaluated.metrics)
     per_worker = [
         _worker(raw) for raw in listing(summary.get("per_worker")) if isinstance(raw, dict)
@@ -208,7 +208,7 @@ def _result(
     everyone = _everyone(summary, evaluated, steps)
 
     def told(key: str, otherwise: float | None) -> float | None:
-        """What the summary says; without one, what the history does."""
+        """Return the summary's value; without a summary, the history's."""
         said = number(summary.get(key))
         return otherwise if said is None else said
 
@@ -235,7 +235,7 @@ def _result(
 
 
 def _chosen(summary: Mapping[str, Any]) -> BestModel | None:
-    """The best model; None where none was chosen, or an older dure did not say what it reached."""
+    """Return the best model; None if none was chosen, or an older dure wrote no metrics."""
     said = mapping(summary.get("best_model"))
     step = number(said.get("step"))
     metrics = numbers(mapping(said.get("metrics")))
@@ -245,7 +245,7 @@ def _chosen(summary: Mapping[str, Any]) -> BestModel | None:
 
 
 def _shuffle(summary: Mapping[str, Any]) -> tuple[float, float] | None:
-    """Bytes and seconds of a worker."""
+    """Return bytes and seconds of shuffling of a worker; None if unknown."""
     workers = number(summary.get("workers"))
     nbytes = number(summary.get("shuffle_bytes"))
     seconds = number(summary.get("shuffle_seconds"))
@@ -266,7 +266,7 @@ _NOTHING = Line(
     peak_memory=None,
     metrics={},
 )
-"""What a history says that has no line."""
+"""Values of a history without lines."""
 
 
 def _best(evaluations: Iterable[Line]) -> dict[str, float]:
@@ -280,7 +280,7 @@ def _best(evaluations: Iterable[Line]) -> dict[str, float]:
 
 
 def _everyone(summary: Mapping[str, Any], evaluated: Line, steps: Sequence[Line]) -> Worker | None:
-    """The time of all workers together; of a run killed before it evaluated, rank 0's alone."""
+    """Return the time of all workers together; of rank 0 alone, if killed before an evaluation."""
     total = _worker({**summary, "name": "all workers"})
     # No summary: a killed run. Evaluations count all workers, steps rank 0 alone.
     if not total.total:
@@ -309,12 +309,12 @@ def _line_worker(name: str, line: Line) -> Worker:
 
 
 def _bytes_each(config: Mapping[str, Any], evaluated: Line) -> float | None:
-    """Bytes per rank of a killed run.
+    """Return the bytes per rank of a killed run.
 
-    Not for federations, whose sum counts the server's bytes too.
+    None for federations, whose sum includes the server's bytes.
     """
     ranks = number(mapping(config.get("world")).get("ranks"))
-    # A partition says that it is a federation.
+    # Only a federation has a partition.
     if not ranks or evaluated.bytes_sent is None or config.get("partition"):
         return None
     return evaluated.bytes_sent / ranks
@@ -360,7 +360,7 @@ def _trace(path: Path, notes: list[str]) -> Trace | None:
 
 
 def _spans(lane: int, event: Mapping[str, Any], arguments: Mapping[str, Any]) -> list[Span]:
-    """The span of an event, times in milliseconds; none where its times are damaged."""
+    """Return the span of an event, times in milliseconds; [] if its times are damaged."""
     start = number(event.get("ts"))
     length = number(event.get("dur"))
     if start is None or length is None or length < 0:
@@ -391,7 +391,7 @@ def _partition(config: Mapping[str, Any]) -> Partition | None:
     width = max(map(len, rows), default=0)
     histograms = None
     if width and len(rows) == len(counts):
-        # Short rows are filled up: the chart needs a rectangle.
+        # Short rows are padded: the chart needs a rectangle.
         histograms = [row + [0] * (width - len(row)) for row in rows]
     names = [str(name) for name in listing(config.get("classes"))]
     classes = names if len(names) == width else [str(index) for index in range(width)]

@@ -1,4 +1,4 @@
-"""How to do a run again: the command where it can be said in flags, else its settings in words."""
+"""Commands that repeat a run: its flags if they can express it, else its settings in words."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from dure.report.values import mapping, text_of
 
 
 def command(run: Run) -> str | None:
-    """The shell command that repeats a run; None where no flags can say its configuration.
+    """Return the shell command that repeats a run; None if flags cannot express its settings.
 
-    A `command` in config.json is taken as it stands. Else: a named task, a strategy whose fields
-    are numbers, words or null, and a world of processes or a simulated one. What was not set is
-    left to its default.
+    A `command` in config.json is returned unchanged. Otherwise the run needs a named task, a
+    strategy whose fields are numbers, words or null, and a world of processes or a simulated world.
+    Defaults are left out.
     """
     given = text_of(run.config.get("command"))
     if given is not None:
@@ -25,23 +25,23 @@ def command(run: Run) -> str | None:
     task = mapping(run.config.get("task"))
     strategy = mapping(run.config.get("strategy"))
     place = mapping(run.config.get("world"))
-    # A strategy of a user's own is named by where it is found.
+    # The name of a user's own strategy is its reference.
     system = strategy.get("from", strategy.get("name"))
     names = [text_of(task.get("name")), text_of(system)]
     workers = place.get("ranks" if place.get("name") == "processes" else "threads")
-    # A torchrun job, or a world of a user's own: which flags start it is not known here.
+    # For a torchrun job, or a user's own world, the flags are not known here.
     if None in names or (workers is None and place.get("name") != "simulated"):
         return None
     flags = _fields(strategy)
     flags |= mapping(task.get("options"))
     flags |= _learning(task)
-    # All fields and options: the folder does not say which of them were set. Of limits and world
-    # only what differs from what is usual.
+    # All fields and options, since the folder does not say which were set. Of limits and world,
+    # only differences from the defaults.
     flags |= {key: value for key, value in _asked(run, workers).items() if value is not None}
     words = ["dure", "train", *map(str, names)]
     for key, value in flags.items():
         values = value if isinstance(value, list) else [value]
-        # A bool would be a bare flag, which one depends on a default that is not known here.
+        # A bool is a bare flag whose name depends on the default, which is not known here.
         if any(isinstance(one, (bool, dict, list)) for one in values):
             return None
         words += [f"--{key.replace('_', '-')}", *(plain(one) or "None" for one in values)]
@@ -49,7 +49,7 @@ def command(run: Run) -> str | None:
 
 
 def _learning(task: Mapping[str, Any]) -> dict[str, Any]:
-    """The flags of how the task is trained, as far as that was asked for."""
+    """Return the flags of the task's learning options."""
     learning = dict(mapping(task.get("learning")))
     unfrozen = mapping(learning.pop("unfreeze", None))
     told = {
@@ -62,7 +62,7 @@ def _learning(task: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _asked(run: Run, workers: object) -> dict[str, Any]:
-    """The flags of limits, world, seed and evaluation; what was not asked for is None."""
+    """Return the flags of limits, world, seed and evaluation; None for a flag that was not set."""
     place = mapping(run.config.get("world"))
     stop = mapping(run.config.get("stop"))
     goals = [f"{metric}={goal}" for metric, goal in mapping(stop.get("target")).items()]
@@ -98,14 +98,14 @@ USUAL = {
         "deadline": "60.0",
     },
 }
-"""What worlds are where nothing is said, as config.json has it.
+"""Defaults of worlds, in the form of config.json.
 
-A report does without torch, and so without the worlds themselves.
+The report works without torch, and so without the classes of the worlds.
 """
 
 
 def _conditions(place: Mapping[str, Any]) -> dict[str, Any]:
-    """What was set of a world of processes or a simulated one."""
+    """Return the settings of a processes or simulated world that differ from the defaults."""
     usual = USUAL.get(str(place.get("name")), {})
     return {
         name: place[name]
@@ -116,7 +116,7 @@ def _conditions(place: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _of_threads(place: Mapping[str, Any]) -> dict[str, Any]:
-    """The flags of a world of threads; `world` does no harm where it goes without saying."""
+    """Return the flags of a world of threads; `world` is harmless if it is the default."""
     if place.get("name") != "threads":
         return {}
     devices = place.get("devices")
@@ -125,12 +125,12 @@ def _of_threads(place: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _fields(strategy: Mapping[str, Any]) -> dict[str, Any]:
-    """What was set of a strategy: all but its name, and where one of a user's own is found."""
+    """Return the fields of a strategy, without its name and the reference of its class."""
     return {key: value for key, value in strategy.items() if key not in ("name", "from")}
 
 
 def settings(run: Run) -> str:
-    """The strategy with its fields, and the world, in words."""
+    """Return the strategy with its fields, and the world, in words."""
     strategy = mapping(run.config.get("strategy"))
     parts = [str(strategy.get("name", "strategy unknown"))]
     for key, value in _fields(strategy).items():
@@ -139,7 +139,7 @@ def settings(run: Run) -> str:
 
 
 def plain(value: object) -> str | None:
-    """A value of config.json as text; None for null."""
+    """Return a value of config.json as text; None for null."""
     if value is None:
         return None
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""What the report knows of runs: what their folders say, as data (`dure.report.read` makes it)."""
+"""Data of runs in the report, as read from their folders by `dure.report.read`."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 CLOCKS = {"virtual_seconds": "virtual", "wall_seconds": "wall"}
-"""What a history calls the time on a federation's clock, and which time that is."""
+"""Keys of a history for the time on a federation's clock, and the kind of that time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One line of history.jsonl.
+    """A line of history.jsonl.
 
-    The counters of a step line are rank 0's, of an evaluation line everybody's; the metrics of a
-    step line are what the strategy says about it, such as residuals.
+    The counters of a step line are rank 0's, of an evaluation line those of all workers; the
+    metrics of a step line are the strategy's numbers, such as residuals.
     """
 
     step: float
@@ -33,10 +33,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Worker:
-    """One rank, thread, client or server.
-
-    Where its time went, in seconds, and the bytes that passed through it.
-    """
+    """A rank, thread, client or server: its time in seconds by kind, and its bytes."""
 
     name: str
     compute: float
@@ -53,7 +50,7 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One thing a lane did; `start` and `duration` in milliseconds since the run began.
+    """A span of a lane; `start` and `duration` in milliseconds since the run began.
 
     The name ends with the step.
     """
@@ -68,7 +65,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Trace:
-    """The timeline: names of lanes, spans in order of their starts, and how many were not kept."""
+    """The timeline: names of lanes, spans in order of start, and the number of dropped spans."""
 
     lanes: Mapping[int, str]
     spans: Sequence[Span]
@@ -77,10 +74,10 @@ class Trace:
 
 @dataclass(frozen=True)
 class Partition:
-    """How examples lie with clients.
+    """Division of examples among clients.
 
-    `histograms`: clients x classes, or None where there are no labels. `names`: of the clients,
-    None where they are numbers alone.
+    `histograms`: clients x classes, or None without labels. `names`: of the clients, None if the
+    clients are only numbered.
     """
 
     description: str
@@ -90,7 +87,7 @@ class Partition:
     names: Sequence[str] | None = None
 
     def called(self, client: int) -> str:
-        """What a client is called in figures."""
+        """Return a client's name in figures."""
         return str(client) if self.names is None else self.names[client]
 
 
@@ -98,8 +95,8 @@ class Partition:
 class Stage:
     """A stage of a pipeline.
 
-    begins: the module in which it begins. there, back: bytes of a full step over the boundary to
-    the next stage, values there and gradients back.
+    begins: first module of the stage. there, back: bytes per full step over the boundary to the
+    next stage, of values forward and of gradients backward.
     """
 
     number: int
@@ -111,7 +108,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Rank:
-    """What a rank of a mesh told of itself.
+    """Facts of a rank of a mesh.
 
     at: data, pipeline and tensor index. held: bytes of parameters, gradients, optimizer and
     buffers. inside: seconds of collectives in its layers, per step.
@@ -128,10 +125,10 @@ class Rank:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """What a client of a federation was asked in a round.
+    """An assignment of a client in a round.
 
-    began, ended: on the federation's clock. outcome: "accepted", "late", or why there was no
-    update.
+    began, ended: on the federation's clock. outcome: "accepted", "late", or the reason for a
+    missing update.
     """
 
     client: int
@@ -143,10 +140,10 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """A client's update, in the step to the model of `round` + 1.
+    """A client's update, part of the step to the model of `round` + 1.
 
-    Its norm, and the cosine between it and that step; None where they are no numbers. lies: whether
-    the client is an attacker.
+    norm: of the update. cosine: between the update and that step. Both are None if not finite.
+    lies: whether the client is malicious.
     """
 
     round: int
@@ -158,7 +155,7 @@ class Sent:
 
 @dataclass(frozen=True, slots=True)
 class Presence:
-    """A client was there; from and to on the federation's clock."""
+    """Time in which a client was connected, on the federation's clock."""
 
     client: int
     began: float
@@ -169,8 +166,8 @@ class Presence:
 class Member:
     """A client on a network.
 
-    examples: None where nobody is told. machine: how it computes, in words. differs: in what it
-    computes otherwise than the server.
+    examples: None if the number is protected. machine: the machine's description, in words.
+    differs: differences between its computation and the server's.
     """
 
     client: int
@@ -183,11 +180,17 @@ class Member:
 
 @dataclass(frozen=True)
 class Cost:
-    """Of a simulated federation, next to its data.
+    """Cost of a simulated federation, compared with uploading its data.
 
-    nbytes: both ways. joules: of its clients. raw_bytes, raw_seconds, raw_joules: of uploading the
-    data. break_even: the round after which more was sent than the data are. Joules are None where
-    they are not counted.
+    Args:
+        nbytes: in both directions.
+        joules: of its clients.
+        raw_bytes: of uploading the data.
+        raw_seconds: of uploading the data.
+        raw_joules: of uploading the data.
+        break_even: round after which more bytes were sent than the data have; None if not reached.
+
+    Joules are None if they are not counted.
     """
 
     nbytes: float
@@ -200,20 +203,30 @@ class Cost:
 
 @dataclass(frozen=True)
 class Federation:
-    """What a federation told of itself.
+    """Facts of a federation.
 
-    assignments and updates are the first ones of the run, outcomes, staleness and turns of all of
-    it: outcome -> assignments, staleness -> updates, client -> updates. by_client: metric -> a
-        value for each client measured, which are `clients`.
-    not_measured: client -> why it could not measure. out: clients that were not asked any more,
-        since they had used up what they might transfer.
-    why: it was this engine. refusals: reason -> updates that the server left out.
-    Of clients on a network: there: who was there when. cohort: who they are. bits: "same" or
-        "close" to those of a simulation, and differs: by what close. refused: client -> its updates
-        that the server left out. exposure: who could learn what, in words.
-    cost: what clients have spent, and what uploading their data would cost; None where nobody says.
-    left: who was not there at the end, client -> the first round without it. took_part: how many
-        clients there were, and which shares of clients and examples the newest model is of.
+    Args:
+        engine: engine of the simulated clients.
+        assignments: the first assignments of the run.
+        outcomes: number of assignments by outcome, over the whole run.
+        staleness: number of updates by staleness, over the whole run.
+        turns: number of updates by client, over the whole run.
+        updates: the first updates of the run.
+        by_client: metric -> a value for each of `clients`.
+        why: reason for the choice of the engine.
+        refusals: reason -> number of updates that the server rejected.
+        clients: clients with metrics.
+        not_measured: client -> reason for missing metrics.
+        out: clients without further assignments, since their transfer budget is used up.
+        there: connection times of clients on a network.
+        cohort: clients on a network.
+        bits: on a network, "same" or "close" to the bits of a simulation.
+        differs: reasons for "close".
+        refused: client -> number of its updates that the server rejected.
+        cost: energy and bytes, and those of uploading the data; None if unknown.
+        exposure: (party, data that it could learn), in words.
+        left: clients missing at the end -> first round without the client.
+        took_part: number of clients, and the shares of clients and examples in the newest model.
     """
 
     engine: str | None
@@ -239,13 +252,13 @@ class Federation:
     took_part: Mapping[str, float] = field(default_factory=dict)
 
     def name_of(self, client: int) -> str | None:
-        """What a client on a network calls itself."""
+        """Return the name of a client on a network; None if it is unknown."""
         return next((one.name for one in self.cohort if one.client == client), None)
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A shard: the keys start … stop-1 of a vector. owner: who has it; None where it is lost."""
+    """A shard: the keys start … stop-1 of a vector. owner: its server; None if it is lost."""
 
     vector: int
     start: int
@@ -256,9 +269,9 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Busy:
-    """A worker computed, or a server's link sent, in seconds of a virtual clock.
+    """Busy time of a worker's computation or a server's link, in seconds of a virtual clock.
 
-    clock: the worker's.
+    clock: the worker's logical clock.
     """
 
     who: str
@@ -270,11 +283,16 @@ class Busy:
 
 @dataclass(frozen=True)
 class Servers:
-    """What a parameter server told of itself.
+    """Facts of a parameter server.
 
-    staleness: how many clocks weights were behind -> how often; counts: what it counts. pushes: of
-    all workers. push_bytes: of one that is compressed; None where it is not. lost: who was given
-    up -> why. busy: the first ones, under a virtual clock.
+    Args:
+        shards: shards with their owners.
+        staleness: clocks that weights were behind -> number of pulls.
+        counts: unit of the staleness.
+        pushes: of all workers.
+        push_bytes: of a compressed push; None without compression.
+        lost: lost member -> reason.
+        busy: first busy times, under a virtual clock.
     """
 
     shards: Sequence[Held]
@@ -287,18 +305,18 @@ class Servers:
 
     @property
     def pulls(self) -> int:
-        """Of all workers."""
+        """Pulls of all workers."""
         return sum(self.staleness.values())
 
     @property
     def nbytes(self) -> int | None:
-        """Of the weights; None where a shard does not say its own."""
+        """Bytes of the weights; None if the size of a shard is unknown."""
         sizes = [shard.nbytes for shard in self.shards]
         return None if None in sizes else sum(size for size in sizes if size is not None)
 
 
 class Doing(NamedTuple):
-    """Who did what: computed with a part of the model, or its link was busy.
+    """Busy time of a party: computation with a part of the model, or use of its link.
 
     Seconds of the run's clock.
     """
@@ -310,7 +328,7 @@ class Doing(NamedTuple):
 
 
 class Sort(NamedTuple):
-    """Messages of a kind. largest: bytes of the largest. formula: what it is of; None unknown."""
+    """Messages of a kind. largest: bytes of the largest. formula: its predicted bytes, or None."""
 
     kind: str
     messages: int
@@ -321,12 +339,18 @@ class Sort(NamedTuple):
 
 @dataclass(frozen=True)
 class Divided:
-    """What a run of split learning told of itself.
+    """Facts of a run of split learning.
 
-    at: where the model is cut. shares: of its parts in the operations. weights: that they train.
-    flops: of a step of so many
-    examples with the whole model. first, newest: the beginnings of two rounds, the newest of which
-    is `round`, from 0.
+    Args:
+        at: places of the cuts.
+        shares: share of each part in the operations.
+        weights: trainable weights of each part.
+        examples: examples of a step.
+        flops: operations of a step of `examples` with the whole model.
+        first: beginning of the first round.
+        newest: beginning of the newest round.
+        round: number of the newest round, from 0.
+        sorts: messages by kind.
     """
 
     at: Sequence[str]
@@ -342,7 +366,7 @@ class Divided:
 
 @dataclass(frozen=True)
 class Leakage:
-    """Who could learn what, and what the meters of the newest round say, if there were any."""
+    """Exposure of the data in split learning, and the newest leakage metrics, if any."""
 
     defence: str
     exposure: str
@@ -351,11 +375,16 @@ class Leakage:
 
 @dataclass(frozen=True)
 class Attacked:
-    """What an attack got of updates.
+    """Result of an attack on updates.
 
-    sum: how many of them it saw added up. change: what was done to them before. examples: of a sum,
-    in the mean. figures: name -> mean, and both ends of its interval. why: it could not be made.
-    picture: originals above what was rebuilt, as a data URI.
+    Args:
+        attack: name of the attack.
+        sum: number of updates in the attacked sum.
+        change: transformation of the updates before the attack.
+        examples: mean number of examples of a sum.
+        figures: name -> mean, and both ends of its confidence interval.
+        why: reason if the attack was impossible, else None.
+        picture: originals above their reconstructions, as a data URI.
     """
 
     attack: str
@@ -369,10 +398,11 @@ class Attacked:
 
 @dataclass(frozen=True)
 class Audit:
-    """What `dure audit` has found out about a run.
+    """Result of `dure audit` on a run.
 
-    guess: how near a guess without updates comes. sums_only: whether the server had no single ones.
-    canaries: what they told; promised: epsilon and delta by the accountant; both may be empty.
+    guess: quality of a guess without updates. sums_only: whether the server got sums only.
+    canaries: result of the canaries; promised: epsilon and delta by the accountant; both may be
+    empty.
     """
 
     rows: Sequence[Attacked]
@@ -383,7 +413,7 @@ class Audit:
 
 
 class Seen(NamedTuple):
-    """A test example. picture: a data URI. label, said: numbers of classes."""
+    """A test example. picture: a data URI. label, said: true and predicted class indices."""
 
     picture: str
     example: int
@@ -393,10 +423,10 @@ class Seen(NamedTuple):
 
 @dataclass(frozen=True)
 class Answers:
-    """What the trained model answers.
+    """Predictions of the trained model.
 
-    confusion: test examples by their class, and by the class that the model says. examples: so many
-    of the test examples, of which there are `of`.
+    confusion: test examples by true class and predicted class. examples: number of evaluated
+    examples among the `of` test examples.
     """
 
     classes: Sequence[str]
@@ -417,7 +447,7 @@ class Target:
 
 @dataclass(frozen=True)
 class BestModel:
-    """The model that was chosen by a metric of the validation set, and what was measured of it."""
+    """The model chosen by a metric of the validation set, and its metrics."""
 
     step: float
     monitor: str
@@ -426,11 +456,11 @@ class BestModel:
 
 @dataclass(frozen=True)
 class Result:
-    """What a run came to: `summary.json`, or what the history of a killed run tells of it.
+    """Result of a run: from `summary.json`, or from the history of a killed run.
 
-    shuffle: bytes a worker that it sent of examples, and seconds; None where nobody says. chosen:
-    the best model, where one was chosen. mean_of: what the measured model is the mean of, where
-    nobody has that model. baseline: metrics of saying the most frequent class.
+    shuffle: bytes of examples that a worker sent, and seconds; None if unknown. chosen: the best
+    model, if one was chosen. mean_of: name of the models whose mean is measured, if no client has
+    that mean. baseline: metrics of always predicting the most frequent class.
     """
 
     unit: str
@@ -453,14 +483,14 @@ class Result:
     baseline: Mapping[str, float] = field(default_factory=dict)
 
     def metric(self, key: str) -> float | None:
-        """The metric of the best model, where one was chosen; else that of the last."""
+        """Return the metric of the best model if one was chosen, else of the last model."""
         measured = self.final if self.chosen is None else self.chosen.metrics
         return measured.get(key)
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run folder."""
+    """A run folder."""
 
     folder: Path
     label: str
@@ -477,18 +507,18 @@ class Run:
     divided: Divided | None = None
     leakage: Leakage | None = None
     promises: Sequence[Any] = ()
-    """Of differential privacy, as the run told them."""
+    """Promises of differential privacy, as the run reported them."""
     audit: Audit | None = None
     answers: Answers | None = None
     goes_on: bool = False
-    """Whether somebody trains it just now."""
+    """Whether a process is training the run now."""
 
 
 @dataclass(frozen=True)
 class Runs:
-    """All the runs of a report.
+    """All runs of a report.
 
-    failed: name -> reason, of a comparison's runs that came to nothing.
+    failed: name -> reason, of a comparison's failed runs.
     """
 
     runs: Sequence[Run]
@@ -496,24 +526,24 @@ class Runs:
 
 
 def time_of(line: Line) -> float | None:
-    """The time on the federation's clock at a step; None where there is no such clock."""
+    """Return the time on the federation's clock at a step; None without such a clock."""
     told = (line.metrics.get(key) for key in CLOCKS)
     return next((now for now in told if now is not None), None)
 
 
 def virtual_seconds(run: Run) -> float | None:
-    """What a simulation's own clock shows at its end; None of a run in real time."""
+    """Return a simulation's own clock at its end; None for a run in real time."""
     if not is_simulated(run):
         return None
     return next((now for line in reversed(run.steps) if (now := time_of(line)) is not None), None)
 
 
 def is_simulated(run: Run) -> bool:
-    """Whether its workers have virtual seconds: they compare with no machine's."""
+    """Return whether times are virtual seconds, which are not comparable with real seconds."""
     return clock_of(run) == "virtual"
 
 
 def clock_of(run: Run) -> str | None:
-    """Whose time the federation's clock shows: "virtual" or "wall"; None without such a clock."""
+    """Return "virtual" or "wall", the kind of the federation's clock; None without a clock."""
     keys = {key for line in run.steps[-1:] for key in line.metrics}
     return next((words for key, words in CLOCKS.items() if key in keys), None)

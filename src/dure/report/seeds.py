@@ -1,4 +1,4 @@
-"""Runs that differ in their seed alone, told together: a row a system, and how it is spread."""
+"""Statistics over runs that differ only in their seed: a row for each system."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from dure.report.runs import Run, is_simulated, virtual_seconds
 from dure.report.words import UNKNOWN, duration, escape, metric_name, metric_value, size
 
 _SAME = ("label", "task", "strategy", "world", "stop")
-"""What runs have in common of which the seed alone differs, as config.json has it."""
+"""Keys of config.json that are equal in runs that differ only in their seed."""
 
 
 def groups(runs: Sequence[Run]) -> list[list[Run]]:
-    """Those that were trained under several seeds, each with its fellows, in their order."""
+    """Return groups of runs that differ only in their seed, in the order of the runs."""
     found: dict[str, list[Run]] = {}
     for run in runs:
         same = {name: run.config.get(name) for name in _SAME}
@@ -28,7 +28,7 @@ def groups(runs: Sequence[Run]) -> list[list[Run]]:
 
 
 def over_seeds(runs: Sequence[Run]) -> str:
-    """The section with a row for each system that has several seeds; none where none has."""
+    """Return the section with a row for each system with several seeds; empty without any."""
     together = groups(runs)
     if not together:
         return ""
@@ -55,7 +55,7 @@ def over_seeds(runs: Sequence[Run]) -> str:
 
 
 Column = tuple[str, Callable[[Run], float | None], Callable[[float | None], str]]
-"""Heading, value of a run, and how it is written."""
+"""Heading, value of a run, and its text."""
 
 
 def _columns(runs: Sequence[Run]) -> list[Column]:
@@ -76,7 +76,7 @@ def _loss(value: float | None) -> str:
 
 
 def _seconds(run: Run) -> float | None:
-    """Those of a simulation are the time of no system."""
+    """Return the training seconds; None for a simulation, whose real time means nothing."""
     return None if is_simulated(run) else run.result.seconds
 
 
@@ -98,7 +98,7 @@ def _cell(
 
 
 def _around(found: Spread, text: Callable[[float | None], str]) -> str:
-    """Deviation and interval, where there are any to speak of."""
+    """Return deviation and interval; empty if the deviation is 0 or unknown."""
     if not found.deviation:
         return ""
     return (

@@ -1,11 +1,10 @@
 """Parameter servers in the report.
 
-How stale weights were, how much of the workers' time went into waiting, what travelled against what
-had to, who owned what and who was lost; and, under a virtual clock, when workers computed and
-servers sent.
+Staleness of weights, the workers' waiting time, measured traffic against the formula, owners of
+shards and lost members; and, under a virtual clock, busy times of workers and servers.
 
-    by the formula, d bytes of weights:    d up a push, or what the codec makes of d;
-                                           d down a pull
+    formula, for d bytes of weights:    d up a push, or the codec's bytes for d;
+                                        d down a pull
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from dure.report.runs import Busy, Run, Servers, Worker, clock_of, time_of
 from dure.report.words import UNKNOWN, count, escape, plural, size
 
 SHARDS = 40
-"""Shards in the table of who owns what."""
+"""Most shards in the table of owners."""
 
 
 class Told(NamedTuple):
@@ -39,13 +38,13 @@ def _told(runs: Sequence[Run]) -> list[Told]:
     ]
 
 
-# What page.js draws.
+# Data for page.js.
 
 
 def figures(runs: Sequence[Run]) -> dict[str, JSON]:
-    """The figures by name, with the run's place in the report: clocks-0, waiting-0, busy-0.
+    """Return the figures by name, with the run's place: clocks-0, waiting-0, busy-0.
 
-    What there is nothing of has none.
+    Empty figures are left out.
     """
     told = _told(runs)
     most = min(SPANS, SPANS_OF_ALL_RUNS // max(len(told), 1))
@@ -81,7 +80,7 @@ def _waiting(place: int, run: Run) -> JSON | None:
 
 
 def _busy(busy: Sequence[Busy], clock: str | None) -> JSON | None:
-    """A lane for each server and worker, from the start of the run."""
+    """Return a lane for each server and worker, from the start of the run."""
     names = sorted({one.who for one in busy}, key=_in_order)[:ROWS]
     if not names:
         return None
@@ -106,13 +105,13 @@ def _busy(busy: Sequence[Busy], clock: str | None) -> JSON | None:
 
 
 def _in_order(name: str) -> tuple[str, int]:
-    """Servers before workers, and both by their numbers."""
+    """Return a sort key that puts servers before workers, each in order of their numbers."""
     kind, _, number = name.partition(" ")
     return kind, int(number) if number.isdigit() else 0
 
 
 def _numbered(clock: int | None) -> int | None:
-    # For people the first is 1, in the account 0.
+    # Clocks count from 1 for readers, from 0 in the records.
     return None if clock is None else clock + 1
 
 
@@ -120,7 +119,7 @@ def _numbered(clock: int | None) -> int | None:
 
 
 def parameter_servers(runs: Sequence[Run], drawn: Mapping[str, JSON]) -> str:
-    """The section, a block for each run; empty if there is none. drawn: its figures."""
+    """Return the section, a block for each run; empty without any. drawn: its figures."""
     told = _told(runs)
     if not told:
         return ""
@@ -180,13 +179,13 @@ def _workers(run: Run) -> list[Worker]:
 
 
 def _seconds(run: Run) -> tuple[float | None, str]:
-    """How long the run took, and on which clock."""
+    """Return the duration of the run, and the kind of clock."""
     now = next((at for line in reversed(run.steps) if (at := time_of(line)) is not None), None)
     return (now, clock_of(run) or "virtual") if now is not None else (run.result.seconds, "wall")
 
 
 def _traffic(run: Run, servers: Servers) -> str:
-    """What workers sent and received, against the formula."""
+    """Return a table of the workers' bytes, measured and by the formula."""
     workers = _workers(run)
     nbytes = servers.nbytes
     if nbytes is None or not workers:
@@ -208,7 +207,7 @@ def _traffic(run: Run, servers: Servers) -> str:
 
 
 def _owners(servers: Servers) -> str:
-    """Who owns what at the end."""
+    """Return a table of the shards' owners at the end."""
     rows = ""
     for number, shard in enumerate(servers.shards[:SHARDS]):
         owner = "lost" if shard.owner is None else f"server {shard.owner}"

@@ -1,6 +1,4 @@
-"""Split learning in the report: who has how much of the model, what travelled against its formula,
-and when clients and server computed and sent.
-"""
+"""Split learning in the report: parts of the model, traffic against its formula, and busy times."""
 
 from __future__ import annotations
 
@@ -28,11 +26,11 @@ _KINDS = {
     "Answer": ("what comes of them", "down"),
     "Final": ("head, at the end", "down"),
 }
-"""Messages by the name of their class, in the order of a step, and which way they go."""
+"""Messages by the name of their class, in the order of a step, with their direction."""
 
 
 def divided_models(runs: Sequence[Run], drawn: Mapping[str, JSON]) -> str:
-    """The section, a block for each run; empty if no model was cut. drawn: its figures."""
+    """Return the section, a block for each run; empty if no model was cut. drawn: its figures."""
     blocks = "".join(
         _block(place, run, run.divided, drawn)
         for place, run in enumerate(runs)
@@ -74,13 +72,13 @@ def _block(place: int, run: Run, divided: Divided, drawn: Mapping[str, JSON]) ->
 
 
 _KEPT = 1_500
-"""Spans of the newest round, at the most."""
+"""Most recorded spans of the newest round."""
 
 
 def _facts(run: Run, divided: Divided) -> str:
     clients = [one for one in run.result.workers if one.name.startswith("client")]
     said = [f"cut at {' and '.join(divided.at)}"]
-    # How long clients elsewhere compute, a server does not know.
+    # A server does not know the computing time of clients on other machines.
     if clients:
         said.append(plural(len(clients), "client"))
     if len(divided.shares) > 2:
@@ -108,7 +106,7 @@ def _together(clients: Sequence[Worker]) -> Worker:
 
 
 def _parts(divided: Divided) -> str:
-    """Head, tail and end: who has them, and how much of the model they are."""
+    """Return a table of head, tail and end: owner, weights and operations."""
     rows = ""
     for name, share, weights in zip(
         ("head", "tail", "end"), divided.shares, divided.weights, strict=False
@@ -122,12 +120,12 @@ def _parts(divided: Divided) -> str:
         )
     of = plural(divided.examples, "example")
     head = ("part", "with", "weights", "operations", f"MFLOP a step of {of}")
-    # A server with a tail of its own knows of no other part.
+    # A server with a separate tail knows no other part.
     return table("Parts of the model", "long", head, rows, texts=["with"]) if rows else ""
 
 
 def _traffic(divided: Divided) -> str:
-    """Messages against their formulas."""
+    """Return a table of messages against their formulas."""
     order = list(_KINDS)
     known = [one for one in divided.sorts if one.kind in _KINDS]
     others = [one for one in divided.sorts if one.kind not in _KINDS]

@@ -1,4 +1,4 @@
-"""What the report draws of split learning, as plain JSON: rounds, and what leaks in each."""
+"""Figures of split learning, as plain JSON: rounds, and the leakage in each round."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from dure.report.runs import Divided, Doing, Run, clock_of
 from dure.report.words import metric_name
 
 PARTS = {"head": "compute", "tail": "checkpoint", "end": "evaluation", "link": "communication"}
-"""What somebody may do, and the name of its colour."""
+"""Activities, and the names of their colours."""
 
 _ABOVE = 1.03
-"""Where an axis ends whose values end at 1."""
+"""End of an axis whose values end at 1."""
 
 STEPS = 48
-"""Spans in the picture of the first steps."""
+"""Spans in the figure of the first steps."""
 
 LEAKS = {
     "norm_leak_auc": "Labels, by the length of gradients",
@@ -25,14 +25,14 @@ LEAKS = {
     "cluster_leak_auc": "Labels, by clusters of smashed data",
     "distance_correlation": "Inputs, by distance correlation",
 }
-"""What meters say of a round, in words."""
+"""Leakage metrics of a round, in words."""
 
 
 def figures(runs: Sequence[Run]) -> dict[str, JSON]:
-    """The figures by name; what there is nothing of has none.
+    """Return the figures by name, without empty figures.
 
-    Those of a run with its place in the report: steps-0, round-0. Those of all runs with the
-    meter: leaks-norm_leak_auc, trade-norm_leak_auc.
+    Figures of a run end in its place in the report: steps-0, round-0. Figures of all runs end in
+    the metric: leaks-norm_leak_auc, trade-norm_leak_auc.
     """
     drawn: dict[str, JSON | None] = {}
     for place, run in enumerate(runs):
@@ -47,7 +47,7 @@ def figures(runs: Sequence[Run]) -> dict[str, JSON]:
 
 
 def _lanes(doings: Sequence[Doing], divided: Divided, seconds: str) -> JSON | None:
-    """A lane for the server and each client, where anything took time."""
+    """Return a lane for the server and each client; None if no activity took time."""
     if not any(one.seconds for one in doings):
         return None
     everybody = [*divided.first, *divided.newest]
@@ -76,13 +76,13 @@ def _lanes(doings: Sequence[Doing], divided: Divided, seconds: str) -> JSON | No
 
 
 def _in_order(name: str) -> tuple[bool, int, str]:
-    """The server first, then clients by their numbers."""
+    """Return a sort key that puts the server first, then clients by number."""
     kind, _, number = name.partition(" ")
     return bool(number), int(number) if number.isdigit() else 0, kind
 
 
 def _curves(runs: Sequence[Run], meter: str) -> JSON | None:
-    """What the meter says, round by round, a line for each run that has one."""
+    """Return a curve of the leakage metric over rounds for each run that has it."""
     series = []
     for place, run in enumerate(runs):
         known = [
@@ -104,7 +104,7 @@ def _curves(runs: Sequence[Run], meter: str) -> JSON | None:
 
 
 def _trade(runs: Sequence[Run], meter: str) -> JSON | None:
-    """What a run has reached over what leaked in its newest round, of several runs."""
+    """Return the runs' main metric over their leakage in the newest round, for several runs."""
     keys = [key for key in metrics(runs) if key.startswith("test_")]
     series = []
     for place, run in enumerate(runs):

@@ -1,6 +1,4 @@
-"""What split learning tells of what it should not, in the report: who could learn what, by which
-defence less, and what meters say, round by round.
-"""
+"""Leakage of split learning in the report: exposure, defences, and leakage metrics by round."""
 
 from __future__ import annotations
 
@@ -19,11 +17,11 @@ _SHORT = {
     "cluster_leak_auc": "clusters AUC",
     "distance_correlation": "distance correlation",
 }
-"""The meters as heads of columns."""
+"""Headings of the leakage metrics."""
 
 
 def leaks(runs: Sequence[Run], drawn: Mapping[str, JSON]) -> str:
-    """The section; empty where no run says who could learn what. drawn: its figures."""
+    """Return the section; empty if no run reports exposure. drawn: its figures."""
     told = [(place, run) for place, run in enumerate(runs) if run.leakage is not None]
     if not told:
         return ""

@@ -26,11 +26,15 @@ from dure.report.words import (
 
 @dataclass(frozen=True)
 class Column:
-    """One column of the table.
+    """A column of the table.
 
-    html: what a run shows in it. value: by what it sorts. better: 1 where higher is better, -1
-    where lower is, 0 for neither. finished_only: whether only runs that ended can be the best.
-    of_model: whether it measures the model of the run, and not its cost.
+    Args:
+        title: heading.
+        html: function from a run to its cell.
+        value: function from a run to its sort key.
+        better: 1 if higher is better, -1 if lower is better, 0 for neither.
+        finished_only: whether only finished runs can be the best.
+        of_model: whether the column measures the model of the run, and not its cost.
     """
 
     title: str
@@ -42,9 +46,9 @@ class Column:
 
 
 def table(runs: Runs) -> str:
-    """The section with a row for each run, and one for each run that failed."""
+    """Return the section with a row for each run, and a row for each run that failed."""
     columns = _columns(runs.runs)
-    # Of each column over all runs, before any row is written.
+    # The best of each column over all runs, before any row is written.
     best = [_best(column, runs.runs) for column in columns]
     head = _heading("run, world") + "".join(
         _heading(column.title, any(isinstance(column.value(run), str) for run in runs.runs))
@@ -99,7 +103,7 @@ def _about(run: Run) -> list[str]:
 
 
 def _baseline(runs: Sequence[Run]) -> str:
-    """Describe the accuracy of always saying the most frequent class, where runs tell it."""
+    """Describe the accuracy of always predicting the most frequent class, if runs report it."""
     told = {
         f"{metric_name(key)} {metric_value(key, value)}"
         for run in runs
@@ -114,7 +118,7 @@ _FILTER = (
     '<div class="controls"><label>show <input type="search" id="run-filter" '
     'placeholder="part of a run’s name" autocomplete="off"></label></div>'
 )
-"""What narrows the page to some of its runs."""
+"""Search field that restricts the page to some of its runs."""
 
 
 def _heading(title: str, is_text: bool = False) -> str:
@@ -123,7 +127,7 @@ def _heading(title: str, is_text: bool = False) -> str:
 
 
 def _failed(failed: Mapping[str, str], columns: int) -> str:
-    """A row for each run that failed."""
+    """Return a row for each run that failed."""
     if not failed:
         return ""
     rows = "".join(
@@ -138,9 +142,9 @@ def _columns(runs: Sequence[Run]) -> list[Column]:
     keys = charts.metrics(runs)
     columns: list[Column] = []
     if keys:
-        # The metric to judge by has two columns; of the others the final value is enough.
+        # The main metric has two columns; of the others the final value is enough.
         columns += [_metric_column("best", keys[0]), _metric_column("final", keys[0])]
-    # The loss has a column of its own below; how metrics are spread over clients a section.
+    # The loss has a column of its own below; statistics over clients have a section.
     others = [key for key in keys[1:] if "loss" not in key and not is_spread(key)]
     columns += [_metric_column("final", key) for key in others]
     if len(keys) > 1 and "test_loss" in keys:
@@ -176,7 +180,7 @@ def _number_column(
 
 
 def _shuffle_column(runs: Sequence[Run]) -> list[Column]:
-    """What workers sent of their examples, where one did: others need no mixed data."""
+    """Return a column of shuffled bytes if any worker sent examples."""
     if not any(run.result.shuffle and run.result.shuffle[0] for run in runs):
         return []
 
@@ -193,10 +197,9 @@ def _shuffle_column(runs: Sequence[Run]) -> list[Column]:
 
 
 def clock_columns(runs: Sequence[Run]) -> list[Column]:
-    """How long runs took and where it went: real and virtual seconds, which do not compare, have
-    columns of their own.
+    """Return columns of time and its shares; real and virtual seconds have separate columns.
 
-    In what this machine took to simulate none is best: it is the time of no system.
+    The real time of a simulation has no best: it measures no system.
     """
     simulated = [run for run in runs if is_simulated(run)]
     columns: list[Column] = []
@@ -223,7 +226,7 @@ def _time_column(title: str, pick: Callable[[Run], float | None], better: int) -
 
 
 def _share_column(title: str, simulated: bool) -> Column:
-    """Sorts by the share of computing; neither more nor less of it is better."""
+    """Return a column of time shares, sorted by computing; no run is best."""
 
     def of(run: Run) -> Worker | None:
         return run.result.everyone if is_simulated(run) == simulated else None
@@ -236,7 +239,7 @@ def _share_column(title: str, simulated: bool) -> Column:
 
 
 def _idle_column(title: str, simulated: bool) -> Column:
-    """Sorts by the share of all time; who computes more is less idle, so that none is best."""
+    """Return a column of the idle share of time; no run is best, since slow computing lowers it."""
 
     def share(run: Run) -> float | None:
         worker = run.result.everyone
@@ -254,13 +257,13 @@ def _metric_column(which: str, key: str) -> Column:
         return (run.result.best if which == "best" else run.result.final).get(key)
 
     def cell(run: Run) -> str:
-        # Of which of its two models the number is.
+        # Which of its two models the number measures.
         chosen = run.result.chosen
         step = None if chosen is None else chosen.step if which == "best" else run.result.steps
         told = metric_value(key, value(run))
         return told if step is None else f"{told}<small>{_step(run, step)}</small>"
 
-    # Clients' own models are measured apart from their mean.
+    # Clients' own models are measured separately from their mean.
     of_model = not key.startswith("personal_")
     title = f"{which} {metric_name(key)}".strip()
     better = 1 if higher_is_better(key) else -1
@@ -283,17 +286,17 @@ def _steps_column(runs: Sequence[Run]) -> Column:
 
 
 def _one_unit(runs: Sequence[Run]) -> str | None:
-    """ "step" or "round" where all runs count the same, else None."""
+    """Return "step" or "round" if all runs count the same, else None."""
     units = {run.result.unit for run in runs}
     return units.pop() if len(units) == 1 else None
 
 
 def _target_columns(runs: Sequence[Run]) -> list[Column]:
-    """A column for each target that a run was given."""
+    """Return a column for each target of any run."""
     asked: dict[tuple[str, float], None] = {}
     for run in runs:
         asked.update(dict.fromkeys((target.metric, target.value) for target in run.result.targets))
-    # Steps and rounds do not compare.
+    # Steps and rounds are not comparable.
     better = -1 if _one_unit(runs) else 0
     return [_target_column(metric, goal, better) for metric, goal in asked]
 
@@ -318,14 +321,14 @@ def _target_column(metric: str, goal: float, better: int) -> Column:
 
 
 def _best(column: Column, runs: Sequence[Run]) -> str | None:
-    """The best of a column as it is written, where there is something to choose from.
+    """Return the best text of a column; None without differing values to compare.
 
-    What reads the same is equally good: runs that compute the same differ in the last bits.
+    Equal texts are equally good: runs of the same computation differ in the last bits.
     """
     known: list[tuple[float, str]] = []
     for run in runs:
         value = column.value(run)
-        # By the exact value, but marked by its text: all cells that read the same as the best.
+        # Compared by exact value, marked by text: all cells with the same text as the best.
         if isinstance(value, float) and _competes(column, run):
             known.append((value, column.html(run)))
     if not column.better or len({text for _, text in known}) < 2:
@@ -351,12 +354,12 @@ def _competes(column: Column, run: Run) -> bool:
 
 
 def finished(run: Run) -> bool:
-    """Whether a run came to its end."""
+    """Return whether a run has ended without an interruption."""
     return run.result.ended not in (None, "interrupt")
 
 
 def ended(run: Run) -> str:
-    """What ended the run: a limit, or a kill; nothing yet, while somebody trains it."""
+    """Return the reason for the run's end: a limit, or a kill; a dash while it is training."""
     result = run.result
     if run.goes_on:
         return UNKNOWN

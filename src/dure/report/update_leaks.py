@@ -1,7 +1,7 @@
-"""What an update gives away, in the report: what attacks got, and pictures beside the originals.
+"""Leakage of updates in the report: results of attacks, and reconstructions beside the originals.
 
-`dure audit RUN` has measured it, and left audit.json and audit/*.png in the run folder. Both are
-data: a file that is no picture of that folder is left out.
+`dure audit RUN` writes audit.json and audit/*.png into the run folder. Both are untrusted data: a
+file that is no picture of that folder is left out.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _SHORT = {
     "auc": "AUC",
     "tpr_at_0.01": "TPR at 1 %",
 }
-"""The figures as heads of columns."""
+"""Headings of the figures."""
 
 
 def audit_of(folder: Path, raw: Mapping[str, Any]) -> Audit | None:
-    """What audit.json of a run folder says; None where there is nothing."""
+    """Return the content of a run's audit.json; None without rows."""
     rows = [_row(folder, mapping(one)) for one in listing(raw.get("rows"))]
     if not rows:
         return None
@@ -59,7 +59,7 @@ def _row(folder: Path, raw: Mapping[str, Any]) -> Attacked:
 
 
 def update_leaks(runs: Sequence[Run]) -> str:
-    """The section; empty where no run was audited."""
+    """Return the section; empty if no run was audited."""
     told = [(place, run, run.audit) for place, run in enumerate(runs) if run.audit is not None]
     if not told:
         return ""
@@ -132,7 +132,7 @@ def _asides(audit: Audit) -> list[str]:
 
 
 def _pictures(audit: Audit) -> str:
-    """Each strip has the originals on top, and what was rebuilt of them below."""
+    """Return the pictures: originals on top, their reconstructions below."""
     figures = "".join(_strip(row) for row in audit.rows if row.picture is not None)
     return f'<div class="grid">{figures}</div>' if figures else ""
 

@@ -1,7 +1,7 @@
-"""What stands in a run folder's JSON, as far as it is what it should be.
+"""Typed access to the JSON of a run folder.
 
-A folder may be damaged, or made by somebody else: a value of another type counts as missing, and so
-do NaN, infinity, and numbers so large that what is computed of them would be infinite.
+A folder may be damaged, or made by another party: a value of another type counts as missing, and so
+do NaN, infinity, and numbers so large that arithmetic with them would overflow.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ T = TypeVar("T")
 
 
 LARGEST = 1e100
-"""Nothing that is measured is larger; sums and products of two such numbers are finite."""
+"""Bound above all measurements; sums and products of two such numbers are finite."""
 
 
 def number(value: object) -> float | None:
-    """A finite number, else None."""
-    # A bool is an int in Python, but no number in JSON. Compared before it is a float, which an int
-    # of many digits cannot be; NaN is not within any bounds.
+    """Return a finite number, else None."""
+    # bool is a subclass of int, but no number in JSON. Bounds are checked before the conversion,
+    # since float() fails for an int of many digits; NaN is within no bounds.
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     return float(value) if -LARGEST <= value <= LARGEST else None
 
 
 def whole(value: object) -> int:
-    """A whole number, else 0."""
+    """Return a whole number, else 0."""
     return int(number(value) or 0)
 
 
 def whole_number(value: object) -> int:
-    """A whole number. Raises ValueError for what is none."""
+    """Return a whole number. Raises ValueError for any other value."""
     found = number(value)
     if found is None or not found.is_integer():
         raise ValueError(f"{value!r} is no whole number")
@@ -40,28 +40,28 @@ def whole_number(value: object) -> int:
 
 
 def numbers(raw: Mapping[str, Any]) -> dict[str, float]:
-    """The entries that are finite numbers."""
+    """Return the entries that are finite numbers."""
     pairs = {key: number(value) for key, value in raw.items()}
     return {key: value for key, value in pairs.items() if value is not None}
 
 
 def text_of(value: object) -> str | None:
-    """A text that says something, else None."""
+    """Return a nonempty text, else None."""
     return value if isinstance(value, str) and value else None
 
 
 def mapping(value: object) -> Mapping[str, Any]:
-    """A JSON object, else an empty one."""
+    """Return a JSON object, else an empty dict."""
     return value if isinstance(value, dict) else {}
 
 
 def listing(value: object) -> Sequence[Any]:
-    """A JSON array, else an empty one."""
+    """Return a JSON array, else an empty list."""
     return value if isinstance(value, list) else []
 
 
 def rows(raw: object, made: Callable[[Sequence[Any]], T]) -> list[T]:
-    """What is made of each row; damaged ones are left out."""
+    """Return the result of `made` for each row, without damaged rows."""
     rows: list[T] = []
     for row in listing(raw):
         with contextlib.suppress(TypeError, ValueError, LookupError):

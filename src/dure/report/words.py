@@ -1,6 +1,6 @@
-"""Numbers and names as people write them: bytes, durations, counts, metrics; and HTML escaping.
+"""Readable text for numbers and names: bytes, durations, counts, metrics; and HTML escaping.
 
-Every function takes what a run folder may hold, so `None` (unknown) is answered with an en dash.
+Every function accepts `None` (unknown), which a run folder may contain, and returns an en dash.
 """
 
 from __future__ import annotations
@@ -15,31 +15,32 @@ UNKNOWN = "–"
 
 
 def escape(text: object) -> str:
-    """Text from outside, made safe inside HTML elements and quoted attributes.
+    """Escape untrusted text for HTML elements and quoted attributes.
 
-    Characters that nobody sees go, such as those that turn the reading order; line breaks stay.
+    Invisible characters, such as those that change the reading order, are removed; line breaks
+    stay.
     """
     return html.escape("\n".join(map(printable, str(text).split("\n"))), quote=True)
 
 
 def count(value: float | None) -> str:
-    """A count with thousands separators: 1,663,370; a fraction keeps one digit: 311.5."""
+    """Return a count with thousands separators: 1,663,370; a fraction has one digit: 311.5."""
     if value is None:
         return UNKNOWN
     return f"{value:,.0f}" if float(value).is_integer() or abs(value) >= 1e4 else f"{value:,.1f}"
 
 
 def plural(value: float | None, unit: str) -> str:
-    """1 step, 2 steps, – steps."""
+    """Return a count with its unit: 1 step, 2 steps, – steps."""
     return f"{count(value)} {unit}" + ("" if value == 1 else "s")
 
 
 def size(value: float | None) -> str:
-    """Bytes in powers of ten: 812 B, 2.65 MB."""
+    """Return bytes in powers of ten: 812 B, 2.65 MB."""
     if value is None:
         return UNKNOWN
     for unit in ("B", "kB", "MB", "GB", "TB"):
-        # 999.5 and more would round to 1000, which the next unit says better.
+        # 999.5 and more would round to 1000, so the next unit is used.
         if abs(value) < 999.5 or unit == "TB":
             return f"{_three_digits(value)} {unit}"
         value /= 1000
@@ -47,10 +48,10 @@ def size(value: float | None) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """Seconds: 41 ms, 3.10 s, 4 min 12 s, 2 h 05 min."""
+    """Return a duration: 41 ms, 3.10 s, 4 min 12 s, 2 h 05 min."""
     if seconds is None:
         return UNKNOWN
-    # From there on three digits of milliseconds would read 1000.
+    # From 0.9995 s on, three digits of milliseconds would be 1000.
     if 0 < seconds < 0.9995:
         return f"{_three_digits(seconds * 1000)} ms"
     if seconds < 120:
@@ -62,32 +63,32 @@ def duration(seconds: float | None) -> str:
 
 
 def metric_name(key: str) -> str:
-    """The words of a metric's key: test_accuracy -> accuracy, test_loss -> test loss."""
-    # "test" goes without saying, but for a loss, which there is of training as well.
+    """Return a metric's key in words: test_accuracy -> accuracy, test_loss -> test loss."""
+    # "test" is left out, except for a loss, since training has a loss too.
     words = key.replace("_", " ")
     bare = words.removeprefix("test ")
     return words if "loss" in bare else bare
 
 
 def metric_value(key: str, value: float | None) -> str:
-    """A metric to four digits, accuracies in percent."""
+    """Return a metric with four digits, accuracies in percent."""
     if value is None:
         return UNKNOWN
     return f"{100 * value:.2f} %" if is_share(key) else f"{value:.4g}"
 
 
 def is_share(key: str) -> bool:
-    """Whether the metric is a share of one, drawn in percent."""
+    """Return whether the metric is a share of 1, shown in percent."""
     return "accuracy" in key
 
 
 def higher_is_better(key: str) -> bool:
-    """Which way a metric improves, by its name: losses and errors fall, the rest rises."""
+    """Return whether a higher value is better, by name: losses and errors fall, others rise."""
     return not lower_is_better(key)
 
 
 def listed(names: Sequence[str], most: int = 6) -> str:
-    """a, b and c; a long list is cut and says by how much."""
+    """Join names: a, b and c; a long list is cut and ends with the number left out."""
     if len(names) > most:
         return f"{', '.join(names[:most])} and {len(names) - most} more"
     return " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
@@ -96,8 +97,8 @@ def listed(names: Sequence[str], most: int = 6) -> str:
 def _three_digits(value: float) -> str:
     if value == 0:
         return "0"
-    # The bounds are where rounding would give one digit more.
+    # The bounds are the values at which rounding would add a digit.
     digits = 0 if abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2
     text = f"{value:.{digits}f}"
-    # Rounded to 0.00: then one digit of what it is.
+    # A value that rounds to 0.00 is shown with one significant digit.
     return text if float(text) else f"{value:.1g}"

@@ -1,1 +1,1 @@
-"""One run, many runs, and what can be named."""
+"""Training, evaluating, serving, joining and comparing runs."""

@@ -1,9 +1,9 @@
-"""Runs that are there already: an ended one with its model, and a comparison that goes on.
+"""Load ended runs with their models, and resume comparisons.
 
-A comparison's folder says which runs were planned, and each of their folders what was asked of it.
-So to go on is to pass over those that have ended, and to resume the others, each from its newest
-checkpoint or from the start: the result has the same bits as if nothing had come between. What
-failed is tried again. A folder is data, as in `dure.run.begun`.
+A comparison's folder lists the planned runs, and each run's folder has its request. Resuming a
+comparison skips ended runs, and resumes the others from the newest checkpoint or from the start:
+the result has the same bits as an uninterrupted comparison. Failed runs are retried. A folder is
+data, as in `dure.run.begun`.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ def _ignore(label: str, event: dict[str, Any]) -> None:
 
 
 def is_comparison(folder: Path) -> bool:
-    """Whether a comparison, or a sweep, was written into this folder."""
+    """Return whether the folder contains a comparison or a sweep."""
     return (folder / COMPARISON).is_file()
 
 
 def task_of(folder: Path, task: Task | str | None = None) -> Task:
-    """The task of a run folder. task: in place of the one that config.json names.
+    """Return the task of a run folder. task: replaces the task that config.json names.
 
-    Raises RunFolderError if it was made in Python, or names code that must not be run.
+    Raises RunFolderError if the task was made in Python, or names code that must not run.
     """
     if isinstance(task, Task):
         return task
@@ -53,9 +53,9 @@ def task_of(folder: Path, task: Task | str | None = None) -> Task:
 
 
 def ended_run(folder: Path, task: Task | str | None = None) -> Run:
-    """The ended run in a folder, with its model. task: as in `task_of`.
+    """Return the ended run in a folder, with its model. task: as in `task_of`.
 
-    Raises RunFolderError if there is none.
+    Raises RunFolderError if the folder has no ended run.
     """
     return load_run(folder, task_of(folder, task).model)
 
@@ -70,12 +70,21 @@ def resume_comparison(
     track: str | None = None,
     on_progress: Callable[[str, dict[str, Any]], None] = _ignore,
 ) -> Comparison:
-    """Goes on with the comparison, or the sweep, in `folder`, and writes its report again.
+    """Resume the comparison or sweep in `folder`, and write its report again.
 
-    Runs that have ended stay as they are; the others are resumed. task, rules, check: as in
-    `dure.resume`. callbacks, track, on_progress: as in `dure.compare`.
+    Ended runs stay unchanged; the other runs are resumed.
 
-    Raises RunFolderError if there is no comparison in the folder, or it is damaged.
+    Args:
+        folder: folder of the comparison.
+        task: as in `dure.resume`.
+        rules: as in `dure.resume`.
+        check: as in `dure.resume`.
+        callbacks: as in `dure.compare`.
+        track: as in `dure.compare`.
+        on_progress: as in `dure.compare`.
+
+    Raises:
+        RunFolderError: if the folder has no comparison, or the comparison is damaged.
     """
     check_path("folder", folder)
     check_function("on_progress", on_progress)
@@ -107,7 +116,7 @@ def resume_comparison(
 
 
 def _asked(folder: Path) -> dict[str, Any]:
-    """What comparison.json says was asked. Raises RunFolderError if it says nothing of the kind."""
+    """Return the request in comparison.json. Raises RunFolderError if there is none."""
     if not is_comparison(folder):
         raise RunFolderError(f"{folder} holds no comparison: it has no {COMPARISON}")
     asked = RunFolder(folder).read_json(COMPARISON)
@@ -118,17 +127,17 @@ def _asked(folder: Path) -> dict[str, Any]:
             f"{folder / COMPARISON} does not say which runs were planned: an older dure wrote it, "
             f"or it is damaged"
         )
-    # Folders in this one: what somebody sent is not to train in others of the reader's.
+    # Only subfolders: a comparison from another user must not write to other folders of the reader.
     away = [name for name in planned if not isinstance(name, str) or Path(name).name != name]
     if away:
         raise RunFolderError(f"{folder / COMPARISON} is damaged: {away[0]!r} is no folder in it")
-    # Checksums are of what was planned, and go when its end is written.
+    # The checksums cover the plan, and become stale when the results are written.
     came = ("runs", "failed", SUMS)
     return {key: value for key, value in asked.items() if key not in came}
 
 
 def stop_of(folder: Path) -> Stop:
-    """The limits of a comparison. Raises RunFolderError if its folder does not say them."""
+    """Return the limits of a comparison. Raises RunFolderError if its folder has none."""
     try:
         return msgspec.convert(_asked(folder).get("stop"), Stop)
     except (msgspec.ValidationError, ValueError) as error:
@@ -136,20 +145,20 @@ def stop_of(folder: Path) -> Stop:
 
 
 def _told(folder: Path, seeds: int) -> str:
-    """How a run is called, as `dure.compare` did."""
+    """Return the label of a run, as in `dure.compare`."""
     config = RunFolder.open(folder).read_json("config.json")
     seed = f", seed {config.get('seed')}" if seeds > 1 else ""
     return f"{config.get('label', folder.name)}{seed}"
 
 
 def _has_ended(folder: Path) -> bool:
-    """Whether a run came to its end, and was not interrupted on the way."""
+    """Return whether a run has ended without an interruption."""
     summary = _summary(folder)
     return bool(summary) and summary.get("ended") != "interrupt"
 
 
 def _summary(folder: Path) -> Mapping[str, Any]:
-    # It is written last and at once; what is damaged counts as none, and is written again.
+    # Written last and atomically; a damaged file counts as missing, and is written again.
     try:
         summary = json.loads(contents(folder / "summary.json"))
     except (OSError, ValueError, RecursionError):

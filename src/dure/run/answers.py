@@ -1,18 +1,18 @@
-"""What the trained model answers: which class it takes for which, and a few of the examples.
+"""Predictions of the trained model: its confusion matrix, and a few of the test examples.
 
-Where a validation set has chosen a best model, that one answers.
+If a validation set chose a best model, the predictions are of the best model.
 
-    confusion[true][said]    test examples of a class, by the class that the model says
-    recall of a class        those said rightly over those of the class
-    precision                those said rightly over those said to be of it
+    confusion[true][said]    test examples of a class, by the predicted class
+    recall of a class        correct predictions over examples of the class
+    precision                correct predictions over predictions of the class
 
-Written into the run folder as answers.json when the run has ended, where the task has test data,
-their targets are class indices, and the outputs of an example are scores of at most 50 classes.
-What is measured is bounded by operations, not by a clock: the same run writes the same numbers.
+Written into the run folder as answers.json when the run has ended, if the task has test data, the
+targets are class indices, and the outputs of an example are scores of at most 50 classes. The work
+is bounded by operations, not by a clock: the same run writes the same numbers.
 
-Pictures are test examples themselves. A folder may be given away, so they are written only where
-the task says that they may be seen (`Task.show_examples`), and never where data belong to somebody:
-over a network, where examples have an owner, or where the strategy protects them.
+Pictures are test examples themselves. A folder may be given to others, so pictures are written only
+if the task permits it (`Task.show_examples`), and never if data belong to somebody: over a network,
+if examples have an owner, or if the strategy protects them.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ from dure.tasks.flops import forward_flops
 from dure.tasks.modes import in_mode
 
 MOST_CLASSES = 50
-"""A language model says one of thousands of words: no table of them is read."""
+"""Most classes of a confusion matrix; a table of a language model's words would be unreadable."""
 
 MOST_EXAMPLES = 10_000
 MOST_FLOPS = 1e12
-"""What is measured once more at most: seconds on any machine."""
+"""Bound on the work of this second evaluation: seconds on any machine."""
 
 FIRST = 12
-"""So many of the first test examples are shown, and so many of those that were taken for others."""
+"""Number of pictures of the first test examples, and of wrongly classified examples."""
 
 SIDE = range(4, 257)
-"""Pixels of a picture each way."""
+"""Valid height and width of a picture in pixels."""
 
 FILE = "answers.json"
 FOLDER = "answers"
@@ -58,7 +58,11 @@ FOLDER = "answers"
 
 @dataclass(frozen=True)
 class Answers:
-    """targets, said: class indices, int64 of shape (n,), of the first n of `of` test examples."""
+    """Predictions for the first n of `of` test examples.
+
+    targets, said: true and predicted class indices, int64 of shape (n,). classes: names. of: number
+    of test examples.
+    """
 
     targets: Tensor
     said: Tensor
@@ -66,7 +70,7 @@ class Answers:
     of: int
 
     def confusion(self) -> list[list[int]]:
-        """Examples by their class, and by the class that the model says."""
+        """Return the confusion matrix: counts by true class and predicted class."""
         number = len(self.classes)
         cells = torch.bincount(self.targets * number + self.said, minlength=number * number)
         rows: list[list[int]] = cells.reshape(number, number).tolist()
@@ -74,10 +78,10 @@ class Answers:
 
 
 def write_answers(run: Run, task: Task, strategy: Strategy, world: World) -> None:
-    """Writes answers.json, and pictures next to it, into the folder of an ended run.
+    """Write answers.json, and pictures next to it, into the folder of an ended run.
 
-    Nothing where the model is not whole, or is no classifier. What fails here does not fail the
-    run, which has ended: it is a warning.
+    Writes nothing if the model is incomplete or no classifier. An error here becomes a warning,
+    because the run itself has ended successfully.
     """
     if run.folder is None or strategy.spares_memory or run.summary.get("weights_elsewhere"):
         return
@@ -90,7 +94,7 @@ def write_answers(run: Run, task: Task, strategy: Strategy, world: World) -> Non
             task,
             may_show(task, strategy, world),
         )
-    # The user's own model and data, or a full disk.
+    # The user's own model and data may raise anything, and the disk may be full.
     except Exception as error:
         warnings.warn(f"{run.folder / FILE} was not written: {described(error)}", stacklevel=2)
     finally:
@@ -98,14 +102,14 @@ def write_answers(run: Run, task: Task, strategy: Strategy, world: World) -> Non
 
 
 def may_show(task: Task, strategy: Strategy, world: World) -> bool:
-    """Whether examples may be seen by whoever has the run folder."""
+    """Return whether examples may be visible to every reader of the run folder."""
     owned = any(data is not None and data.keys is not None for data in (task.train, task.test))
     return task.show_examples and not world.serves and not strategy.protects and not owned
 
 
 def _write(folder: Path, model: nn.Module, task: Task, shows: bool) -> None:
     examples = None if task.test is None else examples_for(task)[1]
-    # By its own name: a validation set may come with it.
+    # The test set by name: a validation set may come with it.
     test = None if examples is None else examples.sets().get("test")
     answers = None if test is None else _answers(model, test, task.eval_batch_size)
     if test is None or answers is None:
@@ -118,13 +122,13 @@ def _write(folder: Path, model: nn.Module, task: Task, shows: bool) -> None:
         "confusion": answers.confusion(),
         "pictures": pictures,
     }
-    # Last: it names the pictures.
+    # Written last, because it names the pictures.
     write_atomically(folder / FILE, json.dumps(told).encode())
 
 
 @torch.no_grad()
 def _answers(model: nn.Module, test: Examples, batch: int) -> Answers | None:
-    """What the model says of the test data; None where it says no classes."""
+    """Return the model's predictions for the test data; None if the model predicts no classes."""
     device = home_of(model)
     with in_mode(model, training=False):
         first = to_device(test.batch(torch.tensor([test.first])), device)
@@ -139,13 +143,13 @@ def _answers(model: nn.Module, test: Examples, batch: int) -> Answers | None:
             targets.append(truth.long().cpu())
             said.append(model(inputs).argmax(dim=1).cpu())
     truths = torch.cat(targets)
-    # Targets that a loss ignores are no class.
+    # Targets that the loss ignores belong to no class.
     known = (truths >= 0) & (truths < len(classes))
     return Answers(truths[known], torch.cat(said)[known], classes, len(test))
 
 
 def _classes(outputs: Any, targets: Any, test: Examples) -> Sequence[str] | None:
-    """The names of the classes that an example's outputs are scores of; None where they are not."""
+    """Return the names of the classes that the outputs score; None for other outputs."""
     if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
         return None
     whole = not targets.is_floating_point() and not targets.is_complex()
@@ -158,17 +162,17 @@ def _classes(outputs: Any, targets: Any, test: Examples) -> Sequence[str] | None
 
 
 def _count(model: nn.Module, inputs: Any, there: int) -> int:
-    """How many examples are measured."""
+    """Return how many examples are evaluated."""
     affordable = MOST_FLOPS / max(forward_flops(model, inputs), 1.0)
     return max(1, min(there, MOST_EXAMPLES, int(affordable)))
 
 
 def _pictures(folder: Path, test: Examples, answers: Answers) -> list[dict[str, Any]]:
-    """Writes pictures of examples; what each is. None where inputs are no pictures."""
+    """Write pictures of examples, and return their entries; [] if the inputs are no pictures."""
     wrong = (answers.said != answers.targets).nonzero().flatten()
     first = torch.arange(min(FIRST, len(answers.targets)))
     places = torch.cat([first, wrong[wrong >= FIRST][:FIRST]])
-    # Places are indices only where no target was ignored.
+    # Positions equal example indices only if no target was ignored.
     if len(answers.targets) < min(answers.of, MOST_EXAMPLES) or not len(places):
         return []
     inputs, _ = test.batch(places)
@@ -189,7 +193,7 @@ def _pictures(folder: Path, test: Examples, answers: Answers) -> list[dict[str, 
 
 
 def _are_pictures(inputs: Any) -> bool:
-    """Whether they have the shape (n, 1 or 3 channels, height, width)."""
+    """Return whether the inputs have shape (n, 1 or 3 channels, height, width)."""
     if not isinstance(inputs, Tensor) or inputs.ndim != 4 or inputs.is_complex():
         return False
     _, channels, height, width = inputs.shape

@@ -1,7 +1,7 @@
-"""What `dure.train` and the like are given, looked at before anything is done with it.
+"""Check the arguments of `dure.train` and its relatives before anything is done with them.
 
-A name where an object is meant, a class that was not called, a number for a limit: each is said in
-a sentence that names what to write.
+A name in place of an object, a class in place of an instance, or a number in place of a limit each
+raises an error that says what to write instead.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def check_asked(
     checkpoint_every: Any = None,
     label: Any = None,
 ) -> None:
-    """Raises ValueError for arguments of a run that are of another kind."""
+    """Raise ValueError for arguments of a run that have the wrong type."""
     check_task(task)
     check_stop(stop)
     if not _is_whole(seed):
@@ -37,7 +37,7 @@ def check_asked(
 
 
 def check_task(task: Any) -> None:
-    """Raises ValueError for what is no task."""
+    """Raise ValueError if `task` is no `dure.Task`."""
     if isinstance(task, Task):
         return
     if isinstance(task, str):
@@ -48,7 +48,7 @@ def check_task(task: Any) -> None:
 
 
 def check_stop(stop: Any) -> None:
-    """Raises ValueError for what is no limit of a run, or has limits that are no numbers."""
+    """Raise ValueError if `stop` is no `dure.Stop`, or has limits that are no numbers."""
     if stop is None:
         return
     if not isinstance(stop, Stop):
@@ -56,18 +56,18 @@ def check_stop(stop: Any) -> None:
             f"stop is {shown(stop)}: give dure.Stop, such as dure.Stop(epochs=2) or "
             f"dure.Stop(steps=100)"
         )
-    # A run may be begun that only its user ends, however large the limit is.
+    # A run without limits is valid: its user ends it.
     check_fields(stop, limited=False)
 
 
 def check_function(name: str, function: Any) -> None:
-    """Raises ValueError for what cannot be called."""
+    """Raise ValueError if the argument called `name` is not callable."""
     if not callable(function):
         raise ValueError(f"{name} is {shown(function)}, but it has to be a function")
 
 
 def not_an_object(thing: Any, what: str) -> str | None:
-    """What to write in place of a name, or of a class that was not called; None for all else.
+    """Return the object to write in place of a name or a class; None for any other value.
 
     what: "Strategy" or "World".
     """

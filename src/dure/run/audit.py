@@ -1,12 +1,12 @@
-"""What the updates of a recorded simulation give away: `dure audit RUN`.
+"""Measure the information that the updates of a recorded simulation leak: `dure audit RUN`.
 
-Reads RUN/updates, makes every attack (`dure.federated.privacy.attacks`) and writes
+Reads RUN/updates, runs every attack (`dure.federated.privacy.attacks`) and writes
 
-    RUN/audit.json      what each attack got, as `Row` has it, and what a guess without updates gets
-    RUN/audit/*.png     originals above what was rebuilt of them
+    RUN/audit.json      results of each attack, as `Row`, and of a guess without updates
+    RUN/audit/*.png     originals above their reconstructions
 
-which the report shows. With canaries the run is trained once more, in memory, with some clients in
-the places of which canaries are (`dure.federated.privacy.attacks.canaries`).
+for the report. With canaries the run is trained once more, in memory, with canaries in place of
+some clients (`dure.federated.privacy.attacks.canaries`).
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ FILE = "audit.json"
 FOLDER = "audit"
 VERSION = 1
 DELTA = 1e-5
-"""Of the bound that canaries give, where the run promises nothing."""
+"""Default delta of the bound from canaries, if the run promises none."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Audited:
-    """rows: what each attack got. content: of audit.json."""
+    """Result of an audit. rows: result of each attack. content: content of audit.json."""
 
     rows: Sequence[Row]
     content: Mapping[str, Any]
@@ -61,14 +61,20 @@ def audit(
     strategy: Strategy | str | None = None,
     say: Say = lambda what, done, of: None,
 ) -> Audited:
-    """Attacks the updates that a simulation has kept (`Simulated(keep_updates=5)`).
+    """Attack the updates that a simulation has stored (`Simulated(keep_updates=5)`).
 
-    canaries: clients whose places canaries take in one more training; 0 trains nothing. delta: of
-    their bound on epsilon; None is that of the run's promise, or 1e-5. task, strategy: as in
-    `dure.resume`, where the run was not begun here.
+    Args:
+        folder: run folder.
+        examination: choice of attacks; None takes the defaults.
+        canaries: clients to replace by canaries in one more training; 0 trains nothing.
+        delta: delta of the bound on epsilon; None takes that of the run's promise, or 1e-5.
+        task: as in `dure.resume`, if the run was not begun here.
+        strategy: as in `dure.resume`, if the run was not begun here.
+        say: receives progress as (text, done, total).
 
-    Raises RunFolderError for a folder without recorded updates, and ValueError for canaries that do
-    not fit.
+    Raises:
+        RunFolderError: for a folder without recorded updates.
+        ValueError: for canaries that do not fit the run.
     """
     path = Path(folder)
     config = RunFolder.open(path).config()
@@ -108,7 +114,7 @@ def audit(
 
 
 def _promised(path: Path) -> dict[str, float] | None:
-    """Epsilon and delta of clients by the run's accountant; None where nothing is promised."""
+    """Return the promised client-level epsilon and delta; None without a promise."""
     if not (path / "summary.json").is_file():
         return None
     summary = RunFolder(path).read_json("summary.json")
@@ -120,7 +126,7 @@ def _promised(path: Path) -> dict[str, float] | None:
 
 
 def _final(path: Path) -> Mapping[str, Tensor] | None:
-    """The run's model in the end; None for one that has not ended."""
+    """Return the run's final model; None if the run has not ended."""
     file = path / "model.safetensors"
     if not file.is_file():
         return None
@@ -129,7 +135,7 @@ def _final(path: Path) -> Mapping[str, Tensor] | None:
 
 
 def _written(path: Path, rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """The rows as JSON; their pictures are written into a folder, in which older ones are gone."""
+    """Return the rows as JSON, and write their pictures; older pictures are deleted."""
     folder = path / FOLDER
     with told(folder):
         for old in folder.glob("*.png"):
@@ -173,18 +179,20 @@ def canary_epsilon(
     seed: int = 0,
     delta: float = DELTA,
 ) -> dict[str, Any]:
-    """Trains with canaries in the places of `count` clients: what their guesses say of epsilon.
+    """Bound epsilon from below: train with canaries in place of `count` clients.
 
-    It has the keys canaries, guessed, right, delta and epsilon_at_least, with 95 % confidence.
+    Returns:
+        A dict with the keys canaries, guessed, right, delta and epsilon_at_least (95 % confidence).
 
-    Raises ValueError where no canaries can be.
+    Raises:
+        ValueError: if the strategy, world or number of clients permits no canaries.
     """
     check_canaries(task, strategy, world, count)
     assert isinstance(world, Simulated)
     canaries = Canaries(seed=seed)
     there = dataclasses.replace(world, attack=canaries, attackers=float(count), keep_updates=0)
     before = FlatParameters(seeded_model(task, seed)).copy()
-    # Nobody reads what evaluations would say.
+    # The evaluations are not used, so they are skipped.
     run = train(task, strategy, there, stop, seed=seed, evaluate_every=10**9)
     after = FlatParameters(run.model).copy()
     moved = [
@@ -206,7 +214,7 @@ def canary_epsilon(
 
 
 def check_canaries(task: Task, strategy: Strategy, world: World, count: int) -> None:
-    """Raises ValueError where canaries cannot take the places of so many clients."""
+    """Raise ValueError if canaries cannot replace so many clients."""
     if not isinstance(strategy, Federated) or not isinstance(world, Simulated):
         raise ValueError("canaries take the places of simulated clients, and this run has none")
     clients = strategy.count(task)

@@ -1,15 +1,14 @@
-"""An exponential average of the weights beside those that are trained (`Task.ema`).
+"""Exponential moving average of the trained weights (`Task.ema`).
 
-After step t, or round t, of the learner's own counting
+After step t, or round t, of the learner's own count
 
     e_1 = w_1        e_t = d·e_(t-1) + (1 - d)·w_t
 
-as torch.optim.swa_utils.AveragedModel has it. What is evaluated, written as the model and given
-back is e; what is trained stays w, and lies in checkpoints as well, so that a resumed run goes on
-with both. Buffers, such as batch-norm statistics, are those of the model.
+as in torch.optim.swa_utils.AveragedModel. The average e is evaluated, written as the model and
+returned; w is trained. Checkpoints contain both, so that a resumed run continues both. Buffers,
+such as batch-norm statistics, are those of the model.
 
-Nothing travels: every rank takes the average of what it holds. In memory it is once more as much as
-that.
+Nothing travels: every rank averages its own weights. The average takes as much memory again.
 
 Source: Polyak and Juditsky 1992, "Acceleration of stochastic approximation by averaging".
 """
@@ -30,24 +29,24 @@ from dure.record.meter import Meter
 from dure.record.on_disk import TensorsOnDisk
 
 STATE = "ema"
-"""What of a learner's state in a checkpoint is the average's."""
+"""Key of the average in a learner's state."""
 
 
 def with_average(learner: Learner, decay: float | None, group: Group) -> Learner:
-    """The learner, with an average of its weights if there is a decay."""
+    """Return the learner, with an average of its weights if a decay is given."""
     return learner if decay is None else Averaged(learner, decay, group)
 
 
 class Averaged(Learner):
-    """A learner that is trained as ever, and shows the average of its weights."""
+    """A learner that trains as before, but evaluates and returns the average of its weights."""
 
     def __init__(self, learner: Learner, decay: float, group: Group) -> None:
         self.learner = learner
         self.decay = decay
         self.group = group
         self.taken = 0
-        """Of how many steps or rounds the average is."""
-        # Learners count in units of their own, and some of it changes: `units_per_epoch`.
+        """Number of steps or rounds in the average."""
+        # Learners count in units of their own; `units_per_epoch` and `examples` may change.
         self.unit = learner.unit
         self.where = learner.where
         self.parted = learner.parted
@@ -91,7 +90,7 @@ class Averaged(Learner):
 
     @contextmanager
     def _shown(self) -> Iterator[None]:
-        """Inside, the learner's weights are the average; a tensor at a time changes places."""
+        """Context manager: swap the average into the learner's weights, a tensor at a time."""
         if self.taken == 0:
             yield
             return
@@ -115,7 +114,7 @@ class Averaged(Learner):
 
     def weights(self) -> Mapping[str, Tensor]:
         with self._shown():
-            # Outside, the same memory has the trained weights again.
+            # After the block the same memory has the trained weights again, so copy.
             return _apart(self.learner.weights())
 
     def state(self) -> dict[str, Any]:
@@ -126,7 +125,7 @@ class Averaged(Learner):
         own = state[STATE]
         with torch.no_grad():
             if self.learner.averages_parts:
-                # Which part of which tensor is here, the learner alone knows.
+                # Only the learner knows which part of each tensor this rank stores.
                 self.learner.restore(weights, state)
                 for name, one in self._trained.items():
                     self._average[name].copy_(one)
@@ -165,7 +164,7 @@ class Averaged(Learner):
 
 
 def _apart(weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Copies: what the learner gives may lie in the memory that it trains in, if in no file."""
+    """Return copies of weights in memory, which the learner may overwrite later."""
     if isinstance(weights, TensorsOnDisk):
         return weights
     return {name: one.detach().clone() for name, one in weights.items()}

@@ -1,12 +1,11 @@
-"""A copy of a run folder, also while a server writes it.
+"""Copy a run folder, even while a server writes to it.
 
-A folder is data: a link in it may lead to any file of this machine, which a copy would give away.
-So a folder with links is not copied (`check_links`), and each file is opened below the run's folder
-without following any (`opened`).
+A folder is data: a link in it may point to any file of this machine, and a copy would disclose that
+file. A folder with links is therefore refused (`check_links`), and each file is opened below the
+run's folder without following links (`opened`).
 
-What was copied is compared with its checksums and digests before the copy counts: its checkpoint,
-config.json, the rows of the journal, and each update that the journal names. That reads the copy
-once more.
+The copy is compared with checksums and digests before it counts: its checkpoint, config.json, the
+rows of the journal, and each update that the journal names. The check reads the copy once more.
 """
 
 from __future__ import annotations
@@ -30,21 +29,23 @@ from dure.worlds.network.server.model_digests import ModelDigests
 from dure.worlds.network.updates import Updates
 
 ATTEMPTS = 20
-"""Times that a copy is begun again because a checkpoint came in between."""
+"""Attempts to copy, each repeated if a checkpoint was written meanwhile."""
 
 _DATABASES = ("journal.db", "clients.db")
-"""Copied by SQLite itself: a part of them lies in their logs."""
+"""Databases that SQLite itself copies, because part of their content is in their logs."""
 
 _LEFT = ("journal.lock", "status.token")
 
 
 def backup(folder: str | Path, to: str | Path) -> Path:
-    """Copies the run in `folder`, which may be served meanwhile, to a new folder.
+    """Copy the run in `folder` to a new folder; a server may use the run meanwhile.
 
-    The copy can be resumed as the run itself could have been at this moment. Raises RunFolderError
-    if there is no run, `to` is not empty or lies in the run's folder, the folder has a link in the
-    place of a file, or a file of the run is damaged; and RunFolderWriteError if the copy cannot be
-    written: then nothing is left in it, which could be taken for a whole one.
+    The copy can be resumed like the run itself at this moment. Returns the new folder.
+
+    Raises RunFolderError if `folder` has no run, `to` is not empty or is inside the run's folder,
+    the folder has a link in the place of a file, or a file of the run is damaged. Raises
+    RunFolderWriteError if the copy cannot be written. After an error the copy is deleted, so that
+    it cannot pass for a complete one.
     """
     source = Path(folder)
     target = Path(to)
@@ -68,14 +69,14 @@ def backup(folder: str | Path, to: str | Path) -> Path:
 
 
 def _copied(source: Path, target: Path) -> Path:
-    """Copies until no checkpoint came in between."""
+    """Copy until no checkpoint was written during the copy."""
     for _ in range(ATTEMPTS):
         before = _newest(source)
         try:
             _copy(source, target)
         except UnfitFileError as error:
             raise RunFolderError(f"cannot copy {error.filename}: {error.strerror}") from error
-        # What a checkpoint makes useless is deleted after it: without a new one, nothing was.
+        # Obsolete files are deleted after a checkpoint; without a new checkpoint none was deleted.
         if _newest(source) == before:
             _check(target)
             return target
@@ -84,7 +85,7 @@ def _copied(source: Path, target: Path) -> Path:
 
 
 def _copy(source: Path, target: Path) -> None:
-    """The checkpoint first: the journal may go further than it, and never less far."""
+    """Copy every file, the checkpoint first: the journal may be newer than it, and never older."""
     _copy_tree(source, target, "checkpoint")
     for name in _DATABASES:
         if (source / name).exists():
@@ -99,20 +100,20 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def _copy_database(source: Path, target: Path) -> None:
-    """Raises RunFolderError for one that cannot be read."""
+    """Copy a database. Raises RunFolderError if it cannot be read."""
     check_file(source)
-    # Names of clients are nobody else's business in the copy either, from its first byte on.
+    # Created with mode 0600: the names of clients must never be readable for other users.
     os.close(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
     try:
         with closing(sqlite3.connect(source)) as there, closing(sqlite3.connect(target)) as copy:
-            # All pages in one step: else a server that writes on would make it begin anew.
+            # All pages in one step: otherwise every write of the server would restart the copy.
             there.backup(copy)
     except sqlite3.Error as error:
         raise RunFolderError(f"cannot copy {source} to {target}: {error}") from error
 
 
 def _copy_tree(source: Path, target: Path, folder: str) -> None:
-    """Copy a folder of the run. Parts of files, and what is just being deleted, are left out."""
+    """Copy a folder of the run, without unfinished files and files that were just deleted."""
     for directory, _, names in os.walk(source / folder):
         place = Path(directory).relative_to(source)
         (target / place).mkdir(mode=stat.S_IMODE(os.stat(directory).st_mode), exist_ok=True)
@@ -122,7 +123,7 @@ def _copy_tree(source: Path, target: Path, folder: str) -> None:
 
 
 def _copy_file(source: Path, target: Path, file: Path) -> None:
-    """Copy a file of the run with its times and rights, unless it has just been deleted.
+    """Copy a file of the run with its times and mode, unless it has just been deleted.
 
     Raises UnfitFileError for a link.
     """
@@ -138,14 +139,14 @@ def _copy_file(source: Path, target: Path, file: Path) -> None:
 
 
 def _check(copy: Path) -> None:
-    """Compare the files of a copy with what was written down of them. Raises RunFolderError."""
+    """Compare the files of a copy with their recorded digests. Raises RunFolderError."""
     config = read_config(copy)
     _check_checkpoint(copy / "checkpoint")
     ModelDigests(copy / MODELS, writes=False)
     if not (copy / "journal.db").exists():
         return
     updates = Updates(copy / "updates")
-    # Of others, a checkpoint may have made the update useless.
+    # Without recording, a checkpoint may have made an update obsolete, and its file deleted.
     recorded = bool(config.get("world", {}).get("record"))
     for event in events_in(copy):
         if event.kind != "update":
@@ -165,14 +166,14 @@ def _check(copy: Path) -> None:
 def _check_checkpoint(folder: Path) -> None:
     found = newest(folder)
     if found is not None and found.seal is None:
-        # Without checksums, damage shows only where the tensors are read. This imports torch.
+        # Without checksums, damage shows only when the tensors are read. This imports torch.
         from dure.record.checkpoint import stored
 
         stored(folder)
 
 
 def _newest(folder: Path) -> list[str]:
-    """The checkpoints that are there."""
+    """Return the names of the checkpoints in the folder, sorted."""
     checkpoints = folder / "checkpoint"
     return sorted(os.listdir(checkpoints)) if checkpoints.is_dir() else []
 

@@ -1,4 +1,4 @@
-"""A loss that is not finite, and the columns of the data that make it so."""
+"""Explain a non-finite loss by the columns of the data that have NaN or infinity."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from dure.protocol.messages import NOT_FINITE
 
 @contextmanager
 def bad_values_named(task: Task) -> Iterator[None]:
-    """Name the columns with NaN or infinity where the loss is not finite.
+    """Context manager: add the columns with NaN or infinity to a `LossNotFiniteError`.
 
-    Only then are the data looked through: a model may well replace what is missing.
+    The data are searched only after the error, because a model may well replace missing values.
     """
     try:
         yield
@@ -27,7 +27,7 @@ def bad_values_named(task: Task) -> Iterator[None]:
 
 
 def warn_of_bad_values(task: Task, summary: Mapping[str, Any]) -> None:
-    """Warn of columns with NaN or infinity where clients of a simulation were refused for them."""
+    """Warn of columns with NaN or infinity if a simulation rejected updates as not finite."""
     facts: Mapping[str, Any] = next(iter(summary.get("facts", ())), {})
     if NOT_FINITE.isdisjoint(facts.get("refusals", ())):
         return

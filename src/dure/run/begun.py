@@ -1,17 +1,17 @@
-"""Which code a run folder may name: what was begun on this machine, and what the user names again.
+"""Decide which code a run folder may name: runs begun on this machine, and names the user repeats.
 
-A folder is data. Its config.json may name files and modules, of a task or of classes of a user's
-own, and to go on with the run would import them. That is done only if
+A folder is data. Its config.json may name files and modules, of a task or of a user's own classes,
+and resuming the run would import them. An import is permitted only if
 
 - the user names the same thing again, by its last name: `--task`, `--strategy`, `--world`,
   `--rules`; or
-- a run with exactly this config.json was begun by this user on this machine, and the files that it
-  names, with those that they import, are still as they were then.
+- this user began a run with exactly this config.json on this machine, and the named files, with the
+  files that they import, have not changed since.
 
-For the latter a digest of config.json and one of each file are kept outside of the folder
-(`dure.machine.state`). So a folder may be copied and moved; one that was edited, or comes from
-elsewhere, is asked about. What is brought along or installed is not compared, since whoever could
-change it needs no run folder.
+For the second case a digest of config.json and of each file are stored outside of the folder
+(`dure.machine.state`). A folder may therefore be copied and moved; an edited folder, or a folder
+from elsewhere, needs the user's consent. Modules of dure and installed packages are not compared:
+an attacker who could change them would need no run folder.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from dure.record.settings import without_sums
 
 
 class Begun(msgspec.Struct):
-    """What is kept of a run that was begun here: the code's files, each with its digest."""
+    """Record of a run begun on this machine. files: digest of each file of its code."""
 
     files: dict[str, str]
 
 
 def note(config: Mapping[str, Any], task: Task, strategy: Strategy, world: World) -> None:
-    """Keeps that a run with this config.json was begun here, if it names code at all.
+    """Record that a run with this config.json was begun here, if it names user code.
 
     Raises OSError.
     """
@@ -58,7 +58,7 @@ def note(config: Mapping[str, Any], task: Task, strategy: Strategy, world: World
 
 
 def named_by(task: Task, strategy: Strategy, world: World) -> Iterator[str]:
-    """The references by which code of a user's own is found again."""
+    """Yield the references that find the user's own code again."""
     name = (task.reference or {}).get("name")
     if name is not None and ":" in name:
         yield name
@@ -67,7 +67,7 @@ def named_by(task: Task, strategy: Strategy, world: World) -> Iterator[str]:
 
 
 def _classes(value: Any) -> Iterator[str]:
-    """The references of a setting's class and of those of the settings in it."""
+    """Yield the references of a setting's class and of the classes of nested settings."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         kind = type(value)
         reference = None if references.is_brought_along(kind) else references.reference_of(kind)
@@ -84,9 +84,9 @@ def _classes(value: Any) -> Iterator[str]:
 
 
 class Asks:
-    """What `references.followed_as` asks about the references in a folder's config.json.
+    """The check that `references.followed_as` applies to references in a folder's config.json.
 
-    named_again: references that the user gave, each in place of the one that ends with its name.
+    named_again: references from the user, each replacing the reference with the same last name.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Asks:
         self._known = _Known(folder, config)
 
     def __call__(self, reference: str) -> str:
-        """What is followed. Raises RunFolderError for what must not be."""
+        """Return the reference to follow. Raises RunFolderError for code that must not run."""
         own = self._instead.get(reference.rpartition(":")[2])
         if own is not None:
             return own
@@ -105,7 +105,7 @@ class Asks:
 
 
 class _Known:
-    """What is kept of a config.json, looked up when it is first needed."""
+    """The record of a config.json, looked up on first use."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
         self.folder = folder
@@ -121,8 +121,8 @@ class _Known:
         if not is_known:
             raise self._refused(reference, "is not what it was when the run was begun")
         if file is None:
-            # Now, while the working directory is not on the path: what the module imports is not
-            # to be found there either. If it cannot be imported, whoever follows it says so.
+            # Imported now, while the working directory is not on the path, so that its own imports
+            # do not resolve there either. The caller reports a failed import.
             with suppress(Exception):
                 importlib.import_module(place)
 
@@ -148,7 +148,7 @@ class _Known:
 
 
 def _flag(reference: str, config: Mapping[str, Any]) -> str:
-    """The flag that names the reference again."""
+    """Return the command-line flag that names the reference again."""
     for part, key in (("task", "name"), ("strategy", "from"), ("world", "from")):
         written = config.get(part)
         if isinstance(written, Mapping) and written.get(key) == reference:
@@ -157,7 +157,7 @@ def _flag(reference: str, config: Mapping[str, Any]) -> str:
 
 
 def _is_installed_module(place: str) -> bool:
-    """Whether importing this module would run what is installed, found without importing it."""
+    """Return whether importing the module would run installed code; does not import it."""
     if references.is_file(place):
         return False
     top = place.partition(".")[0]
@@ -167,19 +167,19 @@ def _is_installed_module(place: str) -> bool:
     if loaded is not None:
         places = [getattr(loaded, "__file__", None), *getattr(loaded, "__path__", ())]
     found = [Path(one) for one in places if one is not None]
-    # A module that is part of the interpreter has no file at all.
+    # A builtin module of the interpreter has no file.
     return all(map(references.is_installed, found)) if found else top in sys.builtin_module_names
 
 
 def _name(config: Mapping[str, Any]) -> str:
-    """What is kept of a config.json has its digest as its name."""
-    # Parsed again, so that it does not matter how it was written.
+    """Return the name of the record of a config.json: its digest."""
+    # Normalised through JSON, so that formatting and key order do not matter.
     plain = json.dumps(json.loads(json.dumps(without_sums(config))), sort_keys=True).encode()
     return f"begun-{hashlib.blake2b(plain, digest_size=20).hexdigest()}"
 
 
 def _digest_of(file: Path) -> str:
-    """Of its content; empty for a file that is gone."""
+    """Return the digest of the file's content; empty for a missing file."""
     try:
         return hashlib.blake2b(file.read_bytes(), digest_size=20).hexdigest()
     except OSError:
@@ -187,7 +187,7 @@ def _digest_of(file: Path) -> str:
 
 
 def _files(reference: str) -> set[Path]:
-    """The files that a reference has run: the module's own, and what it imports of a user's own."""
+    """Return the files that a reference runs: the module's own, and the user's files it imports."""
     found: set[Path] = set()
     waiting = [references.loaded(reference)]
     while waiting:
@@ -203,13 +203,13 @@ def _files(reference: str) -> set[Path]:
 
 
 def _imports(module: ModuleType, file: Path) -> Sequence[str]:
-    """The names of modules that a file's import statements may have loaded."""
+    """Return the names of the modules that a file's import statements may have loaded."""
     try:
         tree = ast.parse(file.read_bytes())
     except (OSError, SyntaxError, ValueError):
-        # A library in machine code, or a file that has changed since it was run.
+        # A compiled library, or a file that has changed since it was run.
         return ()
-    # The packages that it lies in.
+    # A module runs the packages that contain it.
     names = [module.__name__]
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -221,7 +221,7 @@ def _imports(module: ModuleType, file: Path) -> Sequence[str]:
             except ImportError:
                 continue
             names += [base, *(f"{base}.{alias.name}" for alias in node.names)]
-    # Of a.b.c, the packages a and a.b are run as well.
+    # Importing a.b.c runs the packages a and a.b as well.
     return [
         ".".join(name.split(".")[:end]) for name in names for end in range(1, name.count(".") + 2)
     ]

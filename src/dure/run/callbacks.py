@@ -1,23 +1,23 @@
-"""Callbacks: what a user's own objects hear of a run, and how they end it.
+"""Callbacks: user objects that observe a run and may end it.
 
     on_begin(config)          before the first step; config.json as a mapping
     on_step(step)             after every step (`dure.record.history.Step`)
     on_round(round)           after every round, of systems that count rounds; the same type
     on_evaluation(evaluation) after every evaluation (`dure.record.history.Evaluation`)
-    on_end(run)               the run has ended, and is whole: the `Run` that `dure.train` returns
-    on_failure(error)         the run has failed, and there is none
+    on_end(run)               after a successful run; the `Run` that `dure.train` returns
+    on_failure(error)         after a failed run, which has no result
 
-A callback is any object that has some of these methods. They are called in the process from which
-the user has called, in every world; of a torchrun job, in that of rank 0. The rank that leads the
-run waits until they return, so that what they decide does not depend on how fast they are; one that
-takes longer than the world's deadline makes other ranks give it up.
+A callback is any object that has some of these methods. In every world they are called in the
+user's process; of a torchrun job, in the process of rank 0. The coordinating rank waits until they
+return, so that their decisions do not depend on their speed. A callback that takes longer than the
+world's deadline makes the other ranks time out.
 
-A callback that raises `dure.StopRun` ends the run as a limit does: it is evaluated, written, and
-given back, and summary["ended"] is "callback". Where several ranks work they hear of it with their
-next message, and end after the step that follows.
+A callback that raises `dure.StopRun` ends the run as a limit does: the model is evaluated, written
+and returned, and summary["ended"] is "callback". Several ranks receive the request with their next
+message, and end after the step that follows.
 
-Any other error ends the run in the same way, so that nothing is lost of it; then it is raised as
-`CallbackFailedError`, which says whose it is, and has the run.
+Any other error ends the run in the same way, so that no result is lost; then the error is raised
+as `CallbackFailedError`, which names the callback and has the run.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Progress = Callable[[dict[str, Any]], None]
 
 
 def check_callbacks(callbacks: Any) -> None:
-    """Raises ValueError for what cannot be called back."""
+    """Raise ValueError if `callbacks` is no list of objects with callback methods."""
     if isinstance(callbacks, (str, bytes)) or not isinstance(callbacks, Sequence):
         raise ValueError(f"callbacks is {shown(callbacks)}: give a list of objects")
     for one in callbacks:
@@ -49,7 +49,7 @@ def check_callbacks(callbacks: Any) -> None:
 
 
 class Callbacks:
-    """The callbacks of one run. on_progress: hears of all other events of the run."""
+    """The callbacks of one run. on_progress: receives all other events of the run."""
 
     def __init__(self, callbacks: Sequence[Any], on_progress: Progress) -> None:
         self.callbacks = callbacks
@@ -59,7 +59,7 @@ class Callbacks:
         self._at = "before the first step"
 
     def __call__(self, event: dict[str, Any]) -> None:
-        """An event of the run. Raises StopRun once a callback wants it to end."""
+        """Handle an event of the run. Raises StopRun once a callback requests the end."""
         if "record" not in event:
             self.on_progress(event)
             return
@@ -73,9 +73,9 @@ class Callbacks:
         self._call("on_begin", config)
 
     def end(self, run: Run) -> None:
-        """Raises CallbackFailedError where one of them has failed in the course of the run."""
+        """Call on_end. Raises CallbackFailedError if a callback failed during the run."""
         self._at = "at the end"
-        # Those that have failed are told as well: what they have opened is to be closed.
+        # Failed callbacks are called as well, because they may have files to close.
         self._call("on_end", run)
         if self.error is not None:
             self.error.run = run

@@ -1,7 +1,7 @@
-"""When a run writes a checkpoint, what is in it, and how a run goes on from one.
+"""Write checkpoints of a run, and resume from them.
 
-Every rank comes here together: a model may lie on all of them, and ranks may hold things of their
-own. Only rank 0 reads and writes the folder.
+Writing and reading are collective: every rank may store parts of the model and state of its own.
+Only rank 0 reads and writes the folder.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from dure.run.job import Job, Position
 CHECKPOINT_SECONDS = 10.0
 """Seconds between checkpoints, without `checkpoint_every`.
 
-One is written at the first evaluation after so many; in an elastic job, which loses all that came
-after its checkpoint whenever it loses a rank, at the first step.
+A checkpoint is written at the first evaluation after this time; in an elastic job, which loses all
+progress since its checkpoint when a rank fails, at the first step.
 """
 
 CHECKPOINT_SHARE = 0.05
-"""Of the time that may go into such checkpoints; where writing one takes long, they are rarer."""
+"""Largest share of the time for such checkpoints; slow writes make checkpoints rarer."""
 
 
 class Checkpoints:
-    """One rank's part of writing and reading the checkpoints of a run. folder: rank 0's."""
+    """A rank's part of writing and reading checkpoints. folder: rank 0's run folder, else None."""
 
     def __init__(self, job: Job, group: Group, learner: Learner, folder: RunFolder | None) -> None:
         self.job = job
@@ -50,23 +50,23 @@ class Checkpoints:
         self._written = time.monotonic()
         self._took = 0.0
         self.doubtful = False
-        """Whether the run went on from a checkpoint without checksums: damage may show late."""
+        """Whether the run resumed from a checkpoint without checksums: damage may show late."""
 
     def due(self, step: int, evaluates: bool) -> bool:
-        """Whether one should be written after `step`.
+        """Return whether a checkpoint is due after `step`.
 
         evaluates: whether the step ends with an evaluation.
         """
         if self.job.checkpoint_every is not None:
             return step % self.job.checkpoint_every == 0
-        # The newest write tells what the next one will take.
+        # The duration of the last write predicts that of the next.
         pause = max(CHECKPOINT_SECONDS, self._took / CHECKPOINT_SHARE)
-        # Only rank 0 asks: ranks' clocks would not agree on it.
+        # Only rank 0 calls this: the clocks of ranks would disagree.
         late = time.monotonic() - self._written > pause
         return late and (self.job.elastic or evaluates)
 
     def write(self, position: Position, workers: list[Counters]) -> None:
-        """All ranks come here after the same step. workers: everybody's counters."""
+        """Write a checkpoint; collective after the same step. workers: counters of all workers."""
         started = time.perf_counter()
         self._save(position, workers)
         ended = time.perf_counter()
@@ -75,9 +75,10 @@ class Checkpoints:
         self.group.meter.mark("checkpoint", "checkpoint", started, ended, position.step)
 
     def keep_last_good(self, position: Position) -> None:
-        """After a loss that was not finite: keeps the state before that step.
+        """Write the state before a step whose loss was not finite.
 
-        Not if that is spoilt as well, or lies on other ranks too, which are ending by now.
+        Skipped if the weights are not finite either, or if other ranks store parts of them, since
+        those ranks are ending too.
         """
         if self.folder is None or position.step == 0:
             return
@@ -85,12 +86,12 @@ class Checkpoints:
             return
         weights = self.learner.weights().values()
         if all(bool(one.isfinite().all()) for one in weights if one.is_floating_point()):
-            # of this rank alone: the others are ending as well
+            # Counters of this rank alone: the other ranks are ending too.
             self._save(position, [meter.counters for meter in self.learner.meters()])
 
     def _save(self, position: Position, workers: list[Counters]) -> None:
         learner = self.learner.state()
-        # Every rank sends its part, also those that do not write.
+        # Collective: every rank sends its part, including ranks that do not write.
         if self.learner.parted:
             shelf = Shelf(self.job.folder)
             learner = {**learner, "parts": gathered_trees(self.group, self.learner.part(), shelf)}
@@ -103,21 +104,23 @@ class Checkpoints:
             "generators": generators_state(),
             "ranks": self.group.size,
         }
-        # On every rank: a model that is divided is put together here.
+        # Collective: a divided model is gathered here.
         weights = self.learner.weights()
         if self.folder is not None:
-            # More than one may be written in the middle of a step, of ever more examples.
+            # Several checkpoints may be written within a step, each after more examples.
             past = position.samples if position.midway else 0
             self.folder.save_checkpoint(position.step, pack_checkpoint(weights, state), past)
             settle_best(self.folder.path)
             self.learner.saved()
 
     def read(self) -> Position | None:
-        """Every rank takes over the newest checkpoint; returns its position, None if there is none.
+        """Load the newest checkpoint on every rank; return its position, None without a checkpoint.
 
-        Rank 0 hands it to the others (`dure.run.handing`), so that only rank 0 needs the folder.
-        Raises RunFolderError if a newer dure wrote it, or another number of ranks where each rank
-        keeps its own part.
+        Rank 0 sends the checkpoint to the others (`dure.run.handing`), so that only rank 0 needs
+        the folder.
+
+        Raises RunFolderError if a newer dure wrote the checkpoint, or if each rank stores its own
+        part and the number of ranks has changed.
         """
         stored = self.folder.read_checkpoint() if self.folder is not None else None
         shelf = Shelf(self.job.folder)
@@ -132,12 +135,12 @@ class Checkpoints:
             position = msgspec.convert(state["position"], Position)
             self.learner.restore(weights, state["learner"])
             self._take_over(list(map(_counters, state["workers"])))
-            # Rank 0's state, on every rank: what ranks draw in steps follows from the seed anyway.
+            # Rank 0's generators, on every rank: draws within steps follow from the seed anyway.
             restore_generators(state["generators"])
         except DureError:
             raise
         except Exception as error:
-            # It is whole, but of another shape: made by hand, say, or for another model.
+            # Undamaged but of another shape: made by hand, for example, or for another model.
             raise RunFolderError(
                 f"the checkpoint of {self.job.folder} does not fit what is trained "
                 f"({described(error)}): put back a copy of it, or remove it to train "
@@ -148,9 +151,9 @@ class Checkpoints:
         return position
 
     def perhaps_damaged(self, error: BaseException) -> RunFolderError:
-        """What is said of an error while the checkpoint is doubtful.
+        """Return the error for a failure after resuming from a checkpoint without checksums.
 
-        It may come from there, or from code of the user's: nobody can tell.
+        The cause may be the checkpoint or the user's code, and cannot be determined.
         """
         return RunFolderError(
             f"{error}. The checkpoint of {self.job.folder} that this run went on from has no "
@@ -159,9 +162,9 @@ class Checkpoints:
         )
 
     def check_folder(self) -> None:
-        """Raises RunFolderError if a rank does not see the folder.
+        """Raise RunFolderError if any rank does not see the folder. Collective.
 
-        Any rank may become rank 0 when the job starts again, and then has to go on from there.
+        Any rank may become rank 0 when an elastic job restarts, and then resumes from the folder.
         """
         path = self.job.folder
         sees_it = float(path is not None and path.is_dir())
@@ -174,7 +177,7 @@ class Checkpoints:
             )
 
     def _check_ranks(self, before: int) -> None:
-        """Raises RunFolderError if other ranks than these held the parts of the checkpoint."""
+        """Raise RunFolderError if the number of ranks changed and parts cannot be redistributed."""
         now = self.group.size
         if before != now and self.learner.parted and not self.learner.resizes:
             raise RunFolderError(
@@ -184,13 +187,13 @@ class Checkpoints:
             )
 
     def _take_over(self, workers: list[Counters]) -> None:
-        """The meters of this place go on from a checkpoint's.
+        """Continue this rank's meters from the counters of a checkpoint.
 
-        Ranks that are gone leave their counters to those that are there, so that sums over all
-        workers go on; new ranks begin at zero.
+        The remaining ranks take over the counters of ranks that left, so that sums over all workers
+        continue; new ranks start at zero.
         """
         meters = self.learner.meters()
-        # Several ranks have one meter each; a single one has those of all its workers.
+        # With several ranks each has a single meter; a single rank has a meter for each worker.
         first = self.group.rank if self.group.size > 1 else 0
         everybody = self.group.size if self.group.size > 1 else len(meters)
         for index, meter in enumerate(meters, start=first):
@@ -199,7 +202,7 @@ class Checkpoints:
 
 
 def _counters(written: Any) -> Counters:
-    """A worker's counters; those of a checkpoint of the first version have no names."""
+    """Decode a worker's counters; in the first version of checkpoints they have no names."""
     if isinstance(written, list):
         return Counters.from_list(written)
     return msgspec.convert(written, Counters)

@@ -1,4 +1,4 @@
-"""A client with a training loop of its own, in any framework whose weights are named arrays.
+"""A client with a custom training loop, in any framework whose weights are named arrays.
 
     with dure.Client(url, examples=len(data)) as client:
         for work in client:
@@ -6,8 +6,8 @@
             ...                         # train
             work.send(model, loss=loss)
 
-The server serves a model of torch whose tensors have the same names and shapes; what trains them
-here is the caller's business. Arrays may be numpy's, torch's or anything that numpy reads.
+The server serves a torch model whose tensors have the same names and shapes; the caller chooses how
+to train them. Arrays may be numpy's, torch's or anything that numpy reads.
 """
 
 from __future__ import annotations
@@ -33,15 +33,29 @@ from dure.worlds.network.client.link import RefusedError, StoppedError
 
 
 class Client:
-    """One client of the federation at `url`: iterating over it gives what there is to train.
+    """A client of the federation at `url`: iterating yields its assignments.
 
-    examples: how many it trains on; updates weigh by them. name, state, part, token, authority,
-    certificate, approve, give_up, owner, insecure: as in `dure.join`. What policy.toml in `state`
-    says holds here too, but for how long the loop trains, which is its own business.
+    policy.toml in `state` applies here too, except for its limits on training time, since the loop
+    is the caller's.
 
-    Raises dure.errors.DureError for a server that does not take this client, or a run that the
-    site does not take part in: one that asks clients to mask, clip or noise what they send too,
-    which is `dure.join`'s to do.
+    Args:
+        url: address of the server.
+        examples: number of training examples, which weigh the client's updates.
+        name: as in `dure.join`.
+        state: as in `dure.join`.
+        part: as in `dure.join`.
+        token: as in `dure.join`.
+        authority: as in `dure.join`.
+        certificate: as in `dure.join`.
+        approve: as in `dure.join`.
+        give_up: as in `dure.join`.
+        owner: as in `dure.join`.
+        insecure: as in `dure.join`.
+
+    Raises:
+        dure.errors.DureError: if the server refuses this client, if the site's policy refuses the
+            run, or if the run asks clients to mask, clip or noise their updates, which only
+            `dure.join` does.
     """
 
     def __init__(
@@ -64,7 +78,7 @@ class Client:
             raise ValueError(f"examples is {examples}, but a client trains on at least one")
         self.examples = examples
         self.over: str | None = None
-        """Why the run is over, once it is."""
+        """Reason for the end of the run, once it has ended; None before."""
         self._part = part
         self._stop = threading.Event()
         self._ending = ExitStack()
@@ -77,7 +91,7 @@ class Client:
             self._site = self._ending.enter_context(opened(url, reach, self._stop))
             self.session = self._site.session
             self._site.policy.hold()
-            # First a look: whoever declines takes nobody's place.
+            # A look takes no place, so that a client that declines leaves the place to others.
             welcome = self._look()
             _check_protects_nothing(welcome)
             self._site.agree(welcome, approve)
@@ -88,7 +102,7 @@ class Client:
             raise
 
     def _look(self) -> Welcome:
-        """What is served; nobody is there yet."""
+        """Return the description of the served run, without taking a place."""
         said = CheckIn(version=VERSION, name=self._name, examples=0, wants=self._part, looks=True)
         return self._site.look(said)
 
@@ -103,15 +117,15 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Leaves; another process may have the folder now."""
+        """Leave the federation, and release the state folder for other processes."""
         self._stop.set()
         self._ending.close()
 
     def __iter__(self) -> Iterator[Work]:
-        """What there is to train, one after another, until the run is over."""
+        """Yield the assignments in order, until the run ends."""
         confirmed: list[int] = []
         while True:
-            # Outside its hours the site does not call.
+            # Outside of its hours the site sends no requests.
             if self._stop.wait(self._site.closed()):
                 return
             try:
@@ -131,7 +145,7 @@ class Client:
                 yield from self._works(word.train)
 
     def _works(self, train: Train) -> Iterator[Work]:
-        """One assignment. While the caller trains, the server knows that it is there."""
+        """Yield the assignment, and send heartbeats to the server while the caller trains."""
         with self.session.working(train.ticket) as wanted:
             work = self._work(train, wanted)
             if work is None:
@@ -143,7 +157,7 @@ class Client:
     def _work(self, train: Train, wanted: Callable[[], bool]) -> Work | None:
         try:
             tensors = self.session.fetch(train.round, train.tensors, train.bytes)
-        # The server has a newer one by now.
+        # 410: the server has a newer model by now.
         except RefusedError as refused:
             if refused.status != 410:
                 raise
@@ -152,7 +166,7 @@ class Client:
 
 
 def _check_protects_nothing(welcome: Welcome) -> None:
-    """Raises PolicyError for a run whose clients have to protect what they send."""
+    """Raise PolicyError if the run requires clients to protect their updates."""
     privacy = privacy_of(welcome)
     by_clients = privacy.user is not None and privacy.user.where != "server"
     if welcome.holds or privacy.secure or privacy.example or by_clients:
@@ -163,10 +177,10 @@ def _check_protects_nothing(welcome: Welcome) -> None:
 
 
 class Work:
-    """One assignment: train from these weights.
+    """An assignment: train from these weights, and send the update.
 
-    round: of the global model, from 0. tensors: by name, as they came. wanted: tells whether an
-    update would still count. sent: whether one was sent.
+    round: of the global model, from 0. tensors: received weights by name. wanted: function that
+    returns whether an update would still count. sent: whether an update was sent.
     """
 
     def __init__(
@@ -186,13 +200,13 @@ class Work:
 
     @property
     def arrays(self) -> dict[str, numpy.ndarray[Any, Any]]:
-        """The tensors as numpy's arrays, in memory of their own."""
+        """Copies of the tensors as numpy arrays."""
         return {name: tensor.numpy().copy() for name, tensor in self.tensors.items()}
 
     def load(self, model: Any) -> None:
-        """Puts the weights into a module of torch, or into the arrays of a mapping by name.
+        """Copy the weights into a torch module, or into the arrays of a mapping by name.
 
-        Raises ValueError where one of the names is missing there, or has another shape.
+        Raises ValueError if a name is missing in `model`, or its array has another shape.
         """
         there = _named(model)
         with torch.no_grad():
@@ -217,18 +231,25 @@ class Work:
         steps: int | None = None,
         metrics: Mapping[str, float] | None = None,
     ) -> bool:
-        """Sends how the weights moved; whether the server has it.
+        """Send the changes of the weights; return whether the server accepted the update.
 
-        The server weighs updates by their examples, and refuses more samples than it asked for.
+        The server weighs updates by their examples, and refuses more samples than it requested.
 
-        model: a module of torch, or a mapping of arrays by name. examples: on which it trained, at
-        most those that were said. loss: mean over them. samples: processed, local epochs counted.
-        steps: of the optimizer; by default as many as the strategy asks for. metrics: numbers for
-        the report. False where the update is not wanted any more.
+        Args:
+            model: a torch module, or a mapping of arrays by name.
+            examples: examples trained on, at most those of the client; None means all of them.
+            loss: mean loss over the examples.
+            samples: processed samples, with local epochs counted; by default `examples`.
+            steps: steps of the optimizer; by default the number that the strategy requests.
+            metrics: numbers for the report.
 
-        Raises ValueError for tensors of other names or shapes, or that are not finite, for more
-        examples than the client has, and for more steps than samples; RefusedError where the server
-        takes no such update.
+        Returns:
+            False if the server no longer needs the update.
+
+        Raises:
+            ValueError: for tensors with other names or shapes or values that are not finite, for
+                more examples than the client has, and for more steps than samples.
+            RefusedError: if the server refuses the update.
         """
         own = self._client.examples
         count = own if examples is None else examples
@@ -256,7 +277,7 @@ class Work:
         try:
             sent = self._client.session.send(reserve, moved, self.wanted)
         except RefusedError as refused:
-            # The round ended while it was on its way.
+            # 410: the round ended during the upload.
             if refused.status != 410:
                 raise
             sent = False
@@ -264,7 +285,7 @@ class Work:
         return sent
 
     def _moved(self, there: Mapping[str, Any]) -> dict[str, Tensor]:
-        """What travels: the changes of weights, and buffers as they are now."""
+        """Return the update: the changes of weights, and the buffers unchanged."""
         buffers = set(self._client.welcome.trains.buffers)
         moved = {}
         for name, before in self.tensors.items():

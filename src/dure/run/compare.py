@@ -1,13 +1,13 @@
-"""Many systems side by side, and one report.
+"""Compare several systems in one report.
 
-Task, seed, initial weights and limits are the same for all of them, but for what is asked
-otherwise: a system may have a task of its own, such as the same one with another learning rate, and
-all of them may be trained under several seeds. Then each system has a run for each seed, in folders
-`name-seed-0` and so on, and all of these have the system's label: what they have in common is told
-over seeds (`dure.record.spread`).
+Task, seed, initial weights and limits are the same for all systems, except where the caller says
+otherwise: a system may have a task of its own, such as the same task with another learning rate,
+and all systems may be trained under several seeds. Then each system has a run for each seed, in
+folders `name-seed-0` and so on, all with the system's label; the report shows statistics over seeds
+(`dure.record.spread`).
 
-All folders are made, with their config.json, before the first run begins. So a comparison that was
-interrupted or killed goes on from its folder alone (`dure.run.again`).
+All folders are made, with their config.json, before the first run begins, so that an interrupted or
+killed comparison can be resumed from its folder alone (`dure.run.again`).
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ Entry = (
 )
 
 COMPARISON = "comparison.json"
-"""What makes a folder one of a comparison, as config.json makes it one of a run."""
+"""File that marks the folder of a comparison, as config.json marks a run folder."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What a comparison came to.
+    """Result of a comparison.
 
-    runs: those that ended, in the order asked; of several seeds, those of a system share its label.
-    failed: label to error. report: the page, if `out` was given.
+    runs: successful runs, in the requested order; runs of a system under several seeds share its
+    label. failed: label to error. report: path of the page if `out` was given, else None.
     """
 
     runs: list[Run]
@@ -67,7 +67,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class _Planned:
-    """A run that is to be done. name: of its folder. told: how its progress is called."""
+    """A planned run. name: of its folder. told: label for progress."""
 
     job: Job
     config: Mapping[str, Any]
@@ -94,25 +94,36 @@ def compare(
     track: str | None = None,
     on_progress: Callable[[str, dict[str, Any]], None] = _ignore,
 ) -> Comparison:
-    """Trains `task` by each of `systems`, one after another, and writes one report.
+    """Train `task` by each of `systems` in turn, and write one report.
 
-    systems: strategies, or pairs (strategy, world) where the default world is not what is wanted,
-        or (strategy, world or None, task) where a system trains a task of its own, and a label
-        besides where tables are to call it otherwise.
-    stop: the same limits for all; limits that a strategy does not count (rounds, steps) do not
-        concern it.
-    seeds: how many seeds each system is trained under, counted from `seed` on.
-    out: a new or empty folder that gets a run folder for each system and seed, comparison.json and
-        report.html.
-    evaluate_every, check: as in `dure.train`, for every system.
-    callbacks, track: as in `dure.train`; they hear of one run after another.
-    on_progress: called with the label of the system at work and the event that `dure.train`
-        reports. By default a notebook draws a bar for each.
+    A failing system does not end the comparison; its error is in `failed`. Ctrl-C ends the
+    comparison after the current step: the report covers the runs so far, and
+    `dure.resume_comparison` resumes the comparison.
 
-    A system that fails does not end the comparison; it is in `failed`. Ctrl-C ends it after the
-    step at hand: the report is written of what there is, and `dure.resume_comparison` goes on.
+    Args:
+        task: model, loss and data.
+        systems: strategies, or pairs (strategy, world) for another world than the default, or
+            (strategy, world or None, task) for a system with a task of its own, optionally with a
+            label for tables as the fourth item.
+        stop: limits for all systems; limits that a strategy does not count (rounds, steps) do not
+            apply to that strategy.
+        seed: first seed.
+        seeds: number of seeds of each system, counted from `seed` on.
+        out: a new or empty folder that gets a run folder for each system and seed, comparison.json
+            and report.html.
+        evaluate_every: as in `dure.train`, for every system.
+        check: as in `dure.train`, for every system.
+        callbacks: as in `dure.train`; they receive the events of all runs in turn.
+        track: as in `dure.train`, for every run.
+        on_progress: called with the label of the current system and the event of `dure.train`. By
+            default a notebook draws a bar for each run.
 
-    Raises ValueError or RunFolderError, before any work, if anything asked does not fit.
+    Returns:
+        The runs, the errors and the path of the report.
+
+    Raises:
+        ValueError: before any work, if arguments do not fit.
+        RunFolderError: before any work, if the folder is in use.
     """
     stop = stop if stop is not None else Stop(epochs=10)
     check_asked(task, stop, seed=seed, evaluate_every=evaluate_every)
@@ -158,7 +169,7 @@ def compare(
 
 
 def check_seeds(seeds: Any) -> None:
-    """Raises ValueError if this is no number of seeds."""
+    """Raise ValueError if `seeds` is no whole number of at least 1."""
     if not isinstance(seeds, int) or isinstance(seeds, bool) or seeds < 1:
         raise ValueError(
             f"seeds is {shown(seeds)}, but it says how many there are, counted from seed on: at "
@@ -167,7 +178,7 @@ def check_seeds(seeds: Any) -> None:
 
 
 class _Asked(NamedTuple):
-    """A system, where it lives, what it trains, and how it is to be called if not by its own."""
+    """A system of a comparison: strategy, world, task, and a label if the user gave one."""
 
     strategy: Strategy
     world: World
@@ -176,7 +187,7 @@ class _Asked(NamedTuple):
 
 
 def _entries(task: Task, systems: Any) -> list[_Asked]:
-    """Each system with its world and its task. Raises ValueError for what is none."""
+    """Return each system with its world and task. Raises ValueError for a malformed entry."""
     if isinstance(systems, (str, Strategy)) or not isinstance(systems, Iterable):
         raise ValueError(
             f"systems is {shown(systems)}: give a list of strategies, or of pairs (strategy, world)"
@@ -208,13 +219,13 @@ def _planned(
     seeds: Sequence[int],
     how: Mapping[str, Any],
 ) -> list[_Planned]:
-    """All the runs, each checked as `dure.train` does. Raises ValueError for what does not fit."""
+    """Return all runs, each checked as in `dure.train`. Raises ValueError if a run does not fit."""
     divided = all(_holds_parts(strategy, world) for strategy, world, *_ in entries)
     waits = divided and all(world.elsewhere for _, world, *_ in entries)
     models: dict[tuple[int, int], nn.Module] = {}
 
     def model(task: Task, seed: int) -> nn.Module:
-        """Every run of a task under a seed begins with a copy of it."""
+        """Return the model that all runs of a task under a seed copy."""
         if (id(task), seed) not in models:
             with exit_is_a_failure("the task", "making the model"):
                 models[id(task), seed] = fresh_model(task, seed, divided, waits)
@@ -224,7 +235,7 @@ def _planned(
     for strategy, world, own, _ in entries:
         runs = []
         for seed in seeds:
-            # What a strategy believes of a model is tried once, and not under every seed.
+            # A strategy's assumptions about a model are tested once, and not under every seed.
             tries = how["check"] and seed == seeds[0]
             runs.append(
                 _prepared(
@@ -248,7 +259,7 @@ def _planned(
     times = Counter((id(one.task), seed) for one in entries for seed in seeds)
 
     def fresh(own: Task, job: Job) -> FreshModel | None:
-        """Only what several runs begin with is kept until they do."""
+        """Return the prepared model if several runs start from it; else drop it until needed."""
         if job.fresh is None or times[id(own), job.seed] > 1:
             return job.fresh
         return job.fresh.anew()
@@ -267,7 +278,7 @@ def _planned(
 
 
 def _own_options(task: Task, own: Task) -> str:
-    """What a system's own task was given otherwise than that of the comparison, for its label."""
+    """Return the options in which a system's task differs from the comparison's, for its label."""
     common = (task.reference or {}).get("options", {})
     mine = (own.reference or {}).get("options", {})
     differs = {name: value for name, value in mine.items() if common.get(name) != value}
@@ -275,22 +286,22 @@ def _own_options(task: Task, own: Task) -> str:
 
 
 def _holds_parts(strategy: Strategy, world: World) -> bool:
-    """Whether no worker of a system needs the whole model."""
-    # What is neither is refused when it is prepared.
+    """Return whether no worker of a system needs the whole model."""
+    # Objects of other types are refused later, when the run is prepared.
     known = isinstance(strategy, Strategy) and isinstance(world, World)
     return known and strategy.holds_parts(world.workers)
 
 
 def _make_folders(folder: Path, asked: Mapping[str, Any], planned: Sequence[_Planned]) -> None:
-    """A new folder for the comparison, and one in it for each run.
+    """Make a new folder for the comparison, and a folder in it for each run.
 
-    Raises what says that no report can be drawn in the end.
+    Raises ImportError if the libraries of the report are missing.
     """
     from dure.report.document import check_plotly
 
     check_plotly("the report")  # now, and not after hours of training
     RunFolder.create(folder, asked)
-    # A config.json would make the folder of the comparison look like one of a run.
+    # A config.json would mark the comparison's folder as a run folder.
     (folder / "config.json").rename(folder / COMPARISON)
     for one in planned:
         RunFolder.create(folder / one.name, one.config)
@@ -298,10 +309,10 @@ def _make_folders(folder: Path, asked: Mapping[str, Any], planned: Sequence[_Pla
 
 
 def noted(program: Callable[[], Run], told: str, done: Comparison) -> str:
-    """Does a run and notes it in `done`; how it ended. told: how it is called."""
+    """Execute a run and record it in `done`; return the reason for its end. told: its label."""
     try:
         run = program()
-    # Errors of dure alone: anything else is a bug, which has to be seen.
+    # Only errors of dure: any other error is a bug, and must be visible.
     except DureError as error:
         done.failed[told] = error
         return "failed"
@@ -312,7 +323,7 @@ def noted(program: Callable[[], Run], told: str, done: Comparison) -> str:
 def reported(
     folder: Path, asked: Mapping[str, Any], names: Sequence[str], done: Comparison
 ) -> Path:
-    """Writes comparison.json and the page. names: the folders of the runs that were begun."""
+    """Write comparison.json and the page. names: folders of the runs that were started."""
     from dure.report import write_report
 
     failed = {label: text_of(error) for label, error in done.failed.items()}
@@ -325,7 +336,7 @@ def reported(
 def _prepared(
     task: Task, strategy: Strategy, world: World, stop: Stop, seed: int, **how: Any
 ) -> tuple[Job, dict[str, Any]]:
-    """As `prepare`, whose complaints are told with the system's name."""
+    """Return the result of `prepare`, with the system's name in the text of a ValueError."""
     try:
         return prepare(task, strategy, world, stop, seed, **how)
     except ValueError as error:
@@ -334,15 +345,15 @@ def _prepared(
 
 
 def _slug(label: str) -> str:
-    """A label as the name of a folder."""
+    """Return a label as a folder name."""
     return re.sub(r"[^a-z0-9]+", "-", label.lower().replace("×", "x")).strip("-")
 
 
 def _unique(labels: Sequence[str]) -> list[str]:
-    """The labels, numbered where several would have the same folder."""
+    """Return the labels, numbered if several would have the same folder."""
     result: list[str] = []
     for label in labels:
-        # Labels that differ in signs only would share a folder.
+        # Labels that differ in punctuation only would share a folder.
         taken = set(map(_slug, result))
         numbered = label
         count = 1

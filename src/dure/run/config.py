@@ -1,4 +1,4 @@
-"""The content of config.json (docs/run-folder.md): what was asked, written and read again."""
+"""The content of config.json (docs/run-folder.md): the request of a run, written and read again."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ class AskedTask(msgspec.Struct):
     name: str | None
     options: dict[str, Any]
     weights: str | None = None
-    """The digest of the weights that the model began with, where they were given."""
+    """Digest of the model's initial weights, if the user gave them."""
     weights_from: str | None = None
-    """Where they lay."""
+    """Path of the initial weights."""
     validation: float | None = None
-    """The share of the training data that is the validation set, where it is one."""
+    """Share of the training data that is the validation set, if the set is a share."""
     learning: dict[str, Any] = {}
-    """How it is trained, as far as that was asked for (`dure.contracts.learning`)."""
+    """Learning options of the task (`dure.contracts.learning`), if it sets any."""
 
 
 class Asked(msgspec.Struct):
-    """What config.json says was asked, as far as a resumed run needs it."""
+    """The request in config.json, as far as a resumed run needs it."""
 
     label: str
     task: AskedTask
@@ -55,30 +55,30 @@ class Asked(msgspec.Struct):
 
 
 def _weights_of(task: Task) -> dict[str, Any]:
-    """What config.json says of the weights that the model begins with, where they are given."""
+    """Return the entries of config.json about given initial weights; {} without such weights."""
     if task.weights is None:
         return {}
     return {"weights": digest_of(task.weights), "weights_from": str(task.weights)}
 
 
 def _validation_of(task: Task) -> dict[str, Any]:
-    """What config.json says of a validation set that is a share of the training data."""
+    """Return the entry of config.json about a validation share; {} without a share."""
     return {"validation": task.validation} if isinstance(task.validation, float) else {}
 
 
 def _learning_of(task: Task) -> dict[str, Any]:
-    """What config.json says of how it is trained; nothing where nothing is asked."""
+    """Return the entry of config.json about learning options; {} if the task sets none."""
     asked = learning_of(task)
     return {"learning": asked} if asked else {}
 
 
 def asked_of(folder: Path) -> Asked:
-    """What was asked of the run in `folder`; as `asked_in`, of its config.json."""
+    """Return the request of the run in `folder`; errors as in `asked_in`."""
     return asked_in(folder, without_sums(RunFolder.open(folder).read_json("config.json")))
 
 
 def asked_in(folder: Path, config: Mapping[str, Any]) -> Asked:
-    """What was asked of the run in `folder`, by its config.json.
+    """Return the request of the run in `folder`, from the content of its config.json.
 
     Raises RunFolderError if config.json is damaged.
     """
@@ -93,22 +93,22 @@ def asked_in(folder: Path, config: Mapping[str, Any]) -> Asked:
 
 
 def config_of(job: Job, world: World, task: Task) -> dict[str, Any]:
-    """The content of config.json: what was asked.
+    """Return the content of config.json: the request of the run.
 
-    task: as it was looked at; how many examples ranks have of their own nobody knows yet.
+    task: the task that was checked; ranks with data of their own have not counted them yet.
     """
-    # Without a name the task has to be given again to resume the run.
+    # A task without a name has to be given again to resume the run.
     reference: Mapping[str, Any] = task.reference or {"name": None, "options": {}}
-    # A server knows nothing of how its clients' data lie.
+    # A server does not know the partition of its clients' data.
     division = None if world.serves else job.strategy.division(task, job.seed)
-    # Most runs repeat themselves, and say nothing of it.
+    # Most runs are deterministic, and have no entry.
     repeats = {} if job.strategy.deterministic else {"deterministic": False}
     return {
         "label": job.label,
-        # Which run it is, though another one may have been asked for the same.
+        # Identifies the run, since another run may have the same request.
         "run": secrets.token_hex(8),
         "task": {
-            # title is for people, name for finding the task again.
+            # title is for people, name for loading the task again.
             "name": reference["name"],
             "options": dict(reference["options"]),
             "title": task.name,

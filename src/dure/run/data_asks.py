@@ -1,7 +1,8 @@
-"""What a task's data ask of a system, beside being there: a sampler, batches of a size, a stream.
+"""Check that a strategy honours the sampling that a task's data request.
 
-Who trains on what is the strategy's. What the owner of the data says of it is done where a system
-can (`Strategy.samples`), and refused where it cannot.
+The strategy decides which rank trains on which examples. The owner of the data may request a
+sampler, a batch size or a stream. A strategy that supports the request (`Strategy.samples`)
+honours it; every other strategy refuses the task.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from dure.randomness.seeds import generators_state, restore_generators
 
 
 def check_data_asks(task: Task, strategy: Strategy, kind: Kind) -> None:
-    """Raises ValueError where the system would do otherwise, in such a world, than the data ask."""
+    """Raise ValueError if the strategy cannot sample as the data request in such a world."""
     sampling = task.train.sampling
     size = strategy.batch_size
     if sampling.batch_size is not None and sampling.batch_size != size:
@@ -28,7 +29,7 @@ def check_data_asks(task: Task, strategy: Strategy, kind: Kind) -> None:
             f"the DataLoader has batches of {sampling.batch_size}, and {strategy.name} has "
             f"batch_size={size}: give the strategy that batch_size, or the task the dataset itself"
         )
-    # The simulation of a system of ranks has batches of its own.
+    # The simulation of a strategy of ranks draws batches of its own.
     able = strategy.samples if kind == strategy.kind or kind != "clients" else frozenset()
     for way in sorted(_asked(task) - able):
         raise ValueError(
@@ -55,22 +56,22 @@ def check_data_asks(task: Task, strategy: Strategy, kind: Kind) -> None:
 
 
 def check_drawn(task: Task, strategy: Strategy, workers: int | None, seed: int) -> None:
-    """Raises ValueError where somebody would have nothing to draw by weight."""
+    """Raise ValueError if a rank or client would have no example of positive weight."""
     if task.train.sampling.weights is not None and len(task.train):
         for part in strategy.parts(task, seed, workers):
             task.train.sampling.of(part)
 
 
 def _check_counts(loss: OwnLoss, train: Examples) -> None:
-    """Raises ValueError where the loss says too little of the labels that the first example has."""
+    """Raise ValueError if the model's own loss cannot count the labels of the first example."""
     if not isinstance(train, DatasetExamples):
         return
-    # Reading an example may draw random numbers; the run is not to feel it.
+    # Reading an example may draw random numbers, and the run must not depend on this check.
     before = generators_state()
     try:
         _, labels = train.batch(torch.tensor([train.first]))
     except DureError:
-        # What is wrong with it is said where it is learned from.
+        # A bad example raises its error during training, with more context.
         return
     finally:
         restore_generators(before)
@@ -78,6 +79,6 @@ def _check_counts(loss: OwnLoss, train: Examples) -> None:
 
 
 def _asked(task: Task) -> frozenset[Way]:
-    """What is asked; nothing where the data leave it to the system."""
+    """Return the requested kinds of sampling; an empty set if the strategy is free to choose."""
     ways: frozenset[Way] = task.train.sampling.asks
     return ways | {"a stream"} if isinstance(task.train, StreamExamples) else ways

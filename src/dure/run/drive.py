@@ -1,8 +1,8 @@
 """The loop that drives every learner: advance, record, evaluate, checkpoint, until a limit.
 
-It runs on every rank. What all ranks have to do together (an evaluation, a checkpoint, the end)
-follows from numbers that all of them know, or from a wish of rank 0 that travelled with the step's
-message; so no rank ever waits for one that went another way. Only rank 0 writes.
+The loop runs on every rank. Joint actions of all ranks (an evaluation, a checkpoint, the end)
+follow from numbers that all ranks know, or from control flags of rank 0 that travel with the step's
+message; so no rank ever waits for a rank on another path. Only rank 0 writes.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ from dure.run.watch import page_of
 
 
 def drive(job: Job, place: Place) -> Outcome:
-    """Does the job at this place."""
+    """Execute the job on this rank, and return its results."""
     trains = place.network is None or job.strategy.trains_at_server
     keeps = trains and not job.strategy.spares_memory
     memory = memory_kept() if keeps else memory_returned()
@@ -70,7 +70,7 @@ def drive(job: Job, place: Place) -> Outcome:
 
 
 def _drive(job: Job, place: Place) -> Outcome:
-    # A state of its own for each rank, for whatever draws outside of steps: those seed anew.
+    # Each rank seeds the generators for draws outside of steps; steps seed their own.
     before = generators_state()
     seed_generators(job.seed, "rank", place.group.rank, everything=True)
     reset_peak_memory()
@@ -78,7 +78,7 @@ def _drive(job: Job, place: Place) -> Outcome:
     driver: Driver | None = None
     try:
         place.group.step = "the start"
-        # The prepared model itself where this process has prepared it; elsewhere one made anew.
+        # The process that prepared the model uses it; other processes create their own.
         if job.fresh is not None:
             place.prepared = job.fresh.take
         job = dataclasses.replace(job, task=with_validation(job.task, job.seed))
@@ -94,14 +94,14 @@ def _drive(job: Job, place: Place) -> Outcome:
             job.strategy.learner(job.task, place, job.seed), job.task.ema, place.group
         )
         if job.strategy.led:
-            # What follows is the affair of this rank alone: others may be dead by then.
+            # The coordinating rank continues alone: the other ranks may be dead by then.
             place.group = place.group.alone()
         driver = Driver(job, place, learner)
-        # After the driver is made: it notes how many threads evaluations may use.
+        # After the driver, which notes the number of threads for evaluations.
         with threads(threads_for(learner.flops_per_step())):
             return driver.run()
     except LossNotFiniteError as error:
-        # The loss was seen before the update: the weights are still those of the step before.
+        # The loss was checked before the update: the weights are still those of the previous step.
         if driver is not None and error.intact:
             driver.checkpoints.keep_last_good(driver.position)
         raise
@@ -114,8 +114,8 @@ def _drive(job: Job, place: Place) -> Outcome:
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        # An error of the user's own code, or of ours: told with the rank and the step. So is
-        # SystemExit, which would end the process as if all were well.
+        # An error of the user's code, or of dure, gets the rank and the step. SystemExit too,
+        # which would end the process with success.
         where = learner.where if learner is not None else f"rank {place.group.rank}"
         step = place.group.step
         failed = WorkerFailedError(where, step, described(error), traceback_of(error))
@@ -133,7 +133,7 @@ def _drive(job: Job, place: Place) -> Outcome:
 
 
 class Driver:
-    """One rank's part of a run."""
+    """A rank's part of a run."""
 
     def __init__(self, job: Job, place: Place, learner: Learner) -> None:
         self.job = job
@@ -151,55 +151,55 @@ class Driver:
         self.travelled = 0.0
         self.monitor = early.monitor_of(job.task, job.stop)
         self.best: Mapping[str, Tensor] | None = None
-        """The weights of the best evaluation, on rank 0, where no folder has them."""
-        # Of several ranks no one knows alone what all of them have done.
+        """On rank 0, the weights of the best evaluation, if no folder has them."""
+        # With several ranks, no rank alone has the counters of all.
         tells = self.folder is not None and self.group.size == 1
         self.now = Now(self.folder.path) if self.folder is not None and tells else None
         if self.now is not None:
             self.now.facts = learner.facts
             place.report = _heard_by(self.now, place.report)
         self._stopped = False
-        """Whether a callback wants the run to end."""
+        """Whether a callback has requested the end of the run."""
         self._reported = 0.0
         self._began = 0.0
-        """When the step began."""
+        """Time of the start of the current step, by time.perf_counter."""
         self._went_past = False
-        """Whether something was learned after the newest step, in the middle of the next one."""
+        """Whether training continued after the newest step, within the next step."""
         if self.group.size == 1:
             place.wish = self._wish_within
 
     def run(self) -> Outcome:
-        """From the start, or the newest checkpoint, to the first limit; called on every rank."""
-        # Held before anything is read: nobody else may change it meanwhile.
+        """Run from the start, or the newest checkpoint, to the first limit. Collective."""
+        # Locked before the first read, so that no other process changes the folder meanwhile.
         if self.folder is not None:
             self.folder.hold()
         if self.job.elastic:
             self.checkpoints.check_folder()
         if self.job.resume:
             self._resume()
-        # A new run is measured untrained; a resumed one has been.
+        # A new run is evaluated before training; a resumed run has been.
         if self.position.last_evaluation < 0:
             self._evaluate()
         limit = self.job.stop.seconds  # which a resumed run, on all ranks, may have used up
-        # Before the first step too: a run that is resumed may have reached its limits already.
+        # Before the first step too: a resumed run may have reached its limits already.
         ended = self._limit(STOP if limit is not None and self.position.seconds >= limit else 0)
         while ended is None:
             ended = self._advance()
-        # at once: torchrun waits half a minute at most
+        # No evaluation: torchrun waits for at most half a minute before it kills the ranks.
         makes_way = ended == "interrupt" and self.job.elastic
         position = self.position
         measured = position.last_evaluation == position.step and not self._went_past
         if not measured and not makes_way:
             self._evaluate()
-        # Asked of the job, not of the own folder: all ranks have to come, or none.
+        # Depends on the job, not on this rank's folder: the checkpoint is collective.
         if self.job.folder is not None and (position.step > 0 or position.midway):
             self._checkpoint()
         return self._finish(ended)
 
     def _advance(self) -> str | None:
-        """One step or round and all that is due after it.
+        """Execute one step or round, and the evaluation and checkpoint that are due after it.
 
-        Returns the limit that ends the run, if any.
+        Returns the limit that ends the run, else None.
         """
         position = self.position
         self.group.step = f"{self.learner.unit} {position.step + 1}"
@@ -208,11 +208,11 @@ class Driver:
             progress = self.learner.advance(self._wish() if self.leads else 0)
         except Interrupted:
             return "interrupt"
-        # Training time only: evaluations and checkpoints are left out.
+        # Training time only, without evaluations and checkpoints.
         position.seconds += time.perf_counter() - self._began
         position.samples += progress.samples
         position.midway = not progress.whole
-        # A round in which no update counted keeps the loss of the round before.
+        # A round without a valid update keeps the loss of the round before.
         position.loss = position.loss if progress.loss is None else progress.loss
         position.numbers = finite(progress.numbers or {})
         if position.midway:
@@ -220,19 +220,19 @@ class Driver:
             return self._limit(progress.wish)
         position.step += 1
         self._record(progress)
-        # Before the limit is looked at: a target is reached by an evaluation.
+        # Before the limits are checked: an evaluation may reach a target.
         if position.step % self.evaluate_every == 0:
             self._evaluate()
         ended = self._limit(progress.wish)
-        # At the end comes a checkpoint anyway, after the last evaluation.
+        # The end writes a checkpoint anyway, after the last evaluation.
         if progress.wish & CHECKPOINT and ended is None:
             self._checkpoint()
         return ended
 
     def _wish(self) -> int:
-        """What rank 0 wants all ranks to do after the next step.
+        """Return rank 0's control flags for all ranks after the next step.
 
-        Its clock and its user alone decide that.
+        They depend on rank 0's clock and user alone.
         """
         wish = 0
         seconds = self.job.stop.seconds
@@ -243,14 +243,14 @@ class Driver:
         elif seconds is not None and self.position.seconds >= seconds:
             wish |= STOP
         if self.job.folder is not None:
-            # The wish travels with the step to come, and is about what follows that step.
+            # The flags travel with the next step, and apply after that step.
             following = self.position.step + 1
             due = self.checkpoints.due(following, following % self.evaluate_every == 0)
             wish |= CHECKPOINT if due else 0
         return wish
 
     def _wish_within(self) -> int:
-        """What is wished in the middle of a step, where nobody else has to be told."""
+        """Return the control flags within a step, for a run of a single rank."""
         stop = self.job.stop
         if self.place.interrupted():
             return STOP | INTERRUPT
@@ -261,22 +261,22 @@ class Driver:
 
     @property
     def examples(self) -> int:
-        """Of an epoch; of a federation whose clients do not say, as far as sums have told."""
+        """Examples of an epoch; for clients that do not report them, the known number so far."""
         return self.learner.examples or len(self.job.task.train) or 1
 
     @property
     def evaluate_every(self) -> int:
-        """Steps or rounds between evaluations, as it is now: rounds may grow."""
+        """Current number of steps or rounds between evaluations; rounds may grow."""
         return self.job.evaluate_every or self.learner.units_per_epoch
 
     def _limit(self, wish: int) -> str | None:
-        """The limit that was reached.
+        """Return the limit that was reached, else None.
 
-        Seconds and interrupts are rank 0's to see: it wished for the stop.
+        Only rank 0 sees seconds and interrupts; its flag STOP is in `wish`.
         """
         position = self.position
         stop = self.job.stop
-        # Asked of all ranks where it is a limit, and only then.
+        # The sum is a collective, so it is computed only if bytes are a limit.
         if stop.bytes is not None:
             self.travelled = self._travelled()
         reached = stop.reached(
@@ -290,7 +290,7 @@ class Driver:
         reached = reached or self._waited() or self.learner.exhausted()
         if self.group.size == 1:  # nobody else has to be told first
             wish |= self._wish()
-        # A limit that all ranks know comes before one that only rank 0 has seen.
+        # A limit that all ranks know precedes a limit that only rank 0 has seen.
         if reached is not None or not wish & STOP:
             return reached
         if wish & INTERRUPT:
@@ -300,7 +300,7 @@ class Driver:
         return "transfers" if wish & SPENT else "seconds"
 
     def _waited(self) -> str | None:
-        """Whether the validation set's metric has not been better for long enough."""
+        """Return "patience" if the monitored metric has not improved for long enough, else None."""
         patience = self.job.stop.patience
         best = self.position.best
         if patience is None or best is None or best.waited < patience:
@@ -308,7 +308,7 @@ class Driver:
         return "patience"
 
     def _travelled(self) -> float:
-        """Bytes that all workers have sent, as summary.json adds them up: each counts once."""
+        """Return the bytes sent by all workers, as in summary.json."""
         mine = sum(meter.counters.bytes_sent for meter in self.learner.meters())
         return sum(told for (told,) in self.group.all_gather_values([float(mine)], "bytes sent"))
 
@@ -357,13 +357,13 @@ class Driver:
         )
 
     def _all_counters(self) -> list[Counters]:
-        """Every worker's counters on every rank, in order of rank.
+        """Return every worker's counters on every rank, in order of rank.
 
-        In a federation: the server's first, then its clients'.
+        In a federation the server's counters come first, then its clients'.
         """
         mine = self.learner.meters()
-        # The peak is the whole process's: one of its workers stands for all. Before the run was
-        # interrupted it may have been higher.
+        # The peak is that of the whole process, so its first worker has it. An earlier part of a
+        # resumed run may have had a higher peak.
         mine[0].counters.peak_memory = max(mine[0].counters.peak_memory, peak_memory())
         values = [value for meter in mine for value in meter.counters.as_list()]
         workers: list[Counters] = []
@@ -375,7 +375,7 @@ class Driver:
         position = self.position
         if position.step == 0:
             self.group.step = "the first evaluation"
-        # Large batches, no gradients: more threads pay even where a step is small.
+        # Large batches without gradients: more threads pay even if a step is small.
         with threads(self.all_threads):
             position.metrics = self.learner.evaluate()
         numbers = finite(self.learner.numbers())
@@ -401,7 +401,7 @@ class Driver:
         self.history.append(record)
         if self.folder is not None:
             self.folder.append(record)
-            # So that a run that is killed now keeps this evaluation.
+            # A run that is killed now keeps this evaluation.
             self.folder.flush(patient=True)
         if self.leads:
             self._report()
@@ -410,13 +410,13 @@ class Driver:
         self._tell(record)
 
     def _choose(self, monitor: str) -> None:
-        """Keeps the model if it is the best one so far. All ranks come to the same result."""
+        """Store the model if it is the best so far. All ranks reach the same result."""
         position = self.position
         before = position.best
         position.best = early.after(before, self.job.stop, monitor, position.step, position.metrics)
         if before is not None and position.best.step == before.step:
             return
-        # On every rank: a model that is divided is put together here.
+        # Collective: a divided model is gathered here.
         weights = self.learner.weights()
         if self.folder is not None:
             keep_best(self.folder.path, weights, position.step)
@@ -424,7 +424,7 @@ class Driver:
             self.best = {name: _kept(one) for name, one in weights.items()}
 
     def _tell(self, record: Record) -> None:
-        """Callbacks hear of it, in the process that the user has called from."""
+        """Report a record to callbacks in the user's process."""
         if not self.leads or not self.job.told:
             return
         content = History.encode(record)
@@ -435,20 +435,20 @@ class Driver:
             self._stopped = True
 
     def _checkpoint(self) -> None:
-        """All ranks come here after the same step."""
+        """Write a checkpoint. Collective after the same step."""
         self.checkpoints.write(self.position, self._all_counters())
 
     def _resume(self) -> None:
-        """Goes on from the newest checkpoint, or from the start.
+        """Continue from the newest checkpoint, or from the start without a checkpoint.
 
-        What the history says of later steps is taken back.
+        The history of steps after the checkpoint is removed.
         """
         position = self.checkpoints.read()
         if position is not None:
             check_as_before(self.job.folder, position.lies, self.position.lies)
             self.position = position
         if self.folder is not None:
-            # Steps after the checkpoint will be done again, and written again.
+            # Steps after the checkpoint will be executed and written again.
             self.history = self.folder.take_back()
             if self.monitor is not None:
                 best = self.position.best
@@ -457,7 +457,7 @@ class Driver:
     def _finish(self, ended: str) -> Outcome:
         self.learner.ended(ended)
         workers = self._all_counters()
-        # Facts on all ranks or on none: the gathering is one of all ranks.
+        # All ranks have facts or none has: the gathering is collective.
         facts = self.learner.facts()
         told = None if facts is None else self.group.gather_bytes(msgspec.json.encode(facts))
         lanes = self._lanes()
@@ -465,7 +465,7 @@ class Driver:
         give_back()
         weights = _all_apart(self.learner.weights())
         buffers = {name: _apart(one) for name, one in self.learner.passing_buffers().items()}
-        # To gather the weights may take the most memory of all. What it sends is no training.
+        # Gathering the weights may take the most memory of all; its bytes are no training traffic.
         for one, later in zip(workers, self._all_counters(), strict=True):
             one.peak_memory = later.peak_memory
         summary = summarise(
@@ -488,7 +488,7 @@ class Driver:
         return Outcome(weights, buffers, self.history, summary, self.best)
 
     def _signed(self, summary: dict[str, Any]) -> tuple[dict[str, Any], Any, Any]:
-        """(the summary, metadata of the model, what lies beside it), where a server signs it."""
+        """Return (summary, metadata of the model, files beside the model), signed by a server."""
         sign = self.place.signs
         if sign is None:
             return summary, None, None
@@ -500,7 +500,7 @@ class Driver:
         )
 
     def _lanes(self) -> list[Lane]:
-        """The timelines of all ranks, on rank 0."""
+        """Return the timelines of all ranks on rank 0; an empty list elsewhere."""
         parts = self.group.gather_bytes(self.place.trace.packed(self.place.clock_offset))
         return [lane for part in parts for lane in Trace.unpacked(part)]
 
@@ -508,7 +508,7 @@ class Driver:
 def _heard_by(
     now: Now, report: Callable[[dict[str, Any]], None]
 ) -> Callable[[dict[str, Any]], None]:
-    """What tells whoever watches the run, and keeps what a server says of its clients."""
+    """Return a report function that also stores a server's news of its clients."""
 
     def heard(event: dict[str, Any]) -> None:
         now.hears(event)
@@ -518,18 +518,18 @@ def _heard_by(
 
 
 def _all_apart(weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Weights of which each is apart; those in files are, whenever they are asked for."""
+    """Return the weights, each in memory of its own; weights in files are read on access."""
     if isinstance(weights, TensorsOnDisk):
         return weights
     return {name: _apart(tensor) for name, tensor in weights.items()}
 
 
 def _kept(leaf: Leaf) -> Tensor:
-    """The tensor as it is now, in memory that is its own."""
+    """Return a copy of the current tensor, in memory of its own, on the CPU."""
     return in_memory(leaf).detach().cpu().clone()
 
 
 def _apart(tensor: Tensor) -> Tensor:
-    """The tensor without what else lies in its memory, such as the rest of a flat buffer."""
+    """Return the tensor without the rest of its storage, such as the rest of a flat buffer."""
     own = tensor.detach()
     return own if own.untyped_storage().nbytes() == own.nbytes else own.clone()

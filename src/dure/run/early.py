@@ -1,16 +1,16 @@
-"""The best evaluation of a run so far, and how long ago it was.
+"""Early stopping: the best evaluation of a run so far, and the evaluations since.
 
-Of a metric m of the validation set, evaluated at steps t = 0, ...:
+For a metric m of the validation set, evaluated at steps t = 0, ...:
 
     best       the first step whose m_t is better than all before; its model is kept
     mark       the newest m_t that was better than the mark before by more than min_delta
     waited     evaluations since that mark; a run ends when they are `Stop.patience`
 
-What is no number is never better. Test data have no part in this: whoever chooses a model by them
-measures how well it was chosen, and not how good it is.
+NaN is never better. Test data take no part: a model chosen by test metrics measures the quality of
+the choice, and not that of the model.
 
-All ranks know the same metrics, and so come to the same result. It goes into checkpoints: a run
-that is resumed has waited as long as one that was not interrupted.
+All ranks know the same metrics and reach the same result. The state is part of checkpoints: a
+resumed run has waited as long as an uninterrupted run.
 
 Source: Prechelt 1998, "Early Stopping - But When?".
 """
@@ -29,13 +29,14 @@ from dure.record.history import lower_is_better
 
 PREFIX = "validation_"
 MONITOR = "validation_loss"
-"""What is looked at where nothing else is named."""
+"""Default metric for the choice of the best model."""
 
 
 class Best(msgspec.Struct, frozen=True):
-    """The best evaluation so far: its step and value; and what patience counts by.
+    """The best evaluation so far, and the state of patience.
 
-    A value is None where no evaluation has given a number.
+    step, value: of the best evaluation. mark: value that patience compares with. waited:
+    evaluations since the mark. A value is None if no evaluation has given a number.
     """
 
     step: int
@@ -44,7 +45,7 @@ class Best(msgspec.Struct, frozen=True):
     waited: int = 0
 
     def next(self, step: int, value: float | None, falling: bool, min_delta: float) -> Best:
-        """After the evaluation of `step`."""
+        """Return the state after the evaluation of `step`."""
         best = _better(value, self.value, falling, 0.0)
         counts = _better(value, self.mark, falling, min_delta)
         return Best(
@@ -56,17 +57,17 @@ class Best(msgspec.Struct, frozen=True):
 
 
 def _better(value: float | None, than: float | None, falling: bool, by: float) -> bool:
-    """Whether it is better by more than `by`; a first number is better than none."""
+    """Return whether `value` beats `than` by more than `by`; any number beats None."""
     if value is None or than is None:
         return value is not None
     return than - value > by if falling else value - than > by
 
 
 def goes_on(stop: Stop, was: Stop) -> Stop:
-    """New limits of a run that is gone on with, whose best model is chosen as it was.
+    """Return the new limits of a resumed run, with the metric that chose its best model before.
 
-    was: those with which it was begun. Raises ValueError where another metric is to choose: values
-    of two are not to be compared.
+    was: limits of the run so far. Raises ValueError if the new limits name another metric: values
+    of two metrics cannot be compared.
     """
     if stop.monitor is None:
         return replace(stop, monitor=was.monitor)
@@ -80,14 +81,14 @@ def goes_on(stop: Stop, was: Stop) -> Stop:
 
 
 def monitor_of(task: Task, stop: Stop) -> str | None:
-    """By which metric the best model is chosen; None where there is no validation set."""
+    """Return the metric that chooses the best model; None without a validation set."""
     return None if task.validation is None else stop.monitor or MONITOR
 
 
 def after(
     best: Best | None, stop: Stop, monitor: str, step: int, metrics: Mapping[str, float]
 ) -> Best:
-    """The best evaluation, with one more."""
+    """Return the best evaluation after another evaluation. best: the state before, or None."""
     measured = metrics.get(monitor, math.nan)
     value = measured if math.isfinite(measured) else None
     if best is None:
@@ -96,9 +97,9 @@ def after(
 
 
 def check_early(task: Task, stop: Stop, measured: Sequence[str]) -> None:
-    """Raises ValueError where a run is to end, or a model to be chosen, by what nobody may go by.
+    """Raise ValueError if patience, min_delta or monitor cannot work with this task.
 
-    measured: the metrics of an evaluation.
+    measured: names of the metrics of an evaluation.
     """
     wanted = [name for name in ("patience", "monitor") if getattr(stop, name) is not None]
     if stop.patience is None and stop.min_delta:

@@ -1,12 +1,12 @@
-"""Whether a run fits into memory: asked before it starts, and refused with what would do.
+"""Check before a run that it fits into memory, and suggest settings that fit.
 
-    least a worker needs    its shares of weights, gradients and optimizer's state, and what an
-                            update makes on its way
-    what there is           the least that a limit leaves (`dure.machine.limits`)
+    least a worker needs    its shares of weights, gradients and optimizer state, and the
+                            temporaries of an update
+    free memory             the least that any limit leaves (`dure.machine.limits`)
 
-Activations are left out, which differ from batch to batch: what is refused cannot fit, and what is
-not refused may yet be too much. What is said to do has a tenth to spare for them, and 64 MB for
-threads and what they load, or 192 MB in a rank, which may have to trace the model.
+Activations differ from batch to batch and are left out: a refused run cannot fit, and an accepted
+run may still need too much. A suggestion leaves a tenth of the free memory for activations, and
+64 MB for threads and libraries, or 192 MB in a rank, which may have to trace the model.
 """
 
 from __future__ import annotations
@@ -28,27 +28,26 @@ from dure.memory.formula import Need, Shares, bytes_of, divided, need_of, tensor
 from dure.memory.mapped import LEAST, is_mapped
 
 _MOST = 1024
-"""Ranks of which one is said to do."""
+"""Most ranks that a suggestion may name."""
 
 _SPARE = Fraction(9, 10)
-"""The part of what there is that may be needed where something is said to do."""
+"""Share of the free memory that a suggestion may use."""
 
 _BESIDES = 64 << 20
-"""Bytes that the model may not need where something is said to do: stacks of threads, buffers of
-libraries."""
+"""Bytes beside the model in a suggestion: stacks of threads, buffers of libraries."""
 
 _BESIDES_OF_RANK = 192 << 20
-"""The same in ranks, which may have to import torch.export."""
+"""Bytes beside the model in ranks, which may have to import torch.export."""
 
 _PARTS = ("weights", "gradients", "optimizer's state", "update")
-"""What a worker needs, in words."""
+"""Names of the parts of `Need`, in words."""
 
 _MANY = 16
-"""No optimizer keeps as many numbers for a weight: with less than this nothing is asked."""
+"""Bound on the numbers per weight of any optimizer: models far below the limits skip the check."""
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Raises MemoryError for a tensor that is larger than what is left, before it is written."""
+    """Raises MemoryError for a new tensor above the free memory, before its pages are written."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -56,7 +55,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **(kwargs or {}))
         if type(result) is Tensor and result.device.type == "cpu" and result.nbytes >= LEAST:
             left = min((room.most for room in rooms() if room.kills), default=result.nbytes)
-            # Not what is only looked at: a view, or a tensor that is changed in place.
+            # New tensors only: neither a view nor a tensor that is changed in place.
             if result.nbytes > left and not any(result is one for one in args):
                 raise MemoryError
         return result
@@ -64,21 +63,21 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def _watched() -> Iterator[None]:
-    # The first mode of a process would load the compiler, which takes seconds.
+    # The first dispatch mode of a process would load the compiler, which takes seconds.
     with left_out(), _Watch():  # type: ignore[no-untyped-call]
         yield
 
 
 @contextmanager
 def made_in_memory() -> Iterator[None]:
-    """Around what makes the model. Raises ValueError where there is no memory for it at all."""
-    # Who asks a control group for too much is killed, and told nothing.
+    """Context manager around the model's factory. Raises ValueError if memory is too small."""
+    # The kernel kills a process above its control group's limit without an exception.
     killed = any(room.kills for room in rooms())
     try:
         with _watched() if killed else nullcontext():
             yield
     except (MemoryError, RuntimeError) as error:
-        # torch has no class of its own for this.
+        # torch has no exception class of its own for a failed allocation on the CPU.
         if not isinstance(error, MemoryError) and "can't allocate memory" not in str(error):
             raise
         least = min(rooms(), key=lambda room: room.most, default=None)
@@ -90,24 +89,24 @@ def made_in_memory() -> Iterator[None]:
 
 
 def check_fits(task: Task, strategy: Strategy, world: World, model: nn.Module) -> None:
-    """Raises ValueError if training the model cannot fit into the memory that there is.
+    """Raise ValueError if training the model cannot fit into memory.
 
-    Asks nothing of strategies that do not say what their workers hold.
+    Skips strategies that do not declare the shares of their workers.
     """
     shares = strategy.shares(world.workers)
-    # A GPU has memory of its own.
+    # Memory of a GPU is not checked here.
     elsewhere = [*strategy.computes_on, *world.computes_on]
     if shares is None or any(name != "cpu" for name in elsewhere):
         return
     if all(bytes_of(tensors_of(model)) * _MANY < room.nbytes for room in rooms()):
         return
     need = need_of(model, task.optimizer)
-    # Processes of this machine have its memory together. Others may be anywhere.
+    # Processes of this machine share its memory; ranks of other worlds may be on any machine.
     count = (world.workers or 1) if world.elsewhere else 1
-    # What earlier runs have left free counts as used until it is given back.
+    # The allocator keeps memory of earlier runs, which counts as used until it is returned.
     give_back()
     for room in rooms():
-        # What this process has of it makes way for the workers, or is the worker's.
+        # This process's own copy of the model is released for the workers, or used by the worker.
         free = room.most + held_by(model, room.addressed)
         free += 0 if room.shared else free_in_heap()
         least = _needed(need, _lying_in(room, shares, strategy.offloaded), room, count)
@@ -116,23 +115,23 @@ def check_fits(task: Task, strategy: Strategy, world: World, model: nn.Module) -
 
 
 def held_by(model: nn.Module, addressed: bool) -> int:
-    """Bytes that the model has already in this process, which are those that it needs.
+    """Return the bytes of the model that this process has already allocated.
 
-    addressed: also those of what lies in files.
+    addressed: whether tensors in files count too.
     """
     there = [one for one in tensors_of(model) if not one.is_meta]
     return bytes_of(one for one in there if addressed or not is_mapped(one))
 
 
 def _lying_in(room: Room, shares: Shares, offloaded: Collection[str]) -> Shares:
-    """Those that count in a room: what lies in files is addressed as ever."""
+    """Return the shares that count for a limit: tensors in files count as addressed memory only."""
     return shares if room.addressed else shares.without(offloaded)
 
 
 def _needed(need: Need, shares: Shares, room: Room, count: int) -> int:
-    """Bytes of a room that so many workers of these shares take."""
+    """Return the bytes that `count` workers with these shares take under a limit."""
     own = need.of(shares).total
-    # Where the model lies in files until it is divided, it is addressed as a whole.
+    # A model in files is mapped whole before it is divided, so its whole size is addressed.
     own = max(own, need.weights) if room.addressed else own
     return own * (count if room.shared else 1)
 
@@ -157,11 +156,11 @@ def _refusal(
 def _ways(
     need: Need, shares: Shares, strategy: Strategy, room: Room, free: int, count: int
 ) -> Iterator[str]:
-    """What would fit, in the words of the command line."""
+    """Yield settings that would fit, as options of the command line."""
     here, in_rank = (
         min(int(free * _SPARE), free - besides) for besides in (_BESIDES, _BESIDES_OF_RANK)
     )
-    # What one machine has together is not more if more ranks share it.
+    # More ranks on the same machine do not have more memory together.
     where = ", each on a machine of its own" if room.shared else ""
     for name, over in (("tensor-parallel or pipeline", divided), ("zero --stage 3", _zero)):
         ranks = next(
@@ -181,7 +180,7 @@ def _zero(ranks: int) -> Shares:
 
 
 def _counts() -> Iterator[int]:
-    """2, 4, 8, ...: layers and heads are seldom divided by others."""
+    """Yield 2, 4, 8, ...: other numbers seldom divide layers and heads evenly."""
     count = 2
     while count <= _MOST:
         yield count
@@ -189,7 +188,7 @@ def _counts() -> Iterator[int]:
 
 
 def _offloads(strategy: Strategy) -> Iterator[tuple[str, ...]]:
-    """What the strategy might have elsewhere: one part more each time."""
+    """Yield sets of parts to offload, each with one more part."""
     wanted = tuple(strategy.offloaded)
     for part in strategy.can_offload:
         if part in wanted:
@@ -199,6 +198,6 @@ def _offloads(strategy: Strategy) -> Iterator[tuple[str, ...]]:
 
 
 def _size(nbytes: int) -> str:
-    """Bytes as people read them."""
+    """Return bytes in MB or GB, as text."""
     unit, name = (1e9, "GB") if nbytes >= 1e9 else (1e6, "MB")
     return f"{nbytes / unit:.3g} {name}"

@@ -1,4 +1,4 @@
-"""The model of a run, made once in a process, from its first check to what the user gets."""
+"""The model of a run, created once per process and used from the first check to the result."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from dure.tensors.buffers import load_passing_buffers, load_weights
 from dure.tensors.copies import copy_of
 
 _TRAINED: WeakValueDictionary[int, nn.Parameter] = WeakValueDictionary()
-"""Parameters of this process that a run trains or has trained, as long as anybody holds them."""
+"""Parameters in this process that a run trains or has trained, while they are alive."""
 
 
 def check_fresh(model: nn.Module) -> None:
-    """Raise ValueError for a model with parameters that an earlier run has trained."""
+    """Raise ValueError if the model has parameters that an earlier run has trained."""
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and _TRAINED.get(id(parameter)) is parameter:
             raise ValueError(
@@ -42,16 +42,19 @@ def check_fresh(model: nn.Module) -> None:
 
 
 class FreshModel:
-    """A model under the run's seed, as the task's factory has made it.
+    """A model created under the run's seed by the task's factory.
 
-    It is looked at while the run is prepared. Then a learner in this process takes it. At the end
-    the user gets a model with the trained weights, and without what a learner has done to its own,
-    such as flat buffers and hooks. To other processes the model does not travel: they make their
-    own.
+    The checks before the run read the model. Then a learner in this process takes it. At the end
+    the user gets a model with the trained weights, without a learner's changes such as flat buffers
+    and hooks. The model does not travel to other processes, which create their own.
 
-    keep: the model serves other runs as well, so that learners take copies of it. divided: learners
-    take parts of it; undivided it lies in files. waits: this process is no rank, and only waits for
-    those that are.
+    Args:
+        task: task with the model's factory.
+        seed: seed of the run.
+        model: the created model; None creates it on demand.
+        keep: the model serves several runs, so that learners take copies of it.
+        divided: learners take parts of the model; until then it is in files.
+        waits: this process is no rank, and only waits for the ranks.
     """
 
     def __init__(
@@ -72,43 +75,43 @@ class FreshModel:
         self._shell: _Shell | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Pickled without its model, which would be the largest part of what a rank is sent.
+        # Pickled without its model, which would be the largest part of the message to a rank.
         return FreshModel, (self.task, self.seed, None, False, self.divided)
 
     def anew(self) -> FreshModel:
-        """The same without the model, which is made again when it is needed."""
+        """Return a copy without the model, which is created again on demand."""
         return FreshModel(self.task, self.seed, None, False, self.divided, self.waits)
 
     def take(self) -> nn.Module:
-        """The model for a learner; once."""
+        """Return the model for a learner; called once."""
         model = self._model
         if model is None:
             return fresh_model(self.task, self.seed, self.divided)
         if self.keep:
             return another(model, self.task, self.seed)
-        # The learner gets the model itself, since it needs its memory anyway.
+        # The learner gets the model itself, and with it the memory, which it needs anyway.
         self._put_away(model)
         _TRAINED.update((id(one), one) for one in model.parameters() if one.requires_grad)
         return model
 
     def state_dict(self) -> Mapping[str, Tensor]:
-        """The tensors of the model, as long as it is here and nobody has taken it; else none."""
+        """Return the model's tensors; {} after the model was taken."""
         if self._model is None:
             return {}
         named = self._model.state_dict()
         return {name: value for name, value in named.items() if isinstance(value, Tensor)}
 
     def rest(self) -> None:
-        """What the user gets in the end is from now on a copy, which takes no memory until then."""
+        """Release the model's memory until the end of the run, when the user gets a copy."""
         if self._model is None or self.keep:
             return
         is_large = bytes_of(tensors_of(self._model)) >= WINDOW
-        # In files it takes none as it is.
+        # A model in files takes no memory once its pages are released.
         if lies_in_files(self._model):
             release(tensors_of(self._model))
         else:
             self._put_away(self._model)
-        # The checks of a large model leave copies of it in cycles, and holes as large.
+        # The checks of a large model leave copies in reference cycles, and holes in the heap.
         if is_large:
             gc.collect()
             give_back()
@@ -125,14 +128,15 @@ class FreshModel:
         buffers: Mapping[str, Tensor],
         elsewhere: Sequence[str] = (),
     ) -> nn.Module:
-        """The model with what was learned.
+        """Return the model with the trained weights.
 
-        As shapes alone where this process holds only a part of the weights, which ranks of a
-        torchrun job may; so are those of its tensors that are elsewhere, with clients say.
+        All tensors are on the meta device if this process stores only a part of the weights, as
+        ranks of a torchrun job may; so are tensors named in `elsewhere`, for example those that
+        stay with clients.
         """
         model = self._untouched()
         if weights:
-            # What is written over weights that were read from files is to lie on a disk as well.
+            # Weights that were read from files are overwritten in files as well, not in memory.
             leave_views(tensors_of(model))
             with through(model):
                 load_weights(model, weights, elsewhere)
@@ -142,7 +146,7 @@ class FreshModel:
         return model
 
     def _untouched(self) -> nn.Module:
-        # For other runs the model stays fresh; so the user gets a copy of it.
+        # Other runs need the untrained model, so the user gets a copy of it.
         if self._model is not None and self.keep:
             return another(self._model, self.task, self.seed)
         if self._model is not None:
@@ -153,10 +157,10 @@ class FreshModel:
 
 
 def fresh_model(task: Task, seed: int, divided: bool, waits: bool = False) -> nn.Module:
-    """The task's model under the seed.
+    """Create the task's model under the seed.
 
-    divided: it lies in files, for ranks that hold parts. waits: this process is none of them, and
-    has it in memory if it is small.
+    divided: create the model in files, for ranks that take parts. waits: this process is no such
+    rank; a small model is then created in memory.
     """
     make = partial(seeded_model, task, seed)
     if not divided:
@@ -167,9 +171,9 @@ def fresh_model(task: Task, seed: int, divided: bool, waits: bool = False) -> nn
 class _Shell:
     """A model whose parameters take no memory until they are needed.
 
-    It is a copy, so that nobody else holds its storages. It is filled by `load_state_dict`, which
-    refuses to leave a parameter out; a model that saves or loads in a way of its own may leave some
-    out, and keeps its memory.
+    The model is a copy, so that no other object uses its storages. `load_state_dict` fills it, and
+    refuses to leave a parameter out. A model with its own way of saving or loading may leave
+    parameters out, and keeps its memory.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -177,13 +181,13 @@ class _Shell:
         self._emptied: list[tuple[Any, int]] = []
         for parameter in model.parameters() if _is_saved_whole(model) else ():
             storage = parameter.untyped_storage()
-            # A storage that several parameters share is emptied, and filled again, once.
+            # A storage that several parameters share is emptied and refilled once.
             if storage.resizable() and storage.nbytes():
                 self._emptied.append((storage, storage.nbytes()))
                 storage.resize_(0)
 
     def opened(self) -> nn.Module:
-        """The model, its parameters not yet set."""
+        """Return the model with allocated but unset parameters."""
         for storage, nbytes in self._emptied:
             storage.resize_(nbytes)
         return self._model
@@ -197,7 +201,7 @@ _HOOKS = (
 
 
 def _is_saved_whole(model: nn.Module) -> bool:
-    """Whether all parameters are saved and loaded, in torch's own way."""
+    """Return whether torch's own methods save and load all parameters."""
     for module in model.modules():
         if any(vars(module)[hooks] for hooks in _HOOKS):
             return False

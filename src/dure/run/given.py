@@ -1,10 +1,10 @@
-"""References that a site has given itself: the only code of its own that a server may choose.
+"""References that a site's user has configured: the only user code that a server may choose.
 
-A server names code of a user's own by the place that it has on the server's disk, such as
-`/srv/fed/my_rules.py:Mine`. A client never follows that text. It looks for a reference of its own
-user with the same last part, `my_rules.py:Mine`, and follows the user's: from policy.toml, from
-`dure join --rules`, or a class in the file of the user's own task. Any other reference is refused,
-and nothing is imported.
+A server names user code by its path on the server's disk, such as `/srv/fed/my_rules.py:Mine`. A
+client never follows that path. The client looks for a reference of its own user with the same last
+part, `my_rules.py:Mine`, and follows the user's reference: from policy.toml, from
+`dure join --rules`, or a class in the file of the user's own task. Every other reference is
+refused, and nothing is imported.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from dure.references import last_part
 
 
 class GivenReferences:
-    """The `dure.references.Ask` of a client, for what a server sends.
+    """The `dure.references.Ask` of a client: resolves the references that a server sends.
 
     Args:
         given: references of the site's user.
-        apart: the client's own folder, into which it writes what a server sends: nothing is
-            imported from there.
-        task: the user's own task: classes that are defined in its file may be named too.
+        apart: the client's own folder, into which the client writes files of the server; no module
+            is imported from this folder.
+        task: the user's own task; classes defined in its file may be named too.
 
     Raises PolicyError for a reference into `apart`, and for two references with the same last part.
     """
@@ -46,7 +46,7 @@ class GivenReferences:
         self._task = str((found or {}).get("name") or "")
 
     def __call__(self, reference: str) -> str:
-        """Return the user's reference to follow. Raises PolicyError where there is none."""
+        """Return the user's reference to follow. Raises PolicyError if there is none."""
         own = self._given.get(last_part(reference)) or self._in_task(reference)
         if own is None:
             raise PolicyError(
@@ -57,20 +57,20 @@ class GivenReferences:
         return own
 
     def _in_task(self, reference: str) -> str | None:
-        """The reference to a class that the file of the user's own task defines."""
+        """Return the reference to a class that the file of the user's own task defines."""
         place, colon, _ = self._task.rpartition(":")
         named, _, name = last_part(reference).rpartition(":")
         if not colon or last_part(place) != named:
             return None
         module = references.loaded(self._task)
-        # Not getattr: a module may import what it is asked for.
+        # vars, not getattr: a module's __getattr__ may import the name that is asked for.
         kind = None if module is None else vars(module).get(name)
         is_its_own = isinstance(kind, type) and kind.__module__ == getattr(module, "__name__", "")
         return f"{place}:{name}" if is_its_own else None
 
 
 def _resolved(reference: str) -> str:
-    """Return the reference with an absolute path. Raises PolicyError for a text that is none."""
+    """Return the reference with an absolute path. Raises PolicyError for a malformed reference."""
     if not references.is_reference(reference):
         raise PolicyError(f"{reference!r} is no class of your own: it is path/to/file.py:Name")
     place, _, name = reference.rpartition(":")

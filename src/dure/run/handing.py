@@ -1,8 +1,8 @@
-"""How checkpoints come from all ranks to rank 0, and from rank 0 to all ranks.
+"""Transfer of checkpoints: from all ranks to rank 0, and from rank 0 to all ranks.
 
-Only rank 0 needs the run folder. A tree of tensors travels as what is around them, at once, and the
-tensors after it, a few million bytes at a time (`dure.collectives.leaves`). Ranks on rank 0's host
-that see the very files of the checkpoint read them where they lie, and nothing travels.
+Only rank 0 needs the run folder. A tree of tensors travels as a description of its structure in one
+message, followed by the tensors, a few million bytes at a time (`dure.collectives.leaves`). Ranks
+on rank 0's host that see the same files read the checkpoint from disk, and nothing travels.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from dure.record.weights import tensors_in
 
 
 def gathered_trees(group: Group, mine: Any, shelf: Shelf) -> list[Any]:
-    """The trees of all ranks on rank 0, in order of rank; elsewhere an empty list.
+    """Gather the trees of all ranks on rank 0, in order of rank; other ranks get an empty list.
 
-    Large tensors of the others are put on the shelf. All ranks call it.
+    Large tensors of other ranks go to the shelf. Collective: all ranks call this function.
     """
     packed, tensors = pack_tree(mine)
     told = group.gather_bytes(json.dumps(packed).encode())
@@ -38,7 +38,7 @@ def gathered_trees(group: Group, mine: Any, shelf: Shelf) -> list[Any]:
 
 
 class _Told(msgspec.Struct):
-    """What rank 0 says of a checkpoint. files: which files it has, as `_identities`."""
+    """Rank 0's description of a checkpoint. files: identities of its files, as `_identities`."""
 
     path: str
     files: list[tuple[int, int]]
@@ -48,10 +48,10 @@ class _Told(msgspec.Struct):
 
 
 class Handed(msgspec.Struct):
-    """A checkpoint as a rank gets it.
+    """A checkpoint as a rank receives it.
 
-    weights: of the model, each read when it is asked for where the rank takes parts. state: with
-    tensors that lie in files, if they are large and the rank takes parts of them.
+    weights: of the model; if the rank takes parts, each weight is read on access. state: its large
+    tensors are in files if the rank takes parts of them.
     """
 
     weights: Mapping[str, Any]
@@ -59,14 +59,14 @@ class Handed(msgspec.Struct):
 
 
 def handed(group: Group, stored: Stored | None, shelf: Shelf, by_parts: bool) -> Handed | None:
-    """The checkpoint that rank 0 gives, on every rank; None where it gives none.
+    """Broadcast rank 0's checkpoint to every rank; return None if rank 0 has none.
 
-    by_parts: whether the ranks take what they hold out of files; else all tensors are in memory.
-    All ranks call it.
+    by_parts: whether ranks read their parts from files; else all tensors are in memory. Collective:
+    all ranks call this function.
     """
     content = None
     if group.rank == 0:
-        # None travels too: only rank 0 can know that there is no checkpoint.
+        # None is sent too: only rank 0 can know that there is no checkpoint.
         content = msgspec.msgpack.encode(None if stored is None else _told_of(stored))
     told = msgspec.msgpack.decode(group.broadcast_bytes(content), type=_Told | None)
     if told is None:
@@ -85,7 +85,7 @@ def _state(told: _Told, tensors: Mapping[str, Leaf]) -> Any:
 
 
 def _light(leaves: Mapping[str, Leaf]) -> dict[str, Leaf]:
-    """The same, with small ones in memory, as `Shelf` has them."""
+    """Return the leaves with small ones in memory, as `Shelf` does."""
     return {name: in_memory(leaf) if leaf.nbytes < LEAST else leaf for name, leaf in leaves.items()}
 
 
@@ -103,7 +103,7 @@ def _told_of(stored: Stored) -> _Told:
 
 
 def _identities(path: Path) -> list[tuple[int, int]]:
-    """What tells the files of a checkpoint from all others of a host."""
+    """Return the (device, inode) pairs that identify the checkpoint's files on a host."""
     return [(one.st_dev, one.st_ino) for one in (os.stat(path / name) for name in _FILES)]
 
 
@@ -111,7 +111,7 @@ _Parts = tuple[Mapping[str, Leaf], Mapping[str, Leaf]]
 
 
 def _taken(group: Group, told: _Told, parts: _Parts | None, shelf: Shelf) -> _Parts:
-    """(weights, tensors) on this rank. parts: those of rank 0."""
+    """Return (weights, tensors) on this rank. parts: rank 0's tensors, None on other ranks."""
     if group.size == 1:
         assert parts is not None
         return parts
@@ -130,7 +130,7 @@ def _taken(group: Group, told: _Told, parts: _Parts | None, shelf: Shelf) -> _Pa
 
 
 def _where_they_lie(told: _Told) -> _Parts | None:
-    """The files of the checkpoint, where this rank sees the same ones as rank 0."""
+    """Return the checkpoint's tensors if this rank sees the same files as rank 0, else None."""
     path = Path(told.path)
     try:
         if _identities(path) != told.files:

@@ -1,4 +1,4 @@
-"""What a run is told, where it stands, and what it leaves."""
+"""The description of a run, its position, and its outcome."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ from dure.run.fresh import FreshModel
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be done, the same on every rank.
+    """The work of a run, the same on every rank.
 
-    folder: where rank 0 writes; None writes nothing. resume: go on from the folder's checkpoint, if
-        it has one.
-    elastic: the ranks may be ended and started again at any time, more or fewer of them.
-    check: whether what a strategy believes about the model is tried before training.
-    proofs: what was tried while the job was prepared, and held.
-    fresh: the model, made while the job was prepared; it does not travel to other processes.
-    config: what config.json says was asked.
-    told: whether callbacks hear of every step and evaluation (`dure.run.callbacks`).
+    Args:
+        folder: folder that rank 0 writes to; None writes nothing.
+        resume: continue from the folder's checkpoint, if there is one.
+        elastic: ranks may stop and restart at any time, more or fewer of them.
+        check: whether the strategy's assumptions about the model are tested before training.
+        proofs: tests of the strategy that passed while the job was prepared.
+        fresh: the model made while the job was prepared; does not travel to other processes.
+        config: content of config.json.
+        told: whether callbacks receive every step and evaluation (`dure.run.callbacks`).
     """
 
     task: Task
@@ -53,10 +54,11 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run leaves.
+    """Results of a run.
 
-    weights: of the whole model on rank 0, elsewhere what that rank holds. buffers: those that are
-    not weights. best: the weights of the best evaluation, on rank 0, where no folder has them.
+    weights: of the whole model on rank 0; on other ranks the part that the rank stores. buffers:
+    the model's buffers. best: on rank 0, the weights of the best evaluation, if no run folder has
+    them.
     """
 
     weights: Mapping[str, Tensor]
@@ -67,20 +69,24 @@ class Outcome:
 
 
 class Position(msgspec.Struct):
-    """Where a run stands; it goes into every checkpoint.
+    """Progress of a run; part of every checkpoint.
 
-    seconds: of training alone. metrics: of the newest evaluation, after the step last_evaluation
-    (-1: there was none yet). numbers: what the strategy says about the newest step, by name.
-    midway: whether it ended in the middle of the next step; samples and seconds are with that.
-    lies: how many examples lie with each rank, where ranks have data of their own.
-    best: the best evaluation so far, by a validation set.
+    Args:
+        seconds: training time alone.
+        metrics: metrics of the newest evaluation.
+        last_evaluation: step of the newest evaluation; -1 before the first evaluation.
+        numbers: numbers that the strategy reports about the newest step, by name.
+        midway: whether the run ended in the middle of the next step, whose samples and seconds are
+            then included.
+        lies: number of examples of each rank, if ranks have data of their own.
+        best: best evaluation so far on the validation set.
     """
 
     step: int = 0
     samples: int = 0
     seconds: float = 0.0
     loss: float | None = None
-    # msgspec copies a default that is empty, so no two positions share it.
+    # msgspec copies an empty mutable default, so no two positions share it.
     metrics: dict[str, float] = {}
     last_evaluation: int = -1
     numbers: dict[str, float | None] = {}

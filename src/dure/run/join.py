@@ -1,4 +1,4 @@
-"""A client of a federation on a network: this machine's examples, trained for a server elsewhere.
+"""A client of a federation on a network: train on this machine's examples for a remote server.
 
 The task is this site's own, and no code travels.
 """
@@ -31,7 +31,7 @@ from dure.worlds.network.client.loop import Loop
 from dure.worlds.network.client.spent_on_disk import SpentOnDisk
 
 CHECK_SECONDS = 10.0
-"""For which a check tries a server that is not reached."""
+"""Seconds for which a check retries an unreachable server."""
 
 Progress = Callable[[str, Mapping[str, object]], None]
 
@@ -59,16 +59,33 @@ def join(
     stop: threading.Event | None = None,
     on_progress: Progress = _ignore,
 ) -> str:
-    """Takes part in the federation that the server at `url` serves, until its run is over.
+    """Take part in the federation that the server at `url` serves, until its run ends.
 
-    task: what is learned, with this site's own examples. name, state, part, token, authority,
-    certificate, give_up, identities, owner, insecure, rules: as `dure.run.site.Reach` says.
-    approve: agrees to the run that is served, where policy.toml asks. stop: ends it when it is set.
-    on_progress: hears of what happens, such as ("training", {"round": 3}).
+    Args:
+        url: address of the server.
+        task: the task with this site's own examples.
+        name: as in `dure.run.site.Reach`.
+        state: as in `dure.run.site.Reach`.
+        part: as in `dure.run.site.Reach`.
+        token: as in `dure.run.site.Reach`.
+        authority: as in `dure.run.site.Reach`.
+        certificate: as in `dure.run.site.Reach`.
+        approve: consent to the served run, if policy.toml requires consent.
+        give_up: as in `dure.run.site.Reach`.
+        identities: as in `dure.run.site.Reach`.
+        owner: as in `dure.run.site.Reach`.
+        insecure: as in `dure.run.site.Reach`.
+        rules: as in `dure.run.site.Reach`.
+        stop: event that ends the client when it is set.
+        on_progress: receives events, such as ("training", {"round": 3}).
 
-    Returns why the run is over. Raises dure.errors.DureError for a server that does not take this
-    client, that cannot be where the URL says, or was not reached for so long; and ValueError for a
-    task that cannot be trained, or a URL without TLS.
+    Returns:
+        The reason for the end of the run.
+
+    Raises:
+        dure.errors.DureError: if the server refuses this client, is not at the URL, or stays
+            unreachable for `give_up`.
+        ValueError: for a task that cannot be trained, or a URL without TLS.
     """
     files = path_of(authority), path_of(certificate)
     reach = Reach(
@@ -83,7 +100,7 @@ def join(
         insecure,
         tuple(rules),
     )
-    # First of all: a task that will not do spends no token.
+    # Before the connection: an unusable task spends no token.
     training = Training(task, name, part)
     with opened(
         url,
@@ -95,7 +112,7 @@ def join(
         session, kept, policy = site.session, site.kept, site.policy
         training.ask = site.given(task)
         policy.hold()
-        # First a look: whoever declines takes nobody's place.
+        # A look takes no place, so that a client that declines leaves the place to others.
         site.agree(site.look(training.look()), approve)
         welcome = session.check_in(training.enter())
         signed = site.enter(welcome)
@@ -112,7 +129,7 @@ def join(
         if trust := site.trust(welcome):
             on_progress("trust", {"in": trust})
         strategy = decode_strategy(welcome.strategy, training.ask)
-        # Batches are drawn here, and not at the server.
+        # Checked here, because the client draws the batches and not the server.
         check_data_asks(task, strategy, strategy.kind)
         if isinstance(strategy, Split | VerticalSplit):
             takes = party_site.take_part if isinstance(strategy, VerticalSplit) else take_part
@@ -142,17 +159,17 @@ def join(
 
 
 def stopped() -> type[Exception]:
-    """What `join` raises when it was stopped."""
+    """Return the exception that `join` raises after `stop` was set."""
     return StoppedError
 
 
 def check(url: str, task: Task, reach: Reach) -> Iterator[str]:
-    """Tries what `join` would need, and says in lines what it found and what would be sent.
+    """Try the steps of `join`, and yield lines about the findings and the data to be sent.
 
-    Network, certificate and identity by a check-in that only looks; disk by a file of the size of
-    what is kept; one batch by training on it. Nothing of the data leaves, and the log of what
-    leaves has the check-in. Raises what `join` does, after `CHECK_SECONDS` where the server is not
-    reached.
+    A check-in that only looks tests network, certificate and identity; free disk space is compared
+    with the space that the client needs; one training step tests the task. No data leave the
+    machine, and the check-in is in the log of outgoing messages. Raises the errors of `join`, after
+    `CHECK_SECONDS` if the server is unreachable.
     """
     training = Training(task, reach.name, reach.part)
     reach = replace(reach, give_up=CHECK_SECONDS / 3600)

@@ -1,4 +1,4 @@
-"""How long a model takes for one prediction here, and how many bytes a call of it has."""
+"""Measure the time of one prediction on this machine, and the bytes of its input and output."""
 
 from __future__ import annotations
 
@@ -17,18 +17,25 @@ from dure.machine.devices import home_of, to_device
 from dure.tasks.modes import in_mode
 
 TIMES = 21
-"""Forward passes of which the median counts, after one that does not."""
+"""Timed forward passes, of which the median counts; one warm-up pass precedes them."""
 
 
 class Measured(NamedTuple):
-    """seconds: of a forward pass of one example on this machine, the median."""
+    """Cost of one call of the model.
+
+    call: bytes of the input and of the output. seconds: median time of a forward pass of one
+    example on this machine.
+    """
 
     call: Call
     seconds: float
 
 
 def measured(task: Task, model: nn.Module, times: int = TIMES) -> Measured:
-    """The forward pass of one of the task's examples, in evaluation mode, without gradients."""
+    """Measure the forward pass of one example of the task, in evaluation mode, without gradients.
+
+    times: timed passes. Raises ValueError if times is below 1.
+    """
     if times < 1:
         raise ValueError(f"times is {times}, but something has to be measured: 1 or more")
     train, _ = examples_for(task)

@@ -1,6 +1,7 @@
-"""Whether the strategy can do what the task asks of it, beside learning at all.
+"""Check that a strategy supports the learning options of a task.
 
-See `dure.contracts.learning`: what a strategy cannot do is refused before anything is trained.
+See `dure.contracts.learning`. An option that the strategy does not support is refused before
+training starts.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from dure.tasks.parts import parts_of
 
 
 def _asking(task: Task) -> list[Task]:
-    """The task; of one that is made of parts, which differ in how they are trained, those too."""
+    """Return the task and its parts, which may differ in their learning options."""
     return [task, *(part for _, part in parts_of(task))]
 
 
 def check_can(task: Task, strategy: Strategy, world: World) -> None:
-    """Raises ValueError for the first thing asked that the strategy cannot do in this world."""
+    """Raise ValueError for the first learning option that the strategy does not support here."""
     for one in _asking(task):
         for part, value in asked_of(one).items():
             why = _unserved(part, strategy) if world.serves else None
@@ -36,7 +37,10 @@ def check_can(task: Task, strategy: Strategy, world: World) -> None:
 
 
 def _unserved(part: Part, strategy: Strategy) -> str | None:
-    """Why clients on a network cannot do it; None if they can (`dure.tasks.trained`)."""
+    """Return why clients on a network cannot honour the option; None if they can.
+
+    See `dure.tasks.trained`.
+    """
     if strategy.trains_at_server:
         return "the sites of a network that train sides of one model do not compare it"
     if part == "compile":
@@ -45,20 +49,21 @@ def _unserved(part: Part, strategy: Strategy) -> str | None:
 
 
 def check_learned(task: Task, model: nn.Module) -> None:
-    """Raises ValueError for what the task asks of parameters that the model does not have."""
+    """Raise ValueError if the task names parameters that the model does not have."""
     check_unfrozen(task, model)
 
 
 def learning_of(task: Task) -> dict[str, Any]:
-    """What config.json says of it, as JSON: {} where nothing is asked."""
+    """Return the learning options of the task for config.json; {} if the task sets none."""
     return {str(name): value for name, value in asked_of(task).items()}
 
 
 def with_learning(task: Task, asked: Mapping[str, Any]) -> Task:
-    """The task as `learning_of` had it, where it was loaded anew. Raises ValueError for what is no
-    setting.
+    """Return a task that was loaded again, with the learning options of its config.json.
+
+    Raises ValueError for a name that is no learning option.
     """
-    # No other field of a task: config.json is data, which must not say where weights are read from.
+    # Only learning options: config.json is data, and data must not name files to read weights from.
     unknown = sorted(set(asked) - set(PARTS))
     if unknown:
         raise ValueError(f"this dure knows no {unknown[0]!r} of a task's learning")

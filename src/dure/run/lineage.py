@@ -1,13 +1,13 @@
-"""Where a model comes from, signed: the lineage of what a server on a network has trained.
+"""Signed lineage of a model: the origin of a model that a server on a network has trained.
 
     model.safetensors     the lineage in its metadata, so that it travels with the weights
     model.lineage.json    the lineage, the SHA-256 of that whole file, a public key, a signature
     signing.key           the private key, made once, which stays with the server
 
-The signature (Ed25519, RFC 8032) is of the line `dure lineage 1` and the JSON of lineage, digest
-and key in one spelling. It shows that whoever holds the key has made this very file and said this
-of it; whose key it is has to be known from elsewhere. Clients are in it by their numbers, which say
-nothing of them, and not by their names.
+The signature (Ed25519, RFC 8032) covers the line `dure lineage 1` and the canonical JSON of
+lineage, digest and key. A valid signature shows that the owner of the key made this file and this
+lineage; the owner's identity has to be known from elsewhere. The lineage lists clients by number,
+which discloses nothing about them, and not by name.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from dure.contracts.strategy import Sign
 
 METADATA = "dure_lineage"
-"""The key of the lineage in the metadata of model.safetensors."""
+"""Key of the lineage in the metadata of model.safetensors."""
 
 
 def lineage_of(config: Mapping[str, Any], summary: Mapping[str, Any]) -> dict[str, Any]:
-    """What is said of a model. config, summary: of its run, as its folder has them."""
+    """Return the lineage of a model. config, summary: content of the run folder's JSON files."""
     facts: Mapping[str, Any] = next(iter(summary.get("facts", ())), {})
     turns = facts.get("turns", [])
     return {
@@ -56,17 +56,18 @@ def lineage_of(config: Mapping[str, Any], summary: Mapping[str, Any]) -> dict[st
 
 
 def signed(lineage: Mapping[str, Any], model: str, sign: Sign) -> dict[str, Any]:
-    """The content of model.lineage.json. model: the SHA-256 of the file of the weights."""
+    """Return the content of model.lineage.json. model: SHA-256 of the file of weights."""
     said = {"lineage": lineage, "model_sha256": model, "key": sign.public}
-    # As it will be read again: a tuple, for one, comes back as a list.
+    # Through JSON once, as readers get it: a tuple, for example, becomes a list.
     said = json.loads(spelled(said))
     return {**said, "signature": sign.sign(_message(said)).hex()}
 
 
 class Verified(NamedTuple):
-    """A lineage that is as it was signed.
+    """A lineage with a valid signature.
 
-    key: the public key of whom. compared: the other files of the run that are what it says.
+    lineage: the signed content. key: public key of the signer. compared: names of the run's other
+    files that match the lineage.
     """
 
     lineage: dict[str, Any]
@@ -75,11 +76,12 @@ class Verified(NamedTuple):
 
 
 def verify(model: str | Path, key: str | None = None) -> Verified:
-    """Checks a model against the lineage that lies beside it.
+    """Verify a model against the lineage file beside it.
 
-    model: the file of the weights, or a run folder, of which config.json, models.jsonl and
-    summary.json are compared too. key: the public key of whoever is to have signed it; None takes
-    any. Raises LineageError for what is not as it was signed, and ImportError without the libraries
+    model: the file of weights, or a run folder, whose config.json, models.jsonl and summary.json
+    are compared too. key: public key of the expected signer; None accepts any signer.
+
+    Raises LineageError if a file differs from the signed one, and ImportError without the libraries
     of the extra `deploy`.
     """
     from dure.wire.signatures import is_signed
@@ -110,8 +112,8 @@ def verify(model: str | Path, key: str | None = None) -> Verified:
 
 
 def _compared(folder: Path, lineage: Mapping[str, Any]) -> tuple[str, ...]:
-    """The files of a run that are what was signed. Raises LineageError for one that is not."""
-    # What else somebody has signed says nothing of a run.
+    """Return the names of the run's files that match the lineage. Raises LineageError otherwise."""
+    # A signed file that is no lineage of a run says nothing about the run's files.
     if not isinstance(lineage, Mapping) or "config_sha256" not in lineage:
         return ()
     try:

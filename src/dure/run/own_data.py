@@ -1,8 +1,8 @@
-"""From a function that gives each rank its data to a task that can be trained on.
+"""Turn a function that gives each rank its data into a task that can be trained on.
 
-While a run is prepared nobody has heard of the others: what is checked then is checked with the
-data of one rank, as if the others' were like them. On the ranks each calls the function for itself,
-and all tell how many examples they have, in one message, which is not counted.
+While a run is prepared, no rank knows the others' data: checks use the data of one rank, as if the
+other ranks' were alike. On the ranks, each rank calls the function for itself, and all ranks
+exchange the number of their examples in one message, which the meters do not count.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from dure.errors import RunFolderError
 
 
 def to_look_at(task: Task, strategy: Strategy, world: World) -> Task:
-    """A task like the ranks', with the data of one of them, for checks.
+    """Return a task with the data of one rank, for checks before the ranks start.
 
-    Raises ValueError for a system whose ranks cannot have data of their own.
+    Raises ValueError for a strategy whose ranks cannot have data of their own.
     """
     train = task.train
     if not isinstance(train, DataOfRanks):
@@ -55,15 +55,15 @@ def to_look_at(task: Task, strategy: Strategy, world: World) -> Task:
 
 
 def forget(task: Task) -> None:
-    """The ranks are elsewhere: what was looked at need not stay here."""
+    """Release the data that the checks loaded, since the ranks are other processes."""
     if isinstance(task.train, DataOfRanks):
         task.train.forget()
 
 
 def with_own_data(task: Task, strategy: Strategy, group: Group) -> Task:
-    """The task of a rank. All ranks call it together.
+    """Return the task with this rank's data. Collective: all ranks call this function together.
 
-    Raises ValueError where the examples, now that they are counted, do not fit the strategy.
+    Raises ValueError if the counted examples do not fit the strategy.
     """
     train = task.train
     if not isinstance(train, DataOfRanks):
@@ -78,7 +78,7 @@ def with_own_data(task: Task, strategy: Strategy, group: Group) -> Task:
 
 
 def _told(own: Examples, group: Group) -> list[Arrangement]:
-    """The arrangements of all ranks' examples, on every rank."""
+    """Return the arrangements of all ranks' examples, on every rank."""
     gathered = group.gather_bytes(msgspec.msgpack.encode(own.arrangement()))
     told = group.broadcast_bytes(msgspec.msgpack.encode(gathered) if gathered else None)
     each = msgspec.msgpack.decode(told, type=list[bytes])
@@ -86,7 +86,7 @@ def _told(own: Examples, group: Group) -> list[Arrangement]:
 
 
 def check_as_before(folder: Path | None, before: Sequence[int], now: Sequence[int]) -> None:
-    """Raises RunFolderError where ranks have other data of their own than when the run began."""
+    """Raise RunFolderError if ranks have other numbers of examples than when the run began."""
     if list(before) == list(now):
         return
     told = [", ".join(map(str, lies)) if lies else "none" for lies in (before, now)]

@@ -1,4 +1,4 @@
-"""A party of vertical split learning on a network: what `dure.join` does where the run is one."""
+"""A party of vertical split learning on a network: `dure.join` for a `VerticalSplit` run."""
 
 from __future__ import annotations
 
@@ -63,10 +63,13 @@ def _party(
     kept: ClientState,
     event: Progress,
 ) -> PartySite:
-    """number: among those who join. Which columns are its own follows from it."""
+    """Return the site of the party with this number among the joined parties.
+
+    The number decides which columns the party owns.
+    """
     seed = welcome.seed
     folder = None if kept.temporary else kept.folder
-    # An optimizer would load the compiler, which takes seconds.
+    # Building an optimizer would load the compiler, which takes seconds.
     with left_out():
         model = seeded_model(task, seed).train()
         train, test = examples_for(task)
@@ -76,14 +79,14 @@ def _party(
 
 
 take_part = partial(split_site.take_part, make=_site)
-"""As `dure.run.split_site.take_part`, of a `VerticalSplit`."""
+"""`dure.run.split_site.take_part` for a `VerticalSplit`."""
 
 
 def check_part(
     task: Task, strategy: VerticalSplit, welcome: Welcome, kept: ClientState, part: int | None
 ) -> Iterator[str]:
-    """Tries one batch of the head, and says in lines what would be sent."""
-    # Who only looks has no number yet.
+    """Try one batch of the head and yield lines that describe the data to be sent."""
+    # A dry run has no number yet.
     number = max(welcome.client, part or 0, 0)
     site = _party(task, strategy, welcome, number, kept, lambda what, about: None)
     size = strategy.batch_size or len(site.known)

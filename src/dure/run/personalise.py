@@ -1,6 +1,6 @@
-"""A client's own model: the newest global one, trained further on the client's own data, offline.
+"""Personalisation: train the newest global model further on a client's own data, offline.
 
-It needs no server: the global model that was fetched last lies in the client's folder.
+No server is needed: the last global model that the client fetched is in the client's folder.
 """
 
 from __future__ import annotations
@@ -29,8 +29,11 @@ from dure.worlds.network.client.state import ClientState
 
 
 class Personal(NamedTuple):
-    """round: of the global model. before, after: metrics of the global and of the own model on the
-    task's test data; empty without."""
+    """A personalised model.
+
+    round: round of the global model. before, after: metrics of the global and of the personalised
+    model on the task's test data; empty without test data.
+    """
 
     round: int
     model: nn.Module
@@ -41,14 +44,18 @@ class Personal(NamedTuple):
 def personalise(
     state: str | Path, task: Task, *, epochs: int = 1, batch_size: int = 10, seed: int = 0
 ) -> Personal:
-    """Trains the newest global model on the task's data, and keeps it in the folder as one's own.
+    """Train the newest global model on the task's data, and store it in the client's folder.
 
-    state: the folder of a client (`dure.join(state=...)`). task: with the data that the client has
-    now. epochs: passes over them. batch_size: examples of a step. seed: of their order, and of
-    dropout.
+    Args:
+        state: folder of a client (`dure.join(state=...)`).
+        task: task with the data that the client has now.
+        epochs: passes over the data.
+        batch_size: examples of a step.
+        seed: seed of the order of examples, and of dropout.
 
-    Raises RunFolderError where no global model was fetched yet, and ValueError for another task,
-    one without training data, and training that diverges.
+    Raises:
+        RunFolderError: if no global model was fetched yet.
+        ValueError: for another task, for a task without training data, and if training diverges.
     """
     if epochs < 1:
         raise ValueError(f"epochs is {epochs}, but a model of one's own is trained at least once")
@@ -64,11 +71,10 @@ def personalise(
 
 
 def personal_model(state: str | Path, task: Task) -> nn.Module:
-    """The client's own model, to predict with; the newest global one where it has none.
+    """Return the client's personalised model for predictions; else the newest global model.
 
-    state: the folder of a client (`dure.join(state=...)`). task: the one it takes part with.
-
-    Raises RunFolderError where there is neither.
+    state: folder of a client (`dure.join(state=...)`). task: the task of the federation.
+    Raises RunFolderError if the folder has neither.
     """
     with ClientState(Path(state)) as kept:
         own = kept.personal()
@@ -79,7 +85,7 @@ def personal_model(state: str | Path, task: Task) -> nn.Module:
 
 
 def _newest(kept: ClientState, task: Task) -> tuple[int, nn.Module]:
-    """The newest global model."""
+    """Return the round and the newest global model."""
     found = kept.model()
     if found is None:
         raise RunFolderError(
@@ -87,7 +93,7 @@ def _newest(kept: ClientState, task: Task) -> tuple[int, nn.Module]:
         )
     model = seeded_model(task, 0)
     frozen = kept.frozen()
-    # They were drawn under the run's seed, and no model that is fetched has them.
+    # Frozen weights were drawn under the run's seed, and no fetched model contains them.
     if frozen_of(model) and not frozen:
         raise RunFolderError(
             f"{kept.folder} lacks the weights that are not trained: join the federation once more "
@@ -117,7 +123,7 @@ def _train(task: Task, model: nn.Module, epochs: int, batch_size: int, seed: int
     task = task.on(device)
     train, _ = examples_for(task)
     size = min(batch_size, len(train))
-    # One example that is left joins the batch before it, where the model cannot train on it alone.
+    # A single leftover example joins the batch before, if the model cannot train on one example.
     batches = batches_per_epoch(len(train), size, needs_two(model, train))
     optimizer = task.optimizer(trained_of(model))
     model.train()

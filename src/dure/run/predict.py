@@ -1,8 +1,8 @@
-"""What a run's model says of inputs: of a file, or of examples of the task itself.
+"""Predict with a run's model: for the inputs in a file, or for examples of the task.
 
-A run folder is data, and so is an input: arrays are read from npy, csv, JSON and safetensors, of
-which none can hold code. Inputs that are more than one tensor are rows (`dure.run.rows`). Where the
-run's loss is torch's cross-entropy, outputs are scores of classes, and their softmax is told as
+A run folder is data, and so is an input: arrays are read from npy, csv, JSON and safetensors, none
+of which can contain code. Inputs of more than one tensor are rows (`dure.run.rows`). If the run's
+loss is torch's cross-entropy, outputs are scores of classes, and their softmax is returned as
 probabilities.
 """
 
@@ -35,19 +35,19 @@ from dure.tasks.known_losses import cross_entropy_of
 from dure.tasks.modes import in_mode
 
 _BATCH = 256
-"""Inputs that the model has at once."""
+"""Inputs of a single call of the model."""
 
 _EXAMPLE = re.compile(r"(test|train):(\d+)(?::(\d+))?")
-"""An example of the task, test:0, or those from one on up to another, test:0:10."""
+"""Pattern of examples of the task: test:0, or the range test:0:10."""
 
 
 @dataclass(frozen=True)
 class Predicted:
-    """What a model says.
+    """Predictions of a model.
 
-    outputs: of all inputs, the first dimension. probabilities: of classes, float64; None where the
-    outputs are no scores of classes. classes: their names, or their numbers. of: which of the
-    run's models says it, in words; empty where it has one.
+    outputs: of all inputs, along the first dimension. probabilities: of classes, float64; None if
+    the outputs are no scores of classes. classes: their names, or their numbers as text. of: text
+    that says which of the run's two models was used; empty if the run has a single model.
     """
 
     outputs: Tensor
@@ -56,7 +56,7 @@ class Predicted:
     of: str = ""
 
     def best(self, place: int, most: int = 3) -> list[tuple[str, float]]:
-        """The likeliest classes of an input, each with its probability."""
+        """Return the `most` likeliest classes of an input, each with its probability."""
         if self.probabilities is None:
             return []
         values, indices = self.probabilities[place].topk(min(most, len(self.classes)))
@@ -67,16 +67,19 @@ class Predicted:
 def predict(
     folder: Path, source: str, task: Task | str | None = None, last: bool = False
 ) -> Predicted:
-    """What the model of the ended run in `folder` says of an input.
+    """Return the predictions of the model of the ended run in `folder`.
 
-    Where a best model was chosen by a validation set, it answers. last: the last model does.
+    Args:
+        folder: run folder.
+        source: a file (npy, csv, json, safetensors), - for JSON on standard input, or examples of
+            the task, test:0 or test:0:10. Inputs of more than one tensor are JSON objects, or rows
+            of a table by the names of its columns.
+        task: as in `dure.resume`.
+        last: use the last model, even if a validation set chose a best model.
 
-    source: a file (npy, csv, json, safetensors), - for JSON on standard input, or examples of the
-        task, test:0 or test:0:10. Inputs that are more than one tensor are objects of JSON, or rows
-        of a table by the names of its columns. task: as in `dure.resume`.
-
-    Raises ValueError for an input that is not what the model takes, and RunFolderError for a folder
-    without a whole model.
+    Raises:
+        ValueError: for an input that does not fit the model.
+        RunFolderError: for a folder without a complete model.
     """
     whole = task_of(folder, task)
     run = load_run(folder, whole.model)
@@ -86,7 +89,7 @@ def predict(
             f"the model of {folder} is not whole: {', '.join(map(str, elsewhere))} are with its "
             f"clients, each of which has its own"
         )
-    # With inputs in the dtype in which it was trained.
+    # Examples come in the dtype of the training.
     train, test = examples_for(whole)
     model = _model_of(run, last)
     outputs = torch.cat(list(_outputs(model, _inputs(whole, train, test, source))))
@@ -99,7 +102,7 @@ def _model_of(run: Run, last: bool) -> nn.Module:
 
 
 def which_model(summary: Mapping[str, Any], last: bool) -> str:
-    """Say which of a run's two models answers; empty where there is one."""
+    """Return a text that says which of a run's two models is used; empty if both are the same."""
     chosen = summary.get("best_model")
     if not isinstance(chosen, Mapping) or chosen.get("step") == summary.get("steps"):
         return ""
@@ -116,7 +119,7 @@ def _outputs(model: nn.Module, inputs: Any) -> Iterator[Tensor]:
             some = tree_map(lambda leaf, at=start: leaf[at : at + _BATCH], inputs)
             try:
                 outputs = model(some)
-            # What the user's own model says of what it was given.
+            # Errors that the user's own model raises for an unsuitable input.
             except (RuntimeError, IndexError, TypeError, ValueError) as error:
                 raise ValueError(f"the model does not take this input: {error}") from error
             scores = _scores(outputs)
@@ -128,7 +131,7 @@ def _outputs(model: nn.Module, inputs: Any) -> Iterator[Tensor]:
 
 
 def _scores(outputs: Any) -> Any:
-    """The outputs, or those that models of Hugging Face call logits."""
+    """Return the outputs; for models of Hugging Face, the logits."""
     return outputs.get("logits") if isinstance(outputs, Mapping) else outputs
 
 
@@ -167,7 +170,7 @@ def _inputs(task: Task, train: Examples, test: Examples | None, source: str) -> 
 
 
 def _examples(train: Examples, test: Examples | None, chosen: re.Match[str]) -> Any:
-    """The inputs of examples of the task."""
+    """Return the inputs of examples of the task."""
     name, first, end = chosen.groups()
     data = test if name == "test" else train
     if data is None:
@@ -182,13 +185,13 @@ def _examples(train: Examples, test: Examples | None, chosen: re.Match[str]) -> 
 
 
 def _example(data: Examples) -> Any:
-    """The inputs of one example of the task."""
+    """Return the inputs of an example of the task."""
     inputs = data.batch(torch.tensor([data.first]))[0]
     return tree_map(lambda leaf: leaf[0], inputs)
 
 
 def _array(content: Any, features: Sequence[str] | None, source: str) -> Any:
-    """Return the content of a file as an array. features: the order of a table's columns."""
+    """Return the content of a file as an array. features: order of a table's columns."""
     if isinstance(content, Tensors):
         if len(content) != 1:
             raise ValueError(
@@ -212,7 +215,7 @@ def _array(content: Any, features: Sequence[str] | None, source: str) -> Any:
 def _chosen(
     names: Sequence[str], row: Sequence[Any], features: Sequence[str], source: str
 ) -> list[Any]:
-    """The cells of a row that are features of the task, in their order."""
+    """Return the cells of a row that are features of the task, in the order of the features."""
     absent = [name for name in features if name not in names]
     if absent:
         raise ValueError(
@@ -222,9 +225,9 @@ def _chosen(
 
 
 def _fitted(array: Any, example: Tensor, source: str) -> Tensor:
-    """The inputs as the model takes them: those of several examples, or of one."""
+    """Return the inputs in the model's shape, for several examples or for a single example."""
     try:
-        # Lists of JSON would be float32 to torch, which has fewer digits than they.
+        # Through numpy, because torch would read lists of JSON as float32 and lose digits.
         given = torch.as_tensor(array if isinstance(array, Tensor) else numpy.asarray(array))
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"{source} holds no array of numbers: {error}") from error
@@ -234,7 +237,7 @@ def _fitted(array: Any, example: Tensor, source: str) -> Tensor:
         return given
     if tuple(given.shape) == shape:
         return given[None]
-    # A row of a table for each example, such as the pixels of a picture.
+    # A table has a flat row for each example, such as the pixels of a picture.
     if given.ndim == 2 and len(given) and given.shape[1] == example.numel():
         return given.reshape(len(given), *shape)
     if given.ndim == 1 and given.numel() == example.numel():
@@ -246,7 +249,7 @@ def _fitted(array: Any, example: Tensor, source: str) -> Tensor:
 
 
 def _read(source: str) -> Any:
-    """What a file holds. Raises ValueError if it holds no array, or cannot be read."""
+    """Return the content of a file. Raises ValueError if it has no array, or cannot be read."""
     if source == "-":
         return _parsed(sys.stdin.read(), "standard input")
     path = Path(source)
@@ -277,7 +280,7 @@ def _parsed(text: str, source: str) -> Any:
 
 
 def _table(path: Path) -> Table:
-    """The cells of a table; a first line that is not of numbers has the names of its columns."""
+    """Return the cells of a table; a first line with text names the columns."""
     with path.open(newline="") as lines:
         rows = [row for row in csv.reader(lines) if row]
     if not rows:

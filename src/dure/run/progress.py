@@ -1,8 +1,8 @@
-"""How far a run has come, in words and as a share; and bars of it in a notebook.
+"""Progress of a run in words and as a share; progress bars in a notebook.
 
-In a notebook `dure.train`, `dure.resume` and `dure.compare` draw a bar for each run, where nobody
-else is told of progress. It is HTML of a few elements, shown through IPython, which is there where
-a notebook is: dure does not need it otherwise, and does not import it.
+In a notebook `dure.train`, `dure.resume` and `dure.compare` draw a bar for each run, unless the
+caller passes a function of progress. The bars are HTML of a few elements, shown through IPython,
+which every notebook has already loaded: dure neither needs nor imports it otherwise.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from dure.contracts.stop import Stop
 from dure.record.history import is_spread
 
 SECONDS = 0.2
-"""Between two drawings of a notebook's bars."""
+"""Seconds between two drawings of a notebook's bars."""
 
 
 def fraction_done(stop: Stop, event: dict[str, Any]) -> float | None:
-    """How much of a run is done, by the limit that is nearest; None if only a target ends it."""
+    """Return the finished share of a run, by the nearest limit; None if no limit is known."""
     own = stop.steps if event["unit"] == "step" else stop.rounds
     limits = [
         (own, event["step"]),
@@ -31,12 +31,12 @@ def fraction_done(stop: Stop, event: dict[str, Any]) -> float | None:
         (stop.bytes, event.get("bytes", 0)),
     ]
     shares = [done / limit for limit, done in limits if limit is not None]
-    # A step may go beyond the limit of epochs or seconds.
+    # A step may overshoot the limit of epochs or seconds.
     return min(max(shares), 1.0) if shares else None
 
 
 def facts(event: dict[str, Any]) -> str:
-    """ "round 12 · loss 0.31 · test_accuracy 0.953 · 48,200 samples/s"."""
+    """Return a line such as "round 12 · loss 0.31 · test_accuracy 0.953 · 48,200 samples/s"."""
     parts = [f"{event['unit']} {event['step']}"]
     if event["loss"] is not None:
         parts.append(f"loss {event['loss']:.4g}")
@@ -54,9 +54,9 @@ def facts(event: dict[str, Any]) -> str:
 
 
 class Bars:
-    """The bars of a notebook, one for each run.
+    """The progress bars of a notebook, a bar for each run.
 
-    display: IPython.display. The cell's output is one element, which is drawn again.
+    display: IPython.display. The cell's output is a single element, which is redrawn.
     """
 
     def __init__(self, stop: Stop, display: Any) -> None:
@@ -67,8 +67,8 @@ class Bars:
         self._drawn = 0.0
 
     def __call__(self, label: str, event: dict[str, Any]) -> None:
-        """The run called `label` has come as far as `event` says."""
-        # What a server tells of its clients, and no progress of the run.
+        """Update the bar of the run called `label` from a progress event."""
+        # News of a server about its clients, which is no progress of the run.
         if "unit" not in event:
             return
         done = fraction_done(self.stop, event)
@@ -89,12 +89,12 @@ class Bars:
             self._shown.update(content)
 
     def of(self, label: str) -> Callable[[dict[str, Any]], None]:
-        """What is told of the progress of one run."""
+        """Return the progress function of a single run."""
         return partial(self, label)
 
 
 def _row(label: str, done: float | None, said: str) -> str:
-    # Without a limit that is known in advance the bar only moves to and fro.
+    # Without a limit that is known in advance the bar is indeterminate.
     value = "" if done is None else f' value="{done:.4f}"'
     share = "" if done is None else f"{done:.0%}"
     return (
@@ -104,11 +104,11 @@ def _row(label: str, done: float | None, said: str) -> str:
 
 
 def bars_here(stop: Stop) -> Bars | None:
-    """Bars, if this is a notebook; None elsewhere."""
+    """Return progress bars in a notebook; None elsewhere."""
     shell = sys.modules.get("IPython")
     running = None if shell is None else shell.get_ipython()
-    # IPython in a terminal has no kernel, which is what a notebook talks to.
+    # IPython in a terminal has no kernel; a notebook always has a kernel.
     if running is None or not hasattr(running, "kernel"):
         return None
-    # Known to be there: IPython itself has loaded it.
+    # Loaded already, by IPython itself.
     return Bars(stop, sys.modules["IPython.display"])

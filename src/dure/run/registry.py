@@ -1,18 +1,18 @@
-"""The lists of systems and worlds, and how they are written down: a dataclass to JSON and back.
+"""Strategies and worlds by name, and their JSON form: a dataclass to JSON and back.
 
     {"name": "fed-avg", "clients": 100, "fraction": 0.1, …, "partition": "label-shards:2"}
 
-Fields keep their names; what has a text form, a partition or a compression, is written as its text.
-What is written is read again by the types of the dataclass's fields, so a run folder says exactly
-what was asked.
+Fields keep their names; a value with a text form, such as a partition or a compression, is written
+as its text. Values are read again by the types of the dataclass's fields, so that a run folder has
+exactly the request.
 
-A strategy or a world of a user's own has one more entry, `from`: the reference by which its class
-is found (`dure.references`), or null where no other process could find it. Fields may hold
-references too, such as a partition.
+A user's own strategy or world has one more entry, `from`: the reference that finds its class
+(`dure.references`), or null if no other process can find it. Fields, such as a partition, may
+contain references too.
 
-`parse_strategy` and `parse_world` read the user's own text, and import what it refers to.
-`decode_strategy` and `decode_world` read data, of a folder or of a server: they import nothing of
-a user's own, unless the caller says which references may be followed.
+`parse_strategy` and `parse_world` read the user's own text, and import the code that it refers to.
+`decode_strategy` and `decode_world` read data, of a folder or of a server: they import no user
+code, unless the caller permits the reference.
 """
 
 from __future__ import annotations
@@ -74,11 +74,11 @@ TEXTS: dict[type[Any], Callable[[str], Any]] = {
     Recompute: as_recompute,
     TensorPlan: TensorPlan,
 }
-"""Types of fields that are written as text, and what reads it."""
+"""Types of fields with a text form, and the parser of each."""
 
 
 def strategy_class(name: str) -> type[Strategy]:
-    """The strategy called `name`, or the one that a reference finds.
+    """Return the strategy class called `name`, or the class that a reference finds.
 
     Raises ValueError with the nearest name if there is none.
     """
@@ -86,7 +86,7 @@ def strategy_class(name: str) -> type[Strategy]:
 
 
 def world_class(name: str) -> type[World]:
-    """The world called `name`, or the one that a reference finds.
+    """Return the world class called `name`, or the class that a reference finds.
 
     Raises ValueError with the nearest name if there is none.
     """
@@ -96,27 +96,27 @@ def world_class(name: str) -> type[World]:
 def _class(
     what: str, name: str, known: Mapping[str, catalog.System | catalog.World], base: type[Base]
 ) -> type[Base]:
-    # A reference has a colon, which no name of dure's own has.
+    # A reference has a colon, which no built-in name has.
     if references.is_reference(name):
         return references.load(name, base)
     if name not in known:
         raise ValueError(f"there is no {what} {name!r}{suggestion(name, known)}")
-    # The catalog knows modules by name alone; only this one is imported.
+    # The catalog lists modules by name; only this module is imported.
     entry = known[name]
     found: type[Base] = getattr(importlib.import_module(entry.module), entry.kind)
     return found
 
 
 def default_world(strategy: Strategy) -> World:
-    """Where a strategy lives if nothing is said.
+    """Return the default world of a strategy.
 
-    The torchrun job if there is one, this machine otherwise.
+    The torchrun job if this process is part of a torchrun job, else this machine.
     """
     check_kind(strategy, Strategy)
-    # Also under torchrun, where the world itself says that it is one process.
+    # Also under torchrun, where the simulated world itself reports that it is one process.
     if strategy.kind == "clients":
         return world_class("simulated")()
-    # Ranks are there already: a strategy that can live in them does.
+    # torchrun has started ranks already, so a strategy that supports ranks uses them.
     if under_torchrun() and "ranks" in strategy.dwellings():
         return world_class("torchrun")()
     if strategy.kind == "threads":
@@ -125,9 +125,9 @@ def default_world(strategy: Strategy) -> World:
 
 
 def check_kind(thing: Any, base: type[Strategy] | type[World]) -> None:
-    """Raises ValueError if the thing is no strategy, or no world.
+    """Raise ValueError if `thing` is no strategy or no world, or lacks a required attribute.
 
-    A user's own may have been written without the base class, or without its name.
+    A user's own class may lack the base class or a name.
     """
     name = type(thing).__name__
     meant = not_an_object(thing, base.__name__)
@@ -138,7 +138,7 @@ def check_kind(thing: Any, base: type[Strategy] | type[World]) -> None:
             f"{name} is no dure.{base.__name__}: derive its class from dure.{base.__name__}, as a "
             f"frozen dataclass, and give an instance"
         )
-    # What the base class declares without a value, each subclass has to give.
+    # Every subclass has to set the attributes that the base class only annotates.
     missing = [one for one in base.__annotations__ if not hasattr(thing, one)]
     if missing:
         raise ValueError(f"{name} does not say its {', '.join(missing)}")
@@ -146,12 +146,12 @@ def check_kind(thing: Any, base: type[Strategy] | type[World]) -> None:
 
 
 def encode(thing: Strategy | World) -> dict[str, Any]:
-    """A strategy or world as JSON-able data."""
+    """Return a strategy or world as JSON-able data."""
     names = [field.name for field in dataclasses.fields(thing)]  # type: ignore[arg-type]
     values = {name: _plain(getattr(thing, name)) for name in names}
     if _is_built_in(thing):
         return {"name": thing.name, **values}
-    # A class that is found but cannot be filled again is as good as lost.
+    # Without all of its fields a class cannot be created again, so its reference is useless.
     readable = _UNWRITTEN not in values.values()
     return {
         "name": thing.name,
@@ -162,13 +162,13 @@ def encode(thing: Strategy | World) -> dict[str, Any]:
 
 def _is_built_in(thing: Strategy | World) -> bool:
     entry = (catalog.WORLDS if isinstance(thing, World) else catalog.SYSTEMS).get(thing.name)
-    # By class and not by name alone: a user's own may have taken the name of a built-in one.
+    # By class and not by name alone: a user's own class may have the name of a built-in one.
     kind = type(thing)
     return entry is not None and (entry.module, entry.kind) == (kind.__module__, kind.__name__)
 
 
 _UNWRITTEN = "(has no text)"
-"""What stands for the value of a field that cannot be written, such as a rule of a notebook's."""
+"""Placeholder for the value of a field without a text form, such as a rule from a notebook."""
 
 
 def _plain(value: Any) -> Any:
@@ -182,18 +182,17 @@ def _plain(value: Any) -> Any:
 
 
 def decode_strategy(written: Mapping[str, Any], ask: Ask = references.refuse) -> Strategy:
-    """The inverse of `encode`, for data of any origin.
+    """Return the strategy that `encode` has written, from data of any origin.
 
-    ask: says which references in the data may be followed, and as what; by default none.
-
-    Raises ValueError for names, fields or values that do not fit, and what `ask` raises.
+    ask: returns the reference to follow for a reference in the data, or raises; by default all are
+    refused. Raises ValueError for names, fields or values that do not fit, and the errors of `ask`.
     """
     strategy: Strategy = _decoded(strategy_class, written, ask)
     return strategy
 
 
 def decode_world(written: Mapping[str, Any], ask: Ask = references.refuse) -> World:
-    """The inverse of `encode`; arguments and errors as of `decode_strategy`."""
+    """Return the world that `encode` has written; arguments and errors as of `decode_strategy`."""
     world: World = _decoded(world_class, written, ask)
     return world
 
@@ -202,15 +201,15 @@ def _decoded(class_of: Callable[[str], type[Any]], written: Mapping[str, Any], a
     with references.followed_as(ask):
         try:
             return _decode(class_of(_reference(written)), written)
-        # Values of other types than a class computes with, and texts nested without end.
+        # Values of types that the class cannot compute with, and texts with endless nesting.
         except (TypeError, OverflowError, RecursionError) as error:
             name = shown(written.get("name"))
             raise ValueError(f"the fields of {name} cannot be read: {described(error)}") from error
 
 
 def is_lost(written: Mapping[str, Any]) -> bool:
-    """Whether only the one who made the strategy or world has its class."""
-    # Without the entry: built in. With a text: found by it. With null: nowhere to be found.
+    """Return whether the class exists only in the process that created the strategy or world."""
+    # No entry: built in. A text: a reference. null: no other process can find the class.
     return written.get("from", "") is None or _UNWRITTEN in written.values()
 
 
@@ -223,19 +222,19 @@ def _reference(written: Mapping[str, Any]) -> str:
     if "from" not in written:
         return name
     reference = written["from"]
-    # A name of dure's own here would be another system than the one that `name` tells.
+    # A built-in name here would find another class than `name` says.
     if not isinstance(reference, str) or not references.is_reference(reference):
         raise ValueError(f"from is {shown(reference)}, but it is path/to/file.py:Name")
     return reference
 
 
 def _decode(kind: type[Any], written: Mapping[str, Any]) -> Any:
-    # Annotations are texts until they are asked for in this way.
+    # Annotations are strings; get_type_hints evaluates them.
     hints = typing.get_type_hints(kind)
     values = {key: value for key, value in written.items() if key not in ("name", "from")}
     _check_fields(kind, values)
     try:
-        # The class checks its own values as it is made, and raises ValueError itself.
+        # The class checks its own values in __post_init__, and raises ValueError itself.
         return kind(**{key: _typed(value, hints[key]) for key, value in values.items()})
     except msgspec.ValidationError as error:
         raise ValueError(f"{kind.__name__}: {error}") from error
@@ -249,28 +248,27 @@ def _check_fields(kind: type[Any], names: Iterable[str]) -> None:
 
 
 def _typed(value: Any, hint: Any) -> Any:
-    # What has a text form checks itself; msgspec checks that it is a text, and all the rest.
+    # A value with a text form has its own parser; msgspec checks all other types.
     parse = _reader(hint)
-    # None, where a field may be without.
+    # None, for an optional field.
     if parse is None or (value is None and hint not in TEXTS):
         return msgspec.convert(value, hint if parse is None else None)
     return parse(msgspec.convert(value, str))
 
 
 def _reader(hint: Any) -> Callable[[str], Any] | None:
-    """What reads the text form of a field of this type; None where it has none."""
-    # Of DPSGD | None, too.
+    """Return the parser of a field of this type; None if the type has no text form."""
+    # Also of a union such as DPSGD | None.
     kinds = [one for one in (hint, *typing.get_args(hint)) if one in TEXTS]
     return TEXTS[kinds[0]] if kinds else None
 
 
 def parse_strategy(text: str) -> Strategy:
-    """A strategy from "name" or "name,field=value,…", as `dure compare` takes it.
+    """Return the strategy of a text "name" or "name,field=value,…", as in `dure compare`.
 
-    For example "fed-avg,clients=20". The name may be a reference: "my_systems.py:FedNova".
-
-    Values are read as JSON where the field is no text; null and None are None. A mesh is written by
-    its degrees: "parallel,data=2,pipeline=2". Raises ValueError for what does not fit.
+    For example "fed-avg,clients=20". The name may be a reference: "my_systems.py:FedNova". Values
+    are JSON unless the field is a text; null and None are None. A mesh is written by its degrees:
+    "parallel,data=2,pipeline=2". Raises ValueError for malformed text or unknown names.
     """
     kind = strategy_class(text.partition(",")[0])
     strategy: Strategy = _decode(kind, _read(kind, text))
@@ -278,14 +276,14 @@ def parse_strategy(text: str) -> Strategy:
 
 
 def parse_world(text: str) -> World:
-    """A world, as `parse_strategy` reads strategies: "simulated,devices=stragglers:0.1:10"."""
+    """Return the world of a text, as `parse_strategy`: "simulated,devices=stragglers:0.1:10"."""
     kind = world_class(text.partition(",")[0])
     world: World = _decode(kind, _read(kind, text))
     return world
 
 
 def _read(kind: type[Any], text: str) -> dict[str, Any]:
-    """What `encode` would have written of "name,field=value,…"."""
+    """Return the form of `encode` for the text "name,field=value,…"."""
     name, *settings = divided(text)
     hints = typing.get_type_hints(kind)
     written: dict[str, Any] = {"name": name}
@@ -293,14 +291,14 @@ def _read(kind: type[Any], text: str) -> dict[str, Any]:
         field, equals, value = setting.partition("=")
         if not equals:
             raise ValueError(f"{text!r}: a setting is field=value, not {setting!r}")
-        # data=2 is short for an entry of the field mesh, where a strategy has one.
+        # data=2 is short for an entry of the field mesh, if the strategy has one.
         of_mesh = field in AXES and "mesh" in hints
         if of_mesh and not isinstance(written.setdefault("mesh", {}), dict):
             raise ValueError(f"{text!r}: a mesh is given by its degrees, or by mesh=")
         if not of_mesh:
             _check_fields(kind, [field])
         try:
-            # An axis of a mesh has no hint of its own: its degree is read as JSON.
+            # An axis of a mesh has no type hint of its own: its degree is read as JSON.
             read = _value(value, hints.get(field))
         except msgspec.DecodeError:
             raise ValueError(f"{text!r}: {field} cannot be {value!r}") from None
@@ -312,24 +310,24 @@ def _read(kind: type[Any], text: str) -> dict[str, Any]:
 
 
 def _value(text: str, hint: Any) -> Any:
-    """A field's value as JSON has it. Raises msgspec.DecodeError if it is none."""
-    # Also for texts: "None" as Python writes it, "null" as JSON does.
+    """Return a field's value in JSON form. Raises msgspec.DecodeError for malformed text."""
+    # Also for text fields: "None" as in Python, "null" as in JSON.
     if text in ("None", "null"):
         return None
     if typing.get_origin(hint) is tuple and str in typing.get_args(hint):
-        # Several texts are a list in JSON; one stands as it is.
+        # A JSON list of texts, or a single text without quotes.
         return msgspec.json.decode(text.encode()) if text.startswith("[") else [text]
     return text if _is_text(hint) else msgspec.json.decode(text.encode())
 
 
 def divided(text: str) -> list[str]:
-    """The text between commas, of which those inside brackets divide nothing."""
-    # The commas in mesh={"data":2,"pipeline":2} divide no settings.
+    """Split a text at its commas, except for commas inside brackets."""
+    # The commas in mesh={"data":2,"pipeline":2} do not separate settings.
     parts = [""]
     depth = 0
     for sign in text:
         depth += (sign in "([{") - (sign in ")]}")
-        # Below 0 too: one bracket too many must not join all that follows.
+        # Below 0 too: a surplus closing bracket must not join all that follows.
         if sign == "," and depth <= 0:
             parts.append("")
         else:
@@ -338,7 +336,7 @@ def divided(text: str) -> list[str]:
 
 
 def _is_text(hint: Any) -> bool:
-    """Whether a field of this type is text, or words, and not JSON."""
+    """Return whether a field of this type is written as bare text, and not as JSON."""
     # The words of a Literal, or the parts of a union such as str | None.
     inner = typing.get_args(hint)
     return (

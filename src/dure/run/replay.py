@@ -1,4 +1,4 @@
-"""A recorded federation, replayed: its models are made again, and compared with the run's."""
+"""Replay a recorded federation: recompute its models and compare them with those of the run."""
 
 from __future__ import annotations
 
@@ -24,12 +24,15 @@ from dure.worlds.network.replay import Replay
 
 
 class Replayed(NamedTuple):
-    """What came of a replay.
+    """Result of a replay.
 
-    rounds: models that were made. digest: SHA-256 of the last one, as a stream of safetensors.
-    same: whether all that could be compared has the run's bits; None where nothing could be.
-    compared: models whose digests the run has written down. differ: those of them that are others.
-    ended: whether the last one was compared with model.safetensors.
+    Args:
+        rounds: models that were recomputed.
+        digest: SHA-256 of the last model, as a stream of safetensors.
+        same: whether every comparison found the run's bits; None without a comparison.
+        compared: models whose digests the run has recorded.
+        differ: rounds whose models differ from the run's.
+        ended: whether the last model was compared with model.safetensors.
     """
 
     rounds: int
@@ -43,14 +46,13 @@ class Replayed(NamedTuple):
 def replay(
     folder: str | Path, *, task: Task | str | None = None, strategy: Strategy | str | None = None
 ) -> Replayed:
-    """Makes the models of a recorded run again (`dure serve --record`), and writes nothing.
+    """Recompute the models of a recorded run (`dure serve --record`), and write nothing.
 
-    Every model is compared with the digest that the run has written down (`models.jsonl`).
+    Every model is compared with the digest that the run has recorded (`models.jsonl`). task,
+    strategy: a user's own task or strategy, named or given as in `dure.resume`.
 
-    task, strategy: where these are a user's own, named or given as in `dure.resume`.
-
-    Raises RunFolderError where the folder holds no run that was served and recorded, or one whose
-    files are not as they were written; LineageError where they are not as they were signed.
+    Raises RunFolderError if the folder has no served and recorded run, or its files have changed;
+    LineageError if the files differ from the signed ones.
     """
     path = Path(folder)
     config = _config_of(path)
@@ -90,9 +92,9 @@ def replay(
 
 
 def _config_of(path: Path) -> dict[str, Any]:
-    """What was asked: as it was signed, or where nothing is signed as it was written.
+    """Return config.json as it was signed; without signatures, as it was written.
 
-    Raises LineageError, RunFolderError.
+    Raises LineageError or RunFolderError if the files have changed.
     """
     folder = RunFolder.open(path)
     if (path / LINEAGE).exists():
@@ -111,9 +113,9 @@ def _config_of(path: Path) -> dict[str, Any]:
 
 
 def _same(path: Path, weights: Mapping[str, Tensor]) -> bool | None:
-    """Whether the run's model has these bits; None where the run has not ended."""
+    """Return whether the run's model has these bits; None if the run has not ended."""
     folder = RunFolder(path)
-    # One of an earlier part of a run that goes on is not its last.
+    # The model of an earlier part of an unfinished run is not its last model.
     if not (path / "summary.json").exists() or not (path / "model.safetensors").exists():
         return None
     theirs = trained_weights(path, folder.read_json("summary.json"))

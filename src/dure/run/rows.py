@@ -1,12 +1,12 @@
-"""New rows as inputs of a task's model, for inputs that are more than one tensor.
+"""Turn new rows into inputs of a task's model, for inputs of more than one tensor.
 
-    Task(parse=...)       parse(row) makes a row like the examples of any other one
-    a dataset's items     a row has what an item has but for the target; a batch is made of rows as
-                          it is of items, by the task's collate function
-    dicts and tuples      a row has the names, or the places, of the tensors of an example
+    Task(parse=...)       parse(row) turns a row into the inputs of an example
+    a dataset's items     a row has the fields of an item except the target; rows are batched like
+                          items, by the task's collate function
+    dicts and tuples      a row has the names, or the positions, of the tensors of an example
 
 A row is an object, a list, a text or a number of JSON, or a row of a table: its cells by the names
-of its columns. A tensor of several numbers has a column for each of them, `num.0`, `num.1`, or one
+of its columns. A tensor of several numbers has a column for each number, `num.0`, `num.1`, or one
 column with a list.
 """
 
@@ -29,21 +29,21 @@ from dure.data.streams import StreamExamples
 from dure.errors import described
 
 TEXT = "text"
-"""The column of a text, in a table of several columns."""
+"""Name of the column with a text, in a table of several columns."""
 
 Fit = Callable[[Any], Any]
-"""Makes the inputs of an example of a row. Raises ValueError for a row that is not like it."""
+"""Function from a row to the inputs of an example. Raises ValueError for an unsuitable row."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table of cells. names: of its columns; None where its first line names none."""
+    """A table of cells. names: of its columns; None if the first line has no names."""
 
     names: Sequence[str] | None
     cells: Sequence[Sequence[str]]
 
     def rows(self) -> list[Any]:
-        """Return each row, as a dict of its cells by column; a list where columns have no name."""
+        """Return each row, as a dict of its cells by column; a list if columns have no name."""
         if self.names is None:
             return [list(row) for row in self.cells]
         return [dict(zip(self.names, row, strict=True)) for row in self.cells]
@@ -54,11 +54,11 @@ class Tensors(dict[str, Tensor]):
 
 
 class Rows(list[Any]):
-    """Rows, of which a lone one is in a list too."""
+    """A list of rows; a single row is in a list too."""
 
 
 def parsed(parse: Callable[[Any], Any], content: Any) -> Rows:
-    """Return what `Task.parse` makes of each row."""
+    """Return the result of `Task.parse` for each row."""
     if isinstance(content, Tensors) and len(content) == 1:
         content = next(iter(content.values()))
     if isinstance(content, Table):
@@ -69,27 +69,27 @@ def parsed(parse: Callable[[Any], Any], content: Any) -> Rows:
     for number, row in enumerate(rows):
         try:
             found.append(parse(row))
-        # The user's own code, on a row that may be anything.
+        # The user's own code, on a row of unknown content.
         except Exception as error:
             raise ValueError(f"parse failed on row {number}: {described(error)}") from error
     return found
 
 
 def is_structured(examples: Examples, example: Any) -> bool:
-    """Return whether rows are more than an array: of structures, texts, or for a collate."""
+    """Return whether rows are more than an array: structures, texts, or items to collate."""
     return not isinstance(example, Tensor) or _collates(examples)
 
 
 def row_inputs(examples: Examples, example: Any, content: Any, source: str) -> Any:
     """Return the inputs of a batch of new rows.
 
-    example: the inputs of an example of the task. content: the rows, as they were read. Raises
-    ValueError for rows that are not like the example.
+    example: inputs of an example of the task. content: the rows as read. Raises ValueError for rows
+    that differ from the example in structure.
     """
     if isinstance(examples, DatasetExamples) and not isinstance(examples, StreamExamples):
         item = examples.first_item()
         fit = _item_fit(item, examples.collate is not None)
-        # The labels are borrowed of an example, and not for the model to see.
+        # The labels come from the first item of the task; the model must not get them.
         inputs = examples.inputs_of(_rows(content, fit, source))
         return _without_labels(inputs) if examples.keeps_labels else inputs
     if isinstance(example, Mapping) and isinstance(content, Mapping):
@@ -114,7 +114,7 @@ def _collates(examples: Examples) -> bool:
 
 
 def _rows(content: Any, fit: Fit, source: str) -> list[Any]:
-    """The rows of a file, each of them fitted; of a lone row, that."""
+    """Return the converted rows of a file, or the converted single row."""
     if isinstance(content, Table):
         rows = content.rows()
     elif isinstance(content, Rows) or (
@@ -155,7 +155,7 @@ def _without_labels(inputs: Any) -> Any:
 
 
 def _columns(example: Mapping[str, Any], content: Mapping[str, Any]) -> dict[str, Tensor] | None:
-    """Columns of several examples, a tensor or a list of lists each; None where they are none."""
+    """Return batched tensors from columns of lists; None if the content has no such columns."""
     found = {}
     for name, like in example.items():
         try:
@@ -175,7 +175,7 @@ def _columns(example: Mapping[str, Any], content: Mapping[str, Any]) -> dict[str
 
 
 def _item_fit(item: Any, varies: bool) -> Fit:
-    """Return a function that makes an item of a row.
+    """Return a function from a row to an item.
 
     varies: whether lengths may differ, since items are collated.
     """
@@ -191,12 +191,12 @@ def _item_fit(item: Any, varies: bool) -> Fit:
         return named
     if isinstance(item, (tuple, list)) and len(item) == 2:
         return lambda row: (_fitted(item[0], row, "", varies), item[1])
-    # What only the task's collate makes inputs and targets of.
+    # The task's collate function alone separates inputs and targets.
     return lambda row: _fitted(item, row, "", varies)
 
 
 def _fitted(like: Any, row: Any, name: str, varies: bool = False) -> Any:
-    """A value of a row in the form of an example's. name: of the value, for errors."""
+    """Return a value of a row in the form of an example's. name: of the value, for errors."""
     if isinstance(like, Mapping):
         return _object(like, row, name, varies)
     if isinstance(like, str):
@@ -233,7 +233,10 @@ def _object(like: Mapping[str, Any], row: Any, name: str, varies: bool) -> dict[
 
 
 def _spread(row: Mapping[str, Any], name: str) -> list[Any]:
-    """The cells of columns such as num.0, num.1, or num[0], num[1]. Raises ValueError for none."""
+    """Return the cells of columns such as num.0, num.1, or num[0], num[1].
+
+    Raises ValueError if there are none.
+    """
     number = re.compile(rf"{re.escape(name)}(?:\.|_|\[)(\d+)\]?")
     found = {int(match[1]): cell for key, cell in row.items() if (match := number.fullmatch(key))}
     if not found or sorted(found) != list(range(len(found))):
@@ -256,7 +259,7 @@ def _tensor(like: Tensor, row: Any, name: str, varies: bool) -> Tensor:
     if isinstance(row, Mapping):
         row = list(row.values())
     try:
-        # Lists of JSON would be float32 to torch, which has fewer digits than they.
+        # Through numpy, because torch would read lists of JSON as float32 and lose digits.
         given = row if isinstance(row, Tensor) else torch.as_tensor(numpy.asarray(_number(row)))
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"{_called(name)} is no array of numbers: {error}") from error
@@ -272,7 +275,7 @@ def _tensor(like: Tensor, row: Any, name: str, varies: bool) -> Tensor:
 
 
 def _number(cell: Any) -> Any:
-    """A cell of a table as a number or a list of them."""
+    """Return a cell of a table as a number or a list of numbers."""
     if isinstance(cell, str):
         return json.loads(cell)
     return [_number(one) for one in cell] if isinstance(cell, list) else cell
@@ -283,7 +286,7 @@ def _list(like: Sequence[Any], row: Any, name: str, varies: bool) -> Any:
         row = _number(row)
     if not isinstance(row, list):
         raise ValueError(f"{_called(name)} is no list of {len(like)} values")
-    # A list of numbers, such as those of words, is as long as its text; a tuple of inputs is not.
+    # A list of numbers, such as token ids, varies in length with its text; a tuple does not.
     numbers = isinstance(like, list) and like and all(isinstance(x, (int, float)) for x in like)
     if numbers and (varies or len(row) == len(like)):
         return [_fitted(like[0], one, name, varies) for one in row]

@@ -1,4 +1,4 @@
-"""A federation served to clients elsewhere: `dure.train` in a world that is a network."""
+"""Serve a federation to clients on other machines: `dure.train` in a `dure.Network` world."""
 
 from __future__ import annotations
 
@@ -33,17 +33,31 @@ def serve(
     on_progress: Progress = _ignore,
     **network: Any,
 ) -> Run:
-    """Serves a federation until `stop`: clients come to this process and train.
+    """Serve a federation until `stop`; clients connect to this process and train.
 
-    task: what is learned. The server needs no training data (`Task(train=None)`), and tests the
-    model where there are test data. strategy: a federated one. out: the run folder, in which the
-    journal lies too; `dure.resume(out)` goes on with it after a restart or a kill, with the same
-    bits. network: fields of `dure.Network`, such as host, port, certificate, access, start_with,
-    deadline. seed, evaluate_every, checkpoint_every, label, callbacks, track: as in `dure.train`.
-    on_progress hears besides {"serving": url} once
-    clients may come, and {"waiting": text} until enough are there.
+    Args:
+        task: model, loss and metrics. The server needs no training data (`Task(train=None)`), and
+            tests the model if the task has test data.
+        strategy: a federated strategy.
+        stop: limits of the run, as in `dure.train`.
+        out: run folder, which also contains the journal. After a restart or a kill
+            `dure.resume(out)` continues the run with the same bits.
+        seed: as in `dure.train`.
+        evaluate_every: as in `dure.train`.
+        checkpoint_every: as in `dure.train`.
+        label: as in `dure.train`.
+        callbacks: as in `dure.train`.
+        track: as in `dure.train`.
+        on_progress: receives the events of `dure.train`, and besides {"serving": url} once clients
+            can connect, and {"waiting": text} until enough clients have joined.
+        network: fields of `dure.Network`, such as host, port, certificate, access, start_with,
+            deadline.
 
-    Raises what `dure.train` raises, and ValueError where the address is taken.
+    Returns:
+        The finished run.
+
+    Raises:
+        ValueError: if the address is in use; besides, every error of `dure.train`.
     """
     return train(
         task,

@@ -1,9 +1,9 @@
-"""What a site brings along to talk with a server: its folder, its policy, its log, its identity.
+"""The client's side of a connection to a server: its folder, policy, log and identity.
 
-`dure.join` and `dure.Client` both begin here: the folder is locked, the policy read, the session
-opened, and the token of an invitation handed in where the site is new. What is served is compared
-with what the site allows, and with the roster of the federation's owner where the site knows one.
-What the site then agrees to is written down, and every later message is compared with it
+`dure.join` and `dure.Client` both begin here: the folder is locked, the policy is read, the session
+is opened, and a new site redeems its invitation token. The served run is compared with the site's
+policy, and with the roster of the federation's owner if the site knows an owner. The agreed run is
+written down, and every later message is compared with the agreement
 (`dure.worlds.network.client.agreement`).
 """
 
@@ -40,28 +40,30 @@ from dure.worlds.network.client.state import ClientState
 
 @dataclass(frozen=True)
 class Reach:
-    """Who takes part, and how it reaches its server.
+    """Identity of a client, and its connection to the server.
 
     Args:
-        name: how this client is called; by default as its invitation says, or by its number.
-        state: the folder of what this client keeps; with one it may be killed and started again.
-            policy.toml in it says what this site allows, audit.jsonl what has left it.
-        part: for demonstrations, takes the place of this simulated client: of the task's data only
-            what the partition gives it.
-        token: of an invitation (dure clients invite), needed once; - reads it on standard input.
-            Every user of this machine can read an argument: rather use --token-file.
-        authority: PEM file of who signed the server's certificate; the system's by default.
-        certificate: PEM file of this client's certificate, where the server wants one.
-        give_up: hours for which a server that is not reached is tried; None tries on without end.
-        identities: in split learning, a file of lines NUMBER FINGERPRINT, got from the other
-            clients themselves: the head is handed to nobody else.
-        owner: public key or fingerprint of the federation's owner, got from there: takes part only
-            where that owner has signed a roster with this client on it (dure roster).
-        insecure: take part without TLS too where others on the network can read the token, and
-            change what is sent.
+        name: name of this client; by default the name in its invitation, or its number.
+        state: folder of this client's state, with which the client may be killed and restarted. Its
+            file policy.toml sets the site's policy, audit.jsonl logs all that has left the site.
+        part: for demonstrations, takes the place of this simulated client: only the examples that
+            the partition gives to it.
+        token: token of an invitation (dure clients invite), needed once; - reads it on standard
+            input. Every user of this machine can read an argument: prefer --token-file.
+        authority: PEM file of the authority that signed the server's certificate; the system's by
+            default.
+        certificate: PEM file of this client's certificate, if the server requires one.
+        give_up: hours for which an unreachable server is retried; None retries forever.
+        identities: in split learning, a file of lines NUMBER FINGERPRINT, obtained from the other
+            clients themselves: only these clients receive the head.
+        owner: public key or fingerprint of the federation's owner, obtained from the owner: this
+            client takes part only if that owner has signed a roster with this client on it (dure
+            roster).
+        insecure: take part without TLS even if others on the network can read the token and change
+            messages.
         rules: code of your own that the run may use, as path/to/file.py:Name: a partition, an
-            aggregator or a selection. The server chooses by the file's and the class's name, and
-            can name nothing else.
+            aggregator or a selection. The server chooses by the names of file and class, and can
+            name no other code.
     """
 
     name: str = ""
@@ -78,7 +80,10 @@ class Reach:
 
     @property
     def give_up_seconds(self) -> float | None:
-        """Raises ValueError where it is no time."""
+        """Seconds for which an unreachable server is retried; None for ever.
+
+        Raises ValueError if `give_up` is not above 0.
+        """
         if self.give_up is not None and not self.give_up > 0:
             raise ValueError(
                 f"give_up is {self.give_up}, but a server is tried for more than 0 hours"
@@ -87,32 +92,32 @@ class Reach:
 
 
 def path_of(given: str | Path | None) -> Path | None:
-    """A path that may be given as text, or not at all."""
+    """Return the path of a text, a path or None."""
     return None if given is None else Path(given)
 
 
 class Site(NamedTuple):
-    """A site that can talk with its server."""
+    """A site that can exchange messages with its server."""
 
     session: Session
     kept: ClientState
     policy: Policy
     reach: Reach
     owner: str
-    """Whose signature the roster has to have; empty where the site does not know."""
+    """Owner whose signature the roster needs; empty if the site knows no owner."""
     audit: Audit | None = None
-    """What notes messages that leave."""
+    """Log of outgoing messages; None without a folder."""
 
     def look(self, said: CheckIn) -> Welcome:
-        """Hears what is served, and takes no place. said: a check-in that only looks."""
+        """Return the description of the served run, without taking a place. said: a look."""
         self.session.checks.smallest_cohort = self.policy.smallest_cohort
         return self.session.check_in(said)
 
     def agree(self, welcome: Welcome, approve: bool) -> None:
-        """Takes part in what is served: this run, and no other, is agreed to, on the disk.
+        """Agree to the served run, and record the agreement on disk.
 
-        approve: its user agrees to this run, as it is served now. Raises PolicyError where the site
-        does not take part in it, or has agreed to the run as it was served before.
+        approve: the user consents to this run as it is served now. Raises PolicyError if the site's
+        policy refuses the run, or if the site has agreed to the run in another form.
         """
         if approve:
             self.kept.approve(welcome.run)
@@ -149,19 +154,18 @@ class Site(NamedTuple):
         return None if about is None else about.client
 
     def refusals(self, welcome: Welcome) -> list[str]:
-        """Why the site does not take part, by the run and by what its server keeps to; empty where
-        it does."""
+        """Return why the site refuses the run, by its policy or by the server's promises."""
         return self.reasons(welcome) or self._not_kept(welcome)
 
     def reasons(self, welcome: Welcome) -> list[str]:
-        """Why the site does not take part in such a run; empty where it does."""
+        """Return why the site's policy refuses such a run; [] if it accepts the run."""
         secure = privacy_of(welcome).secure
         reasons = self.policy.check(welcome, sums=None if secure is None else secure.minimum)
         try:
             self._roster(welcome)
         except RosterError as error:
             reasons.append(str(error))
-        # In such sums clients check each other by the roster: one that cannot takes no part.
+        # Clients of a secure sum verify each other by the roster, so each needs the owner's key.
         if secure is not None and welcome.roster and not self.owner:
             reasons.append(
                 "the clients of this run know each other by a roster that its owner has signed: "
@@ -170,7 +174,7 @@ class Site(NamedTuple):
         return reasons
 
     def _not_kept(self, welcome: Welcome) -> list[str]:
-        """Why the server would not keep to what the site asks; empty where it says it does."""
+        """Return why the server's promises do not satisfy the site's policy; [] if they do."""
         least = self.policy.smallest_cohort
         if least == 1 or welcome.smallest_cohort >= least:
             return []
@@ -181,11 +185,10 @@ class Site(NamedTuple):
         ]
 
     def enter(self, welcome: Welcome) -> Mapping[int, str] | None:
-        """The site is a client of the run from now on. The public keys of all clients, by number,
-        where their owner has signed them; None where the site knows no owner.
+        """Enter the run as a client; return the owner-signed public keys of all clients, by number.
 
-        Raises StateError where the folder is another client's, and PolicyError for a roster that is
-        not the one with which the run was begun here.
+        Returns None if the site knows no owner. Raises StateError if the folder is another
+        client's, and PolicyError for a roster other than the one with which the run began here.
         """
         try:
             roster = self._roster(welcome)
@@ -198,16 +201,16 @@ class Site(NamedTuple):
         return roster.identities
 
     def known(self, identities: Mapping[int, str] | None) -> Mapping[int, str] | None:
-        """The others, for what is handed from client to client: public keys or fingerprints.
+        """Return the other clients' public keys or fingerprints, for transfers between clients.
 
-        identities: of a roster. Raises ValueError for a list of identities that is none.
+        identities: of a roster. Raises ValueError for a malformed file of identities.
         """
         if identities is None and self.reach.identities is not None:
             return read_identities(self.reach.identities)
         return identities
 
     def trust(self, welcome: Welcome) -> str:
-        """What the site knows of who the clients are, and has to believe; empty for nothing."""
+        """Return the assumptions about the other clients' identities, as text; empty for none."""
         roster = self._roster(welcome)
         said = [] if roster is None else [f"roster {roster}"]
         secure = privacy_of(welcome).secure
@@ -218,7 +221,7 @@ class Site(NamedTuple):
         return "; ".join(filter(None, said))
 
     def _roster(self, welcome: Welcome) -> OwnersRoster | None:
-        """The roster, checked; None where the site knows no owner. Raises RosterError."""
+        """Return the verified roster; None if the site knows no owner. Raises RosterError."""
         if not self.owner:
             return None
         if not welcome.roster:
@@ -227,7 +230,7 @@ class Site(NamedTuple):
         owners_roster.check_owner(roster, self.owner)
         owners_roster.check_date(roster)
         owners_roster.check_count(roster, welcome.clients)
-        # Who only looks has no number yet.
+        # A look has no number yet.
         number = welcome.client if welcome.client >= 0 else None
         owners_roster.check_own(roster, self.session.key.public, number)
         self._pinned(welcome).check(roster)
@@ -237,7 +240,7 @@ class Site(NamedTuple):
         return Pinned.of_client(self.kept.folder, welcome.run)
 
     def given(self, task: Task | None = None) -> GivenReferences:
-        """Return what code of the site's own the server may name. task: the user's.
+        """Return the site's own code that the server may name. task: the user's task.
 
         Raises PolicyError for references that cannot be followed.
         """
@@ -245,12 +248,12 @@ class Site(NamedTuple):
         return GivenReferences([*systems, *self.reach.rules], self.kept.folder, task)
 
     def closed(self) -> float:
-        """Seconds until the site works again; 0 while it does."""
+        """Return the seconds until the site's working hours; 0 within them."""
         return self.policy.seconds_until_open(datetime.now().astimezone())
 
 
 def _decline(reasons: Sequence[str]) -> None:
-    """Raises PolicyError where there is a reason."""
+    """Raise PolicyError if there is any reason."""
     if reasons:
         raise PolicyError(f"this site does not take part: {'; '.join(reasons)}")
 
@@ -264,10 +267,16 @@ def opened(
     tell: Callable[[str], None] = lambda text: None,
     moved: Callable[[int], None] = lambda count: None,
 ) -> Iterator[Site]:
-    """The site, for as long as the block goes on.
+    """Context manager: open the site, and close it at the end of the block.
 
-    url: of its server. stop: ends every wait. tell: hears of what goes wrong with the link; moved:
-    of bytes of a transfer. Where the site has a folder, its log has a line for each message.
+    Args:
+        url: address of the server.
+        reach: identity and connection of the client.
+        stop: event that ends every wait.
+        tell: receives texts about connection problems.
+        moved: receives the numbers of transferred bytes.
+
+    If the site has a folder, its log gets a line for each message.
     """
     folder = reach.state
     _ = reach.give_up_seconds
@@ -301,7 +310,7 @@ def opened(
 
 
 def _check_secure(url: str, insecure: bool) -> None:
-    """Raises ValueError for a server without TLS whose traffic other machines can read."""
+    """Raise ValueError for a server without TLS whose traffic other machines can read."""
     place = place_of(url)
     if not (place.secure or insecure or is_loopback(place.host)):
         raise ValueError(
@@ -311,7 +320,7 @@ def _check_secure(url: str, insecure: bool) -> None:
 
 
 def _owner(reach: Reach, policy: Policy) -> str:
-    """Who has to have signed the roster, by what was typed or by policy.toml."""
+    """Return the required signer of the roster, from the command line or policy.toml."""
     try:
         typed = key_said(reach.owner) if reach.owner else ""
     except ValueError as error:
@@ -327,14 +336,14 @@ def _owner(reach: Reach, policy: Policy) -> str:
 
 
 def _same(one: str, other: str) -> bool:
-    """Whether two texts, each a key or a fingerprint, are of one key."""
+    """Return whether two texts, each a key or a fingerprint, denote the same key."""
     return one == other or any(
         len(key) == 64 and is_said(key, said) for key, said in ((one, other), (other, one))
     )
 
 
 def privacy_of(welcome: Welcome) -> Privacy:
-    """What the run protects. Raises PolicyError for what this dure does not know."""
+    """Return the run's privacy settings. Raises PolicyError for settings unknown to this dure."""
     written = welcome.strategy.get("privacy", "none")
     try:
         return parse_privacy(str(written))
@@ -343,10 +352,10 @@ def privacy_of(welcome: Welcome) -> Privacy:
 
 
 def context_for(url: str, reach: Reach) -> ssl.SSLContext | None:
-    """For TLS with the server; None over plain HTTP."""
+    """Return the TLS context for the server; None over plain HTTP."""
     if not url.startswith("https:"):
         return None
-    # Here: a site without TLS does without these libraries.
+    # Imported here: a site without TLS does without these libraries.
     from dure.wire.certificates import client_context
 
     own = None

@@ -1,4 +1,4 @@
-"""A client of split learning on a network: what `dure.join` does where the run is one."""
+"""A client of split learning on a network: `dure.join` for a `Split` run."""
 
 from __future__ import annotations
 
@@ -78,10 +78,21 @@ def take_part(
     limits: SiteLimits = UNLIMITED,
     make: Callable[..., Any] | None = None,
 ) -> str:
-    """Trains until the run is over; why it is. Raises as `dure.join` does.
+    """Train until the run ends, and return the reason. Raises the errors of `dure.join`.
 
-    known: the other clients, by number: public keys or fingerprints, where the site has them.
-    limits: what the site allows its server. make: makes the site, as `_site` does.
+    Args:
+        task: the client's task.
+        strategy: strategy of the run.
+        welcome: description of the run.
+        session: session with the server.
+        kept: state folder of the client.
+        name: name of the client; may be empty.
+        part: simulated client of a demonstration, else None.
+        share_errors: whether the server gets the text of an error.
+        known: public keys or fingerprints of the other clients, by number; None if unknown.
+        event: receives progress.
+        limits: limits that the site imposes on its server.
+        make: function that makes the site; None for that of `Split`.
     """
     site = (make or _site)(task, strategy, welcome, session, kept, name, part, known, event, limits)
     with threads(welcome.machine.threads), left_out(), memory_kept():
@@ -92,7 +103,7 @@ def take_part(
                     event("joined", {"client": welcome.client})
                     site.talks(channel)
             except OverError as over:
-                # Whoever steals it later reads nothing of this run with it.
+                # The box key is deleted: a later thief cannot open this run's heads with it.
                 site.export()
                 if not kept.temporary:
                     (kept.folder / box_of(welcome.run)).unlink(missing_ok=True)
@@ -103,13 +114,13 @@ def take_part(
             except (RefusedError, StoppedError):
                 raise
             except (Exception, SystemExit) as error:
-                # The server hears of it at once, and need not wait for this client.
+                # Report the failure at once, so that the server need not wait for this client.
                 with suppress(Exception), session.channel() as other:
                     told = what_is_told(0, error, share_errors, kept.folder)
                     failed = Failed(_in_words(told))
                     say(other, site.hello, encode(site.hello))
                     say(other, failed, encode(failed))
-                # What the server has said wrongly is no error of this site's own code.
+                # Wrong messages of the server are no errors of this site's own code.
                 if isinstance(error, DureError | FrameError | WrongError):
                     raise
                 who = f"client {welcome.client}"
@@ -133,7 +144,7 @@ def _site(
     model = seeded_model(task, welcome.seed).train()
     train, test = examples_for(task)
     key = session.key
-    # The server knows the run's seed, and would draw the same lies and the same noise.
+    # Not the run's seed: the server knows it, and could subtract the same noise and label flips.
     secret = key.seed(f"defences of {welcome.run}")
     seen = relabelled(plan.defence, train, secret)
     folder = None if kept.temporary else kept.folder
@@ -141,7 +152,7 @@ def _site(
     known_as = name or f"client {welcome.client}"
     member = box.member(key, welcome.client, known_as, welcome.run)
     pinned = Pinned.kept_in(kept.folder, welcome.run)
-    # However the last examples are dealt with, there are as many.
+    # The number of examples does not depend on the treatment of the last batch, so False will do.
     own = own_part(strategy, welcome, train, part, False)
     batch = min(own.batches.batch_size, len(own.indices))
     losses = CountedLoss(task.loss, seen)
@@ -184,14 +195,14 @@ def _site(
 
 
 class Forms(TypedDict, total=False):
-    """What a client says of what crosses, as JSON: fields of `Hello`."""
+    """JSON descriptions of the values that cross the cut: fields of `Hello`."""
 
     form: bytes
     targets: bytes
 
 
 class _CutSide:
-    """A client that has the whole model, of which it trains its part."""
+    """A client that has the whole model, and trains its part."""
 
     def __init__(self, divided: Cut, compression: Compression, secret: int) -> None:
         self._divided = divided
@@ -199,7 +210,7 @@ class _CutSide:
         self._secret = secret
 
     def forms(self, labels_stay: bool) -> Forms:
-        """What the server has to know of what crosses: it has traced the model itself."""
+        """Return {}: the server has traced the model itself and knows the values at the cut."""
         return {}
 
     def working(
@@ -238,7 +249,7 @@ class _CutSide:
 
 
 class _HeadSide:
-    """A client that has a head of its own, and no more."""
+    """A client that has only the head."""
 
     def __init__(self, part: ClientPart, losses: CountedLoss, secret: int) -> None:
         self._part = part
@@ -246,7 +257,7 @@ class _HeadSide:
         self._secret = secret
 
     def forms(self, labels_stay: bool) -> Forms:
-        """What the server has to know of what crosses."""
+        """Return descriptions of the activations that leave, and of targets unless they stay."""
         targets = b"" if labels_stay else encoded(self._part.targets)
         return {"form": encoded(self._part.leaving), "targets": targets}
 
@@ -298,7 +309,7 @@ class _HeadSide:
         )
 
     def _crossings(self, arriving: Form | None) -> list[list[Crossing]]:
-        """What crosses at each cut."""
+        """Return the crossing values of each cut."""
         forms = [self._part.leaving] if arriving is None else [self._part.leaving, arriving]
         for form in forms:
             form.check_dims()
@@ -306,10 +317,10 @@ class _HeadSide:
 
 
 def check_part(task: Task, strategy: Split, welcome: Welcome, part: int | None) -> Iterator[str]:
-    """Tries one batch up to the cut, and says in lines what would be sent."""
+    """Try one batch up to the cut, and yield lines that describe the data to be sent."""
     model = seeded_model(task, welcome.seed).train()
     train, _ = examples_for(task)
-    # Who only looks has no number yet.
+    # A look has no number yet.
     seen = replace(welcome, client=max(welcome.client, part or 0, 0))
     own = own_part(strategy, seen, train, part, False)
     plan = strategy.of(task).plan
@@ -339,24 +350,24 @@ def check_part(task: Task, strategy: Split, welcome: Welcome, part: int | None) 
 
 
 def _steps(plan: Plan, own: OwnPart) -> int:
-    """Steps of a turn of this client."""
+    """Return the steps of a turn of this client."""
     return plan.local_epochs * own.batches.steps_per_epoch
 
 
 def _most_examples(task: Task, own: OwnPart) -> int:
-    """Of a batch, in training or in evaluation."""
+    """Return the largest number of examples of a batch, in training or evaluation."""
     return max(own.batches.batch_size, task.eval_batch_size)
 
 
 def box_of(run: str) -> str:
-    """In the state folder: the key for which other clients of the run seal their heads."""
+    """Return the file name, in the state folder, of the key to which clients seal their heads."""
     return f"box-{run}.pem"
 
 
 def own_part(
     strategy: Split, welcome: Welcome, train: Examples, part: int | None, joins: bool
 ) -> OwnPart:
-    """What a client trains on: all that it has, or its part of it in a demonstration."""
+    """Return the client's training examples: all of its own, or its part in a demonstration."""
     size = strategy.batch_size
     if part is not None:
         parts = divide(strategy.partition, welcome.clients, train, size, welcome.seed, joins)
@@ -367,6 +378,6 @@ def own_part(
 
 
 def _in_words(told: requests.Failed) -> str:
-    """What a server is told of an error."""
+    """Return the text about an error for the server."""
     place = f" at {told.file}:{told.line}" if told.file else ""
     return f"{told.kind}{place}{': ' if told.message else ''}{told.message}"

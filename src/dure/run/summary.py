@@ -25,7 +25,7 @@ SUMS = (
     "shuffle_bytes",
     "shuffle_seconds",
 )
-"""The counters that are added over all ranks, or all workers of one rank."""
+"""Counters that are added over all ranks, or over all workers of a single rank."""
 
 
 def summarise(
@@ -38,17 +38,24 @@ def summarise(
     ranks: int,
     everybody: list[Counters],
 ) -> dict[str, Any]:
-    """The content of summary.json.
+    """Return the content of summary.json.
 
-    everybody: the counters of all ranks; of a single rank, those of all its workers: the server and
-    its clients, or the master and its threads.
+    Args:
+        job: description of the run.
+        learner: learner of this rank.
+        position: final position of the run.
+        history: steps and evaluations of the run.
+        ended: reason for the end.
+        ranks: number of ranks.
+        everybody: counters of all ranks; of a single rank, the counters of all its workers: the
+            server and its clients, or the master and its threads.
     """
     meters = learner.meters()
-    # Several ranks count as one worker each; a single one has workers that live in it.
+    # With several ranks, each rank is a worker; a single rank has workers inside.
     names = [f"rank {rank}" for rank in range(ranks)] if ranks > 1 else [m.name for m in meters]
     senders = everybody
     count = ranks
-    # Bytes per worker: a server or a master sends too, but is no worker to divide by.
+    # Bytes per worker: a server or a master sends too, but does not count as a worker.
     if ranks == 1:
         pairs = zip(meters, everybody, strict=True)
         senders = [counters for meter, counters in pairs if meter.is_worker]
@@ -92,7 +99,7 @@ def summarise(
 
 
 def _best_model(job: Job, position: Position, history: History) -> dict[str, Any]:
-    """Of which step the best model is, and what was measured then; nothing where none is chosen."""
+    """Return the entry about the best model; {} if no model is chosen."""
     monitor = monitor_of(job.task, job.stop)
     if monitor is None or position.best is None:
         return {}
@@ -110,14 +117,14 @@ def _best_model(job: Job, position: Position, history: History) -> dict[str, Any
 
 
 def _baseline(job: Job) -> dict[str, Any]:
-    """The test accuracy of a model that always says the most frequent class of the training data.
+    """Return the test accuracy of always predicting the most frequent class of the training data.
 
-    Nothing where labels are not in memory, or are not to be told of.
+    Returns {} if labels are not in memory, or must not be disclosed.
     """
     task = job.task
     train = task.train
     test = None if task.test is None else task.test.sets().get("test")
-    # Of a dataset every example might have to be read.
+    # For a dataset every example might have to be read.
     here = type(train) is Examples and type(test) is Examples
     if "accuracy" not in task.measures or not here or job.strategy.protects:
         return {}
@@ -130,7 +137,7 @@ def _baseline(job: Job) -> dict[str, Any]:
 
 
 def _known(examples: Examples | None) -> Tensor | None:
-    """The labels that accuracy counts; None where there are none."""
+    """Return the labels that accuracy counts; None without any."""
     labels = None if examples is None else examples.labels()
     known = None if labels is None else labels[labels >= 0]
     return None if known is None or not len(known) else known

@@ -1,13 +1,14 @@
-"""Sweeps: which settings of a system, or of its task, are the best of a few.
+"""Sweeps: find the best settings of a strategy or its task among several.
 
     grid      every combination of the values given, in their order
-    random    so many trials; each setting is drawn by itself, from its values or from a range
+    random    a number of trials; each setting is drawn independently, from its values or a range
               (J. Bergstra and Y. Bengio, "Random Search for Hyper-Parameter Optimization", JMLR 13,
-              2012: where few of many settings matter, draws try more values of those than a grid)
+              2012: if few of many settings matter, random trials try more values of those settings
+              than a grid)
 
-A trial is a system of a comparison (`dure.run.compare`): its folder, its seeds and how it goes on
-are those of a comparison. Trials are a function of the seed alone. What is chosen is chosen by a
-validation metric, where there is one; test data that choose flatter what they have chosen.
+A trial is a system of a comparison (`dure.run.compare`), with the same folders, seeds and resuming.
+Trials are a function of the seed alone. The best trial is chosen by a validation metric if there is
+one; a choice by test data overestimates the chosen trial.
 """
 
 from __future__ import annotations
@@ -28,14 +29,17 @@ from dure.run.registry import divided
 
 @dataclass(frozen=True)
 class Range:
-    """From one number to another: uniform, or of which the logarithm is, or whole numbers alone."""
+    """A range of values: uniform, uniform in the logarithm, or whole numbers.
+
+    low, high: bounds; whole numbers include both. kind: "uniform", "log" or "int".
+    """
 
     low: float
     high: float
     kind: str = "uniform"
 
     def drawn(self, chance: random.Random) -> float | int:
-        """One of them."""
+        """Return a random value of the range."""
         if self.kind == "int":
             return chance.randint(int(self.low), int(self.high))
         if self.kind == "log":
@@ -44,14 +48,14 @@ class Range:
 
 
 Values = Sequence[Any] | Range
-"""Those that a setting may have."""
+"""Possible values of a setting."""
 
 
 def parse_values(name: str, text: str) -> Values:
-    """Values of a setting from its text: "0.1,0.01", "log:1e-4:0.1", "uniform:0:1", "int:8:64".
+    """Parse the values of a setting: "0.1,0.01", "log:1e-4:0.1", "uniform:0:1", "int:8:64".
 
-    Values stay texts, since what they are depends on the setting. Raises ValueError for what is
-    none.
+    Listed values stay texts, since their type depends on the setting. Raises ValueError for
+    malformed text.
     """
     kind, _, rest = text.partition(":")
     if kind not in ("uniform", "log", "int"):
@@ -83,10 +87,10 @@ def _parts(name: str, text: str) -> Sequence[str]:
 def trials(
     space: Mapping[str, Values], draws: int | None = None, seed: int = 0
 ) -> list[dict[str, Any]]:
-    """The settings of each trial.
+    """Return the settings of each trial.
 
-    space: the values of each setting. draws: so many trials, drawn; None is the whole grid.
-    Raises ValueError for a space or a number that makes none.
+    space: values of each setting. draws: number of random trials; None takes the whole grid.
+    Raises ValueError for an empty space, a range in a grid, or a number of trials below 1.
     """
     if not space:
         raise ValueError("a sweep needs at least one setting with several values")
@@ -104,11 +108,11 @@ def trials(
 
 
 def _drawn(space: Mapping[str, Values], draws: int, seed: int) -> list[dict[str, Any]]:
-    """No trial twice: of a small grid there may be fewer than asked."""
+    """Return distinct random trials; a small space may have fewer than requested."""
     found: list[dict[str, Any]] = []
-    # Of its own, and seeded by text: the same on every machine, whatever else is drawn.
+    # A generator of its own, seeded by text: the same trials on every machine.
     chance = random.Random(f"dure sweep {seed}")
-    # Where all values are few, a draw often meets one that is there; in the end it gives up.
+    # In a small space most draws are duplicates, so the number of draws is bounded.
     for _ in range(20 * draws):
         if len(found) == draws:
             break
@@ -123,7 +127,7 @@ def _drawn(space: Mapping[str, Values], draws: int, seed: int) -> list[dict[str,
 
 @dataclass(frozen=True)
 class Ranked:
-    """A trial and what it reached: the mean over its seeds of the metric that judges."""
+    """A trial and its result: the mean over its seeds of the metric that ranks the trials."""
 
     label: str
     value: float
@@ -131,10 +135,10 @@ class Ranked:
 
 
 def judge_of(runs: Sequence[Run], metric: str | None = None) -> str:
-    """The metric by which trials are judged.
+    """Return the metric that ranks the trials.
 
-    metric: the one asked for. By default a validation metric, then one of test data; what rises
-    comes first. Raises ValueError if no run has it.
+    metric: the requested metric. By default a validation metric precedes a test metric, and a
+    metric that rises precedes a metric that falls. Raises ValueError if no run has the metric.
     """
     there: dict[str, None] = dict.fromkeys(
         name for run in runs for name in run.summary["best"] if not is_spread(name)
@@ -151,7 +155,7 @@ def judge_of(runs: Sequence[Run], metric: str | None = None) -> str:
 
 
 def ranked(runs: Sequence[Run], metric: str) -> list[Ranked]:
-    """The trials, the best first; those without a finite value are left out."""
+    """Return the trials, best first, without trials that lack a finite value."""
     by_label: dict[str, list[Run]] = {}
     for run in runs:
         by_label.setdefault(run.label, []).append(run)
@@ -160,15 +164,14 @@ def ranked(runs: Sequence[Run], metric: str) -> list[Ranked]:
     for label, group in by_label.items():
         values = [_value_of(run, metric) for run in group]
         told = spread([value for value in values if value is not None])
-        # A seed that came to nothing, or that failed, counts against its trial.
+        # A trial with a failed or diverged seed is not ranked.
         if told is not None and None not in values and len(group) == seeds:
             found.append(Ranked(label, told.mean, group))
     return sorted(found, key=lambda one: one.value, reverse=not lower_is_better(metric))
 
 
 def _value_of(run: Run, metric: str) -> float | None:
-    """What the model has that the run would be taken for: the best one, where it was chosen by
-    this metric."""
+    """Return the run's value of the metric; that of the best model if the metric chose it."""
     best = run.summary.get("best_model") or {}
     value: float | None = best.get("value") if best.get("monitor") == metric else None
     return run.summary.get(metric) if value is None else value

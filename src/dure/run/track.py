@@ -1,25 +1,25 @@
-"""Trackers: a run is told of to TensorBoard, MLflow or Weights & Biases as well.
+"""Trackers: report a run to TensorBoard, MLflow or Weights & Biases.
 
     tensorboard:FOLDER    event files in FOLDER/<label>-<run>         `dure[tensorboard]`
     mlflow:URI            a run in the experiment named as the task   `dure[mlflow]`
     wandb:PROJECT         a run of the project                        `dure[wandb]`
 
-URI is a server, such as http://localhost:5000, a database, or a folder. Weights & Biases goes by
-its own settings: WANDB_MODE=offline needs neither network nor account.
+URI is a server, such as http://localhost:5000, a database, or a folder. Weights & Biases uses its
+own settings: WANDB_MODE=offline needs neither network nor account.
 
-All three are told the same:
+All three trackers get the same content:
 
     loss                       after every step or round; and the strategy's numbers, by name
     test_…, validation_…       at every evaluation; and bytes_sent, seconds, epoch
     settings                   config.json, as parameters
     model                      the files of the run folder, if there is one, to MLflow
 
-A run that goes on (`dure.resume`) goes on there too: it is found by its number, config["run"].
-Steps after the checkpoint that it goes on from are there once: TensorBoard shows the new ones,
+A resumed run (`dure.resume`) continues the run in the tracker, which is found by its number,
+config["run"]. Steps after the checkpoint are not duplicated: TensorBoard shows the new steps,
 MLflow and Weights & Biases keep the old ones, which have the same numbers.
 
-A tracker never ends a run: what fails becomes a warning, and a tracker that has failed `FAILURES`
-times in a row is told no more. Signs that MLflow does not take in names become `_`.
+A tracker never ends a run: a failure becomes a warning, and after `FAILURES` failures in a row the
+tracker is disabled. Characters that MLflow does not accept in names become `_`.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from dure.record.history import Evaluation, Step
 from dure.record.run import Run
 
 FAILURES = 3
-"""Failures in a row after which a tracker is told no more: each may take as long as a time-out."""
+"""Failures in a row that disable a tracker: each may take as long as a timeout."""
 
 
 class Tracker:
-    """A callback that tells a tracker of a run. where: what comes after the colon."""
+    """A callback that reports a run to a tracker. where: the text after the colon."""
 
     def __init__(self, where: str) -> None:
         self.where = where
@@ -76,7 +76,7 @@ class Tracker:
         self._tell(self.close, "failed", None)
 
     def _tell(self, call: Callable[..., None], *given: Any) -> None:
-        """Call a method of the tracker, whose failure is a warning."""
+        """Call a method of the tracker, and turn its failure into a warning."""
         if self._failed >= FAILURES:
             return
         try:
@@ -93,11 +93,11 @@ class Tracker:
             self._failed = 0
 
     def begin(self, config: Mapping[str, Any]) -> None:
-        """Begin a run, or find the one with the number config["run"]."""
+        """Begin a run, or find the run with the number config["run"]."""
         raise NotImplementedError
 
     def write(self, step: int, numbers: Mapping[str, float | None]) -> None:
-        """Pass on the numbers that are finite."""
+        """Pass on the finite numbers."""
         told = {
             name: value
             for name, value in numbers.items()
@@ -110,12 +110,12 @@ class Tracker:
         raise NotImplementedError
 
     def close(self, how: str, run: Run | None) -> None:
-        """how: "done" or "failed"."""
+        """End the run in the tracker. how: "done" or "failed"."""
         raise NotImplementedError
 
 
 class TensorBoard(Tracker):
-    """Event files, by torch's own writer."""
+    """A tracker that writes event files with torch's own writer."""
 
     def __init__(self, where: str) -> None:
         super().__init__(where)
@@ -130,7 +130,7 @@ class TensorBoard(Tracker):
         self._writer = None
 
     def _open(self, step: int) -> Any:
-        """The writer. step: the first one that it writes; TensorBoard drops it from older files."""
+        """Return the writer. step: first new step; TensorBoard drops older records from it on."""
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -150,17 +150,17 @@ class TensorBoard(Tracker):
 
 
 LOGGED = 500
-"""Numbers that are sent to MLflow together, which takes 1,000 at the most."""
+"""Numbers of one message to MLflow, which accepts at most 1,000."""
 
 PARAMETERS = 100
-"""Settings that MLflow takes together at the most."""
+"""Most settings of one message to MLflow."""
 
 LOG_SECONDS = 1.0
-"""For which they wait: each message takes a while, and a step may take less."""
+"""Seconds that numbers wait: a message takes a while, and a step may be faster."""
 
 
 class MLflowNames:
-    """Names as MLflow takes them: of letters, digits and `_-. :/`, and short; each is another."""
+    """Unique names that MLflow accepts: letters, digits and `_-. :/`, at most 250 characters."""
 
     LENGTH = 250
 
@@ -168,10 +168,10 @@ class MLflowNames:
         self._spelled: dict[str, str] = {}
 
     def of(self, name: str) -> str:
-        """Return the spelling of a name, the same every time."""
+        """Return the spelling of a name, the same in every call."""
         if name not in self._spelled:
             spelled = re.sub(r"[^\w\-. :/]", "_", name)
-            # Names are taken for paths, which have to be in their shortest form.
+            # MLflow treats names as paths, which have to be normalised.
             if posixpath.normpath(spelled) != spelled or spelled.startswith((".", "/")):
                 spelled = spelled.replace("/", "_").lstrip(".") or "_"
             taken = spelled in self._spelled.values()
@@ -183,7 +183,7 @@ class MLflowNames:
 
 
 class MLflow(Tracker):
-    """A run on a server of MLflow's, in a database or in a folder."""
+    """A tracker for a run on an MLflow server, in a database or in a folder."""
 
     def __init__(self, where: str) -> None:
         super().__init__(where)
@@ -193,13 +193,13 @@ class MLflow(Tracker):
         self._logged = 0.0
         self._names = MLflowNames()
         self._known: dict[str, int] | None = None
-        """Last step of each metric, of a run that goes on; None of a new one."""
+        """Last step of each metric of a resumed run; None for a new run."""
 
     def begin(self, config: Mapping[str, Any]) -> None:
         from mlflow import MlflowClient
         from mlflow.entities import Param
 
-        # A client of its own: what the user's program tracks besides stays as it is.
+        # A client of its own leaves the user's global tracking settings unchanged.
         self.client = MlflowClient(tracking_uri=self.where)
         name = str(config["task"]["title"])
         known = self.client.get_experiment_by_name(name)
@@ -234,7 +234,7 @@ class MLflow(Tracker):
             self._flush()
 
     def _last(self, metric: str) -> int:
-        """The last step of a metric that the run had when it was found; -1 without any."""
+        """Return the last step of a metric before the run was resumed; -1 without any."""
         if self._known is None:
             return -1
         if metric not in self._known:
@@ -254,13 +254,13 @@ class MLflow(Tracker):
         self._flush()
         for file in _files(run):
             self.client.log_artifact(self.run, str(file))
-        # It prints where the run is to be seen; standard output is the command line's, for JSON.
+        # set_terminated prints a link, and standard output is for the command line's JSON.
         with redirect_stdout(sys.stderr):
             self.client.set_terminated(self.run, "FINISHED" if how == "done" else "FAILED")
 
 
 class WandB(Tracker):
-    """A run of Weights & Biases."""
+    """A tracker for a run of Weights & Biases."""
 
     def __init__(self, where: str) -> None:
         super().__init__(where)
@@ -294,13 +294,13 @@ _TRACKERS: Mapping[str, tuple[str, Callable[[str], Tracker]]] = {
     "mlflow": ("mlflow", MLflow),
     "wandb": ("wandb", WandB),
 }
-"""By name: the module that it needs, and its class."""
+"""By name: the module that a tracker needs, and its class."""
 
 
 def tracker(text: str) -> Tracker:
-    """The tracker that is named so, such as mlflow:http://localhost:5000.
+    """Return the tracker for a text such as mlflow:http://localhost:5000.
 
-    Raises ValueError where there is none of the name, or it is not installed.
+    Raises ValueError if the name is unknown, the place is missing, or the library is not installed.
     """
     if not isinstance(text, str):
         raise ValueError(f"track is {text!r}: give a text such as 'tensorboard:runs/board'")
@@ -325,7 +325,7 @@ def tracker(text: str) -> Tracker:
 
 
 def settings(config: Mapping[str, Any]) -> dict[str, str]:
-    """config.json as one level of names, such as strategy.batch_size."""
+    """Return config.json as a flat dict with names such as strategy.batch_size."""
     return dict(_flat(config, ""))
 
 
@@ -338,13 +338,13 @@ def _flat(value: Any, name: str) -> Iterator[tuple[str, str]]:
 
 
 def _files(run: Run | None) -> list[Path]:
-    """The files of the run folder; what lies in folders, such as checkpoints, stays there."""
+    """Return the files directly in the run folder, without subfolders such as checkpoints."""
     if run is None or run.folder is None:
         return []
     return sorted(path for path in run.folder.iterdir() if path.is_file())
 
 
 def _file_name(label: str) -> str:
-    """Return a label as a name of a file, of 200 bytes at most."""
+    """Return a label as a file name of at most 200 bytes."""
     spelled = "".join(sign if sign.isalnum() or sign in "-_." else "-" for sign in label)
     return spelled.encode()[:200].decode(errors="ignore")

@@ -1,4 +1,4 @@
-"""One run: a Task under a Strategy in a World."""
+"""Train a task under a strategy in a world, and resume runs."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _ignore(event: dict[str, Any]) -> None:
 
 
 def _shown(on_progress: Progress, stop: Stop) -> Progress:
-    """Who is told of progress: the one asked for, or the bar of a notebook."""
+    """Return the requested progress function, or by default a notebook's bar."""
     bars = bars_here(stop) if on_progress is _ignore else None
     return on_progress if bars is None else bars.of("training")
 
@@ -93,38 +93,51 @@ def train(
     track: str | None = None,
     on_progress: Progress = _ignore,
 ) -> Run:
-    """Trains `task` by `strategy` in `world` until `stop`.
+    """Train `task` by `strategy` in `world` until `stop`.
 
-    world: by default processes of this machine (or the torchrun job this is part of), one in this
-        very process for `SingleWorker`; simulated clients for federated strategies.
-    stop: by default ten epochs.
-    seed: of the initial weights, the order of examples, sampling and dropout. Same seed and world,
-        same bits.
-    out: the run folder (docs/run-folder.md), which must be new or empty; None keeps everything in
-        memory. In a torchrun job that is elastic (docs/elastic.md), a folder in which this very run
-        was begun is gone on with.
-    evaluate_every: steps or rounds between evaluations on the test data; by default an epoch, or a
-        round.
-    checkpoint_every: steps or rounds between checkpoints; by default at an evaluation every ten
-        seconds or more.
-    label: what the report calls the run; by default what the strategy says of itself.
-    check: try, before the first step and on one micro-batch, what a strategy believes about the
-        model: that a traced program, or layers that a plan divides, compute what the model
-        computes. False trusts them.
-    callbacks: objects with any of the methods on_begin, on_step, on_round, on_evaluation, on_end
-        and on_failure, called in this process (`dure.run.callbacks`); one that raises
-        `dure.StopRun` ends the run.
-    track: where the run is told of besides: tensorboard:FOLDER, mlflow:URI or wandb:PROJECT
-        (`dure.run.track`).
-    on_progress: called ten times a second or less, with a dict of unit, step, epoch, samples,
-        seconds, loss, metrics, bytes: that have travelled, where they are a limit, evaluated: the
-        step of the metrics, numbers: what the strategy says of the step, and proofs: what was tried
-        before the first step, as pairs of words and seconds. By default a notebook draws a bar.
+    Ctrl-C ends the run after its step: the run so far is returned, and summary["ended"] is
+    "interrupt".
 
-    Raises ValueError for arguments that do not fit, before any work; RunFolderError for a folder in
-    use; LossNotFiniteError, WorkerFailedError or PeerLostError for a run that failed, which keeps
-    what it has written. Ctrl-C ends the run after its step: it returns what was done, and
-    summary["ended"] is "interrupt".
+    Args:
+        task: model, loss, data and optimizer.
+        strategy: division of the training among workers or clients.
+        world: workers or clients; by default processes of this machine (or the torchrun job that
+            this process is part of), this very process for `SingleWorker`, simulated clients for
+            federated strategies.
+        stop: limits of the run; by default ten epochs.
+        seed: seed of the initial weights, the order of examples, sampling and dropout. The same
+            seed and world give the same bits.
+        out: run folder (docs/run-folder.md), which must be new or empty; None keeps everything in
+            memory. In an elastic torchrun job (docs/elastic.md), a folder in which this very run
+            was begun is resumed.
+        evaluate_every: steps or rounds between evaluations on the test data; by default an epoch,
+            or a round.
+        checkpoint_every: steps or rounds between checkpoints; by default checkpoints are written at
+            evaluations, at least ten seconds apart.
+        label: name of the run in reports; by default the strategy's description.
+        check: before the first step, test the strategy's assumptions about the model on one
+            micro-batch: that a traced program, or layers that a plan divides, compute the same as
+            the model. False skips the test.
+        callbacks: objects with any of the methods on_begin, on_step, on_round, on_evaluation,
+            on_end and on_failure, called in this process (`dure.run.callbacks`); a callback that
+            raises `dure.StopRun` ends the run.
+        track: tracker that the run is reported to: tensorboard:FOLDER, mlflow:URI or wandb:PROJECT
+            (`dure.run.track`).
+        on_progress: called at most ten times a second, with a dict of unit, step, epoch, samples,
+            seconds, loss, metrics, bytes (sent so far, if they are a limit), evaluated (step of the
+            metrics), numbers (of the strategy about the step), and proofs (tests before the first
+            step, as pairs of words and seconds). By default a notebook draws a bar.
+
+    Returns:
+        The trained model with history, summary and folder.
+
+    Raises:
+        ValueError: before any work, for arguments that do not fit.
+        RunFolderError: for a folder in use.
+        LossNotFiniteError: if the loss is NaN or infinite. The folder keeps all that was written;
+            so it does after the errors below.
+        WorkerFailedError: if the user's code fails.
+        PeerLostError: if a rank or client is lost.
     """
     world = world if world is not None else default_world(strategy)
     stop = stop if stop is not None else Stop(epochs=10)
@@ -143,11 +156,11 @@ def train(
         label=label,
         check=check,
     )
-    # Every rank of a torchrun job comes here; one of them leads.
+    # Every rank of a torchrun job gets here; rank 0 leads.
     folder = Path(out) if out is not None else None
     elastic = world.starts_again and folder is not None
     if folder is not None and world.leads:
-        # An elastic job that torchrun starts again finds its own folder there: no error.
+        # An elastic job that torchrun restarts finds its own folder.
         if elastic:
             RunFolder.enter(folder, config, strategy.oldest_checkpoint)
         else:
@@ -162,10 +175,9 @@ def train(
 
 
 def begun_here(folder: Path, task: Task, strategy: Strategy, world: World) -> None:
-    """A run was begun in this folder: it is remembered on this machine, to be resumed here.
+    """Record on this machine that a run was begun in this folder, so that it can be resumed here.
 
-    Warns, before anything is trained, where only the owner of the strategy's or world's class can
-    resume it.
+    Warns, before training, if only a process with the class of the strategy or world can resume it.
     """
     config = RunFolder(folder).read_json("config.json")
     _note(folder, config, task, strategy, world)
@@ -177,7 +189,7 @@ def begun_here(folder: Path, task: Task, strategy: Strategy, world: World) -> No
             f"{folder} can be resumed only as dure.resume({str(folder)!r}, {wanted}): the "
             f"{' and '.join(lost)} {names} is made where no other process finds it, or has a "
             f"field that cannot be written; a class in a file of its own is found again",
-            # The line of the user who called `train` or `compare`.
+            # Points at the user's call of `train` or `compare`.
             stacklevel=3,
         )
 
@@ -196,29 +208,41 @@ def resume(
     track: str | None = None,
     on_progress: Progress = _ignore,
 ) -> Run:
-    """Goes on with the run in `folder` from its newest checkpoint, or from the start without one.
+    """Resume the run in `folder` from its newest checkpoint, or from the start without one.
 
-    The result has the same bits as if the run had never been interrupted. stop: new limits, to
-    train an ended run further. check, callbacks, track, on_progress: as in `train`.
+    The result has the same bits as an uninterrupted run.
 
-    A folder is data. Where the run's task, strategy, world or rules are a user's own, config.json
-    says in which file or module they are. Those are imported only if the run was begun on this
-    machine and neither config.json nor the code has changed since (`dure.run.begun`), or if they
-    are named again here: `path/to/file.py:Name` for task, strategy and world, and rules for what
-    else a strategy or world names, such as a partition. A name takes the place of the one that
-    config.json has; options and fields stay as they are there.
+    A folder is data. If the run's task, strategy, world or rules are a user's own, config.json has
+    the file or module of the code. The code is imported only if the run was begun on this machine
+    and neither config.json nor the code has changed since (`dure.run.begun`), or if the user names
+    the code again here: `path/to/file.py:Name`. A name replaces the name in config.json; options
+    and fields stay as they are there.
 
-    task, strategy, world: also the object itself, which is needed for what was made in Python and
-    lies in no file or module, such as a class of a notebook; a warning said so when the run began.
-    weights: where those lie by now with which the run began, which have to be the same.
+    Args:
+        folder: run folder.
+        task: name or object that replaces the task. An object is needed for a task that was made in
+            Python and is in no file or module; a warning said so when the run began.
+        strategy: name or object that replaces the strategy, such as a class of a notebook. A
+            strategy may say that the work is done elsewhere (`Strategy.moves`), such as on another
+            mesh: the training path is then the same except for rounding.
+        world: name or object that replaces the world.
+        rules: names of other user code in strategy and world, such as a partition.
+        weights: new path of the run's initial weights, whose content must be the same.
+        stop: new limits, to train an ended run further.
+        check: as in `train`.
+        callbacks: as in `train`.
+        track: as in `train`.
+        on_progress: as in `train`.
 
-    A strategy that is given may say that the work is done elsewhere (`Strategy.moves`), such as on
-    another mesh: the path is then the same but for rounding.
+    Returns:
+        The trained model with history, summary and folder.
 
-    Raises ValueError for names that are no `path/to/file.py:Name`, and limits that do not fit;
-    RunFolderError if the folder holds no run, somebody is training in it, it names code that
-    must not be run, its task, strategy or world cannot be found again, its checkpoint or history is
-    damaged or not of this run, or a dure that this one does not know wrote its checkpoint.
+    Raises:
+        ValueError: for names that are no `path/to/file.py:Name`, and limits that do not fit.
+        RunFolderError: if the folder has no run, another process is training in it, it names code
+            that must not run, its task, strategy or world cannot be found, its checkpoint or
+            history is damaged or not of this run, or an unknown version of dure wrote its
+            checkpoint.
     """
     check_path("folder", folder)
     check_path("weights", weights, optional=True)
@@ -239,7 +263,7 @@ def resume(
     task = _with_weights(path, task, asked, weights)
     if leads_here():
         _tell_of_versions(path, asked)
-    # Of what nobody gave here, config.json alone is to blame.
+    # If the user passed no object, every error stems from config.json.
     alone = not any(isinstance(one, (Task, Strategy, World)) for one in again.values())
     with _blames(path) if alone else nullcontext():
         job, new_config = prepare(
@@ -253,10 +277,10 @@ def resume(
             label=asked.label,
             check=check,
         )
-    # Only checks and config.json here: rank 0 holds the folder once it runs.
+    # Only checks and config.json here: rank 0 locks the folder once it runs.
     if world.leads:
         new_config["run"] = asked.run or new_config["run"]
-        # Before it is written: another process may resume the run right after.
+        # Before the folder is written: another process may resume the run right after.
         _note(path, new_config, task, strategy, world)
         RunFolder(path).begin_again(
             new_config,
@@ -265,7 +289,7 @@ def resume(
             moves=strategy.moves,
             model=job.fresh.state_dict() if job.fresh is not None else None,
         )
-        # It says of an earlier end what is no longer so, as a summary did.
+        # The lineage describes an earlier end of the run, and is no longer true.
         with told(path / LINEAGE):
             (path / LINEAGE).unlink(missing_ok=True)
     job = dataclasses.replace(
@@ -275,9 +299,9 @@ def resume(
 
 
 def _with_weights(folder: Path, task: Task, asked: Asked, given: str | Path | None) -> Task:
-    """The task, with the weights with which the run began. Raises RunFolderError if they are gone.
+    """Return the task with the run's initial weights. Raises RunFolderError if they are gone.
 
-    given: where the user says that they are.
+    given: path from the user; None takes the path in config.json.
     """
     if given is not None:
         return dataclasses.replace(task, weights=Path(given))
@@ -294,7 +318,7 @@ def _with_weights(folder: Path, task: Task, asked: Asked, given: str | Path | No
 
 @contextmanager
 def _blames(folder: Path) -> Iterator[None]:
-    """What cannot be done as the folder says is an error of the folder. Raises RunFolderError."""
+    """Context manager: turn ValueError into RunFolderError, since the folder's request is wrong."""
     try:
         yield
     except DureError:
@@ -313,17 +337,17 @@ def found_again(
     strategy: Strategy | str | None,
     world: World | str | None,
 ) -> tuple[Task, Strategy, World]:
-    """What config.json names, or what was given in its place."""
+    """Return the objects that config.json names, or the user's replacements."""
     if not isinstance(task, Task):
         task = task_again(folder, asked, task, ask)
-    # A strategy may name rules of a user's own in any of its fields.
+    # A strategy may name user code in any of its fields.
     if not isinstance(strategy, Strategy):
         written = _named(folder, "strategy", asked.strategy, strategy)
         strategy = _again(folder, functools.partial(decode_strategy, ask=ask), written)
     if not isinstance(world, World):
         written = _named(folder, "world", asked.world, world)
         world = _again(folder, functools.partial(decode_world, ask=ask), written)
-    # A class of one's own is given again; whether it is the one meant, its name tells.
+    # A user's own object is compared with the run's strategy by its name.
     if strategy.name != asked.strategy["name"]:
         raise RunFolderError(
             f"{folder} was trained by {asked.strategy['name']}, not {strategy.name}"
@@ -332,15 +356,15 @@ def found_again(
 
 
 def task_again(folder: Path, asked: Asked, reference: str | None, ask: Asks) -> Task:
-    """The task of a folder. reference: what the user named in place of what the folder names.
+    """Return the task of a folder. reference: the user's replacement for the folder's name.
 
-    Raises RunFolderError where it was made in Python, or must not be run.
+    Raises RunFolderError if the task was made in Python, or its code must not run.
     """
     if reference is None:
         reference = asked.task.name
         if not reference:
             raise _made_in_python(folder, "task")
-        # A name of dure's own has no colon, and needs nobody's permission.
+        # A built-in name has no colon, and needs no permission.
         if ":" in reference:
             reference = ask(reference)
     try:
@@ -351,14 +375,14 @@ def task_again(folder: Path, asked: Asked, reference: str | None, ask: Asks) -> 
     except (TypeError, ValueError) as error:
         if ":" in reference:
             raise
-        # Options that dure's own task does not have, or of another type.
+        # Options that the built-in task does not have, or of another type.
         raise RunFolderError(f"{folder / 'config.json'} does not fit this dure: {error}") from error
 
 
 def _named(
     folder: Path, what: str, written: dict[str, Any], reference: str | None
 ) -> dict[str, Any]:
-    """What config.json says of a strategy or world, with the class that the user named again."""
+    """Return config.json's entry of a strategy or world, with the class named by the user."""
     if reference is not None:
         written = {**written, "from": reference}
     if is_lost(written):
@@ -367,8 +391,8 @@ def _named(
 
 
 def _named_again(given: Mapping[str, object]) -> list[str]:
-    """Which settings are the user's, and no longer those of config.json."""
-    # A task that is loaded by a reference has the options that config.json says.
+    """Return the settings that the user replaces in config.json."""
+    # A task loaded by a reference keeps the options of config.json.
     of_task = {"task.name"} if isinstance(given["task"], str) else {"task"}
     of_world = {"world.name"} if isinstance(given["world"], str) else {"world"}
     return [
@@ -378,7 +402,7 @@ def _named_again(given: Mapping[str, object]) -> list[str]:
 
 
 def _again(folder: Path, decode: Callable[[Mapping[str, Any]], Kind], asked: Any) -> Kind:
-    """What config.json asks for. Raises RunFolderError if this dure has nothing of the kind."""
+    """Return the object that config.json requests. Raises RunFolderError if this dure has none."""
     try:
         return decode(asked)
     except (ValueError, TypeError) as error:
@@ -393,7 +417,7 @@ def _made_in_python(folder: Path, what: str) -> RunFolderError:
 
 
 def _tell_of_versions(folder: Path, asked: Asked) -> None:
-    """Warns where other versions began the run, whose numbers may differ in their last digits."""
+    """Warn if other versions began the run: the last digits of numbers may differ."""
     here = {"dure": __version__, "torch": torch.__version__}
     others = [
         f"{name} {asked.versions[name]} (here {version})"
@@ -411,7 +435,7 @@ def _tell_of_versions(folder: Path, asked: Asked) -> None:
 def _note(
     folder: Path, config: Mapping[str, Any], task: Task, strategy: Strategy, world: World
 ) -> None:
-    """Remembers on this machine that the run was begun here; warns where that cannot be."""
+    """Record on this machine that the run was begun here; warn if the record cannot be written."""
     try:
         note(config, task, strategy, world)
     except OSError as error:
@@ -423,15 +447,15 @@ def _note(
 
 
 def heard(callbacks: Sequence[Any], track: str | None) -> list[Any]:
-    """All callbacks of a run. Raises ValueError for what is none, or a missing tracker."""
+    """Return all callbacks of a run. Raises ValueError for invalid callbacks or trackers."""
     check_callbacks(callbacks)
     return [*callbacks, *([] if track is None else [tracker(track)])]
 
 
 def run_job(job: Job, world: World, on_progress: Progress, callbacks: Sequence[Any] = ()) -> Run:
-    """Does a prepared job, of which callbacks hear in this process.
+    """Execute a prepared job, and call its callbacks in this process.
 
-    Raises what the run raises, and CallbackFailedError, after it, where a callback has failed.
+    Raises the run's errors, and CallbackFailedError after the run if a callback has failed.
     """
     if not callbacks or not world.leads:
         return _done(job, world, on_progress)
@@ -447,16 +471,16 @@ def run_job(job: Job, world: World, on_progress: Progress, callbacks: Sequence[A
 
 
 def _done(job: Job, world: World, on_progress: Progress) -> Run:
-    """Does a prepared job; its folder, if it has one, exists already.
+    """Execute a prepared job, whose folder exists already.
 
-    Raises ValueError for a simulation that is to keep updates, and has no folder for them.
+    Raises ValueError for a simulation that stores updates without a folder for them.
     """
     keeps = world.conditions is not None and world.conditions.keep_updates
     if keeps and job.folder is None:
         raise ValueError(
             "keep_updates writes into the run folder, and there is none: say with out where it is"
         )
-    # `prepare` made it, in this process.
+    # `prepare` made the model in this process.
     assert job.fresh is not None
     # In a world of processes the job travels to the ranks; its model does not (`FreshModel`).
     program = functools.partial(drive, job)
@@ -481,7 +505,7 @@ def _done(job: Job, world: World, on_progress: Progress) -> Run:
 
 @contextmanager
 def _kept(folder: Path | None) -> Iterator[None]:
-    """Why a run failed is kept in its folder, for whoever watches it."""
+    """Context manager: write the reason for a failure into the folder, for readers of the run."""
     if folder is not None:
         forget_now(folder)
     try:
@@ -508,13 +532,24 @@ def prepare(
     check: bool = True,
     model: nn.Module | None = None,
 ) -> tuple[Job, dict[str, Any]]:
-    """The job and the content of config.json.
+    """Check the request, and return the job and the content of config.json.
 
-    Raises ValueError if anything asked does not fit together.
+    Args:
+        task: as in `train`.
+        strategy: as in `train`.
+        world: as in `train`.
+        stop: as in `train`.
+        seed: as in `train`.
+        evaluate_every: as in `train`.
+        checkpoint_every: as in `train`.
+        label: as in `train`.
+        check: as in `train`.
+        model: the task's model under the seed, if other runs need it too; it is not changed.
 
-    model: the task's under the seed, where other runs need it as well; it stays as it is.
+    Raises:
+        ValueError: if arguments do not fit together.
     """
-    # First: all that follows calls their methods.
+    # First, since all further checks call their methods.
     check_asked(
         task,
         stop,
@@ -548,17 +583,17 @@ def prepare(
     if has_data:
         _check_first_example(task)
     check_loss(task)
-    # A model that was given serves other runs too: learners take copies of it.
+    # A model from the caller serves other runs too: learners take copies of it.
     keep = model is not None
     divided = strategy.holds_parts(world.workers)
-    # Only after the cheap checks: to make a large model takes long.
+    # After the cheap checks: creating a large model takes long.
     if model is None:
         with made_in_memory():
             model = fresh_model(task, seed, divided, world.elsewhere)
         check_fresh(model)
     if task.weights is not None and world.leads:
         warn_of_drawn(model, task.weights)
-    # Optimizers are made to be looked at: the first would load the compiler, which takes seconds.
+    # The checks create optimizers, the first of which would load the compiler for seconds.
     with left_out(), beside(model):
         proofs = _checked(task, strategy, world, stop, model, seed, check)
     parameters = _checked_parameters(task, model)
@@ -574,7 +609,7 @@ def prepare(
         checkpoint_every=checkpoint_every,
         check=check,
         proofs=(*_told_of_files(divided), *proofs),
-        # Which makes models alone: the examples that were looked at need not travel with it.
+        # FreshModel only creates models, so it need not carry the examples of the checks.
         fresh=FreshModel(asked, seed, model, keep, divided, world.elsewhere),
     )
     return job, config_of(job, world, task)
@@ -589,8 +624,8 @@ def _checked(
     seed: int,
     check: bool,
 ) -> tuple[Proof, ...]:
-    """What was tried of the model. Raises ValueError where it does not fit what is asked."""
-    # What a single worker has, it neither adds to that of others nor sends.
+    """Return the tests of the model that passed. Raises ValueError if the model does not fit."""
+    # A single worker neither adds tensors to those of others nor sends them.
     check_supported(model, sent=not strategy.alone)
     measured = strategy.measures(task, model, world.conditions)
     if stop.target:
@@ -603,13 +638,13 @@ def _checked(
     check_dtypes(task, model, functools.partial(another, model, task, seed))
     proofs = _checked_model(task, strategy, world, model, check)
     if world.leads and len(task.train):
-        # The line of the user who called `train`.
+        # Points at the user's call of `train`.
         warn_of_ignored_targets(task, functools.partial(another, model, task, seed), stacklevel=5)
     return proofs
 
 
 def _told_of_files(divided: bool) -> tuple[Proof, ...]:
-    """Why each rank makes the whole model in memory, though it holds a part of it, if so."""
+    """Return a note if each rank creates the whole model in memory although it takes a part."""
     reason = why_not() if divided else None
     if reason is None:
         return ()
@@ -617,7 +652,7 @@ def _told_of_files(divided: bool) -> tuple[Proof, ...]:
 
 
 def _check_kinds(strategy: Strategy, world: World) -> None:
-    """Raises ValueError if one of them is something else, or they do not go together."""
+    """Raise ValueError for objects of the wrong type, or a strategy that this world cannot run."""
     check_kind(strategy, Strategy)
     check_kind(world, World)
     if world.kind not in strategy.dwellings():
@@ -629,7 +664,7 @@ def _check_kinds(strategy: Strategy, world: World) -> None:
 
 
 def _check_bytes(stop: Stop, world: World) -> None:
-    """Raises ValueError where bytes alone are to end a run in which nobody sends any."""
+    """Raise ValueError if bytes are the only limit of a run that sends none."""
     alone = world.kind == "ranks" and world.workers == 1
     if alone and stop.bytes is not None and stop.bytes_alone:
         raise ValueError(
@@ -638,14 +673,14 @@ def _check_bytes(stop: Stop, world: World) -> None:
 
 
 def _check_target(stop: Stop, measured: Sequence[str], serves: bool) -> None:
-    """Raises ValueError for a target that no evaluation measures.
+    """Raise ValueError for a target that no evaluation measures.
 
-    serves: clients elsewhere may have data to measure with, of which nobody knows here.
+    serves: remote clients may have data for metrics that are unknown here.
     """
     for name in stop.target or ():
         theirs = serves and name.startswith(("client_", "personal_"))
         if name not in measured and not theirs:
-            # Of how a metric is spread over clients, one stands for all.
+            # Of the statistics of a metric over clients, one is shown for all.
             shown = [one for one in measured if not is_spread(one) or one.endswith("_p10")]
             raise ValueError(
                 f"the target {name!r} is not measured; there is "
@@ -654,7 +689,7 @@ def _check_target(stop: Stop, measured: Sequence[str], serves: bool) -> None:
 
 
 def _check_devices(strategy: Strategy, world: World, model: nn.Module) -> None:
-    """Raises ValueError for a model on a GPU that would be trained elsewhere, or on several."""
+    """Raise ValueError for a model on a GPU that the run would not use, or on several devices."""
     tensors = [*model.parameters(), *model.buffers()]
     there = sorted({str(tensor.device) for tensor in tensors if tensor.is_cuda})
     if not there:
@@ -677,20 +712,20 @@ def _check_devices(strategy: Strategy, world: World, model: nn.Module) -> None:
 def _checked_model(
     task: Task, strategy: Strategy, world: World, model: nn.Module, check: bool
 ) -> tuple[Proof, ...]:
-    """What was tried of the model. Raises ValueError if the strategy cannot train it."""
+    """Return the strategy's test of the model. Raises ValueError if it cannot train the model."""
     proof = None
     if check:
         proof = strategy.prove(task, model, world.workers)
     else:
         strategy.check_model(task, model, world.workers)
-    # Conditions are of clients; other worlds have none.
+    # Only worlds of clients have conditions.
     if world.conditions is not None:
         strategy.check_under(task, model, world.conditions)
     return () if proof is None else (proof,)
 
 
 def _check_optimizers(task: Task, model: nn.Module) -> None:
-    """Raises ValueError for an optimizer that cannot step here, or a schedule that is none."""
+    """Raise ValueError for an optimizer that cannot step here, or an invalid schedule."""
     tasks: list[Task] = [part for _, part in parts_of(task)]
     for one in tasks or [task]:
         # The first optimizer of a process would load the compiler, which takes seconds.
@@ -701,8 +736,8 @@ def _check_optimizers(task: Task, model: nn.Module) -> None:
 
 
 def _checked_parameters(task: Task, model: nn.Module) -> int:
-    """How many parameters there are. Raises ValueError where none is trained."""
-    # A list: it is gone through more than once.
+    """Return the number of parameters. Raises ValueError if none is trainable."""
+    # A list, because it is iterated twice.
     parameters = list(model.parameters())
     if not any(parameter.requires_grad for parameter in parameters):
         raise ValueError("the model has no trainable parameter")
@@ -710,29 +745,29 @@ def _checked_parameters(task: Task, model: nn.Module) -> int:
 
 
 def _label(strategy: Strategy, world: World) -> str:
-    """What tables call the run: the strategy, its workers, and conditions that are not ideal."""
+    """Return the default label: the strategy, its workers, and conditions that are not ideal."""
     name = strategy.label_in(world.kind)
     workers = world.workers or 1
     told = world.conditions.told() if world.conditions is not None else []
     label = ", ".join([f"{name} ×{workers}" if workers > 1 else name, *told])
-    # Whole numbers lose their ".0": 5.0 reads 5.
+    # Whole numbers lose their ".0": 5.0 becomes 5.
     return re.sub(r"(?<=\d)\.0(?!\d)", "", label)
 
 
 def _check_first_example(task: Task) -> None:
-    """Raises ValueError if the first example of what is not in memory is no pair.
+    """Raise ValueError if the first example of a dataset is no pair.
 
-    What else is wrong with it is said when it is learned from.
+    Other errors of the example are reported during training.
     """
     if hasattr(task.train, "targets"):
         return
-    # Reading an example may draw random numbers, such as a crop; the run is not to feel it.
+    # Reading an example may draw random numbers, such as a crop; the run must not depend on it.
     before = generators_state()
     try:
         task.train.batch(torch.tensor([task.train.first]))
     except ValueError:
         raise
-    # Where it is learned from, the same error names the worker and the step.
+    # During training the same error names the worker and the step.
     except Exception:
         return
     finally:

@@ -1,7 +1,7 @@
-"""A task of dure's, trained as one client of a federated strategy: the site's side of `dure.join`.
+"""Train a dure task as one client of a federated strategy: the site's side of `dure.join`.
 
-The server says by which strategy, with which seed and as which of how many clients. What is trained
-is what a simulated client of the same number and examples would train, by the same draws.
+The server sets the strategy, the seed, the client's number and the number of clients. The training
+equals that of a simulated client with the same number and examples, with the same random draws.
 """
 
 from __future__ import annotations
@@ -68,22 +68,22 @@ from dure.worlds.network.client.policy import Policy
 from dure.worlds.network.client.session import NotWantedError, Session
 
 ENGINE: EngineName = "loop"
-"""How clients on a network train."""
+"""Engine of clients on a network."""
 
 
 @dataclass
 class Training:
-    """A task of dure's, trained as one client of a federated strategy.
+    """A dure task, trained as one client of a federated strategy.
 
     Args:
-        part: the simulated client whose examples it takes; None: all of the task's are its own.
-        policy: what the site allows.
-        evaluations: the models that it measures, where these are bounded.
-        sums: what the client knows for sums of updates; by default no more than the run and the
+        part: the simulated client whose examples are used; None uses all of the task's examples.
+        policy: the site's policy.
+        evaluations: the evaluated models, if the policy limits them; else None.
+        sums: the client's knowledge for secure sums of updates; by default only the run and the
             policy.
-        ask: which code of the site's own the server may name; by default none.
+        ask: resolves the site's own code that the server names; by default refuses all.
 
-    Raises ValueError for a task without training data, which would take a place and fill none.
+    Raises ValueError for a task without training data, which would occupy a place without training.
     """
 
     task: Task
@@ -118,11 +118,11 @@ class Training:
         return self.policy.share_errors
 
     def look(self) -> CheckIn:
-        """A check-in that only looks at what is served."""
+        """Return a check-in that only looks at the served run."""
         return replace(self.enter(), looks=True)
 
     def enter(self) -> CheckIn:
-        """A check-in that takes a place, and is not there yet."""
+        """Return a check-in that takes a place, without examples yet."""
         return CheckIn(
             version=VERSION, name=self.name, examples=0, wants=self.wants, trains=self.trains()
         )
@@ -141,11 +141,11 @@ class Training:
         if self.part is not None and not 0 <= self.part < welcome.clients:
             last = welcome.clients - 1
             raise ValueError(f"part is {self.part}, but clients have the numbers 0 to {last}")
-        # Who only looks has no number yet.
+        # A look has no number yet.
         self.client = welcome.client if welcome.client >= 0 else self.part or 0
-        # The user's bound before the server's wish: the server hears how many there are.
+        # The user's bound limits the server's request, and the server is sent the result.
         self.threads = min(welcome.machine.threads, self.policy.cores or MOST_THREADS)
-        # Also where the server does not say so of its run: it is what its strategy promises.
+        # Also if the server omits it: the strategy's own settings promise secure sums.
         self.holds = welcome.holds or strategy.privacy.secure is not None
         self.model = seeded_model(self.task, welcome.seed)
         self.device = home_of(self.model)
@@ -168,13 +168,12 @@ class Training:
         self.held_out = self.clients.personal.count(self.client) if measured else 0
         self._check_policy(strategy.pacing(welcome.clients))
         if self.policy.evaluation(self.held_out, 0):
-            # Nobody is asked who holds nothing out.
+            # The server does not ask clients without held-out examples for metrics.
             self.held_out = 0
         self.remember(memory)
 
     def _check_policy(self, pacing: Pacing) -> None:
-        """Raises PolicyError for more work than the site allows, of the examples that it has, and
-        for models of fewer updates than it asks for."""
+        """Raise PolicyError if the policy forbids the work, or averages of so few updates."""
         reasons = [*self._beyond()]
         least = self.policy.smallest_cohort
         if not pacing.synchronous and pacing.minimum < least:
@@ -186,7 +185,7 @@ class Training:
             raise PolicyError(f"this site does not take part: {'; '.join(reasons)}")
 
     def _beyond(self) -> Iterator[str]:
-        """In what the local work is more than the site allows."""
+        """Yield the settings of local work that exceed the site's policy."""
         local = self.clients.local
         asked = {
             "local_epochs": local.epochs,
@@ -203,9 +202,9 @@ class Training:
         return self.layout.forms(weights, Buffers(self.model).of(self.model), algorithm.down())
 
     def take_frozen(self, session: Session, welcome: Welcome) -> None:
-        """The server's frozen weights in place of one's own, where these differ.
+        """Replace the client's frozen weights by the server's, if they differ.
 
-        Weights that were drawn under the same seed may differ between processors.
+        Weights drawn under the same seed may differ between processors.
         """
         served = welcome.trains.frozen
         own = frozen_of(self.model)
@@ -216,19 +215,19 @@ class Training:
         load_frozen(self.model, tensors)
 
     def would_send(self) -> int:
-        """Bytes of the tensors of an update."""
+        """Return the bytes of the tensors of an update."""
         algorithm = self.clients.algorithm
         weights = self._shared()
-        # Besides weights an algorithm sends as much as it is sent (`Algorithm.expects`).
+        # An algorithm's extra tensors have the same size in both directions (`Algorithm.expects`).
         sent = [*weights, *self.model.buffers(), *algorithm.down()]
         return sum(one.nbytes for one in sent)
 
     def _shared(self) -> Sequence[Tensor]:
-        """The weights that travel."""
+        """Return the weights that travel."""
         return self.clients.algorithm.shared(FlatParameters(self.model).copy())
 
     def one_step(self) -> float:
-        """Trains on one batch, and forgets it; how many seconds that took."""
+        """Train a copy of the model on one batch, and return the seconds."""
         model = copy.deepcopy(self.model)
         optimizer = self.task.optimizer(trained_of(model))
         own = self.clients.parts[self.client][: self.clients.local.batch(self.examples)]
@@ -277,12 +276,12 @@ class Training:
             steps=update.steps,
         )
         memory = to_cpu(self.clients.keeps(train.ticket))
-        # What goes nowhere is not kept, and is what has been in a sum already.
+        # A skipped update is sent nowhere, and must not replace the last one that entered a sum.
         keep = not self.clients.sits_out(train.ticket)
         return Answered(reserve, named, memory, keep)
 
     def _tell_bad_values(self) -> None:
-        """Warn, once, of bad values in this site's data: its server is told of no column."""
+        """Warn once of bad values in this site's data; the server does not learn the columns."""
         found = None if self._told_bad else bad_values(self.task.train, self.task.features)
         self._told_bad = True
         if found is not None:
@@ -290,8 +289,8 @@ class Training:
 
     def _assignment(self, train: Train, tensors: Mapping[str, Tensor]) -> Assignment:
         """Return the assignment as in a simulation. Raises ValueError for another model."""
-        # Else weights of more digits than are trained would be another model by their digest, and
-        # the same one for training.
+        # Otherwise weights of a wider dtype would have another digest, but would be rounded to the
+        # same weights in training.
         found = {name: form for name, form in forms_of(tensors).items() if not is_extra(name)}
         if found != self._forms:
             differs = sorted(

@@ -1,7 +1,7 @@
-"""Taking a share of the training data as a validation set (`dure.data.measured`).
+"""Split a share of the training data off as a validation set (`dure.data.measured`).
 
-It is done where the job is prepared, and once more on every rank, by the same draws: only the share
-travels.
+The split happens where the job is prepared and again on every rank, by the same random draws, so
+that only the share travels.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dure.data.nodes import DataOfRanks, OwnExamples
 
 
 def with_validation(task: Task, seed: int) -> Task:
-    """The task whose validation set is examples, which nobody trains on."""
+    """Return the task with a validation share split off its training data."""
     share = task.validation
     if not isinstance(share, float):
         return task
@@ -24,7 +24,7 @@ def with_validation(task: Task, seed: int) -> Task:
 
 
 def check_validation(task: Task, strategy: Strategy, world: World) -> None:
-    """Raises ValueError where nobody here can measure a validation set, or take one."""
+    """Raise ValueError if this strategy or world cannot measure or split off the validation set."""
     if task.validation is None:
         return
     if world.serves and strategy.trains_at_server:

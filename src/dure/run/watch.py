@@ -1,4 +1,4 @@
-"""Runs that go on, seen in a browser: by `dure watch`, and at the status listener of a server."""
+"""Show runs in progress in a browser: `dure watch`, and the status listener of a server."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dure.contracts.page import Page
 from dure.errors import RunFolderError
 
 PULSE = 0.5
-"""Seconds between two looks at whether all is over."""
+"""Seconds between two checks whether all runs have ended."""
 
 
 def page_of(
@@ -22,8 +22,11 @@ def page_of(
     secure: bool,
     server: Callable[[], Mapping[str, Any]],
 ) -> Page:
-    """The live page of the run in a folder, for a server's listener. Raises ImportError."""
-    # Not before it is wanted: most runs show no page.
+    """Return the live page of the run in a folder, for a server's listener.
+
+    Raises ImportError if plotly is missing.
+    """
+    # Imported here: most runs show no page, and plotly takes long to load.
     from dure.report.live.page import LivePage
 
     return LivePage([folder], token, where_token, secure=secure, server=server)
@@ -35,13 +38,19 @@ def watch(
     linger: float | None = None,
     tell: Callable[[str, str], None] = lambda url, code: None,
 ) -> None:
-    """Shows the report of runs at a loopback address while they go on, whoever trains them.
+    """Serve the report of runs in progress at a loopback address, whichever process trains them.
 
-    folders: run folders, comparisons, or folders in which runs will be. port: 0 takes any. linger:
-    seconds for which the page stays once nothing is to come; None: until KeyboardInterrupt. tell:
-    hears the address, and the code that opens it.
+    Args:
+        folders: run folders, comparisons, or folders that will contain runs.
+        port: TCP port; 0 takes any free port.
+        linger: seconds for which the page stays after all runs have ended; None serves until
+            KeyboardInterrupt.
+        tell: function that receives the address and the code that unlocks the page.
 
-    Raises RunFolderError where there is no such folder, ImportError without plotly, ServeError.
+    Raises:
+        RunFolderError: if a folder does not exist.
+        ImportError: if plotly is missing.
+        ServeError: if the listener cannot start.
     """
     for folder in folders:
         if not folder.is_dir():
@@ -57,6 +66,6 @@ def watch(
         over: float | None = None
         while over is None or linger is None or time.monotonic() - over < linger:
             time.sleep(PULSE)
-            # Only where somebody waits for it: nobody else needs to be looked for.
+            # Without `linger` the page never ends by itself, so the states need not be read.
             if linger is not None and over is None and page.states.newest().over:
                 over = time.monotonic()

@@ -1,1 +1,1 @@
-"""What is learned, ready made."""
+"""Ready-made tasks, and the computations of losses, metrics and gradients for any task."""

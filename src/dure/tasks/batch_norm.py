@@ -1,4 +1,4 @@
-"""Batch norm in training: a batch needs two values a channel, so one example may be too few."""
+"""Batch norm in training: it needs two values a channel, so a batch of one may be too small."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ from dure.machine.compiler import left_out
 from dure.machine.devices import to_device
 
 MOST_TRIED = 1_000
-"""Batch sizes that are looked at for one that fits, the nearest ones."""
+"""Most batch sizes that are tried for advice, the nearest first."""
 
 
 class Batched(Protocol):
-    """What gives batches of examples."""
+    """An object that returns batches of examples."""
 
     def batch(self, indices: Tensor) -> tuple[Any, Any]: ...
 
 
 @torch.no_grad()
 def needs_two(model: nn.Module, examples: Batched, first: int = 0) -> bool:
-    """Whether the model cannot train on one example alone.
+    """Return whether the model cannot train on a single example.
 
-    It has a batch norm that sees a single value a channel then. The model stays as it is. Cost: for
-    models with batch norm, a forward pass of one example, the `first`, in evaluation mode.
+    This is so if a batch norm then sees a single value a channel. The model is not changed. Cost:
+    for models with batch norm, a forward pass of the example `first`, in evaluation mode.
     """
-    # A forward pass would decide the shapes of parameters that have none yet.
+    # A forward pass would fix the shapes of lazy parameters.
     if any(is_lazy(parameter) for parameter in model.parameters()):
         return False
     modes = [(module, module.training) for module in model.modules()]
     model.train()
-    # A model may keep some of them as they are in evaluation.
+    # A model may keep some of its norms in evaluation mode.
     norms = [one for one in model.modules() if isinstance(one, _BatchNorm) and _measures(one)]
     lone: list[nn.Module] = []
 
@@ -52,7 +52,7 @@ def needs_two(model: nn.Module, examples: Batched, first: int = 0) -> bool:
     hooks = [one.register_forward_pre_hook(look) for one in norms]
     try:
         model.eval()
-        # What else is wrong with the model or the example is said by its first step.
+        # Other errors of the model or the example are reported by its first step.
         with suppress(Exception), left_out():
             if norms:
                 device = next(model.parameters()).device
@@ -67,7 +67,7 @@ def needs_two(model: nn.Module, examples: Batched, first: int = 0) -> bool:
 
 
 def statistics(model: nn.Module, names: Sequence[str]) -> dict[int, bool]:
-    """Where in a list of buffers' names running statistics are, and whether each is a variance."""
+    """Return the positions of running statistics among buffers, and which are variances."""
     kinds = {
         f"{place}.{own}" if place else own: own == "running_var"
         for place, module in model.named_modules()
@@ -80,13 +80,13 @@ def statistics(model: nn.Module, names: Sequence[str]) -> dict[int, bool]:
 def check_pieces(
     task: Task, model: nn.Module, batch_size: int | None, workers: int | None, pieces: int = 1
 ) -> None:
-    """Raises ValueError where a worker would train on one example alone, and the model cannot.
+    """Raise ValueError if a worker would train on a single example, and the model cannot.
 
-    Every joint batch is divided over the workers, and what each has into at most so many `pieces`,
-    equal to within one. The last batch of an epoch has what is left.
+    Every joint batch is divided over the workers, and each share into at most `pieces`, equal to
+    within one. The last batch of an epoch has the remainder.
     """
     if task.train.lies is not None:
-        # How ranks with data of their own divide a batch, they tell when these are counted.
+        # Ranks with data of their own check this after counting their examples.
         return
     examples = len(task.train)
     ranks = workers or 1
@@ -109,7 +109,7 @@ def check_pieces(
 def check_lying(
     model: nn.Module, examples: Examples, batch_size: int | None, pieces: int = 1
 ) -> None:
-    """As `check_pieces`, where ranks have data of their own, which are counted by now."""
+    """Check the pieces as `check_pieces`, for ranks with data of their own that are counted."""
     if not isinstance(examples, OwnExamples):
         return
     size = len(examples) if batch_size is None else batch_size
@@ -125,9 +125,10 @@ def check_lying(
 def check_own_batches(
     task: Task, model: nn.Module, batch_size: int | None, workers: int | None, pieces: int = 1
 ) -> None:
-    """Raises ValueError where workers with data of their own have one example a step or in all.
+    """Raise ValueError if workers with data of their own have one example a step or in all.
 
-    A rest of one joins the batch before it; into `pieces` it may divide so that one is alone.
+    A single remaining example joins the batch before it; division into `pieces` may still leave a
+    single one.
     """
     if pieces > 1 and needs_two(model, examples_for(task)[0], task.train.first):
         raise ValueError(
@@ -146,7 +147,7 @@ def check_own_batches(
 
 
 def _has_one(examples: int, batch_size: int, ranks: int, pieces: int) -> bool:
-    """Whether some piece is of one example."""
+    """Return whether any piece has a single example."""
     for batch in (batch_size, examples % batch_size):
         for share in _parts(batch, ranks):
             if share and 1 in _parts(share, min(pieces, share)):
@@ -155,13 +156,13 @@ def _has_one(examples: int, batch_size: int, ranks: int, pieces: int) -> bool:
 
 
 def _parts(count: int, among: int) -> set[int]:
-    """How large the parts are that `tensor_split` makes."""
+    """Return the sizes of the parts of `tensor_split`."""
     return {count // among, -(-count // among)}
 
 
 def _measures(norm: _BatchNorm) -> bool:
-    """Whether it takes the statistics of its own batch alone."""
-    # One that is synchronised has those of all ranks.
+    """Return whether a norm uses the statistics of its own batch alone."""
+    # A synchronised norm uses the statistics of all ranks.
     if isinstance(norm, nn.SyncBatchNorm):
         return False
     return norm.training or norm.running_mean is None

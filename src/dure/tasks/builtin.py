@@ -1,10 +1,9 @@
-"""The built-in tasks, and how a task is found by its name.
+"""The built-in tasks, and the loading of a task by its name.
 
-A reference to a task is the name of a built-in one (`digits`), or says where the user's own is:
+A reference to a task is the name of a built-in task (`digits`), or the location of the user's own:
 `path/to/file.py:name` or `package.module:name`, where the name is a `Task` or a function that
-returns one. The parameters of the function are the task's options, on the command line its flags.
-
-How a user's file is found and run: `dure.references`.
+returns a task. The parameters of the function are the task's options, on the command line its
+flags. `dure.references` finds and executes a user's file.
 """
 
 from __future__ import annotations
@@ -153,9 +152,9 @@ def shakespeare(
             client; or a text file.
         model: lstm is the FedAvg paper's, trained by SGD; transformer has 4 layers and 4 heads,
             trained by AdamW.
-        sequence_length: characters in one example.
-        lr: learning rate; 1.0 for the lstm and 0.001 for the transformer unless given.
-        width: units of a layer; 256 for the lstm and 128 for the transformer unless given.
+        sequence_length: characters of an example.
+        lr: learning rate; by default 1.0 for the lstm and 0.001 for the transformer.
+        width: units of a layer; by default 256 for the lstm and 128 for the transformer.
     """
     if width is not None and width < 1:
         raise ValueError(f"width is {width}, but a layer has at least one unit")
@@ -201,7 +200,7 @@ def _chosen(model: str, choices: dict[str, Callable[[], nn.Module]]) -> Callable
 def _idx_images(
     folder: Path, mean: float, deviation: float, classes: Sequence[str], published: str
 ) -> tuple[Examples, Examples]:
-    """(training, test) images float32 (n, 1, 28, 28), standardised by these pixel statistics."""
+    """Return (training, test) images float32 (n, 1, 28, 28), standardised by these statistics."""
     kinds = ("images-idx3-ubyte", "labels-idx1-ubyte")
     names = [*(f"train-{kind}" for kind in kinds), *(f"t10k-{kind}" for kind in kinds)]
     files = _require(folder, [(name, f"{name}.gz") for name in names], published)
@@ -225,7 +224,7 @@ def _labelled_images(
         raise DataError(
             f"{image_file} has images of {images.shape[1]}x{images.shape[2]} pixels, expected 28x28"
         )
-    # Now, by the name of the file: on a GPU a label too large would end the process.
+    # Checked here, with the name of the file: on a GPU a label too large would abort the process.
     if not 0 <= int(labels.min()) <= int(labels.max()) < len(classes):
         raise DataError(
             f"{label_file} has labels {int(labels.min())} to {int(labels.max())}, expected 0 to 9"
@@ -236,9 +235,9 @@ def _labelled_images(
 
 
 def _require(folder: Path, files: Sequence[tuple[str, ...]], published: str) -> list[Path]:
-    """The files, each by the first of its names that is in the folder.
+    """Return the files, each by the first of its names that is in the folder.
 
-    Raises DataError with a list of the missing ones. published: where they are to be had.
+    published: where the files can be downloaded. Raises DataError with a list of the missing files.
     """
     found = [
         next((folder / name for name in names if (folder / name).is_file()), None)
@@ -264,12 +263,10 @@ _FACTORIES: dict[str, TaskFactory] = {
 
 
 def load_task(reference: str, **options: Any) -> Task:
-    """The task that `reference` names, made with `options`; it remembers both in `task.reference`.
+    """Load the task named by `reference`, with `options`; both are recorded in `task.reference`.
 
-    reference: a built-in name, `path/to/file.py:name` or `package.module:name`.
-
-    Raises ValueError if there is no such task, or for unknown or missing options; DataError if data
-    are missing.
+    reference: a built-in name, `path/to/file.py:name` or `package.module:name`. Raises ValueError
+    if there is no such task, or for unknown or missing options; DataError if data are missing.
     """
     if not isinstance(reference, str):
         raise ValueError(
@@ -288,16 +285,16 @@ def load_task(reference: str, **options: Any) -> Task:
             task = found(**options)
     if not isinstance(task, Task):
         raise ValueError(f"{reference} returned {_kind(task)}, not a dure.Task")
-    # Also for a Task that was found as such: it may have been made without a reference.
+    # Also for a Task object, which may have been made without a reference.
     return dataclasses.replace(task, reference=_record(reference, options))
 
 
 def task_factory(reference: str) -> TaskFactory | Task:
-    """What `reference` names: a function that returns a Task, or a Task.
+    """Return the object that `reference` names: a function that returns a Task, or a Task.
 
     Raises ValueError if there is no such name, file, module or attribute, or if it is neither.
     """
-    # No colon: a name, or a file of which the task is not said.
+    # No colon: a built-in name, or a file without the name of a task.
     if ":" not in reference:
         return _built_in(reference)
     found = references.find(reference, _may_be_task)
@@ -309,12 +306,12 @@ def task_factory(reference: str) -> TaskFactory | Task:
 
 
 def _may_be_task(value: Any) -> bool:
-    # For suggestions: a class can be called too, but is mostly one that the file imports.
+    # For suggestions: a class is callable too, but is usually imported by the file.
     return isinstance(value, Task) or inspect.isfunction(value)
 
 
 def _built_in(name: str) -> TaskFactory:
-    # "fashion_mnist" is what Python calls it, and is meant.
+    # "fashion_mnist", the name in Python, is accepted too.
     known = name.replace("_", "-")
     if known in _FACTORIES:
         return _FACTORIES[known]
@@ -328,10 +325,7 @@ def _built_in(name: str) -> TaskFactory:
 
 
 def _bound(factory: TaskFactory, reference: str, options: dict[str, Any]) -> dict[str, Any]:
-    """The options that the factory is called with, paths made absolute.
-
-    Raises ValueError if they do not fit.
-    """
+    """Return the options for the factory, with absolute paths. Raises ValueError for misfits."""
     parameters = inspect.signature(factory).parameters.values()
     names = [
         parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD
@@ -342,7 +336,7 @@ def _bound(factory: TaskFactory, reference: str, options: dict[str, Any]) -> dic
         if name not in names and not takes_any:
             hint = suggestion(name, names) if names else ": it takes no options"
             raise ValueError(f"the task {reference} has no option {_flags([name])}{hint}")
-    # Told here, by the names of the flags, before the function itself complains of arguments.
+    # Reported with the names of the flags, before the function itself fails.
     required = [parameter.name for parameter in parameters if _is_required(parameter)]
     missing = [name for name in required if name not in options]
     hints = hints_of(factory)
@@ -354,14 +348,14 @@ def _bound(factory: TaskFactory, reference: str, options: dict[str, Any]) -> dic
         raise ValueError(f"the task {reference} needs {flags}")
     for name, value in options.items():
         kind = hints.get(name)
-        # A function of a user's own may take more than it says, such as a text for a dtype; but
-        # never a fraction or NaN, which a file may hold, where it says a whole number.
+        # A user's function may accept more than its hints, such as a text for a dtype; but for a
+        # whole number never a fraction or NaN, which a file may contain.
         own = ":" in reference and not (isinstance(value, float) and _is_whole(kind))
         if kind is not None and not own and not _is_path(kind):
             check_value(name, value, kind)
     return {
-        # Absolute, since a resumed run may start in another folder. A text where the function wants
-        # a path: from config.json, or from Python.
+        # Absolute, since a resumed run may start in another folder. A text for a path parameter
+        # comes from config.json, or from Python.
         name: Path(value).expanduser().resolve()
         if isinstance(value, Path) or (isinstance(value, str) and _is_path(hints.get(name)))
         else value
@@ -375,18 +369,18 @@ def _is_required(parameter: inspect.Parameter) -> bool:
 
 
 def hints_of(factory: TaskFactory) -> dict[str, Any]:
-    """The factory's type hints; none if they cannot be evaluated, which is the user's right."""
+    """Return the factory's type hints; {} if they cannot be evaluated, which is no error."""
     # A partial has no hints of its own.
     target = factory.func if isinstance(factory, functools.partial) else factory
     try:
         return typing.get_type_hints(target)
-    # Such as names that exist for type checkers only.
+    # For example names that exist for type checkers only.
     except Exception:
         return {}
 
 
 def _is_whole(hint: Any) -> bool:
-    """Whether a type says a whole number, or None."""
+    """Return whether a type is a whole number, or None."""
     kinds = {*typing.get_args(hint), *([] if typing.get_args(hint) else [hint])}
     return kinds - {type(None)} == {int}
 
@@ -396,10 +390,10 @@ def _is_path(hint: Any) -> bool:
 
 
 def _record(reference: str, options: dict[str, Any]) -> dict[str, Any] | None:
-    """What finds the task again from another folder; None if JSON cannot hold the options."""
+    """Return the reference for another folder; None if JSON cannot represent the options."""
     place, colon, attribute = reference.rpartition(":")
     if colon:
-        # A module that is not installed is found from elsewhere only together with its folder.
+        # A module that is not installed can be found from elsewhere only together with its folder.
         module = None if references.is_file(place) else sys.modules.get(place)
         place = references.resolved(place) if module is None else references.place_of(module)
         reference = f"{place}:{attribute}"
@@ -407,7 +401,7 @@ def _record(reference: str, options: dict[str, Any]) -> dict[str, Any] | None:
         name: str(value) if isinstance(value, Path) else value for name, value in options.items()
     }
     try:
-        # NaN is no JSON: other readers of config.json would fail at it.
+        # NaN is no JSON: other readers of config.json would reject it.
         json.dumps(written, allow_nan=False)
     except (TypeError, ValueError):
         return None

@@ -1,12 +1,12 @@
-"""Refusal of data whose dtype the model or the loss does not take.
+"""Refusal of data whose dtype the model or the loss does not support.
 
-    inputs     are given to the model as they are, or in `Task.dtype`
-    targets    are given to the loss as they are
+    inputs     are passed to the model unchanged, or in `Task.dtype`
+    targets    are passed to the loss unchanged
 
 Two dtypes are no error by themselves: a model may cast its inputs, and torch promotes the operands
-of many losses. So two examples are tried, forward and backward, but only where floating-point data
-have another dtype than the model: what fails with the data as they are, and not with the data in
-the model's dtype, is refused.
+of many losses. Two examples are therefore tried, forward and backward, but only if floating-point
+data have another dtype than the model: data that fail unchanged, and succeed in the model's dtype,
+are refused.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from dure.tasks.trimming import computing
 def check_dtypes(task: Task, model: nn.Module, another: Callable[[], nn.Module]) -> None:
     """Raise ValueError for inputs or targets in a dtype that the model or the loss does not take.
 
-    another: makes a model like `model`, which may be used up; called only for data of another dtype
+    another: makes a model like `model`, which may be changed; called only for data of another dtype
     than the model's.
     """
     trained = [one.dtype for one in model.parameters() if one.requires_grad]
@@ -55,11 +55,11 @@ def _sets(task: Task) -> Iterator[tuple[str, Examples]]:
 
 
 def _two(examples: Examples) -> tuple[Any, Any]:
-    """Return the first two examples; a pair of None where they cannot be read."""
+    """Return the first two examples; a pair of None if they cannot be read."""
     try:
         return first_of(examples, 2) if len(examples) else (None, None)
     except Exception:
-        # The error is raised again, with its place, when the examples are learned from.
+        # The error is raised again, with its place, during training.
         return None, None
 
 
@@ -70,9 +70,9 @@ def _dtypes(tree: Any) -> set[torch.dtype]:
 
 @dataclass
 class _Trial:
-    """Two examples through model and loss.
+    """A trial of two examples through model and loss.
 
-    name: of the set that they are of. dtype: of the first parameter that the model trains.
+    name: of their set. dtype: of the first parameter that the model trains.
     """
 
     task: Task
@@ -81,7 +81,7 @@ class _Trial:
     dtype: torch.dtype
 
     def check(self, inputs: Any, targets: Any) -> None:
-        """Raise ValueError for a batch that fails as it is, and does not fail in another dtype."""
+        """Raise ValueError for a batch that fails unchanged, and succeeds in another dtype."""
         place, outputs = self._fails(inputs, targets)
         if place == "model" and self._fails(as_dtype(inputs, self.dtype), targets)[0] != "model":
             raise ValueError(
@@ -99,9 +99,9 @@ class _Trial:
             )
 
     def _fails(self, inputs: Any, targets: Any) -> tuple[str | None, torch.dtype | None]:
-        """Return where the batch fails, model or loss, and the dtype of the outputs.
+        """Return the failing part, model or loss, and the dtype of the outputs.
 
-        None where it does not fail, or there are no outputs.
+        None if neither fails, or if there are no outputs.
         """
         before = generators_state()
         training = self.name == "training"

@@ -1,7 +1,7 @@
-"""Measuring a model on the test data, every rank its share.
+"""Measure a model on the test data, every rank its share.
 
-Each rank evaluates a contiguous share of the examples. What comes of them is one measurement
-(`dure.tasks.measurement`), whose numbers all ranks know.
+Each rank evaluates a contiguous share of the examples. The shares are combined into a single
+measurement (`dure.tasks.measurement`), whose numbers all ranks get.
 """
 
 from __future__ import annotations
@@ -30,16 +30,22 @@ def evaluate(
     step: int,
     idle: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
-    """test_loss and test_<metric> for each of the task's metrics; empty if `examples` is None.
+    """Return test_loss and test_<metric> for each of the task's metrics; {} without examples.
 
-    Of a validation set that comes with them likewise, by its own name.
+    A validation set is measured in the same way, with its own name as the prefix. Collective.
 
-    model: the same on every rank; each of its modules keeps its training mode.
-    idle: called for each batch that other ranks have and this one has not, for models that ranks
-        run together.
+    Args:
+        task: loss and metrics.
+        model: the same on every rank; each of its modules keeps its training mode.
+        examples: test examples, perhaps with a validation set; None without any.
+        group: the ranks.
+        step: current step, for the timeline.
+        idle: called for each batch that other ranks have and this rank has not, for models that
+            ranks execute together.
 
-    Raises ValueError for a metric that fails or gives no number, and for one that needs more memory
-    than the task allows.
+    Raises:
+        ValueError: for a metric that fails or gives no number, or that needs more memory than the
+            task permits.
     """
     found: dict[str, float] = {}
     for which, some in ({} if examples is None else examples.sets()).items():
@@ -56,20 +62,21 @@ def _measured(
     step: int,
     idle: Callable[[], None],
 ) -> dict[str, float]:
-    """The loss and every metric over one set of examples."""
+    """Return the loss and every metric over one set of examples."""
     started = time.perf_counter()
     shares = torch.arange(len(examples)).tensor_split(group.size)
     share = shares[group.rank]
     measurement = Measurement(task, examples=len(examples), share=len(share))
     device = home_of(model)
     with in_mode(model, training=False):
-        # With more ranks than examples some have an empty share, of which torch.split makes one
+        # With more ranks than examples some have an empty share, which torch.split returns as one
         # piece.
         for indices in torch.split(share, task.eval_batch_size):
             if len(indices):
                 inputs, targets = to_device(examples.batch(indices), device)
                 outputs = model(inputs)
-                # A model of stages on several devices ends on another one than it begins.
+                # A model with stages on several devices has outputs on another device than its
+                # inputs.
                 ends = next(
                     (x.device for x in tree_leaves(outputs) if isinstance(x, Tensor)), device
                 )
@@ -77,7 +84,8 @@ def _measured(
         # The first share is the largest: no rank has more batches than rank 0.
         most = -(-len(shares[0]) // task.eval_batch_size)
         mine = -(-len(share) // task.eval_batch_size)
-        # In a model that ranks run together, all have to make the same calls, or some would wait.
+        # For a model that ranks execute together, all must make the same calls, or some would
+        # block.
         for _ in range(most - mine):
             idle()
     values = measurement.values(group)

@@ -1,4 +1,4 @@
-"""How many floating-point operations a step of a model takes."""
+"""Number of floating-point operations of a step of a model."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from dure.tensors.compiled import as_written
 
 @torch.no_grad()
 def flops_per_step(model: nn.Module, examples: Examples, batch: float) -> float:
-    """Floating-point operations of forward and backward over `batch` examples.
+    """Return the floating-point operations of forward and backward over `batch` examples.
 
-    Infinite if they cannot be counted: the model's first step then says what is wrong with it.
-    Counted are the matrix products and convolutions of one example, in evaluation mode; the
-    backward pass has twice as many as the forward pass.
+    Infinite if they cannot be counted: the model's first step then reports the error. Counted are
+    the matrix products and convolutions of an example, in evaluation mode; the backward pass has
+    twice as many as the forward pass.
     """
     inputs, _ = to_device(
         examples.batch(torch.tensor([examples.first])), next(model.parameters()).device
@@ -37,15 +37,16 @@ def flops_per_step(model: nn.Module, examples: Examples, batch: float) -> float:
 
 
 def forward_flops(model: nn.Module, inputs: Any) -> float:
-    """Of a forward pass over the inputs."""
-    # torch's counter does not look into recurrent layers: two for each weight and position.
+    """Return the floating-point operations of a forward pass over the inputs."""
+    # torch's counter ignores recurrent layers: two operations for each weight and position.
     recurrent = 0.0
 
     def count(layer: nn.Module, given: Any, returned: Any) -> None:
         nonlocal recurrent
         data = given[0]
         packed = isinstance(data, PackedSequence)
-        # A packed sequence holds no padding: one row a position. Else (B, T, features) or the like.
+        # A packed sequence has no padding: a row for each position. Else (B, T, features) or
+        # similar.
         positions = data.data.shape[0] if packed else data.numel() / data.shape[-1]
         recurrent += 2 * positions * sum(parameter.numel() for parameter in layer.parameters())
 
@@ -55,7 +56,7 @@ def forward_flops(model: nn.Module, inputs: Any) -> float:
         if isinstance(layer, nn.RNNBase)
     ]
     try:
-        # left_out: nothing is compiled here, so nothing has to be loaded for it.
+        # left_out: nothing is compiled here, so the compiler need not be loaded.
         with left_out(), as_written(model), FlopCounterMode(display=False) as counter:
             model(inputs)
     finally:

@@ -1,8 +1,8 @@
 """All outputs and targets of the test data, for metrics that need them at once.
 
-Every rank keeps those of its share on the CPU; one rank then gets all of them, in the order of the
-examples. They cost that rank as many bytes as outputs and targets have, and once more its own
-share; the others their share.
+Every rank stores those of its share on the CPU; a single rank then gets all of them, in the order
+of the examples. They cost that rank the bytes of all outputs and targets, and of its own share
+again; the others their share.
 """
 
 from __future__ import annotations
@@ -19,10 +19,13 @@ from dure.collectives.group import Group
 
 
 class Kept:
-    """Outputs and targets of consecutive examples, one batch after another.
+    """Outputs and targets of consecutive examples, batch by batch.
 
-    share: how many of them are to come here; examples: how many there are on all ranks. most: bytes
-    that those of all ranks may have. metrics: the names of those that need them, for errors.
+    Args:
+        share: number of examples of this rank.
+        examples: number of examples of all ranks.
+        most: largest bytes of the outputs and targets of all ranks.
+        metrics: names of the metrics that need them, for errors.
     """
 
     def __init__(self, share: int, examples: int, most: int, metrics: Sequence[str]) -> None:
@@ -34,10 +37,9 @@ class Kept:
         self._leaves: list[Any] = []
 
     def add(self, outputs: Any, targets: Any, count: int) -> None:
-        """Keeps those of the next `count` examples.
+        """Store the outputs and targets of the next `count` examples.
 
-        Raises ValueError if batches cannot be put one after another, or all would take too much
-        memory.
+        Raises ValueError if batches cannot be concatenated, or all would take too much memory.
         """
         leaves, spec = tree_flatten((outputs, targets))
         shapes = [self._of_an_example(leaf, count) for leaf in leaves]
@@ -62,16 +64,17 @@ class Kept:
         self.count += count
 
     def fingerprint(self) -> float:
-        """The same number on ranks whose examples can be put together."""
+        """Return a number that is equal on ranks whose outputs can be concatenated."""
         return float(zlib.crc32(repr((self._spec, self._shapes)).encode())) if self.count else 0.0
 
     def gathered(self, group: Group, counts: Sequence[int], root: int) -> tuple[Any, Any] | None:
-        """(outputs, targets) of all ranks in order of rank, on the root; elsewhere None.
+        """Return (outputs, targets) of all ranks in order of rank, on the root; elsewhere None.
 
-        counts: of each rank, how many examples it keeps. All that keep some call it together.
+        counts: number of stored examples of each rank. Collective over all ranks with stored
+        examples.
         """
         with group.during("gather of outputs for metrics"):
-            # an evaluation is part of the measurement
+            # Unmetered, since an evaluation is no training traffic.
             quiet = group.unmetered()
             if group.rank == root:
                 return self.trees(self._received(quiet, counts))
@@ -81,7 +84,7 @@ class Kept:
             return None
 
     def _received(self, group: Group, counts: Sequence[int]) -> list[Any]:
-        """The leaves of all ranks, one rank's after another's."""
+        """Return the leaves of all ranks, concatenated in order of rank."""
         whole = [
             torch.empty((len(leaf) // self.count * sum(counts), *leaf.shape[1:]), dtype=leaf.dtype)
             if isinstance(leaf, Tensor)
@@ -102,17 +105,17 @@ class Kept:
         return whole
 
     def trees(self, leaves: Sequence[Any] | None = None) -> tuple[Any, Any]:
-        """(outputs, targets) of these leaves; of those that are kept here, where none are given."""
+        """Return (outputs, targets) of these leaves; by default of the stored leaves."""
         outputs, targets = tree_unflatten(list(leaves or self._leaves), self._spec)
         return outputs, targets
 
     def _of_an_example(self, leaf: Any, count: int) -> Any:
-        """What has to be the same in all batches: dtype and shape; of no tensor, itself."""
+        """Return the invariant of all batches: dtype and shape; for a non-tensor, the value."""
         if not isinstance(leaf, Tensor):
             if leaf is None or isinstance(leaf, (bool, int, float, str)):
                 return leaf
             raise self._refusal(f"a {type(leaf).__name__} cannot be put after another")
-        # Several rows an example, such as the positions of a text, are rows all the same.
+        # Several rows an example, such as the positions of a text, are allowed too.
         if leaf.ndim and not len(leaf) % count and len(leaf) and leaf.layout == torch.strided:
             return leaf.dtype, (len(leaf) // count, *leaf.shape[1:])
         raise self._refusal(
@@ -142,7 +145,7 @@ class Kept:
 
 
 def refusal(metrics: Sequence[str], why: str) -> ValueError:
-    """Says which metrics need everything at once, why they cannot have it, and what to do."""
+    """Return the error for metrics that need everything at once, with the reason and the remedy."""
     return ValueError(
         f"the metric {' or '.join(map(repr, metrics))} needs all outputs and targets at once, but "
         f"{why}; write it as sums over batches: dure.SumMetric(update, compute), or a pair (sum, "
@@ -151,7 +154,7 @@ def refusal(metrics: Sequence[str], why: str) -> ValueError:
 
 
 def on_cpu(tree: Any) -> Any:
-    """The tree with all tensors on the CPU, without gradients."""
+    """Return the tree with all tensors on the CPU, without gradients."""
     return tree_map(lambda leaf: leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf, tree)
 
 
@@ -160,5 +163,5 @@ def _told(shape: Any) -> str:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """The same memory as bytes, which every transport carries."""
+    """Return the same memory as bytes, which every transport supports."""
     return tensor.view(-1).view(torch.uint8)

@@ -1,14 +1,14 @@
-"""What torch's own losses divide by, which dure knows without calling them.
+"""Denominators of torch's own losses, known without calling them.
 
-Most take the mean over all elements, so that every example counts alike. Cross-entropy takes it
-over the targets that it does not ignore, each with the weight of its class:
+Most take the mean over all elements, so that every example counts alike. Cross-entropy takes the
+mean over the targets that are not ignored, each with the weight of its class:
 
     loss = sum over targets of weight · loss of the target / sum of their weights
 
-A loss is torch's own if it is one of the functions of `torch.nn.functional`, a module of torch's
-that nobody hooks or overrides (a subclass that only changes how it is made is one too), or a
-`functools.partial` of those with keywords alone. Every other loss is its user's, and says itself
-what it counts (`dure.contracts.task.Loss`).
+A loss is torch's own if it is a function of `torch.nn.functional`, a torch module without hooks or
+overrides (or a subclass that only changes its construction), or a `functools.partial` of those with
+keywords alone. Every other loss is the user's, and reports its count itself
+(`dure.contracts.task.Loss`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.nn import _reduction as older
 from torch.nn import functional as F
 
 IGNORED = -100
-"""The target that torch's cross-entropies ignore, unless they are told another."""
+"""Target that torch's cross-entropies ignore by default."""
 
 _CROSS_ENTROPIES: Mapping[Any, bool] = {
     F.cross_entropy: True,
@@ -32,14 +32,14 @@ _CROSS_ENTROPIES: Mapping[Any, bool] = {
     F.nll_loss: False,
     nn.NLLLoss: False,
 }
-"""Those that may count targets unequally, and whether they take scores, not log-probabilities."""
+"""Losses that may count targets unequally, and whether they take scores, not log-probabilities."""
 
 
 @dataclass(frozen=True)
 class CrossEntropy:
-    """A cross-entropy of torch's that takes the mean.
+    """A torch cross-entropy with the reduction mean.
 
-    of_scores: whether it takes scores, not log-probabilities. weight: of each class.
+    of_scores: whether it takes scores, not log-probabilities. weight: weight of each class.
     """
 
     of_scores: bool
@@ -49,8 +49,8 @@ class CrossEntropy:
 
     @torch.no_grad()
     def count(self, targets: Tensor) -> float:
-        """What it divides by, for targets that are class indices."""
-        # Classes may be smaller integers, which do not index weights.
+        """Return the denominator for targets that are class indices."""
+        # Classes may be smaller integers, which cannot index weights.
         targets = targets.long()
         counted = targets != self.ignore_index
         if self.weight is None:
@@ -59,14 +59,14 @@ class CrossEntropy:
 
     @torch.no_grad()
     def counts_alike(self, targets: Tensor) -> bool:
-        """Whether it divides by the number of targets, whichever of them a batch has."""
+        """Return whether the denominator is the number of targets in any batch of these targets."""
         return self.weight is None and not bool((targets == self.ignore_index).any())
 
 
 def torch_loss(loss: Any) -> tuple[Any, Mapping[str, Any]] | None:
-    """(torch's function or class, the settings it is called with); None for a user's own loss."""
+    """Return (torch's function or class, its settings); None for a user's own loss."""
     if isinstance(loss, partial):
-        # Arguments in front are no settings; and modules have theirs, and take no others.
+        # Positional arguments are no settings; and modules have settings, and take no others.
         if loss.args or (isinstance(loss.func, nn.Module) and loss.keywords):
             return None
         found = torch_loss(loss.func)
@@ -88,7 +88,7 @@ def _torch_module(loss: nn.Module) -> tuple[Any, Mapping[str, Any]] | None:
         or not kinds
         or type(loss).forward is not kinds[0].forward
     )
-    # A hook may return another loss than the one that was computed.
+    # A hook may return another loss than the computed one.
     if overrides or loss._forward_hooks or loss._forward_pre_hooks:
         return None
     names = ("reduction", "ignore_index", "weight", "label_smoothing")
@@ -96,17 +96,17 @@ def _torch_module(loss: nn.Module) -> tuple[Any, Mapping[str, Any]] | None:
 
 
 def reduction_of(settings: Mapping[str, Any]) -> str:
-    """How a loss of torch's with these settings makes one number of many: mean, sum or none."""
+    """Return the reduction of a torch loss with these settings: mean, sum or none."""
     size_average = settings.get("size_average")
     reduce = settings.get("reduce")
     if size_average is None and reduce is None:
         return str(settings.get("reduction", "mean"))
-    # torch's names before "reduction", which still win over it.
+    # torch's arguments before "reduction", which still take precedence.
     return older.legacy_get_string(size_average, reduce, emit_warning=False)
 
 
 def cross_entropy_of(loss: Any) -> CrossEntropy | None:
-    """The settings of a cross-entropy of torch's; None for any other loss, and for other sums."""
+    """Return the settings of a torch cross-entropy with the reduction mean; None otherwise."""
     found = torch_loss(loss)
     if found is None or found[0] not in _CROSS_ENTROPIES or reduction_of(found[1]) != "mean":
         return None
@@ -120,6 +120,6 @@ def cross_entropy_of(loss: Any) -> CrossEntropy | None:
 
 
 def name_of(loss: Any) -> str:
-    """What messages call a loss."""
+    """Return the name of a loss for messages."""
     function = loss.func if isinstance(loss, partial) else loss
     return str(getattr(function, "__name__", type(function).__name__))

@@ -1,23 +1,20 @@
-"""Metrics of scikit-learn, torchmetrics and torcheval, as they are.
+"""Metrics of scikit-learn, torchmetrics and torcheval, used directly.
 
-Who wrote a metric tells what it wants; none of these libraries has to be there. Theirs are called
-once, on all outputs and targets.
+The library of a metric determines its arguments; none of these libraries needs to be installed.
+Their metrics are called once, on all outputs and targets.
 
 torchmetrics, torcheval
-    Functions are given (outputs, targets). Of an object with `update`, `compute` and `reset` a
-    copy is reset, updated once and computed: what the user's own holds stays as it is.
-
+    Functions get (outputs, targets). Of an object with `update`, `compute` and `reset` a copy is
+    reset, updated once and computed: the state of the user's own object is not changed.
 scikit-learn
-    Targets come first, and outputs are what the name of the second argument says:
-
+    Targets come first, and the name of the second argument determines the form of the outputs:
     y_pred, labels_pred   the class with the highest score, along dimension 1
-    y_score, y_proba      probabilities of the classes; of two classes that of the second one
-    pred_decision         outputs as they are; and so for all metrics of regression
-
-    Scores are made probabilities by softmax, unless they are probabilities already: not negative,
+    y_score, y_proba      probabilities of the classes; of two classes that of the second
+    pred_decision         outputs unchanged; and so for all metrics of regression
+    Scores become probabilities by softmax, unless they are probabilities already: not negative,
     with a sum of 1 for every example. Targets of -100 are left out with their scores, as in
-    cross-entropy. One score an example, of shape (n,) or (n, 1), has no highest class and may be a
-    logit or a probability: only metrics that want its order alone (y_score) take it.
+    cross-entropy. A single score an example, of shape (n,) or (n, 1), has no highest class and may
+    be a logit or a probability: only metrics of its order (y_score) accept it.
 
 Sources: scikit-learn's user guide, "Metrics and scoring"; torchmetrics' "Implementing a Metric".
 """
@@ -42,12 +39,12 @@ _OF_PROBABILITIES = ("log_loss", "d2_log_loss_score")
 
 
 def is_of_a_library(metric: Any) -> bool:
-    """Whether it is known to want all outputs and targets at once."""
+    """Return whether the metric is known to need all outputs and targets at once."""
     return has_state(metric) or _library(metric) in ("sklearn", "torchmetrics", "torcheval")
 
 
 def of_all(metric: Any, outputs: Any, targets: Any) -> Any:
-    """The metric of all outputs and targets, called as its library wants it."""
+    """Return the metric of all outputs and targets, called in the way of its library."""
     if has_state(metric):
         return _computed(metric, outputs, targets)
     if _library(metric) == "sklearn":
@@ -70,7 +67,7 @@ def _computed(metric: Any, outputs: Any, targets: Any) -> Any:
     if isinstance(own, nn.Module):
         own = own.cpu()
         for module in own.modules():
-            # torchmetrics would gather the states of all ranks, of which only this one is here.
+            # torchmetrics would gather the states of all ranks, but only this rank is here.
             module.distributed_available_fn = lambda: False  # type: ignore[assignment]
     own.reset()
     own.update(outputs, targets)
@@ -112,7 +109,7 @@ def _classes(outputs: Tensor, targets: Tensor, name: str) -> tuple[Tensor, Tenso
 def _probabilities(
     outputs: Tensor, targets: Tensor, name: str, order: bool
 ) -> tuple[Tensor, Tensor]:
-    """order: whether the order of scores is all that counts."""
+    """Return probabilities or scores, and targets. order: only the order of scores matters."""
     if _of_classes(outputs, targets):
         scores, targets = _flat(outputs, targets)
         scores = scores.double()
@@ -125,7 +122,7 @@ def _probabilities(
             f"each for targets of shape {list(targets.shape)}: say what they are, such as "
             f"lambda outputs, targets: {name}(targets, outputs.sigmoid())"
         )
-    # A column of scores is one score an example.
+    # A column of scores is a score for each example.
     return _column(outputs), _column(targets)
 
 
@@ -134,7 +131,7 @@ def _are_probabilities(scores: Tensor) -> bool:
 
 
 def _of_classes(outputs: Tensor, targets: Tensor) -> bool:
-    """Scores of shape (n, classes, ...) for class indices of shape (n, ...)."""
+    """Return whether scores (n, classes, ...) fit class indices of shape (n, ...)."""
     return (
         not targets.is_floating_point()
         and outputs.ndim == targets.ndim + 1
@@ -144,7 +141,7 @@ def _of_classes(outputs: Tensor, targets: Tensor) -> bool:
 
 
 def _flat(scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """(positions, classes) and (positions,), without those that are ignored."""
+    """Return (positions, classes) and (positions,), without ignored positions."""
     rows = scores.movedim(1, -1).reshape(-1, scores.shape[1])
     flat = targets.reshape(-1)
     counted = flat != IGNORED

@@ -1,10 +1,10 @@
-"""What is said of a loss before training.
+"""Checks of a loss before training.
 
-    a loss of torch that is a sum, or a number an element    refused: a loss is a mean
-    a loss of one's own, where targets may be ignored        a warning, unless it is a (sum, count)
+    a torch loss that is a sum, or a number an element       refused: a loss is a mean
+    a user's own loss, if targets may be ignored             a warning, unless it is a (sum, count)
 
-The latter is weighed by examples where parts of a batch are computed apart, since nothing tells
-what it counts: silently another path than that of one worker.
+The latter is weighed by examples if parts of a batch are computed separately, since its count is
+unknown: silently a different path than that of a single worker.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dure.tasks.known_losses import IGNORED, name_of, reduction_of, torch_loss
 
 
 def check_loss(task: Task) -> None:
-    """Raises ValueError for a loss of torch's that is known to be no mean."""
+    """Raise ValueError for a torch loss whose reduction is not the mean."""
     found = torch_loss(task.loss)
     if found is None or reduction_of(found[1]) not in ("sum", "none"):
         return
@@ -39,10 +39,10 @@ def check_loss(task: Task) -> None:
 
 
 def warn_of_ignored_targets(task: Task, model: Callable[[], nn.Module], stacklevel: int) -> None:
-    """Warns where the loss may ignore targets of the data, and does not say how many.
+    """Warn if the loss may ignore targets of the data without reporting their number.
 
-    model: gives one like the task's, which may be used up; called only where that is in doubt.
-    stacklevel: of the line that the warning is about, as `warnings.warn` counts it for the caller.
+    model: returns a model like the task's, which may be changed; called only in case of doubt.
+    stacklevel: of the line for the warning, as `warnings.warn` counts it for the caller.
     """
     if torch_loss(task.loss) is not None:
         return
@@ -61,19 +61,19 @@ def warn_of_ignored_targets(task: Task, model: Callable[[], nn.Module], stacklev
 
 
 def _ignored_by(loss: Any) -> int | None:
-    """The target that a loss of one's own ignores, as far as it says so; None for no number."""
+    """Return the target that a user's own loss declares as ignored; None without an integer."""
     keywords = loss.keywords if isinstance(loss, partial) else {}
     ignored = keywords.get("ignore_index", getattr(loss, "ignore_index", IGNORED))
     return ignored if type(ignored) is int else None
 
 
 def _occurs(target: int, examples: Examples) -> bool:
-    """Whether a target has this value; where they are not in memory, that of the first example."""
+    """Return whether a target has this value; for data not in memory, only the first example's."""
     try:
         in_memory = hasattr(examples, "targets")
         targets = examples.targets if in_memory else first_of(examples, 1)[1]
     except Exception:
-        # What is wrong with it is said where it is learned from.
+        # An error of the data is reported during training.
         return False
     return any(
         bool((leaf == target).any())
@@ -83,16 +83,16 @@ def _occurs(target: int, examples: Examples) -> bool:
 
 
 def _returns_pair(task: Task, model: nn.Module) -> bool:
-    """Whether the loss of two examples is a pair; False where that cannot be found out."""
+    """Return whether the loss of two examples is a pair; False if that cannot be determined."""
     before = generators_state()
     try:
         device = home_of(model)
         inputs, targets = to_device(first_of(examples_for(task)[0], 2), device)
-        # In evaluation mode nothing draws, and batch norm takes what it gets.
+        # In evaluation mode nothing draws random numbers, and batch norm accepts any batch.
         with torch.no_grad():
             return isinstance(task.on(device).loss(model.eval()(inputs), targets), tuple)
     except Exception:
-        # What is wrong is said where it is learned from.
+        # An error is reported during training.
         return False
     finally:
         restore_generators(before)
@@ -101,7 +101,7 @@ def _returns_pair(task: Task, model: nn.Module) -> bool:
 def first_of(examples: Examples, count: int) -> tuple[Any, Any]:
     """Return the batch of the first examples.
 
-    Reading them may draw random numbers; the generators go on as if it had not.
+    The random generators are restored, since reading may draw from them.
     """
     before = generators_state()
     try:

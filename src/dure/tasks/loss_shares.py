@@ -1,20 +1,21 @@
-"""What the loss counts in a batch, and in the parts of one: the rule of all systems.
+"""Counts of the loss in a batch and in its parts: the rule of all systems.
 
-    loss of a batch   = sum over all that counts / count
+    loss of a batch   = sum over all counted targets / count
     loss of the batch = sum over its parts of (count of the part / count of the batch) · their loss
 
-So what ranks, micro-batches or clients compute apart adds up to what one worker computes on the
-joint batch. A part that counts nothing, whose loss would be 0/0, adds nothing.
+So the results of ranks, micro-batches or clients add up to the result of one worker on the joint
+batch. A part that counts nothing, whose loss would be 0/0, adds nothing.
 
-Who says what counts:
+Sources of the count:
 
-    (sum, count)   the loss itself, if it returns such a pair; known when it has been computed
+    (sum, count)   the loss itself, if it returns such a pair; known after its computation
     torch's own    cross-entropies, from the targets (`dure.tasks.known_losses`); known before,
-                   where these are held in tensors
+                   if the targets are tensors in memory
     any other      the number of examples
 
-Parts have to go backward before the count of the batch is known, if a loss tells it only when it is
-computed, on other ranks too. Until then E stands in for it, the number of examples, which all know:
+If the count is known only after the computation, on other ranks too, parts have to run backward
+before the count of the batch is known. Until then E stands in for it, the number of examples, which
+all ranks know:
 
     parts: gradients of sum / E, and their count;      in the end: · E / (the count of all parts)
 """
@@ -35,7 +36,7 @@ from dure.tasks.known_losses import cross_entropy_of, torch_loss
 
 
 def loss_and_count(loss: Loss, outputs: Any, targets: Any, examples: int) -> tuple[float, float]:
-    """(sum, count) of a batch's loss: its mean is the one over the other.
+    """Return (sum, count) of a batch's loss, whose quotient is its mean.
 
     Raises ValueError for a pair that is no sum with its count.
     """
@@ -53,13 +54,13 @@ def loss_and_count(loss: Loss, outputs: Any, targets: Any, examples: int) -> tup
 
 
 def tensor_of(loss: Any) -> Tensor:
-    """Return the tensor that gradients are computed of: the loss, or the sum of (sum, count)."""
+    """Return the tensor for backward: the loss, or the sum of (sum, count)."""
     found: Tensor = loss[0] if isinstance(loss, tuple) else loss
     return found
 
 
 def most_counted(loss: Loss, examples: Examples) -> float:
-    """What the loss counts in one of the examples, at the most; inf where only the loss knows."""
+    """Return the largest count of an example; inf if only the loss itself knows."""
     if torch_loss(loss) is None:
         return math.inf
     known = cross_entropy_of(loss)
@@ -73,9 +74,9 @@ def most_counted(loss: Loss, examples: Examples) -> float:
 
 
 class Computed(NamedTuple):
-    """The loss of a batch, or what a part adds to it, and what was counted.
+    """The loss of a batch, or the contribution of a part, with its count.
 
-    loss: a scalar tensor with its graph; 0, with gradients of 0, where nothing counts.
+    loss: a scalar tensor with its graph; 0, with gradients of 0, if the count is 0.
     """
 
     loss: Tensor
@@ -83,10 +84,10 @@ class Computed(NamedTuple):
 
 
 class Share(NamedTuple):
-    """What a part of a batch counts in it.
+    """The count of a part of a batch.
 
-    counted: the part's; None where the loss tells it when it is computed. of: the batch's, or what
-    stands in for it.
+    counted: of the part; None if known only after the computation. of: of the batch, or its
+    stand-in.
     """
 
     counted: float | None
@@ -94,21 +95,21 @@ class Share(NamedTuple):
 
 
 NOTHING = Share(0.0, 1.0)
-"""Of a part that counts nothing, whatever its batch counts: computed to keep others company."""
+"""Share of a part that counts nothing: computed only because other ranks wait for it."""
 
 
 class CountedLoss:
-    """The loss of a task, over the examples that it is trained on.
+    """The loss of a task, with counts over its training examples.
 
-    examples: None where they are elsewhere; each batch tells what it counts.
+    examples: None if they are on other machines; each batch then reports its count.
     """
 
     def __init__(self, loss: Loss, examples: Examples | None) -> None:
         self.loss = loss
         self._known = cross_entropy_of(loss)
         targets = getattr(examples, "targets", None)
-        # All targets are looked at once. Mostly all of them count alike: then a count is a number
-        # of examples, for which no batch's targets have to be read.
+        # All targets are checked once. Usually all count alike: then a count is a number of
+        # examples, and the targets of a batch need not be read.
         self._each = 1.0
         self._targets: Tensor | None = None
         if self._known is not None and isinstance(targets, Tensor) and _are_classes(targets):
@@ -116,32 +117,32 @@ class CountedLoss:
             self._targets = None if self._known.counts_alike(targets) else targets
         unread = self._known is not None and not isinstance(targets, Tensor)
         self.is_late = unread or torch_loss(loss) is None
-        """Whether it tells what a batch counts only when it has been computed."""
+        """Whether the count of a batch is known only after the computation."""
         self.is_alike = not self.is_late and self._targets is None
-        """Whether every example counts as much as any other."""
+        """Whether all examples count alike."""
         self.gives_pairs = False
         """Whether the loss has returned a pair (sum, count)."""
 
     def expected(self, batch: Tensor) -> float:
-        """What a batch counts, or what stands in for it where that `is_late`.
+        """Return the count of a batch, or its stand-in if the loss `is_late`.
 
-        batch: the indices of its examples.
+        batch: indices of its examples.
         """
         if self._targets is None or self._known is None:
             return len(batch) * self._each
         return self._known.count(self._targets.index_select(0, batch))
 
     def share(self, part: Tensor, batch: Tensor) -> Share:
-        """part, batch: indices of examples."""
+        """Return the share of a part in its batch. part, batch: indices of examples."""
         return Share(None if self.is_late else self.expected(part), self.expected(batch))
 
     def mean(
         self, outputs: Any, targets: Any, examples: int, count: float | None = None
     ) -> Computed:
-        """The loss of a batch of so many examples, and what it counts.
+        """Return the loss of a batch of `examples` examples, with its count.
 
-        count: what it counts, where that is known already. Raises ValueError for a pair that is no
-        sum with its count.
+        count: the count, if it is known already. Raises ValueError for a pair that is no sum with
+        its count.
         """
         if count is None:
             count = self._count(targets, examples)
@@ -156,7 +157,7 @@ class CountedLoss:
         return Computed(nothing(outputs), 0.0)
 
     def counts_unlike(self, targets: Any) -> bool:
-        """Whether these targets, of a loss that `is_late`, may count unlike others."""
+        """Return whether these targets, of a loss that `is_late`, may count unlike others."""
         known = self._known
         alike = known is None or not _are_classes(targets) or known.counts_alike(targets)
         return self.gives_pairs or not alike
@@ -167,22 +168,21 @@ class CountedLoss:
         return self.mean(outputs, targets, examples).counted
 
     def part(self, outputs: Any, targets: Any, examples: int, share: Share) -> Computed:
-        """What a part of so many examples adds to the loss of its batch, and to its count."""
+        """Return the contribution of a part of so many examples to its batch's loss and count."""
         found = self.mean(outputs, targets, examples, share.counted)
         if not found.counted:
             return found
         weight = found.counted / share.of
-        # Without the product where it would change nothing: the graph, and so the bits, of one
-        # worker.
+        # Without the product if it changes nothing: the graph, and so the bits, of one worker.
         return found if weight == 1.0 else Computed(found.loss * weight, found.counted)
 
     def settle(
         self, loss: float, batch: Tensor, counted: float, gradients: Iterable[Tensor]
     ) -> float | None:
-        """The loss of a batch to which all its parts have added `loss`; None if nothing counts.
+        """Return the loss of a batch whose parts have added up to `loss`; None if the count is 0.
 
-        counted: by all parts; looked at only where the loss `is_late`. gradients: what they have
-        added up to; become those of the batch's loss, in place.
+        counted: count of all parts; used only if the loss `is_late`. gradients: sums over the
+        parts; rescaled in place to the gradients of the batch's loss.
         """
         expected = self.expected(batch)
         count = counted if self.is_late else expected
@@ -197,28 +197,28 @@ class CountedLoss:
 
 
 def mean_over(total: float, count: float) -> float | None:
-    """The mean; None of nothing."""
+    """Return the mean; None for a count of 0."""
     return total / count if count else None
 
 
 def scale_of(expected: float, count: float) -> float:
-    """What gradients and losses of parts are multiplied with, once it is known what all counted.
+    """Return the factor for gradients and losses of parts, once the count of all is known.
 
-    expected: what has stood in for it. 1 where nothing was counted: then all of them are 0.
+    expected: stand-in for the count. The factor is 1 if the count is 0: then all of them are 0.
     """
     return expected / count if count else 1.0
 
 
 @torch.no_grad()
 def rescale(gradients: Iterable[Tensor], scale: float) -> None:
-    """Multiplies gradients, in place, where that changes them."""
+    """Multiply gradients in place, unless the scale is 1."""
     if scale != 1.0:
         for gradient in gradients:
             gradient.mul_(scale)
 
 
 def nothing(outputs: Any) -> Tensor:
-    """0, with gradients of 0: backward runs as ever, for the hooks and ranks that wait for it."""
+    """Return 0 with gradients of 0: backward runs as usual, for hooks and waiting ranks."""
     leaves = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
     # Sums of no elements, and not of elements times 0: 0 · inf is NaN.
     none = [leaf.reshape(-1)[:0].sum() for leaf in leaves if leaf.requires_grad]
@@ -229,12 +229,12 @@ def nothing(outputs: Any) -> Tensor:
 
 
 def _are_classes(targets: Any) -> bool:
-    """Whether they are class indices, and not probabilities of classes."""
+    """Return whether targets are class indices, and not probabilities of classes."""
     return isinstance(targets, Tensor) and not targets.is_floating_point()
 
 
 def _pair(value: tuple[Any, ...]) -> tuple[Tensor, float]:
-    """(sum, count), as a loss returns them. Raises ValueError for anything else."""
+    """Return a loss's (sum, count). Raises ValueError for anything else."""
     wanted = "a loss is the mean over its batch, or a pair (sum, count) of two numbers"
     if len(value) != 2:
         raise ValueError(f"the loss returned {len(value)} values, but {wanted}")

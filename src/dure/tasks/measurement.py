@@ -1,11 +1,11 @@
-"""The loss and the metrics over the batches of one rank, and over those of all.
+"""The loss and the metrics over the batches of a rank, and over those of all ranks.
 
     loss, pairs    a sum and a count, added over batches, then in order of rank, and divided
-    SumMetric      sums of any shape, added likewise, finished by one rank
-    functions      called by one rank, on all outputs and targets in the order of the examples
+    SumMetric      sums of any shape, added in the same way, finished by a single rank
+    functions      called by a single rank, on all outputs and targets in the order of the examples
 
-That rank, the first that has measured examples, tells the others what it found: all ranks know the
-same numbers to the last bit, whatever they decide by them.
+That rank, the first with measured examples, sends the results to the others: all ranks get the same
+numbers to the last bit, and make the same decisions.
 """
 
 from __future__ import annotations
@@ -27,11 +27,14 @@ from dure.tasks.tally import Tally
 
 
 class Measurement:
-    """What one rank has measured; `values` puts together what all have.
+    """Measurements of a rank; `values` combines those of all ranks.
 
-    examples: how many all ranks measure together. share: how many of them this rank does, in a row;
-    shares lie in order of rank. counts: False where another rank measures the same: it computes
-    what that one does, since they may compute it together, and what it finds is dropped.
+    Args:
+        task: loss and metrics.
+        examples: number of examples of all ranks together.
+        share: number of consecutive examples of this rank; shares are in order of rank.
+        counts: False if another rank measures the same examples: this rank computes along, since
+            they may compute together, and its results are dropped.
     """
 
     def __init__(self, task: Task, examples: int, share: int, counts: bool = True) -> None:
@@ -46,7 +49,7 @@ class Measurement:
         """Outputs and targets of a batch that has all examples."""
 
     def add(self, outputs: Any, targets: Any, count: int) -> None:
-        """Measures the next batch, of `count` examples."""
+        """Measure the next batch, of `count` examples."""
         total, counted = loss_and_count(self.task.loss, outputs, targets, count)
         self.loss = (self.loss[0] + total, self.loss[1] + counted)
         for tally in self.tallies:
@@ -65,7 +68,7 @@ class Measurement:
         return Kept(self.share, self.examples, self.task.metric_memory, waiting)
 
     def sums(self) -> dict[str, Sums]:
-        """What was added here of the loss and of every metric that is added, by name."""
+        """Return this rank's sums of the loss and of every summed metric, by name."""
         told = {tally.name: tally.told() for tally in self.tallies}
         return {
             "loss": Sums(list(self.loss)),
@@ -73,7 +76,7 @@ class Measurement:
         }
 
     def values(self, group: Group) -> dict[str, float]:
-        """The loss and every metric over all examples, by name; all ranks call it together."""
+        """Return the loss and every metric over all examples, by name. Collective."""
         names = [tally.name for tally in self.tallies]
         loss, found = self._alone() if group.size == 1 else self._together(group)
         return {"loss": loss, **dict(zip(names, found, strict=True))}
@@ -92,15 +95,15 @@ class Measurement:
         if 0 in sizes and self.measured:
             alone = self.measured == self.examples
             whole = self._mine() if alone else self._kept.gathered(group, counts, root)
-        # Other ranks leave these zeros.
+        # Other ranks contribute zeros.
         found = self._numbers(sums, whole) if group.rank == root else [0.0] * len(sums)
         told = group.all_gather_values(found, "metrics, which one rank computes")
         return ratio(*loss.tolist()), told[root]
 
     def _agreed(self, group: Group) -> tuple[list[int], list[int]]:
-        """(how many examples each rank has measured, how many sums each metric has).
+        """Return (number of measured examples of each rank, number of sums of each metric).
 
-        Raises ValueError, on all ranks, if metrics or outputs are of different kinds on two ranks.
+        Raises ValueError, on all ranks, if the kind of a metric or an output differs between ranks.
         """
         keeps = any(tally.waits for tally in self.tallies) and self._only is None
         alike = self._kept.fingerprint() if self.measured and keeps else 0.0
@@ -127,7 +130,7 @@ class Measurement:
                 )
 
     def _added(self, group: Group, sizes: Sequence[int]) -> list[Tensor]:
-        """The sums over all ranks, in order of rank: the loss's, then those of each metric."""
+        """Return the sums over all ranks, in order of rank: the loss's, then each metric's."""
         shape = [2, *sizes]
         mine = torch.zeros(sum(shape), dtype=torch.float64)
         if self.measured:
@@ -140,13 +143,13 @@ class Measurement:
         return list(torch.split(added, shape))
 
     def _mine(self) -> tuple[Any, Any]:
-        """Outputs and targets of all that was measured here, on the CPU."""
+        """Return this rank's measured outputs and targets, on the CPU."""
         if self._only is not None:
             return on_cpu(self._only[0]), on_cpu(self._only[1])
         return self._kept.trees()
 
     def _numbers(self, sums: Sequence[Tensor], whole: tuple[Any, Any] | None) -> list[float]:
-        """Every metric. sums: of all ranks; whole: outputs and targets, for those that wait."""
+        """Return every metric. sums: of all ranks; whole: outputs and targets, or None."""
         found = []
         for tally, of_it in zip(self.tallies, sums, strict=True):
             if not tally.waits:

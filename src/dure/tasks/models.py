@@ -1,9 +1,9 @@
 """The models of the built-in tasks: plain `nn.Module`s that know nothing of machines.
 
-The sizes are those of the papers, and each class gives its number of parameters in closed form. A
-classifier maps inputs of shape (B, ...) to scores (B, classes); a language model maps indices (B,
-T) to scores (B, vocabulary, T), classes second as `torch.nn.functional.cross_entropy` has it. Every
-model works in float64 after `.double()`.
+The sizes are those of the papers, and each class documents its number of parameters in closed form.
+A classifier maps inputs of shape (B, ...) to scores (B, classes); a language model maps indices (B,
+T) to scores (B, vocabulary, T), classes second as `torch.nn.functional.cross_entropy` expects.
+Every model works in float64 after `.double()`.
 
 Sources: H. B. McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized
 Data", AISTATS 2017 (TwoNN, CNN, CharLSTM); A. Radford et al., "Language Models are Unsupervised
@@ -22,14 +22,14 @@ from torch.nn import functional as F
 
 
 class LogisticRegression(nn.Module):
-    """scores = W x + b. Parameters: (features + 1) * classes."""
+    """Logistic regression: scores = W x + b. Parameters: (features + 1) * classes."""
 
     def __init__(self, features: int, classes: int) -> None:
         super().__init__()
         self.linear = nn.Linear(features, classes)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """inputs: (B, ...) with `features` numbers an example."""
+        """Return scores (B, classes). inputs: (B, ...) with `features` numbers an example."""
         scores: Tensor = self.linear(inputs.flatten(1))
         return scores
 
@@ -52,7 +52,7 @@ class TwoNN(nn.Module):
         )
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """inputs: (B, ...) with `features` numbers an example."""
+        """Return scores (B, classes). inputs: (B, ...) with `features` numbers an example."""
         scores: Tensor = self.layers(inputs)
         return scores
 
@@ -60,11 +60,10 @@ class TwoNN(nn.Module):
 class CNN(nn.Module):
     """The FedAvg paper's CNN.
 
-    5x5 convolutions to 32 and 64 channels, 2x2 max pooling after each, then 512 units.
-
-    Padding keeps the size ("same"), which is what gives the paper's number of parameters:
-    (25 in_channels + 1) 32 + (25 * 32 + 1) 64 + (64 (size / 4)^2 + 1) 512 + 513 classes; 1,663,370
-    for 28x28 grey pixels and 10 classes.
+    5x5 convolutions to 32 and 64 channels, 2x2 max pooling after each, then 512 units. Padding
+    keeps the size ("same"), which gives the paper's number of parameters: (25 in_channels + 1) 32 +
+    (25 * 32 + 1) 64 + (64 (size / 4)^2 + 1) 512 + 513 classes; 1,663,370 for 28x28 grey pixels and
+    10 classes.
 
     Raises ValueError if size is not a positive multiple of 4, because it is halved twice.
     """
@@ -89,15 +88,15 @@ class CNN(nn.Module):
         )
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """inputs: (B, in_channels, size, size)."""
+        """Return scores (B, classes). inputs: (B, in_channels, size, size)."""
         scores: Tensor = self.classifier(self.features(inputs))
         return scores
 
 
 class ResidualBlock(nn.Module):
-    """relu(shortcut(x) + norm(conv(relu(norm(conv(x)))))).
+    """Residual block: relu(shortcut(x) + norm(conv(relu(norm(conv(x)))))).
 
-    The shortcut is x itself, or a 1x1 convolution and a norm where the shape changes.
+    The shortcut is x itself, or a 1x1 convolution and a norm if the shape changes.
     """
 
     def __init__(self, in_channels: int, channels: int, stride: int, groups: int) -> None:
@@ -115,7 +114,7 @@ class ResidualBlock(nn.Module):
             )
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """inputs: (B, in_channels, H, W). Returns (B, channels, H / stride, W / stride)."""
+        """Return (B, channels, H / stride, W / stride). inputs: (B, in_channels, H, W)."""
         hidden = F.relu(self.norm1(self.conv1(inputs)))
         return F.relu(self.shortcut(inputs) + self.norm2(self.conv2(hidden)))
 
@@ -123,17 +122,15 @@ class ResidualBlock(nn.Module):
 class ResNet(nn.Module):
     """The residual network for small images.
 
-    depth = 6n + 2 layers, n blocks at each of w, 2w and 4w channels.
-
-    Group normalisation in the place of batch normalisation: nothing depends on who else is in the
-    batch, so there are no running statistics to average over clients whose data differ.
+    depth = 6n + 2 layers, n blocks at each of w, 2w and 4w channels. Group normalisation replaces
+    batch normalisation: an output does not depend on the other examples of the batch, so there are
+    no running statistics to average over clients with different data.
 
     Parameters: (9 in_channels + 2) w + n (378 w^2 + 28 w) - 80 w^2 + 12 w + (4 w + 1) classes, n =
     (depth - 2) / 6.
 
-    depth: 8, 14, 20, ...; width: w, a multiple of `groups`.
-
-    Raises ValueError for another depth or width.
+    depth: 8, 14, 20, ...; width: w, a multiple of `groups`. Raises ValueError for another depth or
+    width.
     """
 
     def __init__(
@@ -164,7 +161,7 @@ class ResNet(nn.Module):
         self.classifier = nn.Linear(channels, classes)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """inputs: (B, in_channels, height, width), any size."""
+        """Return scores (B, classes). inputs: (B, in_channels, height, width), any size."""
         hidden = self.blocks(F.relu(self.norm(self.stem(inputs))))
         # The mean over the image, so that any size of image fits the classifier.
         scores: Tensor = self.classifier(hidden.mean(dim=(2, 3)))
@@ -172,36 +169,36 @@ class ResNet(nn.Module):
 
 
 class PeepholeLSTM(nn.Module):
-    """One LSTM layer whose gates also see the cell, through one weight a unit and gate.
+    """An LSTM layer whose gates also see the cell, through one weight a unit and gate.
 
-    i = sigmoid(W_i z + p_i c)    f = sigmoid(W_f z + p_f c)    c' = f c + i tanh(W_g z)
-    o = sigmoid(W_o z + p_o c')   h' = o tanh(c')               z = (x, h)
+        i = sigmoid(W_i z + p_i c)    f = sigmoid(W_f z + p_f c)    c' = f c + i tanh(W_g z)
+        o = sigmoid(W_o z + p_o c')   h' = o tanh(c')               z = (x, h)
 
     Parameters: 4 width (features + width) + 3 width; it has no bias, see `CharLSTM`. torch's LSTM
-    has no peepholes, so this one goes step by step and is several times slower.
+    has no peepholes, so this layer computes step by step and is several times slower.
     """
 
     def __init__(self, features: int, width: int) -> None:
         super().__init__()
-        # As torch initialises its own LSTM.
+        # The same initialisation as torch's own LSTM.
         bound = 1 / math.sqrt(width)
         self.weight_ih = nn.Parameter(torch.empty(4 * width, features).uniform_(-bound, bound))
         self.weight_hh = nn.Parameter(torch.empty(4 * width, width).uniform_(-bound, bound))
         self.peepholes = nn.Parameter(torch.empty(3, width).uniform_(-bound, bound))
 
     def forward(self, inputs: Tensor) -> tuple[Tensor, None]:
-        """inputs: (B, T, features). Returns the hidden states, (B, T, width), and None.
+        """Return the hidden states, (B, T, width), and None. inputs: (B, T, features).
 
-        The None stands where nn.LSTM returns its state.
+        The None is in the place of nn.LSTM's state.
         """
-        # One product for all positions and gates: what does not depend on the step before.
+        # A single product for all positions and gates: the part independent of the previous step.
         projected = F.linear(inputs, self.weight_ih)
         hidden = cell = inputs.new_zeros(len(inputs), self.weight_hh.shape[1])
         p_i, p_f, p_o = self.peepholes
         outputs = []
         for at_t in projected.unbind(1):
             i, f, g, o = (at_t + F.linear(hidden, self.weight_hh)).chunk(4, dim=1)
-            # The peepholes of i and f see the old cell, that of o the new one.
+            # The peepholes of i and f see the old cell, that of o the new cell.
             cell = torch.sigmoid(f + p_f * cell) * cell + torch.sigmoid(
                 i + p_i * cell
             ) * torch.tanh(g)
@@ -215,16 +212,18 @@ class CharLSTM(nn.Module):
 
     An embedding of 8, two LSTM layers of 256 units, and a linear output layer.
 
-    A gate has one bias, as in the paper and in Keras, where torch's LSTM has two that are only ever
-    added. Here it is the weight of one more input that is always 1, so that torch's fast kernels
-    can be used without their biases.
+    A gate has one bias, as in the paper and in Keras, where torch's LSTM has two biases that are
+    only ever added. Here the bias is the weight of an additional input that is always 1, so that
+    torch's fast kernels can be used without their biases.
 
     Parameters, V symbols, embedding e, width w:
+
         V e + 4w (e + 1 + w) + 4w (w + 1 + w) + (w + 1) V    and 3w a layer more with peepholes.
+
     820,522 for 90 symbols (TensorFlow Federated's Shakespeare). The paper's 866,578 has no solution
     in V with one bias, nor with two; with peepholes, an option of its TensorFlow's LSTM cell, it
     has exactly one: V = 258, the 256 values of a byte and two marks. That is arithmetic, the paper
-    does not say it.
+    does not state it.
     """
 
     def __init__(
@@ -232,7 +231,7 @@ class CharLSTM(nn.Module):
     ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, embedding)
-        # One input more for each layer: that of the biases.
+        # An additional input for each layer: that of the biases.
         sizes = (embedding + 1, width + 1)
         self.layers = nn.ModuleList(
             PeepholeLSTM(size, width)
@@ -243,17 +242,20 @@ class CharLSTM(nn.Module):
         self.output = nn.Linear(width, vocabulary)
 
     def forward(self, indices: Tensor) -> Tensor:
-        """indices: int64 (B, T). Returns scores of the next character, (B, vocabulary, T)."""
+        """Return scores of the next character, (B, vocabulary, T). indices: int64 (B, T)."""
         hidden = self.embedding(indices)
         for layer in self.layers:
-            # The one more input, always 1, whose weights are the biases.
+            # The additional input, always 1, whose weights are the biases.
             hidden, _ = layer(F.pad(hidden, (0, 1), value=1.0))
         scores: Tensor = self.output(hidden)
         return scores.transpose(1, 2)
 
 
 class TransformerBlock(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)). Parameters: 12 width^2 + 13 width."""
+    """Transformer block: x + attention(norm(x)), then x + mlp(norm(x)).
+
+    Parameters: 12 width^2 + 13 width.
+    """
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -267,13 +269,13 @@ class TransformerBlock(nn.Module):
         self.contract = nn.Linear(4 * width, width)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """hidden: (B, T, width)."""
+        """Return (B, T, width). hidden: (B, T, width)."""
         hidden = hidden + self._drop(self._attend(self.attention_norm(hidden)))
         expanded = F.gelu(self.expand(self.mlp_norm(hidden)))
         return hidden + self._drop(self.contract(expanded))
 
     def _attend(self, hidden: Tensor) -> Tensor:
-        # (B, T, width) to (B, heads, T, width / heads), which the attention takes.
+        # (B, T, width) to (B, heads, T, width / heads), the shape for the attention.
         query, key, value = (
             part.unflatten(2, (self.heads, -1)).transpose(1, 2)
             for part in self.query_key_value(hidden).chunk(3, dim=2)
@@ -325,13 +327,13 @@ class Transformer(nn.Module):
         self.output = nn.Linear(width, vocabulary, bias=False)
         self._initialise()
         if tied:
-            # After the initialisation: the embedding's values stand.
+            # After the initialisation, so that the embedding's values stay.
             self.output.weight = self.embedding.weight
 
     def _initialise(self) -> None:
-        """GPT-2's: weights normal with deviation 0.02, biases 0.
+        """Initialise as GPT-2: weights normal with deviation 0.02, biases 0.
 
-        What enters the residual stream is divided by sqrt(2 L), for there are 2 such layers a
+        Layers that feed the residual stream are divided by sqrt(2 L), for there are 2 such layers a
         block: so the stream's variance does not grow with the depth.
         """
         for name, parameter in self.named_parameters():
@@ -346,9 +348,7 @@ class Transformer(nn.Module):
                 nn.init.zeros_(parameter)
 
     def forward(self, indices: Tensor) -> Tensor:
-        """indices: int64 (B, T), T <= context.
-
-        Returns scores of the next symbol, (B, vocabulary, T).
+        """Return scores of the next symbol, (B, vocabulary, T). indices: int64 (B, T).
 
         Raises ValueError if T is greater than the context.
         """

@@ -1,4 +1,4 @@
-"""A model in training or evaluation mode for a while."""
+"""Temporary training or evaluation mode of a model."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torch import nn
 
 @contextmanager
 def in_mode(model: nn.Module, training: bool) -> Iterator[None]:
-    """Inside, the model is in this mode. After it, each of its modules is in its own again.
+    """Context manager: set the model's mode, and restore each module's own mode afterwards.
 
-    A module that somebody has set to evaluation inside a model that trains, such as a batch norm
-    that is frozen, stays there.
+    A module in evaluation mode inside a model that trains, such as a frozen batch norm, returns to
+    evaluation.
     """
     before = [(module, module.training) for module in model.modules()]
     model.train(training)
     try:
         yield
     finally:
-        # Not by `train`, which tells all modules below, and may be the user's own.
+        # Not by `train`, which changes all submodules, and may be overridden by the user.
         for module, mode in before:
             module.training = mode

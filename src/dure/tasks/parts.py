@@ -1,17 +1,16 @@
-"""A model in two files: the head of whoever has the data, and the tail of a server.
+"""A model in two files: the head of the data's owner, and the tail of a server.
 
     head.py    task = HeadTask(model=make_head, train=...)              tail.py    task = TailTask(
                labels stay: end=make_end, loss=...                                 model=make_tail,
                                                                                    loss=...)
-
     undivided  end(tail(head(x)));  without an end: tail(head(x)), and the loss is the tail's
 
-Each file is written, and run, without the other. `joined` makes one task of the two, for
-simulations and for whoever trains the model undivided.
+Each file is written, and executed, without the other. `joined` combines both tasks, for simulations
+and for training the undivided model.
 
-All three make a `ModelParts`, whose parameters are called head.…, tail.… and end.… whoever has
-them. Every part draws its first weights from a seed of its own, so that they are the same alone and
-together.
+All three make a `ModelParts`, whose parameters are called head.…, tail.… and end.… on every side.
+Every part draws its initial weights from a seed of its own, so that they are the same separately
+and together.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ from dure.randomness.seeds import seed_generators
 MakeModule = Callable[[], nn.Module]
 
 PLACES = ("head", "tail", "end")
-"""The parts in the order of their computation: 0 and 2 are with the client, 1 with the server."""
+"""Parts in the order of computation: 0 and 2 are on the client, 1 is on the server."""
 
 
 class ModelParts(nn.Module):
-    """The parts of a model that are here, one after another; None is elsewhere.
+    """The parts of a model that are here, in sequence; None for a part on another machine.
 
-    Called, it computes what the model computes, as far as its parts are here: a head alone gives
-    what leaves it, a tail alone takes that.
+    A call computes the available parts: a head alone returns the activations that leave it, a tail
+    alone takes them.
     """
 
     head: nn.Module | None
@@ -59,16 +58,16 @@ class ModelParts(nn.Module):
 
     @property
     def there(self) -> dict[int, nn.Module]:
-        """The parts that are here, by their places in `PLACES`."""
+        """Parts that are here, by their index in `PLACES`."""
         found = ((place, getattr(self, name)) for place, name in enumerate(PLACES))
         return {place: part for place, part in found if part is not None}
 
     def only(self, *names: str) -> ModelParts:
-        """Some of the parts: the same modules, and no way to the others."""
+        """Return some of the parts: the same modules, without references to the others."""
         return ModelParts(**{name: getattr(self, name) for name in names})
 
     def forward(self, inputs: Any) -> Any:
-        """Raises ValueError where a part in the middle is elsewhere."""
+        """Apply the parts in order. Raises ValueError if a part in the middle is missing."""
         parts = self.there
         if parts and len(parts) != max(parts) - min(parts) + 1:
             raise ValueError("the tail is with the server, and nothing leads from head to end")
@@ -80,7 +79,7 @@ class ModelParts(nn.Module):
 
 @dataclass(frozen=True)
 class _Parts:
-    """Makes the parts, each under a seed that follows from the one that is in force."""
+    """Makes the parts, each under a seed derived from the current seed."""
 
     head: MakeModule | None = None
     tail: MakeModule | None = None
@@ -104,35 +103,35 @@ class _Parts:
 
 
 def _own(model: MakeModule, name: str) -> MakeModule:
-    """The user's function, also where a task is made of another one by `dataclasses.replace`."""
+    """Return the user's function, also after `dataclasses.replace` of another task."""
     made: MakeModule = getattr(model, name) if isinstance(model, _Parts) else model
     return made
 
 
 def _elsewhere(outputs: Any, targets: Any) -> Any:
-    """Stands for a loss that the other side has."""
+    """Placeholder for a loss of the other side; raises ValueError."""
     raise ValueError("the loss is in the other file, and is computed there")
 
 
 def has_loss(task: Task) -> bool:
-    """Whether the loss is this side's."""
+    """Return whether the loss is on this side."""
     return task.loss is not _elsewhere
 
 
 @dataclass(frozen=True)
 class HeadTask(Task):
-    """What a client of split learning has: the data, and the model up to the cut.
+    """Task of a client of split learning: the data, and the model up to the cut.
 
-    model: makes the head. What it returns leaves the client: a tensor, or a tuple, list or dict of
-        tensors, numbers and texts, nested as wanted; the tail is called with the same as its one
-        argument.
-    end: makes the last layers, where they and the labels stay with the client (U-shape); called
-        with what the tail returns.
-    loss: of the end's outputs; with an end alone.
-    train, test, metrics, features, ...: as in `Task`.
-    optimizer, lr_schedule: of head and end.
+    Args:
+        model: makes the head. Its result leaves the client: a tensor, or a tuple, list or dict of
+            tensors, numbers and texts, nested at will; the tail gets it as its only argument.
+        end: makes the last layers, if they and the labels stay with the client (U-shape); called
+            with the tail's result.
+        loss: of the end's outputs; only with an end.
+        train, test, metrics, features, ...: as in `Task`.
+        optimizer, lr_schedule: of head and end.
 
-    Raises ValueError where these do not go together.
+    Raises ValueError if these do not fit together.
     """
 
     loss: Loss = _elsewhere
@@ -160,13 +159,14 @@ class HeadTask(Task):
 
 @dataclass(frozen=True)
 class TailTask(Task):
-    """What the server of split learning has: the model behind the cut, and no data.
+    """Task of the server of split learning: the model behind the cut, and no data.
 
-    model: makes the tail, which is called with what a head has returned.
-    loss: of the tail's outputs; left out where the client has the end of the model, with the loss.
-    optimizer, lr_schedule: of the tail.
+    Args:
+        model: makes the tail, which is called with a head's result.
+        loss: of the tail's outputs; left out if the client has the end of the model, with the loss.
+        optimizer, lr_schedule: of the tail.
 
-    Raises ValueError where there are data.
+    Raises ValueError if there are data.
     """
 
     loss: Loss = _elsewhere
@@ -190,18 +190,18 @@ class JoinedTask(Task):
 
 PartTask = HeadTask | TailTask
 PARTS = (HeadTask, TailTask, JoinedTask)
-"""The tasks whose models are `ModelParts`."""
+"""Tasks whose models are `ModelParts`."""
 
 
 def joined(head: HeadTask, tail: TailTask, name: str | None = None) -> JoinedTask:
-    """One task of a head's and a tail's: the model is the one after the other.
+    """Return a task of a head's and a tail's: the model is the tail after the head.
 
-    Its data, and its metrics, are the head's. name: how tables call it; by default as the head's.
+    The data and the metrics are the head's. name: name in tables; by default the head's.
 
-    Systems of split learning train each part by its own optimizer. All others train the model as
-    one, which they can where both name the same optimizer and the same schedule.
+    Systems of split learning train each part by its own optimizer. All others train the model as a
+    whole, which requires both tasks to have the same optimizer and the same schedule.
 
-    Raises ValueError for other tasks, or where not one of the two has a loss.
+    Raises ValueError for other tasks, or unless exactly one of the two has a loss.
     """
     if not isinstance(head, HeadTask) or not isinstance(tail, TailTask):
         raise ValueError(
@@ -242,7 +242,7 @@ def joined(head: HeadTask, tail: TailTask, name: str | None = None) -> JoinedTas
 
 
 def _two_optimizers(parameters: Any) -> Optimizer:
-    """Stands for the optimizer of a model whose parts have different ones."""
+    """Placeholder for the optimizer of a model with several; raises ValueError."""
     raise ValueError(_TWO)
 
 
@@ -254,20 +254,20 @@ _TWO = (
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two functions are one, or partial calls of one with the same arguments."""
+    """Return whether two functions are the same, or partial calls with the same arguments."""
     if isinstance(one, partial) and isinstance(other, partial):
         mine = (one.func, one.args, sorted(one.keywords.items()))
         theirs = (other.func, other.args, sorted(other.keywords.items()))
-        # A learning rate may be a tensor, of which there is no plain comparison.
+        # A learning rate may be a tensor, which has no plain comparison.
         return repr(mine) == repr(theirs)
     return one is other
 
 
 def check_whole(task: Task, takes_parts: bool, serves: bool) -> None:
-    """Raises ValueError for a task of two files, or of one of them, that cannot be trained so.
+    """Raise ValueError for a task of head, tail or both that cannot be trained in this way.
 
     takes_parts: whether the system trains each part by its own optimizer. serves: whether clients
-    are elsewhere.
+    are on other machines.
     """
     if isinstance(task, (HeadTask, TailTask)) and not (takes_parts and serves):
         this, other = ("head", "tail") if isinstance(task, HeadTask) else ("tail", "head")
@@ -280,7 +280,7 @@ def check_whole(task: Task, takes_parts: bool, serves: bool) -> None:
 
 
 def parts_of(task: Task) -> Iterator[tuple[str, PartTask]]:
-    """The tasks of the sides that a task has, each with its name."""
+    """Yield the name and the task of each side that a task has."""
     if isinstance(task, JoinedTask):
         yield "head", task.head
         yield "tail", task.tail

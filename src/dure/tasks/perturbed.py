@@ -2,8 +2,8 @@
 
     w <- w + 0.02 · N(0, 1)
 
-The weights that a model begins with may hide gradients: a layer of zeros, such as the last one of
-many models, passes no gradient on to the layers before it.
+Initial weights may hide gradients: a layer of zeros, such as the last layer of many models, passes
+no gradient to the layers before it.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""How alike a picture and what somebody made of it are.
+"""Similarity of a picture and its reconstruction.
 
     MSE     mean of (x - y)² over all numbers                          0 for the same
     PSNR    10 log10(span² / MSE), in decibels                         more is closer
     SSIM    ((2 mx my + a)(2 cxy + b)) / ((mx² + my² + a)(vx + vy + b))     1 for the same
 
 SSIM compares means m, variances v and covariances c in windows of 7 pixels each way, and takes the
-mean; a = (0.01 span)², b = (0.03 span)². span: the difference of the largest and the smallest value
-that a number may have.
+mean; a = (0.01 span)², b = (0.03 span)². span: the difference of the largest and the smallest
+possible value.
 
 Source: Z. Wang et al., "Image Quality Assessment: From Error Visibility to Structural Similarity",
 2004.
@@ -20,23 +20,23 @@ from torch.nn import functional as F
 
 
 def squared_errors(found: Tensor, true: Tensor) -> Tensor:
-    """The mean squared error of each, float64 of shape (n,). found, true: of shape (n, ...)."""
+    """Return the mean squared error of each, float64 of shape (n,). found, true: shape (n, ...)."""
     return (found.double() - true.double()).flatten(1).square().mean(dim=1)
 
 
 def psnr(errors: Tensor, span: float) -> Tensor:
-    """Of mean squared errors, in decibels; at most 120, which an error of 0 has."""
+    """Return the PSNR of mean squared errors, in decibels; at most 120, for an error of 0."""
     least = span**2 * 1e-12
     return 10 * torch.log10(span**2 / errors.clamp(min=least))
 
 
 def ssim(found: Tensor, true: Tensor, span: float) -> float:
-    """The mean over pictures, of shape (n, channels, height, width), and over windows."""
+    """Return the mean SSIM over pictures of shape (n, channels, height, width)."""
     return float(ssim_each(found, true, span).mean())
 
 
 def ssim_each(found: Tensor, true: Tensor, span: float) -> Tensor:
-    """Of each picture, float64 of shape (n,)."""
+    """Return the SSIM of each picture, float64 of shape (n,)."""
     size = min(7, *true.shape[-2:])
     count = size * size
 

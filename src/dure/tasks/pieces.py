@@ -1,9 +1,9 @@
-"""The gradient of a batch, computed in pieces: less memory, the same gradient.
+"""Gradient accumulation: the gradient of a batch in pieces, with less memory.
 
     g = sum over pieces of (n_piece / n)·g_piece
 
-where n is what the loss counts (`dure.tasks.loss_shares`). Batch norm sees a piece, and draws such
-as dropout's are made piece by piece.
+where n is the loss's count (`dure.tasks.loss_shares`). Batch norm sees a piece, and random draws
+such as dropout's are made piece by piece.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from dure.tasks.loss_shares import Computed, CountedLoss
 
 
 class Learned(NamedTuple):
-    """What backward was called for. loss: the mean over what was counted."""
+    """Result of the backward passes. loss: mean over the counted targets."""
 
     loss: float
     counted: float
 
 
 def check_accumulate(accumulate: int) -> None:
-    """Raises ValueError for a number of pieces that no gradient can have."""
+    """Raise ValueError for a number of pieces below 1."""
     if accumulate < 1:
         raise ValueError(
             f"accumulate is {accumulate}, but a part is computed in at least one piece"
@@ -43,11 +43,18 @@ def learn(
     backward: Callable[[Tensor], None],
     parameters: Iterable[Tensor],
 ) -> Learned:
-    """Leaves the gradient of the mean loss of a batch with its parameters.
+    """Accumulate the gradient of the mean loss of a batch in its parameters.
 
-    read: the inputs and targets of some examples. forward: the model's outputs. computing: around
-    forward and loss, given inputs and targets. backward: from a loss; what it costs to wait for the
-    loss, as on a GPU, was before.
+    Args:
+        losses: the loss with its counts.
+        indices: examples of the batch.
+        pieces: number of pieces.
+        read: returns inputs and targets of examples.
+        forward: returns the model's outputs.
+        computing: returns the context of forward and loss, given inputs and targets.
+        backward: runs backward from a loss; the wait for the loss, as on a GPU, comes before the
+            call.
+        parameters: parameters with the gradients.
     """
     if pieces == 1:
         inputs, targets = read(indices)

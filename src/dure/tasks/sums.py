@@ -1,11 +1,11 @@
-"""Sums of a metric that were added apart, as lists of numbers: what clients tell of their own.
+"""Sums of a metric from several parties, as lists of numbers: reports of clients on their data.
 
-    a pair (sum, count)    two numbers, with no form
-    a `SumMetric`          its sums in a row, and their form: what was a tensor of which shape, what
-                           a tuple, a list or a dict
+    a pair (sum, count)    two numbers, with an empty form
+    a `SumMetric`          its sums, flattened, and their form: the shapes of tensors, and the
+                           structure of tuples, lists and dicts
 
-They are added, and finished once: the number is that of all examples together, as if one had
-measured them. A function that gives a number has no sums.
+They are added, and finished once: the number is that of all examples together, as if a single party
+had measured them. A function that returns a number has no sums.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from dure.contracts.metric import Metric, SumMetric, as_number, ratio
 from dure.errors import described
 
 MOST_FORM = 10_000
-"""Characters of a form, which may come from anybody."""
+"""Most characters of a form, which is untrusted."""
 
 
 class Sums(NamedTuple):
-    """What was added, and its form; "" for a pair."""
+    """Flattened sums, and their form; "" for a pair."""
 
     values: list[float]
     form: str = ""
 
 
 class Leaf(NamedTuple):
-    """Stands for a tensor or number of this shape in a structure of sums."""
+    """Placeholder for a tensor or number of this shape in a structure of sums."""
 
     shape: tuple[int, ...]
 
 
 def form_of(tree: Any) -> str | None:
-    """The form of sums, given as a structure of leaves.
+    """Return the form of sums, given as a structure of leaves.
 
-    None for a structure that a text cannot tell, such as one of a class of one's own.
+    None for a structure that text cannot express, such as an object of a user's own class.
     """
     try:
         return msgspec.json.encode(_told(tree)).decode()
@@ -62,11 +62,10 @@ def _told(tree: Any) -> Any:
 
 
 def added(metric: Metric | None, rows: Sequence[Sequence[float]], form: str) -> float:
-    """The number of all the sums together, which are added in their order.
+    """Return the number of all the sums together, added in their order.
 
-    metric: None for the loss, which is a pair. form: that of all rows, which are of one length.
-
-    Raises ValueError for sums that are none of this metric's, or that it cannot finish.
+    metric: None for the loss, which is a pair. form: common to all rows, which have equal lengths.
+    Raises ValueError for sums that do not fit the metric, or that it cannot finish.
     """
     total = torch.tensor(list(rows), dtype=torch.float64)
     # One after another, in the order of the clients.
@@ -85,7 +84,7 @@ def added(metric: Metric | None, rows: Sequence[Sequence[float]], form: str) -> 
 
 
 def _shaped(form: str, flat: Tensor) -> Any:
-    """Sums in a row in the structure and the shapes that they had."""
+    """Return flattened sums in their original structure and shapes."""
     if len(form) > MOST_FORM:
         raise ValueError(f"a form has at most {MOST_FORM} characters")
     try:
@@ -102,7 +101,7 @@ def _shaped(form: str, flat: Tensor) -> Any:
 def _tree(told: Any, rest: Iterator[float]) -> Any:
     match told:
         case list() if all(type(extent) is int and extent >= 0 for extent in told):
-            # As many as there are: a product of large extents asks for no memory.
+            # As many as there are: a product of large extents allocates no memory.
             count = math.prod(told)
             values = [value for _, value in zip(range(count), rest, strict=False)]
             if len(values) != count:

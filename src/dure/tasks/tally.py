@@ -1,8 +1,8 @@
-"""What one metric has seen of the batches of one rank.
+"""State of a metric over the batches of a rank.
 
 A metric is added over batches (a pair, a `SumMetric`), or waits for all outputs and targets. Its
-first batch tells which. A function that fails there, as AUC does on a batch of one class alone,
-waits: only if it fails on everything is that an error.
+first batch shows the kind. A function that fails there, as AUC does on a batch of a single class,
+waits: only a failure on everything is an error.
 """
 
 from __future__ import annotations
@@ -21,51 +21,52 @@ from dure.tasks.libraries import is_of_a_library, of_all
 from dure.tasks.sums import Leaf, Sums, form_of
 
 UNSEEN = -1
-"""Instead of a number of sums: no batch has told yet."""
+"""In place of a number of sums: no batch has shown the kind yet."""
 
 
 class Tally:
-    """One metric.
+    """The state of a metric.
 
-    waits: whether it needs everything at once; None before the first batch. failure: why it could
-    not tell then.
+    waits: whether it needs everything at once; None before the first batch. failure: its error on
+    the first batch, if any.
     """
 
     def __init__(self, name: str, metric: Metric) -> None:
         self.name = name
         self.metric = metric
-        # Nothing of a library is a pair, also where it gives two numbers.
+        # A library's metric is never a pair, even if it returns two numbers.
         self.waits: bool | None = is_of_a_library(metric) or None
         self.failure: Exception | None = None
         self._first: float | None = None
-        # A pair is added as plain numbers: clients by the thousand measure few examples each.
+        # A pair is added as plain numbers, for speed: thousands of clients measure few examples
+        # each.
         self._total = 0.0
         self._count = 0.0
         self._sums = torch.zeros(0, dtype=torch.float64)
 
     @property
     def size(self) -> int:
-        """How many sums it has; 0 where it waits, `UNSEEN` before the first batch."""
+        """Number of sums; 0 if the metric waits, `UNSEEN` before the first batch."""
         if self.waits is None:
             return UNSEEN
         return 2 if self.is_pair else len(self._sums)
 
     @property
     def sums(self) -> Tensor:
-        """What was added, float64 of shape (size,)."""
+        """Sums so far, float64 of shape (size,)."""
         if self.is_pair:
             return torch.tensor([self._total, self._count], dtype=torch.float64)
         return self._sums
 
     @property
     def is_pair(self) -> bool:
-        """Whether every rank that has the sums can finish them."""
+        """Whether every rank with the sums can finish them."""
         return not self.waits and not isinstance(self.metric, SumMetric)
 
     def told(self) -> Sums | None:
-        """What was added, for others that add it to theirs.
+        """Return the sums, for addition to those of other parties.
 
-        None where nothing is: it waits, has seen nothing, or its sums are of a class of one's own.
+        None if the metric waits, has seen no batch, or has sums of a user's own class.
         """
         if self.waits is not False:
             return None
@@ -75,7 +76,7 @@ class Tally:
         return None if form is None else Sums(self._sums.tolist(), form)
 
     def add(self, outputs: Any, targets: Any) -> None:
-        """Sees the next batch. Raises ValueError for a metric that gives no number."""
+        """Add the next batch. Raises ValueError for a metric that gives no number."""
         if self.waits:
             return
         if isinstance(self.metric, SumMetric):
@@ -86,11 +87,11 @@ class Tally:
             self._add_pair(self._called(self.metric, outputs, targets))
 
     def _look(self, outputs: Any, targets: Any) -> None:
-        """The first batch of a function, which tells its kind."""
-        # A copy: it may write into what it is given, and be given the same again.
+        """Determine the kind of a function from its first batch."""
+        # A copy: the metric may modify its arguments, and get the same again later.
         mine = [_copied(outputs), _copied(targets)]
         try:
-            # What it says of a part says nothing of the whole, such as that a class is missing.
+            # Warnings about a part, such as a missing class, say nothing about the whole.
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 value = self._called(self.metric, *mine)
@@ -106,21 +107,21 @@ class Tally:
             self.waits = True
 
     def finished(self, sums: Tensor) -> float:
-        """The number of the sums over all batches of all ranks."""
+        """Return the number for the sums over all batches of all ranks."""
         if self.is_pair:
             return ratio(*sums.tolist())
         assert isinstance(self.metric, SumMetric)
         return self._number(self._called(self.metric.compute, self._as_given(sums)))
 
     def of_all(self, outputs: Any, targets: Any) -> float:
-        """The number of a metric that waits, on everything."""
+        """Return the number of a waiting metric, on everything."""
         value = self._called(lambda *all_: of_all(self.metric, *all_), outputs, targets)
         if _is_pair(value) and not is_of_a_library(self.metric):
             return ratio(*self._pair(value))
         return self._number(value)
 
     def of_the_first(self, outputs: Any, targets: Any) -> float:
-        """`of_all` where the first batch was everything, and may have told it already."""
+        """Return `of_all` for a first batch with everything, whose result may be cached."""
         return self.of_all(outputs, targets) if self._first is None else self._first
 
     def _called(self, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -155,7 +156,7 @@ class Tally:
         self._sums += torch.cat([tensor.reshape(-1) for tensor in tensors])
 
     def _as_given(self, sums: Tensor) -> Any:
-        """Flat sums in the structure and the shapes that `update` gives."""
+        """Return flat sums in the structure and the shapes that `update` returns."""
         parts = torch.split(sums, [shape.numel() for shape in self._shapes])
         shaped = [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
         return tree_unflatten(shaped, self._spec)
@@ -192,7 +193,7 @@ class Tally:
 
 
 def _is_pair(value: Any) -> bool:
-    # The type itself: a named tuple, such as a statistic with its p-value, is no sum and count.
+    # The exact type: a named tuple, such as a statistic with its p-value, is no sum and count.
     return type(value) is tuple
 
 

@@ -1,8 +1,8 @@
-"""What a task trains, in words and numbers: two machines see by it whether they train the same.
+"""Summary of a task, which two machines compare to check that they train the same.
 
-No code travels between a server and its clients. Each has the task itself, and they compare what it
-comes to: the tensors that are trained, the weights that are not, the loss, the optimizer with its
-settings, what is measured.
+No code travels between a server and its clients. Each has the task itself, and they compare its
+content: the trained tensors, the frozen weights, the loss, the optimizer with its settings, and the
+metrics.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dure.wire.tensors import digest_of, forms_of, size_of
 
 
 def trains_of(task: Task, model: nn.Module) -> Trains:
-    """What the task trains. model: one of its own."""
+    """Return the summary of a task. model: a model of the task."""
     forms = {
         name: (str(one.dtype).removeprefix("torch."), list(one.shape))
         for name, one in [*model.named_parameters(), *model.named_buffers()]
@@ -44,9 +44,9 @@ def trains_of(task: Task, model: nn.Module) -> Trains:
 
 
 TOLD: frozenset[Part] = frozenset({"clip_norm", "precision", "unfreeze"})
-"""What clients do of all that a task asks of training, so that all of them have to do it alike.
+"""Learning options that clients execute, so that all clients must agree on them.
 
-An average of the weights is the server's, and each site compiles for itself.
+A moving average of the weights is the server's, and each site compiles for itself.
 """
 
 
@@ -55,7 +55,7 @@ def _asks(task: Task) -> dict[str, str]:
 
 
 def differences(theirs: Trains, ours: Trains) -> list[str]:
-    """In what a client's task differs from the server's, so that they cannot train together."""
+    """Return the differences between a client's task and the server's that prevent training."""
     found = []
     for name, form in ours.forms.items():
         if name not in theirs.forms:
@@ -63,7 +63,7 @@ def differences(theirs: Trains, ours: Trains) -> list[str]:
         elif theirs.forms[name] != form:
             found.append(f"{name} is {_form(theirs.forms[name])}, and {_form(form)} at the server")
     found += [f"the server has no {name}" for name in theirs.forms if name not in ours.forms]
-    # What the frozen weights are is no difference: a site takes over the server's.
+    # Different frozen weights are no difference: a site takes over the server's.
     if (theirs.frozen is None) != (ours.frozen is None):
         found.append("other parameters are frozen than at the server")
     for what in ("loss", "optimizer"):
@@ -82,7 +82,7 @@ def differences(theirs: Trains, ours: Trains) -> list[str]:
 
 
 def in_words(thing: Any) -> str:
-    """A function, a partial of one, or a module, as its source would call it."""
+    """Return a function, a partial, or a module in the form of its source."""
     if isinstance(thing, functools.partial):
         settings = [*map(repr, thing.args), *(f"{k}={v!r}" for k, v in thing.keywords.items())]
         return f"{in_words(thing.func)}({', '.join(settings)})"
@@ -92,7 +92,7 @@ def in_words(thing: Any) -> str:
 
 
 def _optimizer(task: Task, model: nn.Module) -> str:
-    """The optimizer by its name and the settings of its groups."""
+    """Return the optimizer's name and the settings of its groups."""
     with left_out():
         optimizer = task.optimizer([one for one in model.parameters() if one.requires_grad])
     plain = (bool, int, float, str, tuple, type(None))
@@ -120,5 +120,5 @@ def _features(theirs: list[str], ours: list[str]) -> str:
 
 
 def machine_of(engine: str, threads: int) -> Machine:
-    """This machine, as far as it decides on bits."""
+    """Return the properties of this machine that affect the bits of results."""
     return Machine(str(torch.__version__), torch.backends.cpu.get_cpu_capability(), engine, threads)

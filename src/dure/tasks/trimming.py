@@ -1,10 +1,10 @@
-"""What becomes of a gradient between backward and the optimizer, the same in every system.
+"""Changes of a gradient between backward and the optimizer, the same in every system.
 
     g_i <- none                            of parameters that are frozen still (`Task.unfreeze`)
     g   <- g · min(1, clip_norm / |g|)     over all that is left (`Task.clip_norm`)
 
-A parameter without a gradient is left alone by its optimizer: it has no momentum and no decay.
-Nothing travels: whoever steps has the whole gradient already.
+An optimizer skips a parameter without a gradient: no momentum and no decay. Nothing travels: the
+process of the optimizer has the whole gradient already.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from dure.contracts.task import Task
 
 
 def computing(task: Task, device: torch.device) -> AbstractContextManager[object]:
-    """Around forward and loss: autocast, if the task's precision is bf16.
+    """Return the context of forward and loss: autocast, if the task's precision is bf16.
 
-    Weights, their gradients and sums stay as they are.
+    Weights, their gradients and sums keep their dtype.
     """
     if task.precision == "full":
         return nullcontext()
@@ -30,9 +30,9 @@ def computing(task: Task, device: torch.device) -> AbstractContextManager[object
 
 
 class Trimming:
-    """The gradients of a model that an optimizer is about to step with.
+    """The gradients of a model before an optimizer step.
 
-    parameters: by name, as the task's model calls them.
+    parameters: by name, as in the task's model.
     """
 
     def __init__(self, task: Task, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
@@ -45,28 +45,28 @@ class Trimming:
 
     @property
     def asked(self) -> bool:
-        """Whether there is anything to do."""
+        """Whether the task requests any change."""
         return self.norm is not None or bool(self._from)
 
     def at(self, step: int) -> None:
-        """Before the optimizer's step number `step`, from 0 on."""
+        """Change the gradients before the optimizer's step number `step`, from 0 on."""
         self.drop(step)
         if self.norm is not None:
             clip(self.parameters, self.norm)
 
     def drop(self, step: int) -> None:
-        """Takes the gradients of what is not yet trained."""
+        """Remove the gradients of parameters that are not trained yet."""
         for parameter, first in self._from:
             if step < first:
                 parameter.grad = None
 
 
 def clip(parameters: Iterable[Tensor], norm: float) -> None:
-    """Gradients no longer than `norm`, all of them together."""
+    """Clip the gradients to a joint norm of at most `norm`, in place."""
     found = [one for one in parameters if one.grad is not None]
     for parameter in found:
         gradient = parameter.grad
         if gradient is not None and gradient.is_sparse:
-            # torch takes no norms of sparse gradients.
+            # torch computes no norms of sparse gradients.
             parameter.grad = gradient.to_dense()
     torch.nn.utils.clip_grad_norm_(found, norm)

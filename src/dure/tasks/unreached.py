@@ -1,7 +1,7 @@
-"""Trained parameters that the loss does not reach: they have no gradient.
+"""Trained parameters that the loss does not reach: they get no gradient.
 
-A backbone under `torch.no_grad()`, a spare layer, a branch that only evaluation takes. An optimizer
-leaves such a parameter alone, whatever its momentum and weight decay.
+A backbone under `torch.no_grad()`, a spare layer, a branch for evaluation only. An optimizer skips
+such a parameter, whatever its momentum and weight decay.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ PIECE = 32
 def unreached(task: Task, model: nn.Module, examples: int) -> list[str]:
     """Return the names of trained parameters without a gradient in a step of so many examples.
 
-    The examples are drawn; a draw ends as soon as each parameter has a gradient. model: stays as it
-    is. Errors of the model or the loss are raised again where it is trained: the list is empty.
+    The examples are drawn at random, and the trial ends as soon as each parameter has a gradient.
+    model: not changed. After an error of the model or the loss the list is empty; training raises
+    the error.
     """
     before = generators_state()
     try:

@@ -1,1 +1,1 @@
-"""Tensors of a model as one."""
+"""Functions on the tensors of a model: flat buffers, copies, comparisons and checks."""

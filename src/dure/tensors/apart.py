@@ -1,11 +1,11 @@
-"""Sums of multiples, multiplied and added apart, so that every x86 processor gives the same bits.
+"""Sums of multiples with separate multiplication and addition: the same bits on every x86 CPU.
 
-torch's `add(…, alpha=…)`, its `addcdiv` and matrix products round once for a product and a sum
-where the processor can (fused multiply-add, with AVX2 and AVX-512), and twice where it cannot. A
-product by itself, and a sum by itself, are rounded the same way everywhere (IEEE 754).
+torch's `add(…, alpha=…)`, `addcdiv` and matrix products round the product and the sum once on
+processors with fused multiply-add (AVX2 and AVX-512), and twice on processors without. A product
+alone and a sum alone are rounded the same way everywhere (IEEE 754).
 
-Sums over the elements of one tensor (norms, dot products) are another matter: their order follows
-the width of a processor's vectors.
+Sums over the elements of a tensor (norms, dot products) are not covered: their order follows the
+width of the processor's vectors.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ import torch
 from torch import Tensor
 
 BLOCK = 2**17
-"""Elements that are multiplied before they are added: they stay in the processor's cache."""
+"""Elements multiplied before the addition; a block of products stays in the processor's cache."""
 
 
 def add_multiple(total: Tensor, tensor: Tensor, factor: float) -> Tensor:
-    """total + factor·tensor, in the memory of `total`, which it returns.
+    """Add factor·tensor to `total` in place and return `total`.
 
-    tensor: of the shape of `total`, and of a dtype that is not wider: it is counted in that of
-    `total`. Memory: one block, or one tensor where they are not contiguous or not on the CPU.
+    tensor: the shape of `total`, and a dtype that is not wider than the dtype of `total`, in which
+    the product is computed. Memory: a block, or a tensor if an argument is not contiguous or not on
+    the CPU.
     """
     if factor == 1:
         return total.add_(tensor)
@@ -40,10 +41,10 @@ def add_multiple(total: Tensor, tensor: Tensor, factor: float) -> Tensor:
 
 
 def square_root(tensor: Tensor) -> Tensor:
-    """The square root of each element, a new tensor.
+    """Return the square root of each element, as a new tensor.
 
-    torch's own is that of a library of vector functions where it was built with one, whose last bit
-    depends on the processor. NumPy's is the processor's instruction, which IEEE 754 defines.
+    `torch.sqrt` may use a library of vector functions, whose last bit depends on the processor.
+    NumPy uses the processor's instruction, which IEEE 754 defines.
     """
     if tensor.device.type != "cpu":
         return tensor.sqrt()
@@ -53,7 +54,7 @@ def square_root(tensor: Tensor) -> Tensor:
 
 
 def sum_of_multiples(rows: Tensor, factors: Tensor) -> Tensor:
-    """(sum over i of factors[i]·rows[i]), from the first row to the last; `rows` is written over.
+    """Return (sum over i of factors[i]·rows[i]), from the first row to the last; overwrites `rows`.
 
     rows: shape (m, b), m at least 1. factors: shape (m,), of the same dtype.
     """

@@ -1,14 +1,13 @@
-"""Backward from tensors whose gradients are given, as by another rank.
+"""Backward from tensors with given gradients, such as gradients received from another rank.
 
-    end    a tensor of the graph        ->  a number that depends on it, and on nothing else
-    given  what is to be its gradient   ->  what that number sends back, whatever it receives
+    end    a tensor of the graph        ->  a scalar that depends on this tensor alone
+    given  the gradient of the tensor   ->  sent back by the scalar, whatever the scalar receives
 
-So `torch.autograd.backward` begins at numbers, which need no gradients. With gradients it would
-first compare their shapes with sympy, which it imports for that: a second of CPU and 70 MB, in
-every process. The engine compares them anyway.
+`torch.autograd.backward` then starts at scalars, for which no gradients are passed. With explicit
+gradients torch would first compare shapes with sympy, and import sympy for this purpose: a second
+of CPU and 70 MB in every process. The autograd engine checks the shapes anyway.
 
-Cost: a number and a node of the graph for each tensor.
-
+Cost: a scalar and a node of the graph for each tensor.
 Source: `_make_grads` in torch/autograd/__init__.py.
 """
 
@@ -22,7 +21,7 @@ from torch import Tensor
 
 
 class _Given(torch.autograd.Function):
-    """The number."""
+    """Autograd function that turns a tensor into a scalar and sends the given gradient back."""
 
     @staticmethod
     def forward(context: Any, end: Tensor, gradient: Tensor) -> Tensor:
@@ -32,16 +31,16 @@ class _Given(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, _: Tensor) -> tuple[Tensor, None]:
         gradient = context.gradient
-        # Who gets it may keep it, instead of a copy, if nobody else has it.
+        # Without this reference autograd may reuse the gradient's memory instead of a copy.
         context.gradient = None
         return gradient, None
 
 
 def backward_from(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Backward from tensors, each with the gradient that it is given, of the same shape.
+    """Run backward from tensors, each with a given gradient of the same shape.
 
-    As `torch.autograd.backward(tensors, gradients)`. Raises RuntimeError for a tensor that needs no
-    gradient, and for a gradient of another shape.
+    Equivalent to `torch.autograd.backward(tensors, gradients)`. Raises RuntimeError for a tensor
+    that needs no gradient and for a gradient of another shape.
     """
     with torch.enable_grad():
         numbers = [

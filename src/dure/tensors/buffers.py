@@ -1,8 +1,8 @@
-"""The buffers of a model that travel with its weights: those that it has from the start.
+"""Buffers of a model that travel with its weights: the buffers that exist at the start.
 
-A forward pass may put a new tensor in a buffer's place, so they are known by name. A buffer that is
-None at the start and is made in a forward pass, such as the mask or the angles of an attention,
-belongs to its replica alone.
+A forward pass may replace the tensor of a buffer, so buffers are identified by name. A buffer that
+is None at the start and is created in a forward pass, such as the mask or the angles of an
+attention, stays local to its replica.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 
 class Buffers:
-    """The names of a model's buffers, in its order, as they are now."""
+    """Names of a model's buffers, in the model's order, at the time of construction."""
 
     def __init__(self, model: nn.Module) -> None:
         self.names = tuple(name for name, _ in model.named_buffers())
@@ -23,9 +23,9 @@ class Buffers:
         return len(self.names)
 
     def of(self, model: nn.Module) -> list[Tensor]:
-        """Those of `model`, which is that model or another like it.
+        """Return the buffers of `model`, which is the same model or a model with equal names.
 
-        Raises ValueError if it lacks one.
+        Raises ValueError if `model` lacks a buffer.
         """
         # All names: a forward pass may have put one tensor in the place of two.
         found = dict(model.named_buffers(remove_duplicate=False)) if self.names else {}
@@ -39,7 +39,7 @@ class Buffers:
 
     @torch.no_grad()
     def load(self, model: nn.Module, values: Sequence[Tensor]) -> None:
-        """The values into those of `model`."""
+        """Copy the values into the buffers of `model`."""
         for buffer, value in zip(self.of(model), values, strict=True):
             write(buffer, value)
 
@@ -47,19 +47,20 @@ class Buffers:
 def load_weights(
     model: nn.Module, weights: Mapping[str, Tensor], elsewhere: Sequence[str] = ()
 ) -> None:
-    """As `load_state_dict`, where forward passes may have made buffers that are None here.
+    """Load weights like `load_state_dict`, including buffers that are still None in `model`.
 
-    A parameter without memory (device="meta"), such as a table of a parameter server, gets some.
-    elsewhere: tensors that others have; here they are shapes alone, with which nobody can compute.
+    A parameter without memory (device="meta"), such as a table of a parameter server, gets memory.
+    elsewhere: names of tensors that other processes hold; they become meta tensors here, which have
+    a shape and no values.
     """
     devices = (one.device for one in model.parameters() if not one.is_meta)
     device = next(devices, torch.device("cpu"))
     modules = dict(model.named_modules())
     for name, value in weights.items():
-        # The module that has the tensor, and its name there.
+        # Path of the module that owns the tensor, and the tensor's name in the module.
         place, _, own = name.rpartition(".")
         buffers = modules[place]._buffers if place in modules else {}
-        # load_state_dict calls a buffer that is None here, but has a value there, unexpected.
+        # load_state_dict reports a buffer that is None in the model as an unexpected key.
         if own in buffers and buffers[own] is None:
             buffers[own] = value.to(device, copy=True)
         parameter = modules[place]._parameters.get(own) if place in modules else None
@@ -75,7 +76,7 @@ def load_weights(
 
 
 def _empty(module: nn.Module, name: str) -> None:
-    """A tensor of the module becomes a shape alone."""
+    """Replace a tensor of the module by a meta tensor of the same shape."""
     parameter = module._parameters.get(name)
     if parameter is not None:
         module._parameters[name] = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
@@ -86,27 +87,27 @@ def _empty(module: nn.Module, name: str) -> None:
 
 
 def write(target: Tensor, value: Tensor) -> None:
-    """The value into the target, where it differs."""
+    """Copy the value into the target if the two differ."""
     # An expanded tensor cannot be written; it never changes either.
     if target.device != value.device or not torch.equal(target, value):
         target.copy_(value)
 
 
 def common(one: nn.Module, other: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
-    """The buffers that both have, in pairs."""
+    """Return pairs of the buffers that both models have, matched by name."""
     theirs = dict(other.named_buffers())
     return ((buffer, theirs[name]) for name, buffer in one.named_buffers() if name in theirs)
 
 
 @torch.no_grad()
 def copy_buffers(source: nn.Module, target: nn.Module) -> None:
-    """The source's buffers into the target's."""
+    """Copy the source's buffers into the target's buffers of the same names."""
     for theirs, mine in common(source, target):
         write(mine, theirs)
 
 
 def passing_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers that a state_dict leaves out (`persistent=False`), by name."""
+    """Return the buffers that a state_dict leaves out (`persistent=False`), by name."""
     # keep_vars: only the names are wanted, so nothing is detached for them.
     kept = model.state_dict(keep_vars=True).keys()
     return {name: buffer for name, buffer in model.named_buffers() if name not in kept}
@@ -114,7 +115,7 @@ def passing_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def load_passing_buffers(model: nn.Module, values: Mapping[str, Tensor]) -> None:
-    """The inverse of `passing_buffers`."""
+    """Copy the values into the non-persistent buffers: the inverse of `passing_buffers`."""
     for name, buffer in passing_buffers(model).items():
         if name in values:
             write(buffer, values[name])

@@ -1,9 +1,8 @@
-"""Compiled models under the names of the models themselves.
+"""Compiled models under the parameter names of the uncompiled models.
 
-`torch.compile(module)` puts a module around the module, so that everything in it is called
-`_orig_mod.` and something: in weights, updates and plans, which then fit no model but a compiled
-one. What is compiled can also be the way a module is called (`nn.Module.compile`): the same
-computation, and no name changes.
+`torch.compile(module)` wraps the module, so that every name in weights, updates and plans begins
+with `_orig_mod.` and fits compiled models only. `nn.Module.compile` instead compiles the call of
+the module: the same computation, without a change of names.
 """
 
 from __future__ import annotations
@@ -23,27 +22,28 @@ _HOOKS = (
 
 
 def under_own_names(model: nn.Module) -> nn.Module:
-    """The model, in which what was compiled stands in its own place, and is called as compiled.
+    """Return the model with each `torch.compile` wrapper replaced by its compiled-in-place module.
 
-    Raises ValueError for a hook on what `torch.compile` returned, which would be lost.
+    Raises ValueError for a hook on a wrapper, because the hook would be lost.
     """
     frames = sys.modules.get("torch._dynamo.eval_frame")
-    # Not imported: whoever has compiled a module has loaded the compiler.
+    # No import: a compiled module implies that the compiler is loaded.
     if frames is None:
         return model
     wrapper: type[nn.Module] = frames.OptimizedModule
     for place in list(model.modules()):
         for name, child in place._modules.items():
-            # Its own child stays where it is: a module that was taken out may still be called so.
+            # A wrapper keeps its child: the caller may still hold and call the wrapper.
             if isinstance(child, wrapper) and not isinstance(place, wrapper):
                 place._modules[name] = _unwrapped(child)
     return _unwrapped(model) if isinstance(model, wrapper) else model
 
 
 def compiled_as(model: nn.Module, how: bool | str) -> nn.Module:
-    """The model, from now on called as torch's compiler has it, if `how` says so.
+    """Compile the calls of the model in place if `how` says so, and return the model.
 
-    how: whether, or by which of its backends. What it compiles is done at the first call.
+    how: True for the default backend, a backend's name, or False. Compilation happens at the first
+    call.
     """
     if how is True:
         model.compile()
@@ -54,10 +54,10 @@ def compiled_as(model: nn.Module, how: bool | str) -> nn.Module:
 
 @contextmanager
 def as_written(model: nn.Module) -> Iterator[None]:
-    """Inside, no module of the model is called as compiled.
+    """Context manager: no module of the model runs compiled inside.
 
-    For counting by a mode of torch's dispatcher: the compiler leaves alone for good what it has met
-    under one.
+    Used to count operations with a mode of torch's dispatcher: the compiler permanently skips code
+    that the compiler first meets under such a mode.
     """
     compiled = {module: module._compiled_call_impl for module in model.modules()}
     try:
@@ -70,7 +70,7 @@ def as_written(model: nn.Module) -> Iterator[None]:
 
 
 def _unwrapped(compiled: Any) -> nn.Module:
-    """The module inside, which from now on is called as compiled."""
+    """Return the module inside the wrapper, compiled in place with the wrapper's options."""
     for hooks in _HOOKS:
         if vars(compiled)[hooks]:
             raise ValueError(

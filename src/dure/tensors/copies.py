@@ -1,10 +1,9 @@
-"""Copies of models that were just made: equal to the model, and with nothing in common with it.
+"""Independent copies of newly created models: equal to the model, sharing nothing with it.
 
-A deep copy is one unless something in the model knows the model in a way that `copy.deepcopy` does
-not see: a function that was made inside of it and computes with its layers would go on to compute
-with those of the original. A hook on a tensor is not copied at all. A class may say itself what a
-copy of it is, and leave something out or share it. A model in which there is something of the kind
-has no copy here, and is made again where a second one is needed.
+`copy.deepcopy` is not enough in three cases. A closure created inside the model computes with the
+layers of the original. A hook on a tensor is not copied. A class may define its own copy and leave
+state out or share state. A model with any of these has no copy here; the caller creates a second
+model instead.
 """
 
 from __future__ import annotations
@@ -28,28 +27,28 @@ _ATOMS = (
     *(torch.dtype, torch.device, torch.Size, torch.memory_format, torch.layout),
     ModuleType,
 )
-"""Types of values that hold nothing of a model."""
+"""Types of values that contain no part of a model."""
 
 _OWN_COPIES = (
     *("__deepcopy__", "__copy__", "__reduce__", "__reduce_ex__"),
     *("__getstate__", "__setstate__", "__getnewargs__", "__getnewargs_ex__"),
 )
-"""By which a class says what a copy of it is."""
+"""Methods by which a class defines its own copy."""
 
 _TRUSTED = ("torch", "builtins", "collections")
 
 _OF_LSTMS = "_flat_weight_refs"
-"""Where recurrent layers of torch keep weak references to their weights; they renew them."""
+"""Attribute in which torch's recurrent layers keep weak references to weights, and renew them."""
 
 
 def copy_of(
     model: nn.Module, same_parameters: bool = False, known: Mapping[int, Tensor] | None = None
 ) -> nn.Module | None:
-    """A copy of a model that was not used yet; None where there can be none.
+    """Return a copy of a model that was not used yet, or None if no safe copy is possible.
 
-    same_parameters: the copy's parameters have gradients of their own, and lie in the memory of the
-    model's: it takes next to no memory, and is for whoever does not change them. known: what stands
-    in the copy for which tensor of the model, by the tensor's id.
+    same_parameters: the copy's parameters share the memory of the model's parameters and have
+    separate gradients. Such a copy takes next to no memory, and is for callers that do not change
+    the parameters. known: replacements in the copy, by the id of the model's tensor.
     """
     look = _Look()
     copied: dict[int, Any] = dict(known or {})
@@ -59,8 +58,8 @@ def copy_of(
         for parameter in model.parameters() if same_parameters else ():
             copied[id(parameter)] = nn.Parameter(parameter.detach(), parameter.requires_grad)
         twin = copy.deepcopy(model, copied)
-        # deepcopy forgets what tells parameters apart. What they know of each other, as an average
-        # of theirs, is the copy's own.
+        # deepcopy drops attributes of parameters. An attribute that refers to other parameters,
+        # such as an average of theirs, refers to the copy's parameters afterwards.
         for mine, theirs in zip(twin.parameters(), model.parameters(), strict=True):
             mine.__dict__.update(copy.deepcopy(vars(theirs), copied))
     except Exception:  # a parameter without a shape, a class that forbids it, a nest too deep
@@ -69,16 +68,16 @@ def copy_of(
 
 
 class _Look:
-    """A walk through everything that a model holds."""
+    """Traversal of every object that a model holds."""
 
     def __init__(self) -> None:
         self._seen: dict[int, Any] = {}
         self._places: list[tuple[int, int]] = []
 
     def shares_memory(self) -> bool:
-        """Whether two tensors that were met have an element in common: their copies would not.
+        """Return whether two visited tensors share an element; their copies would not.
 
-        Those that lie apart in one storage, such as parameters in a flat buffer, do not mind.
+        Disjoint tensors of the same storage, such as parameters in a flat buffer, do not count.
         """
         # In order of their beginnings, an overlap anywhere is an overlap of two neighbours. A span
         # covers the gaps of a strided tensor as well: at worst a model is made again for nothing.
@@ -86,7 +85,7 @@ class _Look:
         return any(end > start for (_, end), (start, _) in pairwise(places))
 
     def is_plain(self, value: Any) -> bool:
-        """Whether a deep copy of the value has nothing in common with it that ever changes."""
+        """Return whether a deep copy of the value shares no mutable state with the value."""
         if id(value) in self._seen or isinstance(value, _ATOMS):
             return True
         self._seen[id(value)] = value  # kept, so that no other value gets its id
@@ -95,10 +94,10 @@ class _Look:
         if isinstance(value, numpy.ndarray):
             return not value.dtype.hasobject
         if isinstance(value, BuiltinFunctionType):
-            # A function of a module, as torch.relu; a method would go on with the original's value.
+            # A function of a module, such as torch.relu; a method would use the original's object.
             return value.__self__ is None or isinstance(value.__self__, (ModuleType, type))
         if isinstance(value, FunctionType):
-            # A deep copy has the same function: what its closure holds would be the original's.
+            # A deep copy has the same function, so its closure would refer to the original.
             return value.__closure__ is None and _has_plain_defaults(value)
         if isinstance(value, MethodType):
             # Deep copies bind a method to the copy of its object.
@@ -111,7 +110,7 @@ class _Look:
             return self._are_plain([*value.keys(), *value.values()])
         if isinstance(value, (list, tuple, set, frozenset)):
             return self._are_plain(value)
-        # It may hold anything out of sight: in slots, or in C.
+        # Slots and C extensions may hide references to the model.
         if not hasattr(value, "__dict__"):
             return False
         return self._are_plain(one for name, one in vars(value).items() if name != _OF_LSTMS)
@@ -122,7 +121,7 @@ class _Look:
     def _is_plain_tensor(self, tensor: Tensor) -> bool:
         if type(tensor).__module__.partition(".")[0] != "torch":
             return False
-        # deepcopy refuses tensors with a history; of others than strided ones no place is known.
+        # deepcopy refuses tensors with a history; only strided tensors have a known address range.
         if has_hooks(tensor) or not tensor.is_leaf or tensor.layout is not torch.strided:
             return False
         if tensor.nbytes:
@@ -135,12 +134,12 @@ class _Look:
 
 
 def _says_how_to_copy(kind: type) -> bool:
-    """Whether a class says what a copy of it is; those of torch and plain containers do it well."""
+    """Return whether a class outside torch and the plain containers defines its own copy."""
     own = [each for each in kind.__mro__ if each.__module__.partition(".")[0] not in _TRUSTED]
     return any(not vars(each).keys().isdisjoint(_OWN_COPIES) for each in own)
 
 
 def _has_plain_defaults(function: FunctionType) -> bool:
-    """A function is not copied, and neither are the defaults of its arguments."""
+    """Return whether all default arguments are atoms; a deep copy shares the defaults."""
     defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     return all(isinstance(value, _ATOMS) for value in defaults)

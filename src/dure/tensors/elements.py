@@ -18,6 +18,6 @@ def materialised(tensor: Tensor) -> Tensor:
 def element_bytes(tensor: Tensor) -> Tensor:
     """Return the bytes of the elements, uint8 of shape (nbytes,).
 
-    It is a view of the tensor's memory, or a copy where that has flags or gaps.
+    The result is a view of the tensor's memory, or a copy if the tensor has flags or gaps.
     """
     return materialised(tensor.detach()).view(-1).view(torch.uint8)

@@ -1,4 +1,4 @@
-"""Whether all numbers of a tensor are finite, in one pass where that is possible."""
+"""Check of a tensor for NaN and infinity, in a single pass if possible."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch import Tensor
 
 
 def all_finite(tensor: Tensor) -> bool:
-    """Whether no element is NaN or infinite.
+    """Return whether no element is NaN or infinite.
 
-    A product with itself says so in one pass, where it does not overflow.
+    The dot product of the tensor with itself decides in a single pass unless the product overflows.
     """
     flat = tensor.reshape(-1)
     if flat.dtype in (torch.float32, torch.float64) and math.isfinite(float(torch.dot(flat, flat))):

@@ -1,7 +1,7 @@
-"""Many tensors as one: a flat buffer and views into it.
+"""Many tensors in a flat buffer, with views into the buffer.
 
-One message is faster than many, and one vector operation faster than a loop over parameters. A
-model's tensors of different dtypes are kept in one buffer a dtype.
+A single message is faster than many messages, and a single vector operation is faster than a loop
+over parameters. Tensors of different dtypes go into a separate buffer for each dtype.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 
 
 def views_of(buffer: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Consecutive pieces of the one-dimensional `buffer`, shaped like the tensors `like`."""
+    """Return consecutive pieces of the one-dimensional `buffer`, shaped like the tensors `like`."""
     pieces: list[Tensor] = []
     start = 0
     for tensor in like:
@@ -29,7 +29,7 @@ Kind = TypeVar("Kind", bound=Tensor)
 
 
 def by_dtype(tensors: Iterable[Kind]) -> dict[torch.dtype, list[Kind]]:
-    """The tensors grouped by dtype, in order of first appearance."""
+    """Return the tensors grouped by dtype, in order of first appearance."""
     groups: dict[torch.dtype, list[Kind]] = {}
     for tensor in tensors:
         groups.setdefault(tensor.dtype, []).append(tensor)
@@ -37,20 +37,20 @@ def by_dtype(tensors: Iterable[Kind]) -> dict[torch.dtype, list[Kind]]:
 
 
 def trained_in(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that are trained, by name."""
+    """Return the trainable parameters by name."""
     return {name: one for name, one in model.named_parameters() if one.requires_grad}
 
 
 def trained_of(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters that are trained, each once, in the model's order."""
+    """Return the trainable parameters, each once, in the model's order."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 def check_apart(model: nn.Module) -> None:
-    """Raises ValueError for a trained parameter that has elements in common with another tensor.
+    """Raise ValueError for a trainable parameter that shares elements with another tensor.
 
-    In a flat buffer it would have memory of its own, and the other would no longer follow it. One
-    parameter under two names is one tensor.
+    In a flat buffer the parameter would get separate memory, and the other tensor would no longer
+    follow. A parameter under two names is a single tensor.
     """
     found: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
@@ -58,7 +58,7 @@ def check_apart(model: nn.Module) -> None:
         if has_memory and tensor.device.type != "meta" and tensor.numel():
             found[id(tensor)] = name, tensor
     open_ones: list[tuple[str, Tensor, int]] = []
-    # In order of their beginnings only those can meet that have not ended.
+    # Sorted by start address, a tensor can only overlap tensors that have not ended yet.
     for name, tensor in sorted(found.values(), key=lambda one: one[1].data_ptr()):
         begin = tensor.data_ptr()
         open_ones = [one for one in open_ones if one[2] > begin]
@@ -73,13 +73,13 @@ def check_apart(model: nn.Module) -> None:
 
 
 def _span(tensor: Tensor) -> int:
-    """Elements from its first to its last, with the gaps in between."""
+    """Return the distance in elements from the first to the last element, gaps included, plus 1."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     return 1 + sum((size - 1) * stride for size, stride in steps)
 
 
 def _meet(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have an address in common, such as not two columns of one matrix."""
+    """Return whether two tensors share an address; two columns of a matrix do not."""
     addresses = []
     for tensor in (one, other):
         places = torch.arange(_span(tensor)).as_strided(tensor.shape, tensor.stride())
@@ -95,17 +95,17 @@ class Room(NamedTuple):
 
 
 class FlatParameters:
-    """A model's trained parameters in one buffer a dtype; the model goes on using them as views.
+    """Trainable parameters of a model in a flat buffer for each dtype; the model uses views.
 
-    Setting the weights, taking them, or taking a difference is then one operation on `buffers`. A
-    parameter that the model uses twice is there once. Frozen parameters stay where they are.
-    parameters: those of the trained ones that are to lie there; None is all.
+    Setting the weights, copying them, or computing a difference is then a single operation on
+    `buffers`. A parameter that the model uses twice is stored once. Frozen parameters stay in their
+    own memory. parameters: the trainable parameters to flatten; None means all.
     """
 
     def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter] | None = None) -> None:
         self.buffers: list[Tensor] = []
         self.names: list[list[tuple[str, tuple[int, ...]]]] = []
-        """What lies in each buffer, one after another: the parameters' names and shapes."""
+        """Names and shapes of the parameters in each buffer, in order."""
         taken = trained_of(model) if parameters is None else parameters
         self._groups = list(by_dtype(taken).values())
         known = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -116,30 +116,30 @@ class FlatParameters:
             self.buffers.append(buffer)
 
     def copy(self) -> list[Tensor]:
-        """The weights as they are now, a tensor for each buffer."""
+        """Return a copy of the current weights, a tensor for each buffer."""
         return [buffer.clone() for buffer in self.buffers]
 
     def load(self, values: Sequence[Tensor]) -> None:
-        """Sets the weights to `values`, which are what `copy` returned, or like it."""
+        """Set the weights to `values`, shaped like the result of `copy`."""
         self.take_memory()
         for buffer, value in zip(self.buffers, values, strict=True):
             buffer.copy_(value)
 
     def room(self, buffers: Sequence[Tensor]) -> Room:
-        """Buffers like those of the model, which then may `move` there, again and again."""
+        """Return buffers and their views, between which the model can `move` repeatedly."""
         groups = zip(buffers, self._groups, strict=True)
         return Room(list(buffers), [views_of(buffer, group) for buffer, group in groups])
 
     def move(self, room: Room) -> None:
-        """The weights are from now on those in this room; nothing is copied."""
+        """Point the parameters at the memory of `room`, without a copy."""
         self.buffers = room.buffers
         for group, views in zip(self._groups, room.views, strict=True):
             _put(group, views)
 
     def let_go(self) -> None:
-        """The parameters need no memory until the next `load`; till then all of them are NaN.
+        """Release the memory of the parameters until the next `load`; every element reads as NaN.
 
-        Whoever has taken views of them keeps those, and their memory.
+        Views that a caller took before keep their memory.
         """
         for group in self._groups if self.buffers else ():
             nothing = torch.full((), math.nan, dtype=group[0].dtype, device=group[0].device)
@@ -147,7 +147,7 @@ class FlatParameters:
         self.buffers = []
 
     def take_memory(self) -> None:
-        """Ends what `let_go` began. The weights are anything."""
+        """Allocate memory again after `let_go`. The weights are uninitialised."""
         for group in () if self.buffers else self._groups:
             count = sum(parameter.numel() for parameter in group)
             buffer = torch.empty(count, dtype=group[0].dtype, device=group[0].device)
@@ -156,7 +156,7 @@ class FlatParameters:
 
 
 def _put(parameters: Sequence[Tensor], values: Iterable[Tensor]) -> None:
-    """Gives the parameters their values, in the values' memory."""
+    """Point the parameters at the memory of the values."""
     for parameter, value in zip(parameters, values, strict=True):
-        # The parameter stays the same object: optimizers, hooks and modules still hold it.
+        # The parameter object stays the same, because optimizers, hooks and modules refer to it.
         parameter.data = value

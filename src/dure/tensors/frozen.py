@@ -1,8 +1,8 @@
-"""Parameters that are not trained (`requires_grad` is False), such as the base below adapters.
+"""Frozen parameters (`requires_grad` is False), such as the base model below adapters.
 
-They keep the values with which the model was made, the same for everybody, so nobody sends them.
-Who trains for others therefore has to know that they stay as they are: a model whose forward pass
-moves them, or begins to train them, would carry that from one client over to the next.
+Frozen parameters keep the values of the model's construction, equal on all participants, so nothing
+is sent. A process that trains for several clients therefore checks that they stay unchanged: a
+forward pass that changes or unfreezes them would carry the change from one client to the next.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from dure.tensors.buffers import write
 
 
 def frozen_of(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters that are not trained, by name and in the model's order, in its own memory.
+    """Return the frozen parameters by name, in the model's order and memory.
 
-    One that has several names has the first of them.
+    A parameter with several names appears under its first name.
     """
     return {
         name: parameter.detach()
@@ -29,11 +29,10 @@ def frozen_of(model: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def load_frozen(model: nn.Module, values: Mapping[str, Tensor]) -> None:
-    """Gives a model the frozen parameters of another like it.
+    """Copy the frozen parameters of an equal model into `model`.
 
-    A model that is read from a file, or drawn without the seed, is another one each time.
-
-    Raises ValueError where the model has not the same ones frozen.
+    A model that is read from a file, or drawn without the seed, differs each time. Raises
+    ValueError if the two models freeze different parameters.
     """
     own = frozen_of(model)
     differ = next(iter(own.keys() ^ values.keys()), None)
@@ -47,10 +46,10 @@ def load_frozen(model: nn.Module, values: Mapping[str, Tensor]) -> None:
 
 
 class Frozen:
-    """A model's frozen parameters as they are now, by which a later change is found.
+    """Snapshot of a model's frozen parameters, to detect a later change.
 
-    It keeps a copy of them. What is compared are bits: a change through `.data`, of which torch
-    keeps no count, is one as well.
+    The snapshot is a copy. The comparison is by bits, so that a change through `.data`, which torch
+    does not count, is found too.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -63,7 +62,7 @@ class Frozen:
                 self._places.append((name, modules[place], own, parameter, value))
 
     def changed(self) -> str | None:
-        """What is no longer as it was, in words; None where all is."""
+        """Return a description of the first change, or None if nothing changed."""
         for name, module, own, parameter, value in self._places:
             now = module._parameters.get(own)
             if now is not None and now.requires_grad:
@@ -73,7 +72,7 @@ class Frozen:
         return None
 
     def check(self) -> None:
-        """Raises ValueError where something has changed."""
+        """Raise ValueError if a frozen parameter changed."""
         changed = self.changed()
         if changed is not None:
             raise ValueError(changed)
@@ -87,7 +86,7 @@ _TO_DO = (
 
 @torch.no_grad()
 def _same_bits(one: Tensor, other: Tensor) -> bool:
-    """Not by value: NaN would differ from itself."""
+    """Return whether two tensors have equal bits; by value, NaN would differ from itself."""
     if one.shape != other.shape or one.dtype != other.dtype or one.device != other.device:
         return False
     return torch.equal(*(_bits(tensor.detach()) for tensor in (one, other)))

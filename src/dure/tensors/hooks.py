@@ -1,4 +1,4 @@
-"""Hooks that a user has put on a parameter's gradient."""
+"""Hooks that a user has registered on a parameter's gradient."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 def has_hooks(parameter: Tensor) -> bool:
-    """Whether a hook sees, and may change, the parameter's gradient as autograd makes it."""
+    """Return whether a hook sees, and may change, the gradient that autograd computes."""
     return bool(
         parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
     )

@@ -1,22 +1,23 @@
-"""What a model keeps in Python from one forward pass to the next: a trace has none of it.
+"""State that a model keeps in Python between forward passes, which no trace contains.
 
-A trace has what a pass computes from parameters, buffers and inputs. What forward keeps elsewhere,
-such as a flag, a counter, a list or a hidden state, is in the trace as it was when that was made.
+A trace contains the computation from parameters, buffers and inputs. State that forward keeps
+elsewhere, such as a flag, a counter, a list or a hidden state, is frozen in the trace at the value
+of the time of tracing.
 
     first = kept_by(model)      after a pass
     again = kept_by(model)      after the same pass once more, from the same buffers, inputs, draws
-    first_change(first, again)  the name of what the second pass has left otherwise
+    first_change(first, again)  the name of the first value that the second pass has changed
 
-A value that a pass computes from its inputs alone, such as an attention's map that is kept to be
-looked at, or a cache that the first pass has filled, is then as it was. What counts, grows, flips
-or remembers is not, whether it has an influence yet or only from some step on.
+A value that depends on the inputs alone, such as an attention map kept for inspection or a cache
+filled by the first pass, is equal after both passes. A value that counts, grows, flips or remembers
+is not, whether the value influences the output already or only from a later step on.
 
-Looked at are the attributes of the model's modules and of objects in them, the attributes of the
-user's classes, what the user's functions hold (closures, defaults, hooks), and the global names of
-the files in which these are. Torch, the standard library and libraries are not
-(`dure.machine.libraries`); the package of the model's class is, where nobody knows whether it is a
-library. What raises an error when it is looked at is passed over, and a mapping that computes its
-entries is looked at as any other object.
+Inspected are the attributes of the model's modules and of objects in the modules, the attributes of
+the user's classes, the state of the user's functions (closures, defaults, hooks), and the global
+names of the files that define these. Torch, the standard library and other libraries are not
+inspected (`dure.machine.libraries`); the package of the model's class is inspected if the package
+may not be a library. An object that raises an error during inspection is skipped. A mapping that
+computes its entries is inspected like any other object.
 """
 
 from __future__ import annotations
@@ -40,15 +41,15 @@ from dure.machine.libraries import is_copied, is_elsewhere
 from dure.references import sources
 
 Kept = Mapping[str, Any]
-"""Values by name, so that they can be compared later."""
+"""Values by name, for a later comparison."""
 
 MANY = 100_000
-"""Values that are looked at, at most: nobody's state, but somebody's vocabulary."""
+"""Maximum number of inspected values: no model's state is longer, though a vocabulary may be."""
 
 LONG = 1 << 20
-"""Elements of a tensor or an array from which on it is not copied.
+"""Elements of a tensor or an array above which no copy is made.
 
-A longer tensor is taken for changed if another is in its place or it was written into.
+A longer tensor counts as changed if another tensor replaced it or if its version changed.
 """
 
 _ATOMS = (
@@ -57,7 +58,7 @@ _ATOMS = (
 )
 
 _HELD_BY_TORCH = frozenset({"_parameters", "_buffers", "_modules", "training"})
-"""Attributes of a module that are looked at by name, or travel with the model."""
+"""Attributes of a module that are inspected by name elsewhere, or travel with the model."""
 
 _STANDARD = frozenset(vars(nn.Module()))
 """Attributes that every module has."""
@@ -65,7 +66,7 @@ _STANDARD = frozenset(vars(nn.Module()))
 _OPAQUE = frozenset(
     {"torch", "numpy", "dure", "logging", "threading", "weakref", "importlib", "_pytest"}
 )
-"""Packages of whose objects nothing is looked at: their own caches, locks and records."""
+"""Packages whose objects are not inspected: their caches, locks and records are internal."""
 
 _PLAIN: tuple[tuple[type, Callable[[Any], Iterable[tuple[Any, Any]]]], ...] = (
     (dict, dict.items),
@@ -75,13 +76,13 @@ _PLAIN: tuple[tuple[type, Callable[[Any], Iterable[tuple[Any, Any]]]], ...] = (
     (frozenset, lambda value: enumerate(frozenset.__iter__(value))),
     (deque, lambda value: enumerate(deque.__iter__(value))),
 )
-"""How the entries of containers are read: without methods of a subclass, which may compute."""
+"""Readers of the entries of containers, without methods of a subclass, which may compute."""
 
 _CONTAINERS = tuple(kind for kind, _ in _PLAIN)
 
 
 class _Values(NamedTuple):
-    """A tensor as it was: itself, its version, and its values where they are few."""
+    """Snapshot of a tensor: the tensor, its version, and a copy of the values if they are few."""
 
     tensor: Tensor
     version: int
@@ -89,20 +90,20 @@ class _Values(NamedTuple):
 
 
 def kept_by(model: nn.Module, known: Collection[str]) -> Kept:
-    """What the model and its code keep in Python, by name.
+    """Return the Python state of the model and its code, by name.
 
-    known: the names of the buffers that a trace has; others, which a pass has made, are kept too.
+    known: names of the buffers in the trace; buffers that a pass has created count as Python state.
     """
     return _Walk(model, frozenset(known)).found
 
 
 def first_change(before: Kept, after: Kept) -> str | None:
-    """The name of the first value that is not what it was; None where all are."""
+    """Return the name of the first value that changed, or None."""
     return next(changes(before, after), None)
 
 
 def changes(before: Kept, after: Kept) -> Iterator[str]:
-    """The names of all values that are not what they were."""
+    """Yield the names of all values that changed."""
     for name, value in after.items():
         if name not in before or not _alike(before[name], value):
             yield name
@@ -110,15 +111,15 @@ def changes(before: Kept, after: Kept) -> Iterator[str]:
 
 
 class _Walk:
-    """A walk through everything that a model keeps; `found` are the values."""
+    """Traversal of the Python state of a model; `found` holds the values."""
 
     def __init__(self, model: nn.Module, known: frozenset[str]) -> None:
         self.found: dict[str, Any] = {}
-        # Values are kept while the walk lasts, so that no other one gets their ids.
+        # Values stay referenced during the traversal, so that no other object gets their ids.
         self._seen: dict[int, Any] = {}
         self._package = _package(type(model))
         self._libraries: dict[str, bool] = {}
-        """Whether the files that were asked for are a library's."""
+        """Whether a file belongs to a library, by file, for the files asked about so far."""
         buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in known]
         for name, tensor in [*model.named_parameters(), *buffers]:
             self._seen[id(tensor)] = tensor
@@ -136,12 +137,12 @@ class _Walk:
         for own, value in module._buffers.items():
             self._value(f"{path}{own}", value)
         for own, value in vars(module).items():
-            # Most of what every module has, such as hooks, is empty.
+            # Standard attributes, such as hooks, are mostly empty; only non-empty values count.
             if own not in _HELD_BY_TORCH and (own not in _STANDARD or value):
                 self._value(f"{path}{own}", value)
 
     def _classes(self, kind: type) -> list[FunctionType]:
-        """The attributes of the user's classes; their functions are returned."""
+        """Record the attributes of the user's classes and return their functions."""
         functions: list[FunctionType] = []
         for each in kind.__mro__:
             if id(each) in self._seen or not self._is_users(each):
@@ -155,7 +156,7 @@ class _Walk:
         return functions
 
     def _files(self, functions: Iterable[FunctionType]) -> None:
-        """The global names of the files in which these functions are, and of files they import."""
+        """Record the global names of the functions' files and of user files imported there."""
         waiting = deque(function.__globals__ for function in functions)
         while waiting:
             names = waiting.popleft()
@@ -178,7 +179,7 @@ class _Walk:
     def _value(self, name: str, value: Any) -> None:
         try:
             self._look_at(name, value)
-        # Anything may run when an object is looked at: an import, a proxy without its context.
+        # Inspection may run any code: an import, or a proxy outside its context.
         except Exception:
             return
 
@@ -207,7 +208,7 @@ class _Walk:
             self._object(name, value)
 
     def _container(self, name: str, value: Any) -> None:
-        # It may change while it is looked at, by another thread: then it is passed over.
+        # Another thread may change the container meanwhile; the error then skips the container.
         content = list(_entries(value))
         self.found[f"the length of {name}"] = len(content)
         for key, entry in content:
@@ -240,13 +241,14 @@ class _Walk:
             self._value(f"{own}.{attribute}", content)
 
     def _is_users(self, what: type | ModuleType | Callable[..., Any]) -> bool:
-        """Whether a class, function or module was written by the user, and is of no library."""
+        """Return whether a class, function or module is the user's code and not a library's."""
         name, file = _file_of(what)
         package = name.partition(".")[0]
         if not package or package in _OPAQUE:
             return False
         if file is None:
-            # typed in, as in a notebook; what has no file and another name was built in
+            # Code of a notebook has no file and is in __main__; other modules without a file are
+            # built in.
             return name == "__main__"
         if file not in self._libraries:
             path = Path(file).resolve()
@@ -270,7 +272,10 @@ def _entries(value: Any) -> Iterable[tuple[Any, Any]]:
 
 
 def _is_plain_mapping(value: Any) -> bool:
-    """Whether a mapping shows its entries as they are: Python's own, or one without attributes."""
+    """Return whether a mapping stores its entries.
+
+    True for a mapping of the standard library and for a class without attributes.
+    """
     if not isinstance(value, Mapping):
         return False
     kind = type(value)
@@ -285,7 +290,7 @@ def _names(slots: Any) -> Iterable[str]:
 
 
 def _holds(value: Any, slot: str) -> bool:
-    # A slot of a name with two underscores has another name in the object; those are left out.
+    # A slot whose name begins with two underscores is mangled in the object, and is left out.
     return not slot.startswith("__") and hasattr(value, slot)
 
 
@@ -300,7 +305,7 @@ def _version(tensor: Tensor) -> int:
 
 
 def _state_of_generator(value: Any) -> Any:
-    """The state of a generator of random numbers; None for anything else."""
+    """Return the state of a random number generator, or None for any other object."""
     if isinstance(value, random.Random):
         return value.getstate()
     if isinstance(value, numpy.random.Generator):
@@ -321,12 +326,12 @@ def _alike(one: Any, other: Any) -> bool:
         return one.dtype == other.dtype and one.tobytes() == other.tobytes()
     if type(one) is not type(other):
         return False
-    # What is not a number is itself.
+    # NaN counts as equal to NaN.
     return bool(one == other) or (one != one and other != other)
 
 
 def _same_values(one: Tensor, other: Tensor) -> bool:
-    """Whether they are equal, but for how a sum over threads may be rounded."""
+    """Return whether two tensors are equal up to the rounding of sums over threads."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     if not (one.is_floating_point() or one.is_complex()):
@@ -341,7 +346,7 @@ def _package(what: Any) -> str:
 
 
 def _file_of(what: type | ModuleType | Callable[..., Any]) -> tuple[str, str | None]:
-    """The module and the file in which a class, function or module was written."""
+    """Return the module and the file that define a class, function or module."""
     if isinstance(what, ModuleType):
         names: Mapping[str, Any] = vars(what)
     elif isinstance(what, FunctionType):
@@ -353,6 +358,6 @@ def _file_of(what: type | ModuleType | Callable[..., Any]) -> tuple[str, str | N
 
 
 def _globals_of(kind: Any) -> Mapping[str, Any]:
-    """The global names of the file in which a class was written."""
+    """Return the global names of the file that defines a class."""
     module = sys.modules.get(getattr(kind, "__module__", None) or "")
     return {} if module is None else vars(module)

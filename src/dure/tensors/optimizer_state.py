@@ -1,14 +1,14 @@
-"""An optimizer goes on from a state that lay on a disk, if it is one that it could have written.
+"""Load an optimizer's state from disk after a check that this optimizer can have written it.
 
-torch's `load_state_dict` compares how many groups and parameters there are. What else is wrong with
-a state, such as a momentum of another shape, would show in the first step, as an error of torch's
-that says nothing of where it comes from. So it is looked at when it is loaded:
+torch's `load_state_dict` compares only the numbers of groups and parameters. Other damage, such as
+a momentum of another shape, would appear in the first step as an error of torch without its cause.
+So the state is checked when it is loaded:
 
-    groups    have the settings that the optimizer has, each a value of the same kind
-    states    belong to parameters, and all of a group's have the same entries
+    groups    have the settings of the optimizer, each a value of the same kind
+    states    belong to parameters, and all states of a group have the same entries
     tensors   are single numbers, or have their parameter's shape
 
-That is so of torch's own optimizers. What a user's own writes is its own affair.
+These rules hold for torch's own optimizers. The state of a user-defined optimizer is not checked.
 """
 
 from __future__ import annotations
@@ -22,37 +22,37 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 _OTHER_SHAPES = ("Adafactor", "LBFGS")
-"""torch's own whose state has shapes that are not the parameters'."""
+"""torch's own optimizers with state whose shapes differ from the parameters' shapes."""
 
 
 def is_torch_s(optimizer: Any) -> bool:
-    """Whether it is one of torch's own optimizers. Their steps change no settings."""
+    """Return whether an optimizer is torch's own. The steps of these change no settings."""
     return type(optimizer).__module__.startswith("torch.optim.")
 
 
 def listened(optimizer: Optimizer) -> bool:
-    """Whether somebody listens to the optimizer's steps, or to those of all optimizers.
+    """Return whether a step hook is registered for this optimizer or for all optimizers.
 
     A hook may change gradients and settings.
     """
-    # torch has no public way to ask for hooks, neither an optimizer's own nor those of all.
+    # torch has no public interface to ask for hooks, of this optimizer or global.
     own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
     return bool(own or _global_optimizer_pre_hooks or _global_optimizer_post_hooks)
 
 
 def forget(optimizer: Any) -> None:
-    """Frees an optimizer's gradients and state, as far as it is one of torch's kind."""
+    """Free an optimizer's gradients, and the state of a `torch.optim.Optimizer`."""
     optimizer.zero_grad(set_to_none=True)
-    # What only steps like an optimizer may keep its state anywhere.
+    # An object that only has a step method may store its state anywhere.
     if isinstance(optimizer, Optimizer):
         optimizer.state.clear()
 
 
 def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """As `optimizer.load_state_dict`.
+    """Load the state like `optimizer.load_state_dict`, after a check.
 
-    Raises ValueError for a state that this optimizer cannot have written; what else a damaged state
-    raises is an error of any kind.
+    Raises ValueError for a state that this optimizer cannot have written; other damage may raise an
+    error of any kind.
     """
     if not is_torch_s(optimizer) or type(optimizer).__name__ in _OTHER_SHAPES:
         optimizer.load_state_dict(dict(state))
@@ -68,7 +68,7 @@ def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
 
 
 def _check_states(state: Mapping[str, Any]) -> None:
-    """Raises ValueError where torch would take over what belongs to no parameter."""
+    """Raise ValueError for a state entry of no parameter, which torch would accept."""
     count = sum(len(group["params"]) for group in state["param_groups"])
     for number, own in state["state"].items():
         if isinstance(number, bool) or number not in range(count):
@@ -78,8 +78,8 @@ def _check_states(state: Mapping[str, Any]) -> None:
 
 
 def _is_alike(known: Any, value: Any) -> bool:
-    """Whether one setting may take the place of the other: two numbers, say."""
-    # None is what torch has yet to decide on, such as `foreach`.
+    """Return whether a setting may replace another: for example two numbers."""
+    # None marks a setting on which torch decides later, such as `foreach`.
     if known is None or value is None:
         return True
     # Parameters, or betas.
@@ -92,12 +92,12 @@ def _is_alike(known: Any, value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    # A learning rate may be a tensor, so that compiled steps read it anew.
+    # A learning rate may be a tensor, so that compiled steps read its current value.
     return isinstance(value, (bool, int, float)) or (isinstance(value, Tensor) and not value.dim())
 
 
 def _check_group(optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
-    """Raises ValueError if states differ in what they hold, or do not fit their parameters."""
+    """Raise ValueError if states have different entries or do not fit their parameters."""
     # A parameter that was never used has no state.
     used = [parameter for parameter in parameters if optimizer.state.get(parameter)]
     first = None
@@ -116,6 +116,6 @@ def _check_tensor(name: str, value: Tensor, parameter: Tensor) -> None:
     if value.numel() != 1 and value.shape != parameter.shape:
         shapes = f"{tuple(value.shape)}, and its parameter {tuple(parameter.shape)}"
         raise ValueError(f"{name} has the shape {shapes}")
-    # torch has made its dtype the parameter's, but for counts of steps, which take more bits.
+    # torch casts state to the parameter's dtype except step counts, which need more bits.
     if value.dtype.itemsize < 2:
         raise ValueError(f"{name} is {value.dtype}, and its parameter {parameter.dtype}")

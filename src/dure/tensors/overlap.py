@@ -1,7 +1,7 @@
-"""Which tensors share memory, element by element.
+"""Test whether tensors share memory, element by element.
 
-Most are told apart by where they begin and end. Those that lie within each other, such as the
-columns of a matrix, are painted into a mask of the memory that they span.
+Start and end addresses decide most cases. Interleaved tensors, such as the columns of a matrix, are
+painted into a mask of the memory that they span.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from torch import Tensor
 
 
 def end_of(tensor: Tensor) -> int:
-    """The address after the last byte of a tensor's last element; of one that has elements."""
+    """Return the address after the last byte of a tensor with at least one element."""
     if tensor.is_contiguous():
         return tensor.data_ptr() + tensor.nbytes
     return tensor.data_ptr() + _span(tensor) * tensor.element_size()
 
 
 def _span(tensor: Tensor) -> int:
-    """Elements from a tensor's first to its last one in memory."""
+    """Return the number of elements from a tensor's first to its last element in memory."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     return 1 + sum((length - 1) * stride for length, stride in steps)
 
 
 def overlaps_itself(tensor: Tensor) -> bool:
-    """Whether two elements of a strided tensor lie in one place, as those of an expanded one."""
+    """Return whether two elements of a strided tensor share an address, as after `expand`."""
     if tensor.is_contiguous() or not tensor.numel():
         return False
     steps = sorted(
@@ -38,14 +38,14 @@ def overlaps_itself(tensor: Tensor) -> bool:
     for stride, length in steps:
         if stride == 0:
             return True
-        if stride <= reach:  # one step does not lead past all that comes before it
+        if stride <= reach:  # a step of this stride may reach an address of the inner dimensions
             return _is_painted_twice([tensor])
         reach += stride * (length - 1)
     return False
 
 
 def is_same(one: Tensor, other: Tensor) -> bool:
-    """Whether both are the same elements in the same order, contiguous."""
+    """Return whether both tensors are the same contiguous elements in the same order."""
     return (
         one.data_ptr() == other.data_ptr()
         and one.numel() == other.numel()
@@ -56,7 +56,7 @@ def is_same(one: Tensor, other: Tensor) -> bool:
 
 
 def overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have an element in one place."""
+    """Return whether two tensors share an element."""
     if not one.numel() or not other.numel():
         return False
     if one.data_ptr() >= end_of(other) or other.data_ptr() >= end_of(one):
@@ -65,7 +65,7 @@ def overlap(one: Tensor, other: Tensor) -> bool:
 
 
 def any_overlap(tensors: Iterable[Tensor]) -> bool:
-    """Whether any two of them have an element in one place."""
+    """Return whether any two of the tensors share an element."""
     near: list[Tensor] = []
     reach = 0
     for tensor in sorted((t for t in tensors if t.numel()), key=Tensor.data_ptr):
@@ -79,9 +79,9 @@ def any_overlap(tensors: Iterable[Tensor]) -> bool:
 
 
 def _is_painted_twice(tensors: Sequence[Tensor]) -> bool:
-    """Whether tensors whose memory is near to each other have an element in one place.
+    """Return whether tensors with adjoining memory share an element.
 
-    Of different sizes of elements, or laid otherwise than in steps of one, they count as if.
+    Tensors with different element sizes, or at unaligned offsets, count as overlapping.
     """
     if len(tensors) < 2 and all(tensor.is_contiguous() for tensor in tensors):
         return False

@@ -1,8 +1,8 @@
-"""What kinds of tensors a model may have: those that can be saved, and sent.
+"""Kinds of tensors that a model may have: tensors that can be saved and sent.
 
-Training in one process reads and writes any tensor that torch knows. Checkpoints and run folders
-have dense tensors; ranks, clients and servers also add, compare and send them, for which torch
-itself has no functions where the dtype is an exotic one.
+Training in a single process reads and writes any tensor that torch knows. Checkpoints and run
+folders contain dense tensors; ranks, clients and servers also add, compare and send tensors, for
+which torch lacks functions for exotic dtypes.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _SENT = (
 
 
 def check_supported(model: nn.Module, sent: bool) -> None:
-    """Raises ValueError for a tensor of the model that cannot be saved, or sent.
+    """Raise ValueError for a tensor of the model that cannot be saved or sent.
 
-    sent: whether others than one process have the model.
+    sent: whether several processes have the model.
     """
     for name, parameter in model.named_parameters():
         _check(f"the parameter {name}", parameter, sent)

@@ -1,10 +1,10 @@
-"""Tensors of a model that nothing can be written into, made such that weights can be loaded.
+"""Replace read-only tensors of a model by copies, so that weights can be loaded.
 
-A buffer may show one element in several places (`expand`), be made under `torch.inference_mode`, or
-lie in a file that is mapped for reading only. A loop that only reads it trains. But weights are
-also loaded: into the model that the user gets, into a client's, on resuming. So such a tensor gets
-memory of its own, with the same values. What is trained, or lies where another tensor of the model
-lies, cannot have a copy in its place, and is refused.
+A buffer may show an element in several places (`expand`), be created under `torch.inference_mode`,
+or be mapped read-only from a file. A training loop that only reads the buffer works. But weights
+are also loaded: into the model that the user gets, into a client's model, and on resuming. So each
+read-only tensor gets separate memory with the same values. A trainable tensor, or a tensor that
+shares memory with another tensor of the model, cannot be replaced by a copy, and is refused.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from torch.nn.parameter import is_lazy
 from dure.tensors.overlap import end_of, overlap, overlaps_itself
 
 _MAPS = Path("/proc/self/maps")
-"""What memory the process has, and what it may do there; Linux alone has it."""
+"""Memory maps of the process with their permissions; Linux only."""
 
 
 def make_writable(model: nn.Module) -> None:
-    """Gives each tensor of the model that cannot be written memory of its own, in place.
+    """Replace each read-only tensor of the model by a writable copy, in place.
 
-    Raises ValueError where one is trained, or shares elements with another tensor of the model.
+    Raises ValueError if such a tensor is trainable or shares elements with another tensor.
     """
     found = [(name, one) for name, one in _tensors_of(model) if _is_plain(one)]
     maps = _Maps()
@@ -57,7 +57,7 @@ def _tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether it has elements in memory that can be looked at."""
+    """Return whether a tensor has elements in memory that can be inspected."""
     return (
         not is_lazy(tensor)
         and tensor.layout is torch.strided
@@ -68,7 +68,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _why_not(tensor: Tensor, maps: _Maps) -> str | None:
-    """Why nothing can be written into a tensor; None where it can."""
+    """Return the reason why a tensor is read-only, or None if the tensor is writable."""
     if tensor.is_inference():
         return "it was made under torch.inference_mode"
     if overlaps_itself(tensor):
@@ -79,11 +79,11 @@ def _why_not(tensor: Tensor, maps: _Maps) -> str | None:
 
 
 class _Maps:
-    """What memory of the process can only be read."""
+    """Read-only memory of the process."""
 
     @cached_property
     def read_only(self) -> list[tuple[int, int]]:
-        """Where it begins and ends; read once, for there may be many lines and many tensors."""
+        """Start and end addresses; read once, because lines and tensors may be many."""
         found = []
         for line in _MAPS.read_text().splitlines() if _MAPS.exists() else ():
             addresses, rights, *_ = line.split()
@@ -93,7 +93,7 @@ class _Maps:
         return found
 
     def forbid(self, tensor: Tensor) -> bool:
-        """Whether nothing can be written where a tensor lies."""
+        """Return whether the memory of a tensor is read-only."""
         # Memory that torch has allocated itself can be resized, and written.
         if tensor.untyped_storage().resizable():
             return False
@@ -108,7 +108,7 @@ def _copy_of(tensor: Tensor) -> Tensor:
 
 
 def _put(model: nn.Module, copies: dict[int, Tensor]) -> None:
-    """Puts the copies in the tensors' places: under all names, where one has several."""
+    """Put the copies in the tensors' places, under all names of a tensor."""
     for module in model.modules():
         for held in (module._parameters, module._buffers):
             for name, tensor in held.items():

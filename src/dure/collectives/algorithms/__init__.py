@@ -1,1 +1,1 @@
-"""How ranks reduce together: an algorithm is a file."""
+"""All-reduce algorithms, each in its own file."""

@@ -1,6 +1,6 @@
-"""What an all-reduce declares of itself, in its own file; everything else reads it from there.
+"""Declaration of an all-reduce algorithm, which all other code reads.
 
-An all-reduce of your own is an `AllReduce` too: `dure.collectives.all_reduce(t, algorithm=mine)`.
+A user-defined all-reduce is an `AllReduce` too: `dure.collectives.all_reduce(t, algorithm=mine)`.
 """
 
 from __future__ import annotations
@@ -9,31 +9,36 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 Path = Callable[[int, int], tuple[float, float]]
-"""path(n, ranks): the elements of n that are sent, and those that are reduced, one after another,
-where each rank has a machine of its own. Chunks are as if N divided n."""
+"""path(n, ranks): elements of n sent, and elements reduced, along the critical path.
+
+Each rank has a separate machine, and chunks count as if N divided n.
+"""
 
 
 def even_path(n: int, ranks: int) -> tuple[float, float]:
-    """The path of those that divide sending and reducing evenly among the ranks, as a ring does."""
+    """Return the path of an algorithm that divides sends and reductions evenly, like a ring."""
     share = n * (ranks - 1) / ranks
     return 2 * share, share
 
 
 @dataclass(frozen=True)
 class AllReduce:
-    """An all-reduce.
+    """All-reduce algorithm.
 
-    all_reduce(flat, group, reduction): reduces a contiguous tensor of one dimension in place, on
-    every rank.
-
-    elements_sent, messages_sent (n, size, rank): what a rank sends, exactly. rounds(size): the
-    number of transfers one after another.
-
-    path: what the critical path is made of; None where nobody knows, as with what a backend does by
-    itself, so that its time cannot be predicted and `auto` does not compare it.
-
-    over_hosts: whether it depends on who shares a host. Its functions then take a partition of the
-    ranks as one more argument, and `auto` compares it only where there is a hierarchy.
+    Args:
+        name: name by which callers select the algorithm.
+        all_reduce: all_reduce(flat, group, reduction) reduces a contiguous tensor of one dimension
+            in place, on every rank.
+        elements_sent: elements_sent(n, size, rank) is the exact number of elements that a rank
+            sends.
+        messages_sent: messages_sent(n, size, rank) is the exact number of messages that a rank
+            sends.
+        rounds: rounds(size) is the number of sequential transfers.
+        path: terms of the critical path; None if unknown, as for a backend's internal algorithm,
+            whose time cannot be predicted and which `auto` does not compare.
+        over_hosts: whether the algorithm depends on the placement of ranks on hosts. Its functions
+            then take a partition of the ranks as a further argument, and `auto` compares it only if
+            there is a hierarchy.
     """
 
     name: str

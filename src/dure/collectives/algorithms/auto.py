@@ -1,22 +1,22 @@
-"""Which all-reduce suits: a pure function of the tensor's size and of who takes part.
+"""Choice of the all-reduce: a pure function of the tensor's size and of the group.
 
 The rules, in this order; the first that holds decides:
 
-1. one rank, or a backend that is made for where the tensor is (`dure` for the CPU, `nccl` for a
-    GPU): native
-2. a cost model was given: the algorithm that it predicts to be fastest
+1. a single rank, or a backend that is made for the tensor's device (`dure` for the CPU, `nccl` for
+    a GPU): native
+2. a cost model is given: the algorithm with the shortest predicted time
 3. some ranks share a host and there are several hosts, and the tensor has more than 2 KiB:
     hierarchical
-4. up to 8 ranks and up to 64 KiB: one_shot, because two transfers one after another are fewest
+4. up to 8 ranks and up to 64 KiB: one_shot, with the minimum of two sequential transfers
 5. up to 2 KiB: tree
 6. up to 512 KiB, or N is a power of two: halving_doubling
 7. otherwise: ring
 
 The switch at 2 KiB, below which a tree-like algorithm wins and above which Rabenseifner's does, is
 MPICH's (Thakur et al. 2005). A ring sends less than a folded halving, so it wins for long tensors
-where N is no power of two; 512 KiB is where MPICH goes over to the ring in its all-gather. The
-limits of one_shot are our own: it saves transfers one after another, but every one of its 2(N-1)
-messages has a price, and N ranks send at once.
+if N is not a power of two; at 512 KiB MPICH switches to the ring in its all-gather. The limits of
+one_shot are our own: it saves sequential transfers, but each of its 2(N-1) messages has a cost, and
+N ranks send at once.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from collections.abc import Callable, Sequence
 from dure.collectives.algorithms.table import PREDICTABLE
 
 SHORT = 2 * 1024
-"""Bytes up to which latency alone counts."""
+"""Bytes up to which only latency counts."""
 DIRECT = 64 * 1024
-"""Bytes up to which a few ranks talk to each other directly."""
+"""Bytes up to which a few ranks exchange messages directly."""
 DIRECT_RANKS = 8
 LONG = 512 * 1024
 """Bytes from which only bandwidth counts."""
 
 Predict = Callable[[str, int, int], float]
-"""predict(algorithm, nbytes, ranks): seconds, or anything else that grows with the time."""
+"""predict(algorithm, nbytes, ranks): seconds, or another number that grows with the time."""
 
 
 def choose(
@@ -46,11 +46,15 @@ def choose(
     device: str = "cpu",
     predict: Predict | None = None,
 ) -> str:
-    """The name of an all-reduce.
+    """Return the name of an all-reduce.
 
-    nbytes: of the tensor. hosts: who shares one; None is all on one. backend: torch's name of what
-    carries the bytes. device: the type of the tensor's device. predict: a cost model, which is
-    asked for each of the `candidates`.
+    Args:
+        nbytes: bytes of the tensor.
+        ranks: number of ranks.
+        hosts: ranks of each host; None for a single host.
+        backend: torch's name of the backend that transfers the bytes.
+        device: type of the tensor's device.
+        predict: cost model, called for each of the `candidates`.
     """
     if ranks == 1 or (backend, device) in (("dure", "cpu"), ("nccl", "cuda")):
         return "native"
@@ -62,16 +66,16 @@ def choose(
         return "one_shot"
     if nbytes <= SHORT:
         return "tree"
-    # ranks & (ranks - 1) clears the lowest one bit: 0 for a power of two.
+    # ranks & (ranks - 1) clears the lowest set bit: 0 for a power of two.
     if nbytes <= LONG or ranks & (ranks - 1) == 0:
         return "halving_doubling"
     return "ring"
 
 
 def candidates(ranks: int, hosts: Sequence[Sequence[int]] | None = None) -> list[str]:
-    """The algorithms among which a cost model chooses.
+    """Return the algorithms that a cost model compares.
 
-    Those that depend on hosts are among them only where the hosts have a hierarchy.
+    Algorithms that depend on hosts are included only if the hosts have a hierarchy.
     """
     hierarchy = hosts is not None and 1 < len(hosts) < ranks
     return [name for name, rule in PREDICTABLE.items() if hierarchy or not rule.over_hosts]

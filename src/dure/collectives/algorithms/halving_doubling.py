@@ -1,18 +1,18 @@
 """All-reduce by recursive halving and doubling: the bytes of a ring in a logarithm of steps.
 
-N = 2^k ranks: in step s = 0 … k-1 rank r exchanges with the rank whose number differs in bit s. Of
-the window of the tensor that both still hold, one half is sent and the other is received and added:
-the lower half belongs to the one whose bit is 0. After k steps everybody holds the whole sum of a
-window of n/N. The same steps backwards double the windows until all hold everything. Nearest ranks
-exchange the most.
+N = 2^k ranks: in step s = 0 … k-1 rank r exchanges with the rank whose number differs in bit s.
+Both have the same window of the tensor; each sends a half and receives and adds the other: the rank
+whose bit is 0 keeps the lower half. After k steps every rank has the complete sum of a window of
+n/N elements. The same steps backwards double the windows until all ranks have the whole result.
+Nearest ranks exchange the most.
 
 Any other N is folded to the next lower power of two, 2^k = N - e: of the first 2e ranks the even
-ones send all they have to the odd one above, take no part, and get the result in the end.
+ranks send their whole tensor to the next odd rank, pause, and get the result at the end.
 
 Cost: 2·log2 N messages a rank and about 2(N-1)/N·n elements; folding adds two transfers of n
-elements, which is why a ring sends less where N is not a power of two. `elements_sent` is exact.
-Scratch: half a tensor, a whole one where folded. Every window is summed once, as a tree does it,
-and then copied: all ranks hold the same bits.
+elements, which is why a ring sends less if N is not a power of two. `elements_sent` is exact.
+Scratch: half a tensor, or a whole tensor if folded. Every window is summed once, as in a tree, and
+then copied: all ranks have the same bits.
 
 Source: Rabenseifner 2004, "Optimization of Collective Reduction Operations"; Thakur et al. 2005.
 """
@@ -30,7 +30,10 @@ from dure.collectives.operation import SUM, Reduction
 
 
 class Step(NamedTuple):
-    """Exchange with `partner`: its half is `give`, mine is `keep`; both from a start to an end."""
+    """Exchange with `partner`: this rank keeps the window `keep`, the partner gets `give`.
+
+    Windows are (start, end) in elements.
+    """
 
     partner: int
     keep: tuple[int, int]
@@ -38,30 +41,30 @@ class Step(NamedTuple):
 
 
 def power_below(size: int) -> int:
-    """The largest power of two that is not above N."""
+    """Return the largest power of two that is at most N."""
     return 1 << (size.bit_length() - 1)
 
 
 def folds_into(size: int, rank: int) -> int | None:
-    """The rank that stands for an even one of the first 2e; None for ranks that take part."""
+    """Return the odd rank that represents an even rank of the first 2e; None for other ranks."""
     return rank + 1 if rank < 2 * (size - power_below(size)) and rank % 2 == 0 else None
 
 
 def folded(size: int, rank: int) -> int | None:
-    """The rank for which this one stands, if any."""
+    """Return the rank that this rank represents, if any."""
     return rank - 1 if rank > 0 and folds_into(size, rank - 1) == rank else None
 
 
 def schedule(n: int, size: int, rank: int) -> list[Step]:
-    """The steps of the halving; the doubling is the same backwards.
+    """Return the steps of the halving; the doubling is the same list reversed.
 
-    Empty for a rank that is folded.
+    Empty for a folded rank.
     """
     power = power_below(size)
     extra = size - power
     if folds_into(size, rank) is not None:
         return []
-    # Among those that take part ranks are numbered anew: of the first 2e only the odd ones count.
+    # Participating ranks are renumbered: of the first 2e ranks only the odd ranks count.
     number = rank // 2 if rank < 2 * extra else rank - extra
     start = 0
     end = n
@@ -72,7 +75,8 @@ def schedule(n: int, size: int, rank: int) -> list[Step]:
         middle = start + (end - start) // 2
         lower = (start, middle)
         upper = (middle, end)
-        # The partner keeps what this rank gives, since the bit differs; then back to its rank.
+        # The partner keeps the window that this rank gives, since the bit differs. The step has the
+        # partner's rank, not its renumbered position.
         keep, give = (upper, lower) if number & distance else (lower, upper)
         steps.append(Step(2 * other + 1 if other < extra else other + extra, keep, give))
         start, end = keep
@@ -81,7 +85,7 @@ def schedule(n: int, size: int, rank: int) -> list[Step]:
 
 
 def all_reduce(flat: Tensor, group: Group, reduction: Reduction = SUM) -> None:
-    """The reduction over all ranks, in place on every rank. flat: contiguous, of one dimension."""
+    """Reduce over all ranks, in place on every rank. flat: contiguous, of one dimension."""
     n = flat.numel()
     representative = folds_into(group.size, group.rank)
     if representative is not None:
@@ -103,7 +107,7 @@ def all_reduce(flat: Tensor, group: Group, reduction: Reduction = SUM) -> None:
         part = scratch[: mine.numel()]
         group.exchange(flat[slice(*give)], partner, part, partner)
         reduction.combine(mine, part, mine)
-    # `mine` is the only window whose sum is complete here; all others arrive finished.
+    # `mine` is the only window that this rank completes; all others arrive finished.
     reduction.finish(mine)
     for partner, keep, give in reversed(steps):
         group.exchange(flat[slice(*keep)], partner, flat[slice(*give)], partner)
@@ -112,7 +116,7 @@ def all_reduce(flat: Tensor, group: Group, reduction: Reduction = SUM) -> None:
 
 
 def sends(n: int, size: int, rank: int) -> list[int]:
-    """The length of every message that `rank` sends, in order."""
+    """Return the length of every message that `rank` sends, in order."""
     if folds_into(size, rank) is not None:
         return [n] if n else []
     windows = [window for _, keep, give in schedule(n, size, rank) for window in (give, keep)]
@@ -121,7 +125,7 @@ def sends(n: int, size: int, rank: int) -> list[int]:
 
 
 def elements_sent(n: int, size: int, rank: int) -> int:
-    """Elements that `rank` sends.
+    """Return the elements that `rank` sends.
 
     Both halves of every window that it halves, and n for a rank that is folded into it.
     """
@@ -129,20 +133,20 @@ def elements_sent(n: int, size: int, rank: int) -> int:
 
 
 def messages_sent(n: int, size: int, rank: int) -> int:
-    """Messages that `rank` sends: two a step, and one to a rank that is folded into it."""
+    """Return the messages that `rank` sends: two a step, and another to a rank folded into it."""
     return len(sends(n, size, rank))
 
 
 def rounds(size: int) -> int:
-    """Transfers one after another: 2·log2 N, and two more where N is folded."""
+    """Return the sequential transfers: 2·log2 N, and two more if N is folded."""
     power = power_below(size)
     return 2 * (power.bit_length() - 1) + 2 * (size > power)
 
 
 def path(n: int, ranks: int) -> tuple[float, float]:
-    """As `even_path` among P ranks, the power of two that is not above N.
+    """Return `even_path` among P ranks, the largest power of two that is at most N.
 
-    Where N is folded, the whole tensor before and after.
+    If N is folded, the whole tensor travels before and after in addition.
     """
     power = power_below(ranks)
     halved = n * (power - 1) / power

@@ -1,16 +1,16 @@
 """Hierarchical all-reduce: within each host, then across hosts, then within again.
 
 The tensor of n elements is cut into K lanes, where K is the number of ranks on the smallest host.
-(1) Within a host everybody sends lane k directly to the host's k-th rank, which adds. (2) Lane k
-goes round a ring of the k-th ranks of all H hosts (`ring.all_reduce`). (3) Within a host the k-th
+(1) Within a host every rank sends lane k directly to the host's k-th rank, which adds. (2) The k-th
+ranks of all H hosts reduce lane k around a ring (`ring.all_reduce`). (3) Within a host the k-th
 rank sends lane k to all others.
 
 Cost with L ranks on this host, at most: n elements in (1); 2(H-1)/H of a lane in (2); L-1 lanes in
 (3). Only (2) crosses the network: a host sends 2(H-1)/H·n elements, with two hosts every element
-once in each direction, where a ring through all N ranks would send as much but take 2(N-1) steps
-instead of 2(H-1) + 2. Hosts may have any number of ranks; with one rank on the smallest, K = 1, its
-(1) and (3) are a reduce and a broadcast. `elements_sent` is exact. Scratch: L-1 lanes. Every lane
-is summed by a fixed order and then copied: all ranks hold the same bits.
+once in each direction. A ring through all N ranks would send as much but take 2(N-1) steps instead
+of 2(H-1) + 2. Hosts may have any number of ranks; with a single rank on the smallest host, K = 1
+and its (1) and (3) are a reduce and a broadcast. `elements_sent` is exact. Scratch: L-1 lanes.
+Every lane is summed in a fixed order and then copied: all ranks have the same bits.
 
 Source: the hierarchical all-reduces of Horovod and NCCL; Thakur et al. 2005 describe the idea for
 clusters of SMPs.
@@ -36,13 +36,13 @@ def all_reduce(
     reduction: Reduction = SUM,
     hosts: Sequence[Sequence[int]] | None = None,
 ) -> None:
-    """The reduction over all ranks, in place on every rank.
+    """Reduce over all ranks, in place on every rank.
 
-    flat: contiguous, of one dimension. hosts: who shares one; found out where not given.
+    flat: contiguous, of one dimension. hosts: ranks of each host; determined if not given.
     """
     partition = group.hosts() if hosts is None else checked(hosts, group.size)
     neighbours = next(ranks for ranks in partition if group.rank in ranks)
-    # As many lanes as the smallest host has ranks: on every host there is a rank for each lane.
+    # As many lanes as ranks on the smallest host, so that every host has a rank for each lane.
     lanes = ring.chunks_of(flat, min(map(len, partition)))
     local = group.among(neighbours)
     # An average is divided once, after the sum over the hosts.
@@ -57,7 +57,7 @@ def all_reduce(
 def _position(
     size: int, rank: int, hosts: Sequence[Sequence[int]] | None
 ) -> tuple[Hosts, int, int]:
-    """The partition, this rank's host in it, and its place on the host."""
+    """Return the partition, this rank's host in the partition, and its position on the host."""
     partition = (tuple(range(size)),) if hosts is None else checked(hosts, size)
     host = next(index for index, ranks in enumerate(partition) if rank in ranks)
     return partition, host, partition[host].index(rank)
@@ -66,9 +66,9 @@ def _position(
 def sends_within(
     n: int, size: int, rank: int, hosts: Sequence[Sequence[int]] | None = None
 ) -> list[int]:
-    """The lengths of the messages that `rank` sends to its host's other ranks.
+    """Return the lengths of the messages that `rank` sends to other ranks of its host.
 
-    hosts: None is one host.
+    hosts: None is a single host.
     """
     partition, host, place = _position(size, rank, hosts)
     lanes = lengths_of(n, min(map(len, partition)))
@@ -81,9 +81,9 @@ def sends_within(
 def lane_of(
     n: int, size: int, rank: int, hosts: Sequence[Sequence[int]] | None = None
 ) -> tuple[int, int, int]:
-    """What `rank` takes across hosts.
+    """Return the lane that `rank` reduces across hosts.
 
-    Elements of its lane, or 0; the number of hosts; the number of its own host.
+    The elements of its lane, or 0; the number of hosts; the index of its own host.
     """
     partition, host, place = _position(size, rank, hosts)
     lanes = lengths_of(n, min(map(len, partition)))
@@ -93,7 +93,7 @@ def lane_of(
 def elements_sent(
     n: int, size: int, rank: int, hosts: Sequence[Sequence[int]] | None = None
 ) -> int:
-    """Elements that `rank` sends: within its host, and as the ring sends its lane."""
+    """Return the elements that `rank` sends: within its host, and in the ring of its lane."""
     return sum(sends_within(n, size, rank, hosts)) + ring.elements_sent(
         *lane_of(n, size, rank, hosts)
     )
@@ -102,14 +102,14 @@ def elements_sent(
 def messages_sent(
     n: int, size: int, rank: int, hosts: Sequence[Sequence[int]] | None = None
 ) -> int:
-    """Messages that `rank` sends: within its host, and as the ring sends its lane."""
+    """Return the messages that `rank` sends: within its host, and in the ring of its lane."""
     return len(sends_within(n, size, rank, hosts)) + ring.messages_sent(
         *lane_of(n, size, rank, hosts)
     )
 
 
 def rounds(size: int, hosts: Sequence[Sequence[int]] | None = None) -> int:
-    """Transfers one after another: 2 within hosts that have neighbours, 2(H-1) across."""
+    """Return the sequential transfers: 2 within hosts with several ranks, 2(H-1) across hosts."""
     partition = _position(size, 0, hosts)[0]
     return 2 * (len(partition) < size) + 2 * (len(partition) - 1)
 

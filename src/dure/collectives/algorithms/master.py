@@ -1,9 +1,9 @@
-"""Through a master: everybody sends to one rank, which adds and sends the result back.
+"""All-reduce through a master: every rank sends to rank 0, which adds and sends the result back.
 
 Cost of the all-reduce: rank 0 receives and sends (N-1)·n elements, every other rank n: the master's
-link is the bottleneck, and the time grows with N. A reduce or a broadcast alone is one half of it,
-the linear algorithm. Scratch: one tensor, on the master. The sum is formed in order of rank (the
-root's own part first), so it has the same bits in every run and on every rank.
+link is the bottleneck, and the time grows with N. A reduce or a broadcast alone is half of the
+all-reduce, the linear algorithm. Scratch: a tensor on the master. The sum is formed in order of
+rank (the root's own part first), so it has the same bits in every run and on every rank.
 
 Source: the reduce-and-broadcast of the first parameter-averaging systems; Thakur et al. 2005 call
 it linear.
@@ -20,7 +20,7 @@ from dure.collectives.operation import SUM, Reduction
 
 
 def reduce(flat: Tensor, group: Group, reduction: Reduction = SUM, root: int = 0) -> None:
-    """The reduction over all ranks, in place on `root`; the others keep what they have."""
+    """Reduce over all ranks, in place on `root`; tensors of other ranks stay unchanged."""
     if group.rank != root:
         group.send(flat, root)
         return
@@ -37,7 +37,7 @@ def reduce(flat: Tensor, group: Group, reduction: Reduction = SUM, root: int = 0
 
 
 def broadcast(flat: Tensor, group: Group, root: int = 0) -> None:
-    """The root's tensor into every rank's, in place."""
+    """Copy the root's tensor into every rank's tensor, in place."""
     if group.rank == root:
         group.transfer([(flat, target) for target in range(group.size) if target != root], [])
     else:
@@ -45,30 +45,30 @@ def broadcast(flat: Tensor, group: Group, root: int = 0) -> None:
 
 
 def all_reduce(flat: Tensor, group: Group, reduction: Reduction = SUM) -> None:
-    """The reduction over all ranks, in place on every rank. flat: contiguous, of one dimension."""
+    """Reduce over all ranks, in place on every rank. flat: contiguous, of one dimension."""
     reduce(flat, group, reduction)
     broadcast(flat, group)
 
 
 def elements_sent(n: int, size: int, rank: int) -> int:
-    """Elements that `rank` sends: (N-1)·n on the master, n elsewhere."""
+    """Return the elements that `rank` sends: (N-1)·n on the master, n elsewhere."""
     return n * messages_sent(n, size, rank)
 
 
 def messages_sent(n: int, size: int, rank: int) -> int:
-    """Messages that `rank` sends: N-1 on the master, one elsewhere."""
+    """Return the messages that `rank` sends: N-1 on the master, 1 elsewhere."""
     if size == 1 or n == 0:
         return 0
     return size - 1 if rank == 0 else 1
 
 
 def rounds(size: int) -> int:
-    """Transfers one after another, all through the master's link: 2(N-1)."""
+    """Return the sequential transfers, all through the master's link: 2(N-1)."""
     return 2 * (size - 1)
 
 
 def path(n: int, ranks: int) -> tuple[float, float]:
-    """Everything passes through the master, one rank after another."""
+    """Return the path: all tensors pass through the master sequentially."""
     return 2 * (ranks - 1) * n, (ranks - 1) * n
 
 

@@ -1,10 +1,10 @@
-"""The backend's own collectives: what gloo, NCCL, MPI, or dure's shared memory make of them.
+"""The backend's own collectives: gloo, NCCL, MPI, or dure's shared memory.
 
-The backend does not tell what it sends, so the meter counts an optimum: for an all-reduce
-2(N-1)/N·n elements each way, which a ring reaches, as one message; for the others what their direct
-or linear algorithm sends. Which dtypes and operations there are, how NaN compares and how halves
-are rounded is the backend's business too; bool travels as bytes, and an average is a sum that is
-divided here where the backend has none.
+The backend does not report its traffic, so the meter counts an optimum: for an all-reduce
+2(N-1)/N·n elements each way, which a ring reaches, as a single message; for other collectives the
+traffic of their direct or linear algorithm. The backend also determines the supported dtypes and
+operations, the comparison of NaN and the rounding of half-precision numbers. bool travels as bytes.
+An average is a sum that is divided here if the backend has no average.
 
 Source: the documentation of torch.distributed.
 """
@@ -24,9 +24,9 @@ from dure.collectives.operation import SUM, Reduction, in_torch
 
 
 def check_carried(device: torch.device, group: Group) -> None:
-    """Raises ValueError for a GPU whose tensors the group's backend does not carry.
+    """Raise ValueError for a GPU tensor that the group's backend cannot transfer.
 
-    Alone nothing travels.
+    A group of a single rank transfers nothing.
     """
     if device.type == "cuda" and group.size > 1 and not group.backend(device):
         raise ValueError(
@@ -36,14 +36,17 @@ def check_carried(device: torch.device, group: Group) -> None:
 
 
 def _carried(tensor: Tensor, group: Group) -> Tensor:
-    """As the backends know it: bool as bytes. Raises ValueError as `check_carried` does."""
+    """Return the tensor as backends accept it: bool as bytes.
+
+    Raises ValueError as `check_carried`.
+    """
     if not tensor.is_cpu:
         check_carried(tensor.device, group)
     return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
 
 
 def all_reduce(flat: Tensor, group: Group, reduction: Reduction = SUM) -> None:
-    """The reduction over all ranks, in place on every rank. flat: contiguous, of one dimension."""
+    """Reduce over all ranks, in place on every rank. flat: contiguous, of one dimension."""
     # A backend that divides on the way saves a pass over the tensor.
     averages = reduction.op == "avg" and group.transport.averages(flat.device)
     operation = dist.ReduceOp.AVG if averages else in_torch(reduction, flat.dtype)
@@ -54,22 +57,23 @@ def all_reduce(flat: Tensor, group: Group, reduction: Reduction = SUM) -> None:
 
 
 def is_planned(group: Group) -> bool:
-    """Whether the backend alone carries what all ranks begin by a plan, several calls at once."""
+    """Return whether the backend itself runs several planned calls of all ranks at once."""
     return group.transport.apart
 
 
 def is_split_phase(group: Group) -> bool:
-    """Whether ranks that share memory end later what they begin, so that none waits in between."""
+    """Return whether ranks in shared memory end a call later than they begin it, without a wait."""
     return group.transport.split_phase
 
 
 def prepare_all_reduce(
     flat: Tensor, group: Group, reduction: Reduction = SUM
 ) -> Callable[[], Callable[[], float]]:
-    """`all_reduce` of a tensor that is reduced again and again, where all ranks know that it comes.
+    """Prepare repeated all-reduces of a tensor, in a sequence that all ranks know.
 
-    It is begun by calling what is returned, which gives what waits for its end, and tells when that
-    was, in seconds of `time.perf_counter`. Over other backends than dure's it is done at once.
+    Returns a function that begins the all-reduce. That function returns a function that waits for
+    the end, and returns the time of the end in seconds of `time.perf_counter`. Backends other than
+    dure's complete the all-reduce at its beginning.
     """
     if not group.transport.begins_reductions:
         return prepare_at_once(flat, group, reduction)
@@ -87,7 +91,7 @@ def prepare_all_reduce(
 def prepare_at_once(
     flat: Tensor, group: Group, reduction: Reduction = SUM
 ) -> Callable[[], Callable[[], float]]:
-    """The same face for an all-reduce that is over when it is begun."""
+    """Return the interface of `prepare_all_reduce` for an all-reduce that ends when it begins."""
 
     def done() -> Callable[[], float]:
         all_reduce(flat, group, reduction)
@@ -98,14 +102,14 @@ def prepare_at_once(
 
 
 def _count_all_reduce(flat: Tensor, group: Group) -> None:
-    """On the meter: one message each way, as long as a ring's together."""
+    """Count a message each way on the meter, with the length of a ring's messages together."""
     nbytes = elements_sent(flat.numel(), group.size, group.rank) * flat.itemsize
     group.meter.sent(nbytes)
     group.meter.received(nbytes)
 
 
 def reduce(flat: Tensor, group: Group, reduction: Reduction = SUM, root: int = 0) -> None:
-    """The reduction over all ranks, in place on `root`; the others may be left with anything."""
+    """Reduce over all ranks, in place on `root`; other ranks' tensors are undefined afterwards."""
     operation = in_torch(reduction, flat.dtype)
     dist.reduce(
         _carried(flat, group), group.global_rank(root), operation, group=group.process_group
@@ -118,7 +122,7 @@ def reduce(flat: Tensor, group: Group, reduction: Reduction = SUM, root: int = 0
 
 
 def broadcast(flat: Tensor, group: Group, root: int = 0) -> None:
-    """The root's tensor into every rank's, in place."""
+    """Copy the root's tensor into every rank's tensor, in place."""
     dist.broadcast(_carried(flat, group), group.global_rank(root), group=group.process_group)
     _count(
         group,
@@ -130,7 +134,7 @@ def broadcast(flat: Tensor, group: Group, root: int = 0) -> None:
 
 
 def gather(tensor: Tensor, parts: list[Tensor] | None, group: Group, root: int = 0) -> None:
-    """Everybody's tensor into the root's `parts`, in order of rank."""
+    """Gather every rank's tensor into the root's `parts`, in order of rank."""
     into = [_carried(part, group) for part in parts] if parts is not None else None
     dist.gather(_carried(tensor, group), into, group.global_rank(root), group=group.process_group)
     if group.rank == root:
@@ -140,7 +144,7 @@ def gather(tensor: Tensor, parts: list[Tensor] | None, group: Group, root: int =
 
 
 def scatter(tensor: Tensor, parts: list[Tensor] | None, group: Group, root: int = 0) -> None:
-    """The root's `parts`, in order of rank, into everybody's tensor."""
+    """Send the root's `parts`, in order of rank, into every rank's tensor."""
     source = [_carried(part, group) for part in parts] if parts is not None else None
     dist.scatter(
         _carried(tensor, group), source, group.global_rank(root), group=group.process_group
@@ -160,11 +164,11 @@ def _count(group: Group, tensor: Tensor, targets: list[int]) -> None:
 
 
 def all_gather(chunks: list[Tensor], group: Group) -> None:
-    """Fills all `chunks` in place, where this rank's chunk r is the complete one.
+    """Fill all `chunks` in place; on rank r chunk r is complete at the beginning.
 
-    Unequal ones travel padded.
+    Unequal chunks travel padded.
     """
-    # torch wants tensors of one size. The rows of one padded matrix are what is filled.
+    # torch needs tensors of equal size, so the rows of a padded matrix are filled.
     mine = chunks[group.rank]
     longest = max(map(Tensor.numel, chunks))
     if all(chunk.numel() == longest for chunk in chunks):
@@ -191,9 +195,9 @@ def all_gather(chunks: list[Tensor], group: Group) -> None:
 def reduce_scatter(
     chunks: list[Tensor], group: Group, reduction: Reduction = SUM, into: Tensor | None = None
 ) -> None:
-    """Reduces the ranks' `chunks` so that this rank's chunk r is in `into`, or else in its place.
+    """Reduce the ranks' `chunks`; rank r gets chunk r in `into`, or in the chunk's place.
 
-    Unequal ones travel padded.
+    Unequal chunks travel padded.
     """
     mine = chunks[group.rank]
     longest = max(map(Tensor.numel, chunks))
@@ -215,7 +219,7 @@ def reduce_scatter(
 
 
 def all_to_all(source: Tensor, target: Tensor, group: Group) -> None:
-    """Part j of the flat `source` to rank j; part j of `target` from rank j."""
+    """Send part j of the flat `source` to rank j; receive part j of `target` from rank j."""
     dist.all_to_all_single(
         _carried(target, group), _carried(source, group), group=group.process_group
     )
@@ -225,24 +229,24 @@ def all_to_all(source: Tensor, target: Tensor, group: Group) -> None:
 
 
 def _meter(group: Group, sent: Tensor, received: Tensor) -> None:
-    """One message each way; an empty one does not leave."""
+    """Count a message each way; an empty message is not sent."""
     if sent.numel():
         group.meter.sent(sent.nbytes)
     group.meter.received(received.nbytes)
 
 
 def elements_sent(n: int, size: int, rank: int) -> int:
-    """Elements that are counted for the all-reduce: 2(N-1)/N·n, rounded down."""
+    """Return the elements that are counted for the all-reduce: 2(N-1)/N·n, rounded down."""
     return 2 * (size - 1) * n // size
 
 
 def messages_sent(n: int, size: int, rank: int) -> int:
-    """Messages that are counted for the all-reduce: one."""
+    """Return the messages that are counted for the all-reduce: 1."""
     return 1 if size > 1 and n else 0
 
 
 def rounds(size: int) -> int:
-    """Transfers one after another, as in a ring: 2(N-1)."""
+    """Return the sequential transfers, as in a ring: 2(N-1)."""
     return 2 * (size - 1)
 
 

@@ -1,14 +1,14 @@
 """Ring all-reduce: a reduce-scatter, then an all-gather, each of N-1 steps around the ring.
 
 The tensor of n elements is cut into N chunks. In step s of the reduce-scatter rank r sends its sum
-of chunk r-s to rank r+1 and adds its own chunk r-s-1 to what comes from rank r-1 (all modulo N):
-after N-1 steps rank r holds the whole sum of chunk r+1. In the all-gather the finished chunks go
-round once more.
+of chunk r-s to rank r+1, receives the sum of chunk r-s-1 from rank r-1 and adds its own chunk (all
+modulo N): after N-1 steps rank r has the complete sum of chunk r+1. In the all-gather the finished
+chunks travel around the ring once more.
 
-Cost: 2(N-1) messages a rank; each of the two passes sends every chunk but one, so about 2(N-1)/N·n
-elements, `elements_sent` exactly: the optimum of bandwidth, at a latency that grows with N.
-Scratch: two chunks. Every chunk is summed once, in the ring's order, and then copied: all ranks
-hold the same bits.
+Cost: 2(N-1) messages a rank; each of the two passes sends all chunks except one, so about
+2(N-1)/N·n elements, `elements_sent` exactly: the optimum of bandwidth, at a latency that grows with
+N. Scratch: two chunks. Every chunk is summed once, in the ring's order, and then copied: all ranks
+have the same bits.
 
 Source: Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of
 workstations".
@@ -26,7 +26,7 @@ from dure.collectives.operation import SUM, Reduction
 
 
 def chunks_of(flat: Tensor, size: int) -> list[Tensor]:
-    """N views of a flat tensor; the first n mod N hold one element more.
+    """Return N views of a flat tensor; the first n mod N are longer by an element.
 
     Some are empty if n < N.
     """
@@ -36,10 +36,9 @@ def chunks_of(flat: Tensor, size: int) -> list[Tensor]:
 def reduce_scatter(
     chunks: list[Tensor], group: Group, reduction: Reduction = SUM, into: Tensor | None = None
 ) -> int:
-    """Reduces the ranks' `chunks` so that this rank's chunk r+1 is complete; returns its index.
+    """Reduce the ranks' `chunks` so that chunk r+1 is complete on rank r; return r+1 mod N.
 
-    The result is written to `into`, by default to that chunk itself; the other chunks are left as
-    they are.
+    The result is written to `into`, by default to the chunk itself; other chunks stay unchanged.
     """
     size = group.size
     whole = (group.rank + 1) % group.size
@@ -47,7 +46,7 @@ def reduce_scatter(
     if size == 1:
         reduction.fold(chunks, 0, into)
         return whole
-    # Two buffers in turn: what arrived in the step before leaves while the next part arrives.
+    # Two alternating buffers: the part of the previous step is sent while the next part arrives.
     longest = max(chunks, key=Tensor.numel)
     buffers = [torch.empty_like(longest) for _ in range(min(2, size - 1))]
     leaving = chunks[group.rank]
@@ -55,7 +54,7 @@ def reduce_scatter(
         own = chunks[(group.rank - step - 1) % size]
         part = buffers[step % 2][: own.numel()]
         group.exchange(leaving, whole, part, (group.rank - 1) % size)
-        # The sum so far comes first, the own chunk second: the order of the ring.
+        # The partial sum is the first operand, the own chunk the second: the order of the ring.
         reduction.combine(part, own, into if step == size - 2 else part)
         leaving = part
     reduction.finish(into)
@@ -63,7 +62,7 @@ def reduce_scatter(
 
 
 def all_gather(chunks: list[Tensor], group: Group) -> None:
-    """Fills all `chunks` in place, where this rank's chunk r+1 is the complete one."""
+    """Fill all `chunks` in place; on rank r chunk r+1 is complete at the beginning."""
     following = (group.rank + 1) % group.size
     previous = (group.rank - 1) % group.size
     for step in range(group.size - 1):
@@ -73,23 +72,23 @@ def all_gather(chunks: list[Tensor], group: Group) -> None:
 
 
 def all_reduce(flat: Tensor, group: Group, reduction: Reduction = SUM) -> None:
-    """The reduction over all ranks, in place on every rank. flat: contiguous, of one dimension."""
+    """Reduce over all ranks, in place on every rank. flat: contiguous, of one dimension."""
     chunks = chunks_of(flat, group.size)
     reduce_scatter(chunks, group, reduction)
     all_gather(chunks, group)
 
 
 def elements_sent(n: int, size: int, rank: int) -> int:
-    """Elements that `rank` sends in two passes.
+    """Return the elements that `rank` sends in two passes.
 
-    All chunks but r+1 in the first, and all but r+2 in the second.
+    All chunks except r+1 in the first, and all except r+2 in the second.
     """
     lengths = lengths_of(n, size)
     return 2 * n - lengths[(rank + 1) % size] - lengths[(rank + 2) % size] if size > 1 else 0
 
 
 def messages_sent(n: int, size: int, rank: int) -> int:
-    """Messages that `rank` sends: 2(N-1), less those of empty chunks when n < N."""
+    """Return the messages that `rank` sends: 2(N-1), less the empty chunks if n < N."""
     lengths = lengths_of(n, size)
     first = sum(lengths[(rank - step) % size] > 0 for step in range(size - 1))
     second = sum(lengths[(rank + 1 - step) % size] > 0 for step in range(size - 1))
@@ -97,7 +96,7 @@ def messages_sent(n: int, size: int, rank: int) -> int:
 
 
 def rounds(size: int) -> int:
-    """Transfers one after another: 2(N-1)."""
+    """Return the sequential transfers: 2(N-1)."""
     return 2 * (size - 1)
 
 

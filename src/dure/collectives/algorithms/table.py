@@ -1,6 +1,6 @@
-"""The all-reduces that dure brings along.
+"""All-reduces of dure.
 
-One more is a file, which declares an `ALL_REDUCE`, and a line here.
+A further all-reduce is a file that declares an `ALL_REDUCE`, and a line here.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _FILES = (
     "dure.collectives.algorithms.native",
 )
 
-# By name and not by an import of each, so that the list is the only place that knows them.
+# Imported by name, so that this list is the only place to change for a new algorithm.
 _DECLARED: tuple[AllReduce, ...] = tuple(import_module(file).ALL_REDUCE for file in _FILES)
 
 ALL_REDUCES: dict[str, AllReduce] = {declared.name: declared for declared in _DECLARED}
-"""Every all-reduce by its name, in the order in which they are listed; `auto` is one of these."""
+"""Every all-reduce by name, in the order of lists; `auto` chooses among them."""
 
 PREDICTABLE: dict[str, AllReduce] = {
     name: declared for name, declared in ALL_REDUCES.items() if declared.path is not None
 }
-"""Those whose cost is known: a backend's own all-reduce does not tell what it does."""
+"""All-reduces with a known cost; the cost of a backend's own all-reduce is unknown."""

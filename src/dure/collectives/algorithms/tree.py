@@ -1,14 +1,14 @@
-"""Along a binomial tree: a reduce up to the root, then a broadcast down.
+"""All-reduce along a binomial tree: a reduce up to the root, then a broadcast down.
 
-Ranks are counted from the root. The parent of v is v without its lowest one bit, so v has a child v
+Ranks are counted from the root. The parent of v is v without its lowest set bit, so v has a child v
 + 2^k for every 2^k below that bit (any 2^k for the root), as far as there are ranks. In the reduce
-a rank adds what its children send, nearest first, and sends the sum to its parent; in the broadcast
-it passes on what its parent sends, farthest first.
+a rank adds its children's sums, nearest first, and sends the sum to its parent; in the broadcast a
+rank forwards its parent's tensor, farthest first.
 
-Cost of the all-reduce: 2·ceil(log2 N) transfers one after another of all n elements. A rank sends n
-to its parent and n to each child, at most ceil(log2 N): good for tensors so small that bytes do not
-matter, wasteful for large ones. Any N. Scratch: one tensor, on ranks with children. One rank forms
-the sum, always in the same order, and all others copy it.
+Cost of the all-reduce: 2·ceil(log2 N) sequential transfers of all n elements. A rank sends n to its
+parent and n to each child, at most ceil(log2 N) children: good for tensors so small that bytes do
+not matter, wasteful for large tensors. Any N. Scratch: a tensor, on ranks with children. The root
+completes the sum in a fixed order, and all others copy it.
 
 Source: Thakur et al. 2005, "Optimization of Collective Communication Operations in MPICH".
 """
@@ -24,8 +24,8 @@ from dure.collectives.operation import SUM, Reduction
 
 
 def children(size: int, rank: int, root: int = 0) -> list[int]:
-    """The ranks whose parent is `rank`, nearest first."""
-    # Up to the lowest one bit of the position: beyond it, v + 2^k has another parent.
+    """Return the ranks whose parent is `rank`, nearest first."""
+    # Up to the lowest set bit of the position: beyond it, v + 2^k has another parent.
     position = (rank - root) % size
     found = []
     distance = 1
@@ -36,18 +36,18 @@ def children(size: int, rank: int, root: int = 0) -> list[int]:
 
 
 def parent(size: int, rank: int, root: int = 0) -> int:
-    """The rank above; the root has none."""
+    """Return the parent of a rank other than the root."""
     position = (rank - root) % size
     return ((position & (position - 1)) + root) % size
 
 
 def reduce(flat: Tensor, group: Group, reduction: Reduction = SUM, root: int = 0) -> None:
-    """The reduction over all ranks, in place on `root`.
+    """Reduce over all ranks, in place on `root`.
 
-    The other ranks with children are left with a part of it.
+    Other ranks with children have a partial sum afterwards.
     """
     below = children(group.size, group.rank, root)
-    # Leaves receive nothing, and need no room for it.
+    # Leaves receive nothing and need no buffer.
     incoming = torch.empty_like(flat) if below else flat
     for child in below:
         group.receive(incoming, child)
@@ -59,38 +59,38 @@ def reduce(flat: Tensor, group: Group, reduction: Reduction = SUM, root: int = 0
 
 
 def broadcast(flat: Tensor, group: Group, root: int = 0) -> None:
-    """The root's tensor into every rank's, in place."""
+    """Copy the root's tensor into every rank's tensor, in place."""
     if group.rank != root:
         group.receive(flat, parent(group.size, group.rank, root))
-    # Farthest first: the child with most below it has the longest way to go.
+    # Farthest first: that child has the deepest subtree.
     group.transfer(
         [(flat, child) for child in reversed(children(group.size, group.rank, root))], []
     )
 
 
 def all_reduce(flat: Tensor, group: Group, reduction: Reduction = SUM) -> None:
-    """The reduction over all ranks, in place on every rank. flat: contiguous, of one dimension."""
+    """Reduce over all ranks, in place on every rank. flat: contiguous, of one dimension."""
     reduce(flat, group, reduction)
     broadcast(flat, group)
 
 
 def elements_sent(n: int, size: int, rank: int) -> int:
-    """Elements that `rank` sends: n for every message."""
+    """Return the elements that `rank` sends: n for every message."""
     return n * messages_sent(n, size, rank)
 
 
 def messages_sent(n: int, size: int, rank: int) -> int:
-    """Messages that `rank` sends: one to its parent, one to every child."""
+    """Return the messages that `rank` sends: to its parent and to every child."""
     return ((rank != 0) + len(children(size, rank))) if n else 0
 
 
 def rounds(size: int) -> int:
-    """Transfers one after another: 2·ceil(log2 N)."""
+    """Return the sequential transfers: 2·ceil(log2 N)."""
     return 2 * (size - 1).bit_length()
 
 
 def path(n: int, ranks: int) -> tuple[float, float]:
-    """The whole tensor at every level, up and down."""
+    """Return the path: the whole tensor at every level, up and down."""
     levels = (ranks - 1).bit_length()
     return 2 * levels * n, levels * n
 

@@ -1,16 +1,16 @@
 """Compression: sums over ranks, and messages, in fewer bytes. One algorithm a file.
 
-    NoCompression   as it is
+    NoCompression   unchanged
     Cast            as bfloat16 or float16
     TopK            the largest numbers and their places, error feedback        Alistarh, Stich
     QSGD            rounded at random to few levels, without bias               Alistarh
     Int8            rounded to 255 levels, error feedback                       Dettmers
     OneBit          signs and two means a column, error feedback                Seide
-    Sign            signs and one mean magnitude a tensor, error feedback       Karimireddy
+    Sign            signs and a mean magnitude a tensor, error feedback         Karimireddy
     PowerSGD        a matrix of low rank, error feedback                        Vogels
 
-What they have in common is in `compression.py`. As text, `top-k:0.01`, `power-sgd:2`: `parse` reads
-what `str` writes, and `bfloat16` as `cast:bfloat16`.
+The common interface is in `compression.py`. As text, `top-k:0.01`, `power-sgd:2`: `parse` is the
+inverse of `str`, and reads `bfloat16` as `cast:bfloat16`.
 """
 
 from dure.collectives.compression.cast import HALVES, Cast
@@ -30,14 +30,13 @@ COMPRESSIONS: dict[str, type[Compression]] = {
     compression.name: compression
     for compression in (NoCompression, Cast, TopK, QSGD, Int8, OneBit, Sign, PowerSGD)
 }
-"""Every compression by the name its text form begins with."""
+"""Every compression by the name with which its text form begins."""
 
 
 def parse(text: str) -> Compression:
-    """The compression that `text` names: "none", "cast:float16", "float16", "top-k:0.01", …
+    """Return the compression that `text` names: "none", "cast:float16", "float16", "top-k:0.01", …
 
-    Raises ValueError for an unknown name, for too many values, and for values that are not what
-    they should be.
+    Raises ValueError for an unknown name, for too many values, and for invalid values.
     """
     if text.strip() in HALVES:
         return Cast(text.strip())

@@ -1,6 +1,6 @@
-"""A bucket: tensors that are compressed together, as one vector of their elements.
+"""Bucket: tensors that are compressed together, as a vector of their elements.
 
-Halves are computed with in float32, everything else in its own precision.
+Half-precision numbers are processed in float32, all others in their own precision.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from dure.tensors.flat import views_of
 
 
 class Bucket:
-    """The shapes, the dtype and the device of tensors that are compressed together.
+    """Shapes, dtype and device of tensors that are compressed together.
 
-    shapes: of each tensor. dtype: of all. work: of computations. n: elements of all together.
-
-    Raises ValueError unless the tensors are dense, of one floating-point dtype and on one device.
+    shapes: shape of each tensor. dtype: dtype of all. work: dtype of computations. n: total
+    elements. Raises ValueError unless the tensors are dense, of the same floating-point dtype and
+    on the same device.
     """
 
     def __init__(self, like: Sequence[Tensor]) -> None:
@@ -43,7 +43,7 @@ class Bucket:
         self.n = sum(self.lengths)
 
     def check(self, tensors: Sequence[Tensor]) -> None:
-        """Raises ValueError unless these tensors are like the bucket's."""
+        """Raise ValueError unless these tensors match the bucket's."""
         if [tensor.shape for tensor in tensors] != self.shapes:
             raise ValueError(
                 f"the compressor was made for shapes {list(map(tuple, self.shapes))}, "
@@ -58,13 +58,13 @@ class Bucket:
                 )
 
     def zeros(self) -> Tensor:
-        """A vector of zeros, of shape (n,) and the work dtype."""
+        """Return a vector of zeros, of shape (n,) and the work dtype."""
         return torch.zeros(self.n, dtype=self.work, device=self.device)
 
     def vector(self, tensors: Sequence[Tensor]) -> Tensor:
-        """All elements, of shape (n,), in the work dtype.
+        """Return all elements, of shape (n,), in the work dtype.
 
-        The tensors' own memory if it is one piece of that dtype, else a copy.
+        A view if the tensors are consecutive in memory and have that dtype, else a copy.
         """
         whole = one_piece(tensors) if self.work == self.dtype else None
         return (
@@ -74,7 +74,7 @@ class Bucket:
         )
 
     def tensors(self, vector: Tensor) -> list[Tensor]:
-        """The vector as tensors of the bucket's shapes and dtype; views, if that is its dtype."""
+        """Return the vector as tensors of the bucket's shapes and dtype, as views if possible."""
         pieces = torch.split(vector, self.lengths)
         return [
             piece.to(self.dtype).view(shape)
@@ -82,8 +82,8 @@ class Bucket:
         ]
 
     def give_back(self, vector: Tensor, tensors: Sequence[Tensor]) -> None:
-        """Copies the vector's elements into the tensors, unless they are there already."""
-        # `vector` was the tensors' own memory (`one_piece`).
+        """Copy the vector's elements into the tensors, unless the vector is a view of them."""
+        # `vector` is a view of the tensors (`one_piece`).
         if vector.data_ptr() == tensors[0].data_ptr() and vector.dtype == self.dtype:
             return
         whole = one_piece(tensors)
@@ -95,9 +95,9 @@ class Bucket:
 
 
 def one_piece(tensors: Sequence[Tensor]) -> Tensor | None:
-    """The vector whose consecutive pieces the tensors are; None if they are not.
+    """Return the vector whose consecutive pieces are the tensors, or None.
 
-    Such are the gradients of a flat buffer.
+    Gradients in a flat buffer are consecutive.
     """
     first = tensors[0].detach()
     storage = first.untyped_storage().data_ptr()

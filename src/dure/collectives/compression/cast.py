@@ -1,18 +1,18 @@
-"""Cast: numbers travel as halves.
+"""Cast: numbers travel in half precision.
 
-    bfloat16    float32's range with 8 bits of precision: off by at most 2^-9 of the number
-    float16     11 bits of precision, off by at most 2^-12, between 6e-5 and 65504;
-                smaller ones lose bits, or are 0
+    bfloat16    float32's range with 8 bits of precision: relative error at most 2^-9
+    float16     11 bits of precision, relative error at most 2^-12, between 6e-5 and 65504;
+                smaller numbers lose bits, or are 0
 
-The sum is an all-reduce of halves, whose additions are made in float32
+The sum is an all-reduce in half precision, whose additions are made in float32
 (`dure.collectives.operation`): `one_shot` rounds the sum once, a ring rounds each partial sum. In
-float16 each part is divided by N before it is cast, and the sum is multiplied by N at the end, so
-it overflows where the mean would overflow and not before; what overflows is infinite on all ranks.
+float16 each part is divided by N before the cast, and the sum is multiplied by N at the end, so the
+sum overflows only if the mean overflows; an overflow is infinite on all ranks.
 
-Cost: the all-reduce's elements, 2 bytes each. Nothing is remembered.
+Cost: the all-reduce's elements, 2 bytes each. No state.
 
-Source: the halves of mixed-precision training, P. Micikevicius et al., ICLR 2018; as a hook,
-torch's `fp16_compress`.
+Source: the half precision of mixed-precision training, P. Micikevicius et al., ICLR 2018; as a
+hook, torch's `fp16_compress`.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 @dataclass(frozen=True)
 class Cast(Compression):
-    """Numbers travel as halves.
+    """Compression to half precision.
 
     dtype: `bfloat16` (any size, 8 bits) or `float16` (up to 65504, 11 bits). Raises ValueError for
-    others.
+    other dtypes.
     """
 
     name: ClassVar[str] = "cast"
@@ -68,7 +68,7 @@ class Cast(Compression):
 
 
 class CastCompressor:
-    """An all-reduce of the bucket in halves."""
+    """All-reduce of the bucket in half precision."""
 
     def __init__(self, bucket: Bucket, half: torch.dtype) -> None:
         self.bucket = bucket
@@ -87,8 +87,8 @@ class CastCompressor:
         if self.message is None:
             self.message = self._memory(group)
         vector = self.bucket.vector(tensors)
-        # float16 ends at 65504: divided first, the sum is as small as the mean. bfloat16 has the
-        # range of float32, and needs none of it.
+        # float16 ends at 65504: division before the sum keeps the sum as small as the mean.
+        # bfloat16 has the range of float32 and needs no division.
         divided = self.half == torch.float16
         self.message.copy_(vector.div_(group.size) if divided else vector)
         all_reduce(self.message, group, algorithm)
@@ -96,7 +96,7 @@ class CastCompressor:
         self.bucket.give_back(vector.mul_(group.size) if divided else vector, tensors)
 
     def _memory(self, group: Group) -> Tensor:
-        """Where the halves are, for all calls: shared memory, if the backend reduces there."""
+        """Return the buffer for all calls: shared memory, if the backend reduces there."""
         if self.bucket.device.type == "cpu" and group.backend(self.bucket.device) == "dure":
             return empty_shared(self.bucket.n, dtype=self.half)
         return torch.empty(self.bucket.n, dtype=self.half, device=self.bucket.device)
@@ -105,4 +105,4 @@ class CastCompressor:
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """It remembers nothing."""
+        """Do nothing, since there is no state."""

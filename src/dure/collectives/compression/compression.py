@@ -1,13 +1,13 @@
-"""What a compression is: settings, and what they make for a bucket of tensors.
+"""Compressions: settings, and the compressors that they make for a bucket of tensors.
 
 A *compression* is a frozen dataclass of the paper's hyperparameters. For a bucket of tensors it
-makes a *compressor*, which sums over the ranks of a group while fewer bytes travel, and keeps what
-has to be remembered from call to call. Most have a *codec* too, which makes bytes of tensors and
-tensors of bytes; their compressor all-gathers the ranks' bytes and adds what they decode to, in
-order of rank (`dure.collectives.compression.gathered`).
+makes a *compressor*, which sums over the ranks of a group with fewer bytes, and keeps state from
+call to call. Most have a *codec* too, which encodes tensors as bytes and decodes them; their
+compressor all-gathers the ranks' bytes and adds the decoded vectors, in order of rank
+(`dure.collectives.compression.gathered`).
 
-As text: the name and the values, `top-k:0.01`, `power-sgd:2`, `none`; `parse` reads what `str`
-writes.
+As text: the name and the values, `top-k:0.01`, `power-sgd:2`, `none`; `parse` is the inverse of
+`str`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from dure.settings import write
 
 
 class Compressor(Protocol):
-    """A compression at work on one bucket of tensors, on one rank."""
+    """Compression at work on a bucket of tensors, on a rank."""
 
     def all_reduce(
         self,
@@ -36,56 +36,56 @@ class Compressor(Protocol):
         group: Group | torch.distributed.ProcessGroup | None,
         algorithm: Algorithm = "one_shot",
     ) -> None:
-        """Replaces each tensor, in place, by an approximation of its sum over the ranks.
+        """Replace each tensor, in place, by an approximation of its sum over the ranks.
 
-        It has the same bits on all ranks.
-
+        The result has the same bits on all ranks.
         tensors: of the shapes and the dtype that the compressor was made for. All ranks call it
         together.
+        group: as in `dure.collectives.all_reduce`.
+        algorithm: algorithm of the transfer. A compression that gathers the ranks' bytes uses
+        `ring` and `native` directly, and `native` for `auto` on a backend that is made for the
+        device. For all other algorithms every rank sends directly to all ranks; the bytes are the
+        same.
 
-        algorithm: what carries the bytes. A compression whose ranks' bytes are gathered takes
-        `ring` and `native` as they are, and `auto` as `native` on a backend that is made for the
-        device. For all others every rank sends directly to everybody; the bytes are the same.
-
-        A number that is not finite on any rank arrives as one on all ranks, and error feedback is
-        then left as it was. Raises ValueError for other tensors than expected; PeerLostError if a
-        rank is lost.
+        A number that is not finite on any rank is not finite on all ranks afterwards, and error
+        feedback then stays unchanged. Raises ValueError for tensors that do not match;
+        PeerLostError if a rank is lost.
         """
 
     def state(self) -> dict[str, Any]:
-        """All that it needs to go on with the same bits: tensors, numbers, and lists of them.
+        """Return the complete state: tensors, numbers, and lists of them.
 
-        They are copies.
+        The values are copies; a restored compressor continues with the same bits.
         """
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a `state`. Raises ValueError if it is another bucket's."""
+        """Continue from a `state`. Raises ValueError for another bucket's state."""
 
 
 @dataclass(frozen=True)
 class Compression(Told):
-    """What all compressions have in common: a name, a text form, compressors, mostly a codec."""
+    """Base of all compressions: a name, a text form, compressors, mostly a codec."""
 
     name: ClassVar[str]
     compresses: ClassVar[bool] = True
-    """Whether anything else travels than the tensors as they are."""
+    """Whether anything other than the unchanged tensors travels."""
     remembers: ClassVar[bool] = False
-    """Whether what was not sent is added to what comes next (error feedback)."""
+    """Whether the unsent remainder is added to the next vector (error feedback)."""
 
     def __str__(self) -> str:
-        """The text that `parse` reads: the name and the fields."""
+        """Return the text that `parse` reads: the name and the fields."""
         return write(self)
 
     def codec(self, bucket: Bucket) -> Codec:
-        """What encodes the bucket. Raises ValueError where only ranks together can compress."""
+        """Return the codec of the bucket. Raises ValueError if only ranks together can compress."""
         raise NotImplementedError
 
     def compressor(self, like: Sequence[Tensor], seed: int) -> Compressor:
-        """The compressor of a bucket.
+        """Return the compressor of a bucket.
 
-        like: tensors with the shapes, the dtype and the device of those that will be summed, of one
-        floating-point dtype; shapes matter for `PowerSGD`, `OneBit` and `Sign`. seed: the same on
-        all ranks, another for each bucket.
+        like: tensors with the shapes, the dtype and the device of the tensors to sum, all of the
+        same floating-point dtype; shapes matter for `PowerSGD`, `OneBit` and `Sign`. seed: the same
+        on all ranks, different for each bucket.
         """
         return GatheredCompressor(self.codec(Bucket(like)), self.remembers, seed)
 
@@ -97,28 +97,34 @@ class Compression(Told):
         algorithm: Algorithm = "one_shot",
         call: int | None = None,
     ) -> int:
-        """Bytes that `rank` of `size` sends in an `all_reduce`.
+        """Return the bytes that `rank` of `size` sends in an `all_reduce`.
 
         For gathered payloads that is N-1 times their length.
 
-        call: the number of the call, from 0, for those whose first calls differ (`PowerSGD`); None:
-        a later one.
+        Args:
+            like: tensors of the bucket.
+            size: number of ranks.
+            rank: the sending rank.
+            algorithm: as in `Compressor.all_reduce`.
+            call: number of the call, from 0, for compressions whose first calls differ
+                (`PowerSGD`); None
+                for a later call.
         """
         return (size - 1) * self.codec(Bucket(like)).nbytes
 
     def payload_bytes(self, like: Sequence[Tensor]) -> int:
-        """Length of what `encode` makes of tensors of these shapes.
+        """Return the length of `encode`'s result for tensors of these shapes.
 
-        Raises ValueError where there is no codec.
+        Raises ValueError without a codec.
         """
         return self.codec(Bucket(like)).nbytes
 
     @torch.no_grad()
     def encode(self, tensors: Sequence[Tensor], seed: int = 0, *position: int) -> Tensor:
-        """The tensors as bytes, for a message: uint8 of shape (payload_bytes(tensors),).
+        """Return the tensors as bytes, for a message: uint8 of shape (payload_bytes(tensors),).
 
-        seed, position: what the random numbers of `QSGD` are a function of; give the round and the
-        client. Nothing is remembered: for error feedback there is `ErrorFeedback`.
+        seed, position: arguments of the random numbers of `QSGD`; pass the round and the client. No
+        state is kept: for error feedback there is `ErrorFeedback`.
         """
         codec = self.codec(Bucket(tensors))
         payload = torch.empty(codec.nbytes, dtype=torch.uint8, device=codec.bucket.device)
@@ -127,7 +133,7 @@ class Compression(Told):
 
     @torch.no_grad()
     def decode(self, payload: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-        """New tensors of the shapes and the dtype of `like`, from what `encode` returned.
+        """Return new tensors of the shapes and the dtype of `like`, decoded from `encode`'s result.
 
         Raises ValueError for bytes that `encode` cannot have written for these shapes.
         """
@@ -140,7 +146,7 @@ class Compression(Told):
                 f"and shapes"
             )
         codec.check(payload)
-        # Codecs only add, as in a sum over ranks: to decode is to add to zeros.
+        # Codecs only add, as in a sum over ranks: decoding is adding to zeros.
         vector = codec.bucket.zeros()
         codec.add(payload, vector, 1)
         return codec.bucket.tensors(vector)

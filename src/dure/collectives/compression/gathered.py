@@ -1,10 +1,9 @@
-"""The sum of compressed parts: they are all-gathered, and every rank decodes and adds them.
+"""Sum of compressed parts: every rank all-gathers, decodes and adds the parts.
 
-Every rank encodes its part; the parts are added in order of rank.
-
-Parts that are not linear (signs, levels, indices) cannot be added on the way, so a rank sends its
-payload of L bytes to all N-1 others: (N-1)·L bytes in N-1 messages. The sum of N parts is not
-compressed once more, so nothing but a rank's own encoding is approximate.
+Every rank encodes its part; the parts are added in order of rank. Nonlinear parts (signs, levels,
+indices) cannot be added in transit, so a rank sends its payload of L bytes to all N-1 others:
+(N-1)·L bytes in N-1 messages. The sum of N parts is not compressed again, so only each rank's own
+encoding is approximate.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from dure.collectives.group import Group
 
 
 class Codec(Protocol):
-    """Bytes of a bucket's vector, and back.
+    """Encoder and decoder between a bucket's vector and bytes.
 
     The vector has shape (n,) and the bucket's `work` dtype.
     """
@@ -34,25 +33,25 @@ class Codec(Protocol):
     """Length of a payload: the same for every content."""
 
     def encode(self, vector: Tensor, payload: Tensor, seed: int, position: Sequence[int]) -> None:
-        """Fills `payload`, uint8 of shape (nbytes,).
+        """Fill `payload`, uint8 of shape (nbytes,).
 
-        seed, position: what random numbers are a function of.
+        seed, position: arguments of the random numbers.
         """
 
     def add(self, payload: Tensor, into: Tensor, sign: int) -> None:
-        """into += sign · (what the payload decodes to); sign is 1 or -1."""
+        """Add sign · (decoded payload) to `into`; sign is 1 or -1."""
 
     def is_finite(self, payload: Tensor) -> bool:
-        """Whether it decodes to finite numbers only."""
+        """Return whether the payload decodes to finite numbers only."""
 
     def check(self, payload: Tensor) -> None:
-        """Raises ValueError for bytes that `encode` cannot have written."""
+        """Raise ValueError for bytes that `encode` cannot have written."""
 
 
 def carrier(
     algorithm: Algorithm, group: Group, payload: Tensor
 ) -> Literal["ring", "one_shot", "native"]:
-    """The all-gather that stands for an all-reduce by `algorithm`."""
+    """Return the all-gather that replaces an all-reduce by `algorithm`."""
     if algorithm == "ring":
         return "ring"
     if algorithm == "native":
@@ -67,7 +66,7 @@ def carrier(
 
 
 class GatheredCompressor:
-    """A codec at work on one bucket, with error feedback if it `remembers`."""
+    """Codec at work on a bucket, with error feedback if `remembers`."""
 
     def __init__(self, codec: Codec, remembers: bool, seed: int) -> None:
         self.codec = codec
@@ -90,16 +89,16 @@ class GatheredCompressor:
         group = Group.of(group)
         vector = bucket.vector(tensors)
         corrected = vector if self.feedback is None else self.feedback.corrected(vector)
-        # (call, rank): no two payloads of a run are rounded by the same random numbers.
+        # (call, rank): every payload of a run is rounded by different random numbers.
         codec.encode(corrected, self.payload, self.seed, (self.calls, group.rank))
         payloads = all_gather(self.payload, group, carrier(algorithm, group, self.payload))
         self.calls += 1
-        # All payloads, so that all ranks decide alike; what was sent is this rank's own one,
-        # decoded.
+        # All payloads are tested, so that all ranks decide alike. The sent vector is this rank's
+        # own payload, decoded.
         if self.feedback is not None and all(map(codec.is_finite, payloads)):
             codec.add(self.payload, corrected, -1)
             self.feedback.keep()
-        # In order of rank, and from zero on every rank: the same bits everywhere.
+        # In order of rank, starting from zero on every rank: the same bits on all ranks.
         vector.zero_()
         for payload in payloads:
             codec.add(payload, vector, 1)
@@ -113,7 +112,7 @@ class GatheredCompressor:
 
     @torch.no_grad()
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a `state`. Raises ValueError if it is another bucket's."""
+        """Continue from a `state`. Raises ValueError for another bucket's state."""
         if self.feedback is not None:
             error = state.get("error")
             if error is None or error.shape != self.feedback.error.shape:

@@ -1,12 +1,13 @@
-"""Int8: numbers are rounded to whole multiples of a unit, of 8 bits, with error feedback.
+"""Int8: numbers are rounded to whole multiples of a unit, in 8 bits, with error feedback.
 
     p = g + e                                       error feedback
     unit = max |p_i| / 127 over a row;  sent_i = unit · round(p_i / unit)
     e = p - sent,  at most unit / 2 in size
 
-A row is what belongs to one unit of a layer, or to one example: what a tensor's first dimension
-counts. A tensor of one dimension, such as a bias, is one row. A row of zeros is sent as zeros, one
-with a number that is not finite as NaN. Nothing is drawn; `QSGD` is rounded without bias instead.
+A row belongs to a unit of a layer, or to an example: an index of a tensor's first dimension. A
+tensor of one dimension, such as a bias, is a single row. A row of zeros is sent as zeros; a row
+with a number that is not finite is sent as NaN. No random numbers are used; `QSGD` rounds without
+bias instead.
 
 Cost: a row of L numbers is L bytes and its unit, 4 bytes (8 in float64), to each of N-1 others.
 
@@ -30,12 +31,12 @@ from dure.collectives.compression.one_bit import columns_of
 from dure.collectives.compression.packing import in_blocks, numbers
 
 LEVELS = 127
-"""On each side of 0."""
+"""Number of levels on each side of 0."""
 
 
 @dataclass(frozen=True)
 class Int8(Compression):
-    """8 bits a number and one unit a row, with error feedback."""
+    """8 bits a number and a unit a row, with error feedback."""
 
     name: ClassVar[str] = "int8"
     remembers: ClassVar[bool] = True
@@ -45,7 +46,7 @@ class Int8(Compression):
 
 
 class Int8Codec:
-    """Payload: the unit of each row in the work dtype; then the levels, int8."""
+    """Codec with the payload: the unit of each row in the work dtype; then the levels, int8."""
 
     def __init__(self, bucket: Bucket) -> None:
         self.bucket = bucket
@@ -57,7 +58,7 @@ class Int8Codec:
         return numbers(payload[: self.split], self.bucket.work)
 
     def _pieces(self, vector: Tensor, payload: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Which rows, their numbers and their levels, as views, in pieces."""
+        """Yield (slice of rows, their numbers, their levels), as views, in pieces."""
         levels = payload[self.split :].view(torch.int8)
         start = 0
         first = 0
@@ -76,15 +77,15 @@ class Int8Codec:
     def encode(self, vector: Tensor, payload: Tensor, seed: int, position: Sequence[int]) -> None:
         units = self._units(payload).zero_()
         for which, piece, _ in self._pieces(vector, payload):
-            # Both give NaN on where there is one.
+            # Both operations propagate NaN.
             units[which] = torch.maximum(units[which], piece.abs().amax(1))
         units.div_(LEVELS).masked_fill_(~units.isfinite(), torch.nan)
         whole = bool(units.isfinite().all())
-        # A row of zeros would be divided by 0: any unit but 0 gives zeros.
+        # Avoids 0/0 for a row of zeros: any nonzero unit gives zeros.
         steps = torch.where(units > 0, units, 1)
         for which, piece, levels in self._pieces(vector, payload):
             exact = (piece / steps[which, None]).round_().clamp_(-LEVELS, LEVELS)
-            # What is no number has no level, and it does not matter which one is sent.
+            # The level of NaN does not matter, because the unit of its row is NaN.
             levels.copy_(exact if whole else exact.nan_to_num_(0))
 
     def add(self, payload: Tensor, into: Tensor, sign: int) -> None:

@@ -1,6 +1,6 @@
-"""No compression: the tensors are all-reduced as they are.
+"""No compression: the tensors are all-reduced unchanged.
 
-Cost: that of the all-reduce, n elements of the tensors' own dtype.
+Cost: n elements of the tensors' own dtype, as in the all-reduce.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dure.collectives.group import Group
 
 @dataclass(frozen=True)
 class NoCompression(Compression):
-    """Everything travels as it is."""
+    """No compression: the tensors travel unchanged."""
 
     name: ClassVar[str] = "none"
     compresses: ClassVar[bool] = False
@@ -47,9 +47,9 @@ class NoCompression(Compression):
 
 
 def elements_sent(n: int, size: int, rank: int, algorithm: Algorithm) -> int:
-    """Elements that a rank sends in an all-reduce.
+    """Return the elements that a rank sends in an all-reduce.
 
-    Raises ValueError for `auto`, which may be any of the others.
+    Raises ValueError for `auto`, which may choose any other algorithm.
     """
     if algorithm not in ALL_REDUCES:
         raise ValueError(
@@ -59,7 +59,7 @@ def elements_sent(n: int, size: int, rank: int, algorithm: Algorithm) -> int:
 
 
 class PlainCodec:
-    """The numbers themselves, in a dtype."""
+    """Codec that casts the numbers to a dtype."""
 
     def __init__(self, bucket: Bucket, dtype: torch.dtype) -> None:
         self.bucket = bucket
@@ -79,11 +79,11 @@ class PlainCodec:
         return bool(numbers(payload, self.dtype).isfinite().all())
 
     def check(self, payload: Tensor) -> None:
-        """Any bytes are numbers."""
+        """Accept any bytes, since all are numbers."""
 
 
 class PlainCompressor:
-    """An all-reduce of the bucket as one message."""
+    """All-reduce of the bucket as a single message."""
 
     def __init__(self, bucket: Bucket) -> None:
         self.bucket = bucket
@@ -109,4 +109,4 @@ class PlainCompressor:
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """It remembers nothing."""
+        """Do nothing, since there is no state."""

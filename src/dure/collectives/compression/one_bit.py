@@ -1,13 +1,13 @@
-"""1-bit SGD: signs travel, and of each column the means of its positive and its negative numbers.
+"""1-bit SGD: signs travel, with the means of a column's positive and negative numbers.
 
     p = g + e                                  error feedback
     sent_ij = mean of the p_ij ≥ 0 in column j, where p_ij ≥ 0;  mean of the others, elsewhere
     e = p - sent
 
-A column is what belongs to one unit of a layer: a row of a weight of torch, (out, in, …), whose
-first dimension counts the units. A tensor of one dimension, such as a bias, is one column. The two
-means are those with the least ‖e‖ for these signs. A column with a number that is not finite is not
-finite on arrival.
+A column belongs to a unit of a layer: a row of a weight of torch, (out, in, …), whose first
+dimension counts the units. A tensor of one dimension, such as a bias, is a single column. The two
+means minimise ‖e‖ for these signs. A column with a number that is not finite is not finite at the
+receiver.
 
 Cost: a column of L numbers is ⌈L/8⌉ bytes of signs and two means of 4 bytes (8 in float64), to each
 of N-1 others.
@@ -40,7 +40,7 @@ from dure.collectives.compression.packing import (
 
 @dataclass(frozen=True)
 class OneBit(Compression):
-    """One bit a number and two means a column, with error feedback."""
+    """1 bit a number and two means a column, with error feedback."""
 
     name: ClassVar[str] = "one-bit"
     remembers: ClassVar[bool] = True
@@ -50,14 +50,14 @@ class OneBit(Compression):
 
 
 def columns_of(shape: torch.Size) -> tuple[int, int]:
-    """(columns, length of each) of a tensor of this shape."""
+    """Return (number of columns, length of each) of a tensor of this shape."""
     if len(shape) < 2 or shape.numel() == 0:
         return (1, shape.numel()) if shape.numel() else (0, 0)
     return shape[0], shape.numel() // shape[0]
 
 
 class OneBitCodec:
-    """Payload: each column's mean of what is at least 0; then of the others; then its signs."""
+    """Codec with the payload: columns' means of numbers ≥ 0; means of the others; signs."""
 
     def __init__(self, bucket: Bucket) -> None:
         self.bucket = bucket
@@ -67,7 +67,7 @@ class OneBitCodec:
         self.nbytes = self.split + sign_bytes(self.columns)
 
     def _means(self, payload: Tensor) -> tuple[Tensor, Tensor]:
-        """The means in a payload, as views: those of what is at least 0, those of the others."""
+        """Return views of the means in a payload: of the numbers ≥ 0, and of the others."""
         upper, lower = numbers(payload[: self.split], self.bucket.work).view(2, self.count)
         return upper, lower
 
@@ -91,8 +91,7 @@ class OneBitCodec:
 
     def add(self, payload: Tensor, into: Tensor, sign: int) -> None:
         upper, lower = self._means(payload)
-        # One where the number is at least 0: it chooses the upper mean, and its complement the
-        # lower.
+        # 1 if the number is at least 0: it selects the upper mean, and its complement the lower.
         table = bits_table(0.0, 1.0, into.dtype, into.device)
         for which, matrix, signs in in_columns(self.columns, into, payload[self.split :]):
             ones = unpack_signs(signs, matrix.shape[1], table)
@@ -103,4 +102,4 @@ class OneBitCodec:
         return bool(numbers(payload[: self.split], self.bucket.work).isfinite().all())
 
     def check(self, payload: Tensor) -> None:
-        """Any bits are signs."""
+        """Accept any bytes, since all are signs."""

@@ -1,9 +1,7 @@
-"""PowerSGD: a gradient travels as a matrix of low rank, found by one step of a power iteration.
+"""PowerSGD: a gradient travels as a matrix of low rank, found by a step of a power iteration.
 
-All ranks make that step together.
-
-For each weight, as a matrix M_w (n, m) of n = its first dimension on rank w, with the same Q (m, r)
-on all ranks:
+All ranks make that step together. For each weight, as a matrix M_w (n, m) of n = its first
+dimension on rank w, with the same Q (m, r) on all ranks:
 
     M_w = g_w + e_w                        error feedback
     P = Σ_w M_w Q, orthonormalised         all-reduced
@@ -12,17 +10,18 @@ on all ranks:
     e_w = M_w - P Q'ᵀ / N
 
 M_w Q and M_wᵀ P are linear in M_w, so sums of factors are the factors of the sum, and an all-reduce
-carries them. The first Q is normal, a function of the seed; each is orthonormalised before it is
-used, so that gradients of a rank lower than r, and the first ones that are not, find the whole
-space. With r = min(n, m) the sum is exact.
+computes them. The first Q is normal, a function of the seed. Each Q is orthonormalised before use,
+so that gradients of a rank lower than r, and later gradients of full rank, span the whole space.
+With r = min(n, m) the sum is exact.
 
-Compressed are weights of at least two dimensions for which r(n+m)·min_compression < n·m; the rest
-travels as it is with the factors P. With `start_after`, so many first calls are not compressed (the
-authors' library waits for 100). What is not finite makes its matrix NaN on arrival. P and Q' have
-the same bits on all ranks; so have the sums, where the ranks' processors and libraries are alike,
-for each rank orthonormalises and multiplies by itself.
+Weights of at least two dimensions with r(n+m)·min_compression < n·m are compressed; the rest
+travels uncompressed with the factors P. With `start_after`, so many first calls are not compressed
+(the authors' library waits for 100). A number that is not finite makes its matrix NaN at the
+receivers. P and Q' have the same bits on all ranks. The sums do too if the ranks' processors and
+libraries are equal, because each rank orthonormalises and multiplies by itself.
 
-Cost: two all-reduces, of Σ r·n + the rest, and of Σ r·m elements; halves travel as float32.
+Cost: two all-reduces, of Σ r·n + the rest, and of Σ r·m elements; half-precision numbers travel as
+float32.
 
 Source: T. Vogels, S. P. Karimireddy, M. Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression
 for Distributed Optimization", NeurIPS 2019, and the authors' library.
@@ -51,9 +50,9 @@ from dure.randomness.seeds import generator
 class PowerSGD(Compression):
     """Low rank, with error feedback.
 
-    rank: of the approximation. min_compression: how many times smaller a matrix has to become to be
-    compressed; 0 compresses all. start_after: calls before the first compressed one. Raises
-    ValueError for negative ones.
+    rank: rank of the approximation. min_compression: minimum ratio of sizes for a matrix to be
+    compressed; 0 compresses all. start_after: calls before the first compressed call. Raises
+    ValueError for negative values and for rank 0.
     """
 
     name: ClassVar[str] = "power-sgd"
@@ -96,7 +95,7 @@ class PowerSGD(Compression):
 
 
 class Matrix(NamedTuple):
-    """A tensor that is compressed: which one, its start in the vector, rows, columns, rank."""
+    """Compressed tensor: its index, its start in the vector, rows, columns, rank."""
 
     tensor: int
     start: int
@@ -109,7 +108,7 @@ class Matrix(NamedTuple):
 
 
 def matrices_of(bucket: Bucket, settings: PowerSGD, call: int | None) -> list[Matrix]:
-    """What is compressed in this call; None is a later one."""
+    """Return the matrices compressed in this call; None is a later call."""
     if call is not None and call < settings.start_after:
         return []
     matrices = []
@@ -127,7 +126,7 @@ def matrices_of(bucket: Bucket, settings: PowerSGD, call: int | None) -> list[Ma
 
 
 def message_lengths(bucket: Bucket, matrices: Sequence[Matrix]) -> tuple[int, int]:
-    """Elements of the two messages."""
+    """Return the elements of the two messages."""
     rest = bucket.n - sum(matrix.n * matrix.m for matrix in matrices)
     return rest + sum(matrix.r * matrix.n for matrix in matrices), sum(
         matrix.r * matrix.m for matrix in matrices
@@ -135,16 +134,16 @@ def message_lengths(bucket: Bucket, matrices: Sequence[Matrix]) -> tuple[int, in
 
 
 def rest_of(bucket: Bucket, matrices: Sequence[Matrix]) -> list[slice]:
-    """The parts of the vector between the matrices."""
+    """Return the parts of the vector between the matrices."""
     ends = [0, *(matrix.start + matrix.n * matrix.m for matrix in matrices)]
     starts = [*(matrix.start for matrix in matrices), bucket.n]
     return [slice(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
 
 
 def orthonormal(factor: Tensor) -> Tensor:
-    """Orthonormal rows, as many, whose span contains that of the factor's.
+    """Return as many orthonormal rows, whose span contains the span of the factor's rows.
 
-    factor: (r, n), r ≤ n, of whatever rank.
+    factor: (r, n), r ≤ n, of any rank.
     """
     # QR by Householder reflections: Q is orthonormal even where columns depend on each other.
     rows: Tensor = torch.linalg.qr(factor.t()).Q.t().contiguous()
@@ -152,17 +151,17 @@ def orthonormal(factor: Tensor) -> Tensor:
 
 
 def factors_in(message: Tensor, shapes: Sequence[tuple[int, int]]) -> list[Tensor]:
-    """The beginning of a message as matrices of these shapes."""
+    """Return the beginning of a message as matrices of these shapes."""
     lengths = [rows * columns for rows, columns in shapes]
     pieces = torch.split(message[: sum(lengths)], lengths)
     return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
 
 class PowerSGDCompressor:
-    """The factors of one bucket's matrices, and what they have left over.
+    """Factors of a bucket's matrices, and their errors.
 
-    Factors are kept and sent transposed, (r, n) and (r, m): BLAS is up to 25 times faster with few
-    long rows than with few long columns.
+    Factors are stored and sent transposed, (r, n) and (r, m): BLAS is up to 25 times faster with
+    few long rows than with few long columns.
     """
 
     def __init__(self, bucket: Bucket, settings: PowerSGD, seed: int) -> None:
@@ -174,7 +173,7 @@ class PowerSGDCompressor:
         self.calls = 0
         self.factors: list[Tensor] = []
         for matrix in self.matrices:
-            # On the CPU, and then moved: the same numbers whatever the device.
+            # Drawn on the CPU, then moved: the same numbers on every device.
             random = generator(seed, "power-sgd", matrix.tensor)
             factor = torch.randn(matrix.r, matrix.m, generator=random, dtype=bucket.work)
             self.factors.append(factor.to(bucket.device))
@@ -197,7 +196,7 @@ class PowerSGDCompressor:
         self.bucket.give_back(vector, tensors)
 
     def _all_reduce_factors(self, vector: Tensor, group: Group, algorithm: Algorithm) -> None:
-        """Replaces the vector by the approximation of its sum."""
+        """Replace the vector by the approximation of its sum."""
         # The first message: the factors P, and after them all that is not compressed. `lefts`,
         # `rest` and `rights` are views of the messages, so an all-reduce fills them.
         corrected = self.feedback.corrected(vector)
@@ -211,7 +210,7 @@ class PowerSGDCompressor:
 
         for matrix, factor, left in zip(self.matrices, self.factors, lefts, strict=True):
             torch.mm(orthonormal(factor), matrix.of(corrected).t(), out=left)
-        # What is not compressed leaves no error behind, so nothing has to be added to it.
+        # Uncompressed parts have no error, so no correction is added.
         for part, piece in zip(self.rest, rest, strict=True):
             piece.copy_(vector[part])
         all_reduce(first, group, algorithm)
@@ -223,14 +222,15 @@ class PowerSGDCompressor:
         all_reduce(second, group, algorithm)
 
         for matrix, basis, right in zip(self.matrices, bases, rights, strict=True):
-            # The sum goes where the gradient was; its N-th part is what this rank has sent, and
-            # what is left of `corrected` is the error.
+            # The sum replaces the gradient. An N-th of the sum counts as sent by this rank, and the
+            # remainder of `corrected` is the error.
             torch.mm(basis.t(), right, out=matrix.of(vector))
             matrix.of(corrected).sub_(matrix.of(vector), alpha=1 / group.size)
         for part, piece in zip(self.rest, rest, strict=True):
             vector[part].copy_(piece)
             corrected[part].zero_()
-        # The same on all ranks: one overflow must not spoil the factors and errors of later calls.
+        # The same decision on all ranks: an overflow must not spoil factors and errors of later
+        # calls.
         if bool(second.isfinite().all()):
             self.factors = [right.clone() for right in rights]
             self.feedback.keep()
@@ -244,7 +244,7 @@ class PowerSGDCompressor:
 
     @torch.no_grad()
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a `state`. Raises ValueError if its shapes are others."""
+        """Continue from a `state`. Raises ValueError if its shapes differ."""
         error = state.get("error")
         factors = state.get("factors", [])
         known = [factor.shape for factor in self.factors]

@@ -1,19 +1,18 @@
 """QSGD: numbers are rounded at random to one of 2s+1 levels, without bias.
 
-The mean of what arrives is what was sent.
-
-For a bucket v of numbers, with a random choice of its own for each number:
+The expectation of the received vector is the sent vector. For a bucket v of numbers, with an
+independent random choice for each number:
 
     Q(v)_i = ‖v‖ · sign(v_i) · l_i / s
     l_i = ⌊x⌋ + 1 with probability x - ⌊x⌋, else ⌊x⌋;  x = s |v_i| / ‖v‖
 
 E[Q(v)] = v, E‖Q(v) - v‖² ≤ min(n/s², √n/s) ‖v‖² and at most s(s + √n) numbers of a bucket of n are
-expected to be other than 0. A bucket of zeros is sent as zeros, one with a number that is not
-finite as NaN. Nothing is remembered.
+nonzero in expectation. A bucket of zeros is sent as zeros; a bucket with a number that is not
+finite is sent as NaN. No state.
 
-Cost: b = ⌈log2(2s+1)⌉ bits a number side by side, and the norm of each bucket, 4 bytes (8 in
-float64): ⌈n·b/8⌉ + 4⌈n/bucket⌉ bytes to each of N-1 others. (The paper's Elias code is shorter
-where most levels are 0, and varies.) Random numbers are a function of (seed, call, rank).
+Cost: b = ⌈log2(2s+1)⌉ bits a number without gaps, and the norm of each bucket, 4 bytes (8 in
+float64): ⌈n·b/8⌉ + 4⌈n/bucket⌉ bytes to each of N-1 others. (The paper's Elias code is shorter if
+most levels are 0, and varies.) Random numbers are a function of (seed, call, rank).
 
 Source: D. Alistarh et al., "QSGD: Communication-Efficient SGD via Gradient Quantization and
 Encoding", NeurIPS 2017.
@@ -42,7 +41,7 @@ class QSGD(Compression):
     """Random rounding to `levels` on each side of 0, relative to the norm of each `bucket`.
 
     levels: 1 are 2 bits a number, 7 are 4 bits, 127 are 8 bits; at most 32767. bucket: a multiple
-    of 8; short ones are more exact. Raises ValueError for others.
+    of 8; short buckets are more exact. Raises ValueError for other values.
     """
 
     name: ClassVar[str] = "qsgd"
@@ -65,7 +64,10 @@ class QSGD(Compression):
 
 
 class QSGDCodec:
-    """Payload: the norm of each bucket in the work dtype; then levels plus s, of b bits."""
+    """Codec with the payload: each bucket's norm in the work dtype; then levels plus s.
+
+    Each level takes b bits.
+    """
 
     def __init__(self, bucket: Bucket, settings: QSGD) -> None:
         self.bucket = bucket
@@ -81,13 +83,13 @@ class QSGDCodec:
         self.nbytes = self.split + packed_bytes(bucket.n, self.bits)
 
     def _blocks(self) -> Iterator[tuple[int, int, slice]]:
-        """Where pieces begin and end, and which buckets they are: whole ones, but for the last."""
+        """Yield (start, end, buckets) of the pieces: whole buckets, except at the end."""
         for start in range(0, self.bucket.n, self.step):
             end = min(start + self.step, self.bucket.n)
             yield start, end, slice(start // self.length, -(-end // self.length))
 
     def _rows(self, piece: Tensor) -> Tensor:
-        """A piece with one bucket a row, the last one filled up with zeros."""
+        """Return a piece with a bucket a row, the last row padded with zeros."""
         rest = -len(piece) % self.length
         return (pad(piece, (0, rest)) if rest else piece).view(-1, self.length)
 
@@ -100,8 +102,8 @@ class QSGDCodec:
         norms[: whole // self.length] = norms_of(vector[:whole].view(-1, self.length))
         if whole < len(vector):
             norms[-1:] = norms_of(vector[None, whole:])
-        # A bucket of zeros would be divided by 0: any unit but 0 gives zeros. NaN fails the
-        # comparison too, and makes levels that do not matter, since its norm is NaN on arrival.
+        # Avoids 0/0 for a bucket of zeros: any nonzero unit gives zeros. NaN fails the comparison
+        # too; its levels do not matter, since the norm is NaN at the receiver.
         units = torch.where(norms > 0, norms, 1) / self.levels
         for start, end, buckets in self._blocks():
             rows = self._rows(vector[start:end])
@@ -109,14 +111,13 @@ class QSGDCodec:
                 : end - start
             ]
             # x + u, with u in [0, 1), rounds down to the upper level with probability x - ⌊x⌋. The
-            # 1 that the noise has too many is taken off again together with the shift to levels
-            # from 0.
+            # noise is in [1, 2), so the shift to levels from 0 is by s - 1 instead of s.
             exact.add_(noise.from_1_to_2(end - start)).floor_().add_(self.levels - 1)
             codes = exact.to(torch.int32).clamp_(0, 2 * self.levels).to(self.code)
             pack(codes, self.bits, levels[start * self.bits // 8 : packed_bytes(end, self.bits)])
 
     def _codes(self, payload: Tensor, start: int, end: int) -> Tensor:
-        """The levels plus s of the numbers from `start` to `end`."""
+        """Return the levels plus s of the numbers from `start` to `end`."""
         levels = payload[self.split :]
         return unpack(
             levels[start * self.bits // 8 : packed_bytes(end, self.bits)], self.bits, end - start
@@ -142,10 +143,10 @@ class QSGDCodec:
 
 
 def norms_of(rows: Tensor) -> Tensor:
-    """The 2-norm of each row; NaN where it is not finite. Squares neither overflow nor vanish."""
+    """Return the 2-norm of each row; NaN if not finite. Squares neither overflow nor underflow."""
     norms: Tensor = torch.linalg.vector_norm(rows, dim=1)
-    # Between these bounds no square that counts has overflowed or vanished. Other rows are divided
-    # by their largest number first.
+    # Between these bounds no significant square overflows or underflows. Other rows are divided by
+    # their largest number first.
     safe = torch.finfo(rows.dtype).tiny ** 0.25
     unsafe = ~((norms > safe) & (norms < 1 / safe))
     if bool(unsafe.any()):
@@ -177,7 +178,7 @@ class Noise:
             self.generator = torch.Generator(device).manual_seed(seed)
 
     def from_1_to_2(self, count: int) -> Tensor:
-        """The next `count` of them."""
+        """Return the next `count` numbers."""
         if self.device.type != "cpu":
             bits = torch.empty(count, dtype=self.bits, device=self.device).random_(
                 generator=self.generator

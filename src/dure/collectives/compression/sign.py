@@ -1,10 +1,10 @@
-"""Signs with error feedback: only signs travel, and of each tensor the mean magnitude.
+"""Signs with error feedback: only signs travel, with the mean magnitude of each tensor.
 
     p = g + e;  sent = ‖p‖₁/d · sgn(p) for a tensor of d numbers, sgn(0) = 1;  e = p - sent
 
-Contraction: ‖sent - p‖² = (1 - ‖p‖₁² / (d ‖p‖²)) ‖p‖² for each tensor. The sign alone, without the
-error kept, is known not to converge. A tensor with a number that is not finite is not finite on
-arrival.
+Contraction: ‖sent - p‖² = (1 - ‖p‖₁² / (d ‖p‖²)) ‖p‖² for each tensor. The sign alone, without
+error feedback, is known not to converge. A tensor with a number that is not finite is not finite at
+the receiver.
 
 Cost: ⌈d/8⌉ + 4 bytes a tensor (+ 8 in float64), to each of N-1 others.
 
@@ -36,7 +36,7 @@ from dure.collectives.compression.packing import (
 
 @dataclass(frozen=True)
 class Sign(Compression):
-    """One bit a number and one mean magnitude a tensor, with error feedback."""
+    """1 bit a number and a mean magnitude a tensor, with error feedback."""
 
     name: ClassVar[str] = "sign"
     remembers: ClassVar[bool] = True
@@ -46,7 +46,7 @@ class Sign(Compression):
 
 
 class SignCodec:
-    """Payload: the mean magnitude of each tensor; then the signs of each."""
+    """Codec with the payload: the mean magnitude of each tensor; then the signs of each."""
 
     def __init__(self, bucket: Bucket) -> None:
         self.bucket = bucket

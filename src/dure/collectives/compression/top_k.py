@@ -1,18 +1,19 @@
-"""Top-k: the k numbers of largest magnitude travel, with their places; what stays is kept.
+"""Top-k: the k numbers of largest magnitude travel, with their places; the rest is kept.
 
     p = g + e                     error feedback
     sent = the k largest |p|      e = p - sent, which is 0 at the places that were sent
 
 k is the ratio of the bucket's n numbers, rounded up: of all its tensors together, not of each. Of
-numbers that are equally large the first ones are sent. NaN counts as larger than infinity, so what
-is not finite is sent first.
+equally large numbers the first are sent. NaN counts as larger than infinity, so numbers that are
+not finite are sent first.
 
-Cost: a rank sends k numbers and k places of 4 bytes to N-1 others: 8k(N-1) bytes in float32 (halves
-travel as float32). The contraction ‖e‖² ≤ (1 - k/n) ‖p‖² is what makes it converge.
+Cost: a rank sends k numbers and k places of 4 bytes to N-1 others: 8k(N-1) bytes in float32
+(half-precision numbers travel as float32). Convergence follows from the contraction ‖e‖² ≤ (1 -
+k/n) ‖p‖².
 
-The largest are found without sorting: the threshold is guessed from a sample, what lies above the
-guess is collected in one pass, and the k largest of those are exact, or the guess is repeated with
-all numbers.
+The largest numbers are found without sorting: a sample gives an estimate of the threshold, a single
+pass collects the numbers above the estimate, and the k largest of them are exact. If fewer than k
+are above, all numbers are searched.
 
 Sources: D. Alistarh et al., "The Convergence of Sparsified Gradient Methods", NeurIPS 2018; S.
 Stich, J.-B. Cordonnier, M. Jaggi, "Sparsified SGD with Memory", NeurIPS 2018.
@@ -35,8 +36,7 @@ from dure.collectives.compression.gathered import Codec
 from dure.collectives.compression.packing import numbers
 
 SAMPLE = 1 << 14
-"""Numbers that the threshold is guessed from; buckets shorter than 8 times as many are searched
-whole."""
+"""Size of the sample for the threshold; buckets below 8 times this size are searched completely."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,10 @@ class TopK(Compression):
 
 
 class TopKCodec:
-    """Payload: the k numbers in the work dtype, by place; then the places, int32, ascending."""
+    """Codec with the payload: the k numbers in the work dtype, by place; then the places.
+
+    Places are int32 and ascending.
+    """
 
     def __init__(self, bucket: Bucket, ratio: float) -> None:
         if bucket.n >= 2**31:
@@ -79,7 +82,7 @@ class TopKCodec:
         numbers(payload[self.split :], torch.int32).copy_(places)
 
     def _largest(self, vector: Tensor) -> Tensor:
-        """The places of the k largest numbers, ascending, int64."""
+        """Return the places of the k largest numbers, ascending, int64."""
         # All of them: nothing to search.
         if self.k == self.bucket.n:
             return torch.arange(self.k, device=vector.device)
@@ -90,9 +93,9 @@ class TopKCodec:
         return torch.from_numpy(places[first_largest(magnitudes[places], self.k)])
 
     def _bits(self, vector: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """The numbers' magnitudes as whole numbers, of the same order.
+        """Return the numbers' magnitudes as integers of the same order.
 
-        Infinity and NaN come at the end.
+        Infinity and NaN come last.
         """
         # Without its sign bit an IEEE number is ordered as the whole number of the same bits. The
         # array is kept from call to call: a new one would be faulted in page by page.
@@ -103,18 +106,18 @@ class TopKCodec:
         return self._magnitudes
 
     def _candidates(self, magnitudes: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """Ascending places that hold the k largest and few others.
+        """Return ascending places that contain the k largest numbers and few others.
 
-        Those are the ones above a guess, or else all.
+        These are the places above the estimated threshold, or all places.
         """
         n = len(magnitudes)
         k = self.k
         if n >= 8 * SAMPLE and 4 * k <= n:
-            # The seed is n alone: which numbers are looked at changes the time, never the result.
+            # The seed is n alone: the choice of the sample changes the time, never the result.
             sample = magnitudes[np.random.Generator(np.random.PCG64(n)).integers(0, n, SAMPLE)]
             expected = k / n * SAMPLE
-            # About `expected` numbers of the sample are among the k largest, give or take its root;
-            # four deviations on the safe side, the guess is hardly ever too high.
+            # About `expected` numbers of the sample are among the k largest, with a deviation of
+            # its root; with a margin of four deviations the estimate is almost never too high.
             rank = SAMPLE - 1 - math.ceil(expected + 4 * math.sqrt(expected) + 4)
             places = np.flatnonzero(magnitudes >= np.partition(sample, rank)[rank])
             if len(places) >= k:
@@ -122,7 +125,7 @@ class TopKCodec:
         return np.arange(n)
 
     def add(self, payload: Tensor, into: Tensor, sign: int) -> None:
-        # Places are different ones, so the order of additions does not matter for the bits.
+        # The places are distinct, so the order of additions does not change the bits.
         values, places = self._parts(payload)
         into.index_add_(0, places, values, alpha=sign)
 
@@ -135,7 +138,7 @@ class TopKCodec:
         return bool(self._parts(payload)[0].isfinite().all())
 
     def check(self, payload: Tensor) -> None:
-        # Ascending places are different ones, so first and last tell the range of all.
+        # The places have to be ascending, so the first and the last bound all of them.
         places = self._parts(payload)[1]
         if self.k and (
             int(places[0]) < 0
@@ -146,7 +149,7 @@ class TopKCodec:
 
 
 def first_largest(magnitudes: np.ndarray[Any, Any], k: int) -> np.ndarray[Any, Any]:
-    """Which numbers are the k largest, the first ones where they are equal: bool."""
+    """Return a bool mask of the k largest numbers, the first of equal numbers."""
     # All above the k-th largest, and of those equal to it as many as are missing, from the front.
     least = np.partition(magnitudes, len(magnitudes) - k)[len(magnitudes) - k]
     chosen: np.ndarray[Any, Any] = magnitudes > least

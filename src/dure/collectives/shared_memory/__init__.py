@@ -3,24 +3,24 @@
     import dure
     torch.distributed.init_process_group("dure")
 
-What travels within a host is read where its owner wrote it, or passes through a cache-sized stage;
-nothing goes through sockets. `empty_shared` gives tensors that are reduced in place.
+Data within a host is read in the sender's memory, or passes through a cache-sized stage; no data
+passes through sockets. `empty_shared` allocates tensors that are reduced in place.
 
-    calls       what a rank asks for, and what is wrong with it
+    calls       requests of a rank, and their errors
     pool        shared memory for tensors
-    meeting     how ranks find each other and come to share memory
-    host        what ranks of a host know of each other; who is lost
+    meeting     rendezvous of ranks, and setup of shared memory
+    host        ranks of a host: state, progress, lost ranks
     native      the C core (`core/`), portable the same in torch
     mailbox     sends and receives
-    work        handles of calls, and the order they run in
-    moves       torch's collectives in terms of what ranks can do
-    begun       calls that are ended later
-    leaving     how a process leaves its groups
-    transport   what the groups of dure ask
+    work        handles of calls, and their order
+    moves       torch's collectives in terms of the core's operations
+    begun       calls that are completed later
+    leaving     shutdown of a process's groups
+    transport   interface for dure's groups
     sparse      sums of sparse tensors
     torch_calls, device_backend, torch_doors
-                forms of calls, the profiler, and what else of torch asks by the name of gloo
-    backend     what torch.distributed sees
+                forms of calls, the profiler, and other functions of torch that require gloo by name
+    backend     interface for torch.distributed
 """
 
 from dure.collectives.shared_memory.backend import Options, SharedMemoryGroup

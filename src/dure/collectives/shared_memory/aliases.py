@@ -1,8 +1,8 @@
-"""Arguments of a call that share memory: what is written twice is refused, what is read is kept.
+"""Arguments of a call that share memory: overlapping outputs are refused, inputs are copied.
 
-Other ranks read what this one gives while it writes what it gets. A place that is both would give
-them what it was or what it is, whichever came first; so there a copy takes part in the call. The
-one exception is a rank's own part, which no other rank reads, in its own place.
+Other ranks read this rank's input while the rank writes its output. If both share memory, the other
+ranks would read old or new values, depending on timing; so a copy of the input takes part in the
+call. The exception is a rank's own part in its own position, which no other rank reads.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dure.tensors.overlap import any_overlap, is_same, overlap, overlaps_itself
 
 
 def check_writable(tensor: Tensor) -> None:
-    """Raises ValueError for a tensor of which several elements lie in one place."""
+    """Raise CallError for a tensor with several elements at the same address."""
     if not tensor.is_contiguous() and overlaps_itself(tensor):
         raise CallError(
             "an expanded tensor cannot take the result, its elements lie in one place; clone() it "
@@ -25,7 +25,7 @@ def check_writable(tensor: Tensor) -> None:
 
 
 def check_outputs(outputs: Sequence[Tensor]) -> None:
-    """Raises ValueError if the outputs of a call have any element in one place."""
+    """Raise CallError if the outputs of a call share an element."""
     if _row(outputs) is not None:
         return
     for output in outputs:
@@ -38,7 +38,7 @@ def check_outputs(outputs: Sequence[Tensor]) -> None:
 
 
 def check_apart(tensors: Sequence[Tensor]) -> None:
-    """Raises CallError for tensors that lie in each other, unless they are the very same."""
+    """Raise CallError for tensors that overlap, unless they are identical."""
     different = [
         tensor
         for index, tensor in enumerate(tensors)
@@ -48,9 +48,9 @@ def check_apart(tensors: Sequence[Tensor]) -> None:
 
 
 def check_own_place(part: Tensor, whole: Tensor, rank: int) -> None:
-    """Raises ValueError for a part that lies in `whole`, one block a rank, but not as this rank's.
+    """Raise CallError for a part that overlaps `whole` elsewhere than in this rank's block.
 
-    Both are contiguous.
+    `whole` has a block for each rank. Both are contiguous.
     """
     if overlap(part, whole) and part.data_ptr() != whole.data_ptr() + rank * part.nbytes:
         raise CallError(
@@ -60,9 +60,9 @@ def check_own_place(part: Tensor, whole: Tensor, rank: int) -> None:
 
 
 def meets(tensor: Tensor, others: Sequence[Tensor], own: int | None = None) -> bool:
-    """Whether a tensor has an element in the place of another's.
+    """Return whether a tensor shares an element with any of the others.
 
-    own: which of the others is this rank's own part, and may be the very same tensor.
+    own: index of this rank's own part in the others, which may be the same tensor.
     """
     row = _row(others)
     if not others or _beside(_row((tensor,)), row):
@@ -77,7 +77,7 @@ def meets(tensor: Tensor, others: Sequence[Tensor], own: int | None = None) -> b
 
 
 def kept(sources: Sequence[Tensor], outputs: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The sources; copies, if one of them has an element in the place of an output's."""
+    """Return the sources, or copies of all if any source shares an element with an output."""
     if _beside(_row(sources), _row(outputs)):
         return sources
     if any(meets(source, outputs) for source in sources):
@@ -86,13 +86,13 @@ def kept(sources: Sequence[Tensor], outputs: Sequence[Tensor]) -> Sequence[Tenso
 
 
 _Range = tuple[int, int]
-"""Addresses, from the first to the one after the last."""
+"""Addresses [begin, end)."""
 
 
 def _row(tensors: Sequence[Tensor]) -> _Range | None:
-    """Where contiguous tensors lie, if they lie one after another; else None.
+    """Return the address range of contiguous tensors in ascending order; None for other tensors.
 
-    That is the quick way for one tensor, and for parts of one buffer.
+    The fast path for a single tensor, and for parts of a buffer.
     """
     begin = end = tensors[0].data_ptr() if tensors else 0
     for tensor in tensors:
@@ -104,5 +104,5 @@ def _row(tensors: Sequence[Tensor]) -> _Range | None:
 
 
 def _beside(one: _Range | None, other: _Range | None) -> bool:
-    """Whether two ranges are known to be apart."""
+    """Return whether two ranges are known to be disjoint."""
     return one is not None and other is not None and (one[1] <= other[0] or one[0] >= other[1])

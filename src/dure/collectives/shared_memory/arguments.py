@@ -1,4 +1,4 @@
-"""Tensors as the backend's calls take them: what is refused, and parts laid end to end."""
+"""Arguments of the backend's calls: checks, and parts laid out consecutively."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from dure.errors import CallError
 
 
 def single(values: list[Any]) -> Any:
-    """The one value of a list. torch's calls have lists for processes with several devices."""
+    """Return the only value of a list.
+
+    torch's calls take lists for processes with several devices.
+    """
     if len(values) != 1:
         raise CallError(
             f"this call takes a single tensor, or list, of each rank, not {len(values)}"
@@ -25,20 +28,20 @@ def single(values: list[Any]) -> Any:
 
 
 def some(name: str, tensors: Sequence[Any]) -> None:
-    """Raises CallError for an empty list."""
+    """Raise CallError for an empty list."""
     if not tensors:
         raise CallError(f"{name} requires non-empty tensor lists, and this one has no tensors")
 
 
 def root_of(opts: Any, size: int) -> int:
-    """The root that the options of a call name. Raises CallError if it is no rank."""
+    """Return the root in the options of a call. Raises CallError if it is not a rank."""
     root: int = opts.rootRank if opts is not None else 0
     check_root(root, size)
     return root
 
 
 def check_alike(name: str, tensors: Sequence[Tensor]) -> None:
-    """Raises CallError unless the tensors that one rank gives to a call are of one form."""
+    """Raise CallError unless a rank's tensors for a call have the same shape and dtype."""
     first = tensors[0]
     for tensor in tensors[1:]:
         if tensor.dtype != first.dtype or tensor.shape != first.shape:
@@ -49,7 +52,7 @@ def check_alike(name: str, tensors: Sequence[Tensor]) -> None:
 
 
 def check_pairs(name: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-    """Raises CallError unless there are as many outputs as inputs, and at least one."""
+    """Raise CallError unless there are as many outputs as inputs, and at least one."""
     some(name, inputs)
     if len(outputs) != len(inputs):
         raise CallError(
@@ -58,7 +61,7 @@ def check_pairs(name: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) 
 
 
 def check_like(tensor: Tensor, other: Tensor) -> None:
-    """Raises ValueError unless the tensor can be carried, and has the other's dtype."""
+    """Raise CallError unless the tensor is dense, on the CPU, and has the other's dtype."""
     check_tensor(tensor)
     if tensor.dtype != other.dtype:
         raise CallError(
@@ -67,7 +70,7 @@ def check_like(tensor: Tensor, other: Tensor) -> None:
 
 
 def reducible(tensor: Tensor, op: int) -> Tensor:
-    """The tensor as it is reduced. Raises ValueError if the operation makes no sense for it."""
+    """Return the tensor in the form for reduction. Raises ValueError for an invalid operation."""
     check_tensor(tensor)
     # The sum of complex numbers is that of their parts; a product, or an order, is not.
     if tensor.is_complex() and op in (SUM, AVG):
@@ -77,13 +80,13 @@ def reducible(tensor: Tensor, op: int) -> Tensor:
 
 
 def unequal(sizes: Sequence[int]) -> int:
-    """A hash of sizes that are not all the same, which all ranks must agree on; else 0."""
+    """Return a hash of sizes that are not all equal, which all ranks must agree on; else 0."""
     # crc32 because Python's own hash differs between processes; 1 more, so that it is never 0.
     return 1 + zlib.crc32(repr(tuple(sizes)).encode()) if len(set(sizes)) > 1 else 0
 
 
 def dense_like(tensor: Tensor) -> Tensor:
-    """The tensor itself if it is contiguous, else room for its values."""
+    """Return the tensor itself if it is contiguous, else an empty contiguous tensor like it."""
     return (
         tensor
         if tensor.is_contiguous()
@@ -98,20 +101,20 @@ def copy_back(dense: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
 
 
 def offers(parts: Sequence[Tensor]) -> list[tuple[int, int]]:
-    """Where each part lies in the bytes of all of them, one after another."""
+    """Return (offset, length) in bytes of each part in their concatenation."""
     ends = accumulate(part.nbytes for part in parts)
     return [(end - part.nbytes, part.nbytes) for end, part in zip(ends, parts, strict=True)]
 
 
 def split(tensor: Tensor, splits: list[int], size: int) -> list[Tensor]:
-    """Parts along the first dimension: of these lengths, or `size` of them if there are none."""
+    """Return parts along the first dimension: of these lengths, or `size` parts."""
     if splits:
         return list(torch.split(tensor, splits))
     return list(tensor.tensor_split(size)) if tensor.dim() else [tensor] * size
 
 
 def check_scattered(output: Tensor, source: Tensor, ranks: int) -> None:
-    """Raises ValueError unless `source` is as long as one `output` for each rank."""
+    """Raise CallError unless `source` has `ranks` times as many elements as `output`."""
     _check_dtypes("reduce_scatter", output, source)
     if source.numel() != output.numel() * ranks:
         raise CallError(
@@ -121,9 +124,9 @@ def check_scattered(output: Tensor, source: Tensor, ranks: int) -> None:
 
 
 def own_block(own: Sequence[Tensor], output: Tensor, op: int) -> list[Tensor]:
-    """These parts of a block like `output`, as they are reduced.
+    """Return the parts of a block like `output`, in the form for reduction.
 
-    Raises ValueError unless they are contiguous and together as long, or there is none.
+    Raises CallError unless they are contiguous and together as long as `output`, or absent.
     """
     parts = [reducible(part, op) for part in own]
     dtype = output.dtype
@@ -142,7 +145,7 @@ def own_block(own: Sequence[Tensor], output: Tensor, op: int) -> list[Tensor]:
 
 
 def check_gathered(output: Tensor, source: Tensor, ranks: int) -> None:
-    """Raises ValueError unless `output` has room for one `source` of each rank."""
+    """Raise CallError unless `output` has `ranks` times as many elements as `source`."""
     _check_dtypes("all_gather", output, source)
     if output.numel() != source.numel() * ranks:
         raise CallError(

@@ -1,14 +1,14 @@
-"""The torch.distributed backend `dure`: a process group of CPU tensors over shared memory.
+"""torch.distributed backend `dure`: a process group of CPU tensors over shared memory.
 
-Within a host everything goes through `Host`; between hosts through gloo, or a connection of our own
-(`across`). Collectives run in the order of their issue: on the caller's thread when nothing is
-under way, else on the group's own. Sends and receives do not wait for collectives, nor these for
-them.
+Within a host all data pass through `Host`; between hosts through gloo, or dure's own connection
+(`across`). Collectives run in the order of their issue: on the caller's thread if no call is in
+progress, else on the group's thread. Sends and receives do not wait for collectives, nor the
+reverse.
 """
 
 # mypy: disable-error-code="override, assignment"
-# torch's stubs list conveniences for single tensors next to what c10d itself calls; the latter is
-# what is here.
+# torch's stubs list conveniences for single tensors beside the methods that c10d calls; only the
+# latter are here.
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ from dure.tensors.overlap import any_overlap, overlap
 
 @dataclass(frozen=True)
 class Options:
-    """What can be chosen for a group: pass it as `pg_options`.
+    """Options of a group: pass it as `pg_options`.
 
     core: "c" is the compiled core; "torch" does without; "auto" is C if it was built. A host uses C
     only if all of its ranks do.
@@ -76,7 +76,7 @@ class Options:
 
 
 def create(backend_options: Any, options: Options | None = None) -> SharedMemoryGroup:
-    """What torch.distributed calls to make a group; collective over its ranks."""
+    """Make a group: called by torch.distributed, collectively over the ranks."""
     size = backend_options.group_size
     names = list(backend_options.global_ranks_in_group) or list(range(size))
     return SharedMemoryGroup(
@@ -90,16 +90,15 @@ def create(backend_options: Any, options: Options | None = None) -> SharedMemory
 
 
 class SharedMemoryGroup(DeviceBackend, dist.ProcessGroup, Carried):
-    """A process group of the backend `dure`. Users get it from init_process_group and new_group.
+    """Process group of the backend `dure`. Users get it from init_process_group and new_group.
 
-    It is its own backend for the CPU.
+    It is its own backend for the CPU. Further members are: `all_reduce`, the fast path to a sum;
+    `monitored_barrier`; `begun`, the calls that are completed later; `transport`, for the groups of
+    `dure.collectives`.
 
-    What it has besides: `all_reduce`, the shortest way to a sum; `monitored_barrier`; `begun`, the
-    calls that are ended later; `transport`, for the groups of `dure.collectives`.
-
-    Every call checks that all ranks have called the same, raises MismatchError on all ranks if not,
-    and goes on working. A rank that dies, leaves, or does not come within the group's time-out
-    raises PeerLostError on all others, which ends the group.
+    Every call checks that all ranks make the same call, and raises MismatchError on all ranks if
+    not; the group remains usable. A rank that dies, leaves, or does not arrive within the group's
+    timeout raises PeerLostError on all others, which ends the group.
     """
 
     def __init__(
@@ -120,7 +119,7 @@ class SharedMemoryGroup(DeviceBackend, dist.ProcessGroup, Carried):
         self._process = os.getpid()  # a forked child must not end its parent's group
         self._group_name = ""
         self._description = ""
-        # Keys of an earlier group of the same ranks may still stand in the store.
+        # The store may still contain keys of an earlier group of the same ranks.
         store = PrefixStore(f"group {store.add(f'groups of {rank}', 1)}", store)
         self.hosts, self._host = meet(
             store=store,
@@ -137,10 +136,10 @@ class SharedMemoryGroup(DeviceBackend, dist.ProcessGroup, Carried):
         self._ranks: Collectives = self._across or self._host
         self._moves = Moves(self._ranks, rank, size)
         self._line = Line(f"dure group of {size}", self._host.failed)
-        # In place of the method, on this object: callers get the short way without a further call.
+        # Replaces the method on this object, so that callers get the fast path directly.
         if self._across is None:
             self.all_reduce = self._host.direct(self._line, self.all_reduce)
-        self._mailbox = Mailbox(self._host, NUMBER_OF)  # which goes on while a collective waits
+        self._mailbox = Mailbox(self._host, NUMBER_OF)  # makes progress while a collective waits
         self._here = next(host for host in self.hosts if rank in host)
         self.begun = BegunCalls(
             host=self._host,
@@ -175,7 +174,7 @@ class SharedMemoryGroup(DeviceBackend, dist.ProcessGroup, Carried):
     def name(self) -> str:
         return "dure"
 
-    # torch asks by several names, those of C++ and those of Python.
+    # torch uses several names, C++ and Python names.
     getRank = rank  # noqa: N815
     getSize = size  # noqa: N815
     getBackendName = name  # noqa: N815
@@ -203,7 +202,7 @@ class SharedMemoryGroup(DeviceBackend, dist.ProcessGroup, Carried):
 
     @property
     def timeout(self) -> timedelta:
-        """How long a rank waits for one that is alive but does not come."""
+        """Timeout for a rank that is alive but does not arrive."""
         return timedelta(seconds=self._host.timeout)
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -212,25 +211,25 @@ class SharedMemoryGroup(DeviceBackend, dist.ProcessGroup, Carried):
     _set_default_timeout = set_timeout
 
     def _get_sequence_number_for_group(self) -> int:
-        """How many collectives torch has asked for, the same on ranks that have asked for all."""
+        """Return the number of torch's collectives, equal on ranks that have made all of them."""
         return self._sequence
 
     def _set_sequence_number_for_group(self) -> None:
-        """Nothing to do: all ranks begin with 0."""
+        """Do nothing: all ranks begin with 0."""
 
     # Reductions.
 
     def all_reduce(self, tensor: Tensor, op: int = SUM) -> None:
-        """The reduction over all ranks, in place and at once; tensor: on the CPU, dense or sparse.
+        """Reduce over all ranks, in place and synchronously; tensor: on the CPU, dense or sparse.
 
-        op: a number of `calls.OPERATIONS`. This is what `allreduce` does, without torch's layers
-        around it.
+        op: a number of `calls.OPERATIONS`. The same as `allreduce`, without torch's layers around
+        it.
         """
         if tensor.layout is not torch.strided:
             self._line.now(self._prepared_all_reduce([tensor], op))
             return
-        # Without the questions that only several or sparse tensors raise: a sum of few numbers
-        # takes two microseconds.
+        # Skips the checks for several or sparse tensors: a sum of few numbers takes two
+        # microseconds.
         dense = reducible(tensor, op)
         check_writable(dense)
         self._line.now(lambda: self._moves.all_reduce(dense, op))
@@ -244,8 +243,8 @@ class SharedMemoryGroup(DeviceBackend, dist.ProcessGroup, Carried):
         op: Any = None,
         tensor: Tensor | None = None,
     ) -> Work:
-        # The common case, one tensor and a caller that waits, goes the short way. It is torch's own
-        # function that calls so, which knows no time-out of a single call.
+        # Fast path for the common case, a single tensor and a synchronous call. torch's own
+        # function calls in this way, without a timeout for the call.
         if (
             not getattr(opts, "asyncOp", True)
             and type(tensors) is list
@@ -268,7 +267,10 @@ class SharedMemoryGroup(DeviceBackend, dist.ProcessGroup, Carried):
         return self._issue(self._prepared_all_reduce(tensors, op), opts, tensors)
 
     def _prepared_all_reduce(self, tensors: Sequence[Tensor], op: int) -> Callable[[], None]:
-        """What reduces a tensor of each rank, or several tensors of each as those of more ranks."""
+        """Return a function that reduces a tensor of each rank, or several tensors of each.
+
+        Several tensors are reduced as if they were tensors of further ranks.
+        """
         if len(tensors) == 1 and not sparse.is_sparse(tensors[0]):
             tensor = reducible(tensors[0], op)
             check_writable(tensor)
@@ -284,7 +286,7 @@ class SharedMemoryGroup(DeviceBackend, dist.ProcessGroup, Carried):
         check_alike("all_reduce", tensors)
 
         def run() -> None:
-            # Wide where halves are rounded once, at the end. An average is divided there as well.
+            # float32 for half precision, which is rounded once, at the end, after the division.
             total = folded(tensors, SUM if op == AVG else op)
             self._moves.all_reduce(total, SUM if op == AVG else op)
             if op == AVG:
@@ -301,7 +303,7 @@ class SharedMemoryGroup(DeviceBackend, dist.ProcessGroup, Carried):
         tensors = [reducible(tensor, op) for tensor in tensors]
         for tensor in tensors:
             check_writable(tensor)
-        # Each is reduced as it was before the call, also where another one lies in its memory.
+        # Each tensor is reduced with its value before the call, even if tensors overlap.
         apart = len(tensors) == 1 or not any_overlap(tensors)
 
         def run() -> None:
@@ -324,7 +326,10 @@ class SharedMemoryGroup(DeviceBackend, dist.ProcessGroup, Carried):
     def _checked_blocks(
         self, output: Tensor, blocks: Sequence[Tensor], op: int
     ) -> tuple[Tensor, list[Tensor]]:
-        """The output and the blocks as they are reduced. Raises ValueError if they do not fit."""
+        """Return the output and the blocks in the form for reduction.
+
+        Raises CallError if they do not fit.
+        """
         output = reducible(output, op)
         check_writable(output)
         blocks = [reducible(block, op) for block in blocks]
@@ -389,7 +394,7 @@ class SharedMemoryGroup(DeviceBackend, dist.ProcessGroup, Carried):
             for output, source in zip(outputs, inputs, strict=True)
         ]
         check_outputs(outputs)
-        near = len(pairs) == 1 or any_overlap((*outputs, *inputs))  # quicker than each with each
+        near = len(pairs) == 1 or any_overlap((*outputs, *inputs))  # faster than all pairs
         aside = near and any(
             self._meets_block(output, source, like=other, may_be_own=other is output)
             for output, _ in pairs
@@ -405,13 +410,13 @@ class SharedMemoryGroup(DeviceBackend, dist.ProcessGroup, Carried):
         return self._issue(run, opts, outputs)
 
     def _blocks_of(self, whole: Tensor, like: Tensor) -> list[Tensor]:
-        """A contiguous tensor as one block for each rank, each as long as `like`."""
+        """Return a contiguous tensor as blocks for each rank, each as long as `like`."""
         return split(whole.view(-1), [like.numel()] * self._size, self._size)
 
     def _meets_block(self, tensor: Tensor, whole: Tensor, like: Tensor, may_be_own: bool) -> bool:
-        """Whether a tensor has an element in the place of one of `whole`, a block for each rank.
+        """Return whether a tensor shares an element with a block of `whole`, which has N blocks.
 
-        may_be_own: but for the block of this rank, if it is that very block.
+        may_be_own: whether the tensor may be identical with this rank's block.
         """
         if not overlap(tensor, whole):
             return False
@@ -426,7 +431,7 @@ class SharedMemoryGroup(DeviceBackend, dist.ProcessGroup, Carried):
 
     @torch_call("broadcast_", "broadcast", "tensors opts", torch_calls.short_broadcast, tensor_at=0)
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Work:
-        """All tensors of all ranks become one of the root's: that with the number `rootTensor`."""
+        """Copy the root's tensor with the number `rootTensor` into all tensors of all ranks."""
         root = root_of(opts, self._size)
         some("broadcast", tensors)
         which = opts.rootTensor if opts is not None else 0
@@ -449,7 +454,7 @@ class SharedMemoryGroup(DeviceBackend, dist.ProcessGroup, Carried):
         return self._issue(run, opts, tensors)
 
     def _check_gathered(self, outputs: Sequence[Tensor], source: Tensor) -> None:
-        """Raises ValueError unless there is an output for each rank, and this one's fits."""
+        """Raise CallError unless there is an output for each rank, and this rank's fits."""
         for tensor in (source, *outputs):
             check_tensor(tensor)
         if len(outputs) != self._size:
@@ -475,7 +480,7 @@ class SharedMemoryGroup(DeviceBackend, dist.ProcessGroup, Carried):
     def allgather(
         self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
     ) -> Work:
-        """Each list of outputs becomes all inputs of rank 0, then all of rank 1, and so on."""
+        """Fill each list of outputs with all inputs of rank 0, then all of rank 1, and so on."""
         some("all_gather", inputs)
         if len(outputs) != len(inputs):
             raise CallError(
@@ -511,7 +516,7 @@ class SharedMemoryGroup(DeviceBackend, dist.ProcessGroup, Carried):
     def allgather_coalesced(
         self, output_lists: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
     ) -> Work:
-        """output_lists[rank][k]: what `rank` gives as inputs[k]."""
+        """Gather several tensors: output_lists[rank][k] is inputs[k] of `rank`."""
         some("all_gather", inputs)
         if any(len(outputs) != len(inputs) for outputs in output_lists):
             raise CallError(
@@ -706,10 +711,10 @@ class SharedMemoryGroup(DeviceBackend, dist.ProcessGroup, Carried):
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
-        """A barrier with a time-out of its own, whose error names the ranks that did not come.
+        """Wait in a barrier with its own timeout, whose error names the missing ranks.
 
-        wait_all_ranks: whether torch's sentence in the error is of all missing ranks, or of the
-        first; dure's own names all of them in any case.
+        wait_all_ranks: whether torch's sentence in the error names all missing ranks, or the first;
+        dure's own sentence names all of them in both cases.
         """
         seconds = timeout.total_seconds() if timeout is not None else None
         limit = self._host.timeout if seconds is None else seconds
@@ -756,22 +761,22 @@ class SharedMemoryGroup(DeviceBackend, dist.ProcessGroup, Carried):
     # The order of calls, and the end.
 
     def _issue(self, run: Callable[[], None], opts: Any, tensors: Sequence[Any]) -> Work:
-        """Runs a call at once where the caller waits for it anyway; else in line."""
+        """Run a call at once if it is synchronous; else put it in the queue."""
         self._sequence += 1
         run = self._within(limit_of(opts), run)
-        # Not all of torch's options have this field; where it is missing, a handle is always right.
+        # Some of torch's options lack this field; a handle is then always correct.
         if not getattr(opts, "asyncOp", True):
             self._line.now(run)
             return FINISHED  # type: ignore[return-value]
         return self._line.later(run, tensors)
 
     def _within(self, seconds: float | None, run: Callable[[], None]) -> Callable[[], None]:
-        """A call with a time-out of its own; `run` itself where it has none."""
+        """Return the call with its own timeout; `run` itself without a timeout."""
         if seconds is None:
             return run
 
         def limited() -> None:
-            # In the group's turn, so that no other collective sees the changed time-out.
+            # Inside the group's turn, so that no other collective sees the changed timeout.
             before = self._host.timeout
             self._host.timeout = seconds
             try:
@@ -782,53 +787,53 @@ class SharedMemoryGroup(DeviceBackend, dist.ProcessGroup, Carried):
         return limited
 
     def _start_coalescing(self, device: torch.device) -> None:
-        """Nothing to do: calls run in the order of their issue in any case."""
+        """Do nothing: calls run in the order of their issue anyway."""
 
     def _end_coalescing(self, device: torch.device) -> Work:
         return self._line.later(lambda: None, [])
 
     def abort(self) -> None:
-        """Ends the group for all ranks at once.
+        """End the group for all ranks at once.
 
-        What is under way raises PeerLostError everywhere.
+        Calls in progress raise PeerLostError on all ranks.
         """
         if not self._closed:
             self._host.end("aborted the group")
 
     def shutdown(self, timeout: timedelta | None = None) -> None:
-        """Leaves the group: destroy_process_group calls it.
+        """Leave the group: called by destroy_process_group.
 
-        Calls in line end first. If they do not within `timeout`, the group is aborted.
+        Queued calls end first. If they do not within `timeout`, the group is aborted.
         """
         if self._closed or os.getpid() != self._process:
             return
-        # The order: no new calls; calls in line end; peers are told; and only then is memory given
-        # back that a call, here or at a peer, might use.
+        # The order: refuse new calls; end queued calls; notify peers; and only then release memory
+        # that a call, here or on a peer, might use.
         self._closed = True
         seconds = timeout.total_seconds() if timeout is not None else self._host.timeout
         ended = self._line.close(seconds)
-        if not self._line.turn.acquire(blocking=False):  # it stays taken: nothing begins any more
+        if not self._line.turn.acquire(blocking=False):  # never released: no call begins any more
             self._host.end("left the group with calls under way")
             ended = self._line.turn.acquire(timeout=1) and self._line.close(1)
         self._host.leave()
         if self._across is not None:
             self._across.close()
         leaving.keep(self.begun.close())
-        # Before memory goes: what somebody has kept of this group raises from now on.
+        # Before memory is released: references to this group's calls raise from now on.
         for name in _OF_RANKS:
             setattr(self._ranks, name, _destroyed)
         self.all_reduce = self.transport.sum = _destroyed
-        # Where somebody still uses what would go, a few hundred bytes stay.
+        # If a thread still uses the host, a few hundred bytes stay allocated.
         if self._mailbox.close() and ended:
             self._host.close()
 
     def leave(self) -> None:
-        """Tells the others that this process makes no more calls, unless it has."""
+        """Notify the other ranks, once, that this process makes no more calls."""
         if not self._closed and os.getpid() == self._process:
             self._host.leave()
 
     def abandon(self) -> None:
-        """In a forked child: the group, and its threads, are the parent's."""
+        """Detach from the group in a forked child: the group and its threads are the parent's."""
         self._line.abandon()
         if self._across is not None:
             self._across.abandon()
@@ -844,7 +849,7 @@ _OF_RANKS = (
     "begin_all_reduce",
     "end_call",
 )
-"""What nobody may ask of the ranks any more once a group is destroyed: their memory may be gone."""
+"""Calls that are disabled once a group is destroyed, because the ranks' memory may be gone."""
 
 
 def _destroyed(*_: Any) -> None:

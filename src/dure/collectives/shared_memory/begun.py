@@ -1,13 +1,13 @@
-"""Calls that are begun now and ended later, where all ranks know that all of them begin them.
+"""Calls that begin now and end later, in a sequence that all ranks know.
 
-They know it as by a plan, such as the order of layers in a backward pass.
+The sequence is a plan such as the order of layers in a backward pass.
 
-    one host, the C core    split-phase: up to four are under way, nobody waits in between, and
-                            ranks read each other's messages where they lie
-    a host for each rank    apart: several are under way, one after another on the link
-    otherwise               at once, and checked
+    a single host, C core   split-phase: up to four calls in progress, without a wait in between;
+                            ranks read each other's messages in place
+    a host for each rank    planned: several calls in progress, sequential on the link
+    otherwise               synchronous, and checked
 
-In the first two ways nobody asks the others whether they begin the same; see `begin_all_reduce`.
+In the first two cases no rank checks that the others begin the same call; see `begin_all_reduce`.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from dure.errors import CallError
 
 
 class BegunCalls:
-    """The begun calls of one rank.
+    """Begun calls of a rank.
 
-    across: where the group spans hosts. op: a number of `calls.OPERATIONS`.
+    across: set if the group spans hosts. op: a number of `calls.OPERATIONS`.
     """
 
     def __init__(
@@ -54,43 +54,43 @@ class BegunCalls:
         self._size = size
         self._closed = False
         self._lent: deque[tuple[int, Tensor, list[object]]] = deque()
-        """Of each begun call its number, what all ranks read, and what else the call uses."""
+        """For each begun call: its number, the message that all ranks read, and other objects."""
         self._starting: list[object] = []
-        """What the last begun call uses: kept even if an interrupt comes before `_lend`."""
+        """Objects that the last begun call uses: kept even if an interrupt comes before `_lend`."""
 
     @property
     def apart(self) -> bool:
-        """Whether every rank has a host of its own: what all begin by a plan is begun at once."""
+        """Whether every rank has a separate host: planned calls then begin at once."""
         return self._across is not None and self._across.apart
 
     @property
     def split_phase(self) -> bool:
-        """Whether what is begun is ended later; the same on all ranks."""
+        """Whether begun calls end later; the same on all ranks."""
         return self._across is None and self._host.split_phase
 
     def close(self) -> list[Tensor]:
-        """No more calls; returns what other ranks may still read."""
+        """Refuse further calls; return the messages that other ranks may still read."""
         self._closed = True
         return [source for number, source, _ in self._lent if not self._host.is_read(number)]
 
     # All-reduce.
 
     def begin_all_reduce(self, tensor: Tensor, op: int = SUM) -> Callable[[], float]:
-        """`all_reduce` that is begun now and ended later.
+        """Begin an `all_reduce`; return a function that waits for its end and returns its time.
 
-        All ranks know that all of them begin it, for as many elements, as by a plan. What is
-        returned waits for its end, and tells when that was, in seconds of `time.perf_counter`.
+        All ranks begin it by a plan, for the same number of elements. The time is in seconds of
+        `time.perf_counter`.
 
-        Where ranks share memory by the C core, nobody waits in between. Up to four are under way.
-        What all have begun is summed by ranks that begin last, or that have come to the end. All
-        are ended together, by all ranks alike, and any other call ends them as well.
+        If ranks share memory through the C core, the beginning does not wait. Up to four calls are
+        in progress. A call that all ranks have begun is summed by ranks that begin later, or that
+        wait for the end. All ranks end all calls together, and any other call ends them as well.
 
-        Where ranks are `apart`, the next one may be begun before this one has ended. Nobody asks
-        the others first, because that takes longer than a short sum. Ranks that begin different
-        things get a MismatchError when these have come, between two hosts with the core in C;
-        otherwise they wait until the group's time-out is over.
+        If ranks are `apart`, the next call may begin before this call has ended. Ranks do not ask
+        each other first, because that takes longer than a short sum. Ranks that begin different
+        calls get a MismatchError when the data arrive, between two hosts with the C core; otherwise
+        they wait until the group's timeout.
 
-        Elsewhere it is done at once, and checked.
+        In other cases the call is synchronous and checked.
         """
         across = self._across
         tensor = reducible(tensor, op)
@@ -103,19 +103,17 @@ class BegunCalls:
     def prepare_all_reduce(
         self, tensor: Tensor, op: int = SUM
     ) -> Callable[[], Callable[[], float]]:
-        """`begin_all_reduce` of one tensor, for callers that begin it again and again.
+        """Prepare a repeated `begin_all_reduce` of a tensor; the returned function begins it.
 
-        All that can be looked at ahead is looked at here.
-
-        It is begun by calling what is returned, when the one before has ended. MPI calls it a
-        persistent request.
+        All possible checks are made here. The call may begin when the previous call has ended. MPI
+        calls this a persistent request.
         """
         tensor = reducible(tensor, op)
-        # Nothing to prepare; and memory without elements has no address in the pool.
+        # No preparation is needed, and memory without elements has no address in the pool.
         if not self.split_phase or not tensor.numel():
             return lambda: self.begin_all_reduce(tensor, op)
-        # `post`, `end` and `begin` share the number of the call that was begun last: it is begun
-        # again only when the one before has ended.
+        # `post`, `end` and `begin` share the number of the last begun call: the next begins only
+        # when the previous call has ended.
         host = self._host
         number = 0
         message = tensor
@@ -131,7 +129,7 @@ class BegunCalls:
         def end() -> float:
             self._line.promptly(lambda: host.end_call(number))
             if message is not tensor:
-                with torch.inference_mode():  # as in line: it may be a parameter
+                with torch.inference_mode():  # as in queued calls: it may be a parameter
                     tensor.copy_(message)
             return time.perf_counter()
 
@@ -139,7 +137,7 @@ class BegunCalls:
             if message is not tensor:
                 with torch.inference_mode():
                     message.copy_(tensor)
-            # Kept until all ranks are through with it, even if the caller drops what it has.
+            # Kept until all ranks have read it, even if the caller drops its reference.
             self._line.promptly(post)
             self._lend(number, message, [])
             return end
@@ -151,28 +149,26 @@ class BegunCalls:
     def begin_reduce_scatter(
         self, output: Tensor, source: Tensor, op: int = SUM, own: Sequence[Tensor] = ()
     ) -> Begun:
-        """`reduce_scatter_single`, begun on all ranks and ended later.
+        """Begin a `reduce_scatter_single` on all ranks, which ends later.
 
-        Nobody waits in between, and nothing is copied.
+        No rank waits in between, and nothing is copied.
 
-        output, source: contiguous. Where ranks share memory by the C core a source that is not in
-        shared memory (`empty_shared`) is copied there first, and any other call ends those that are
-        under way. Where ranks are `apart`, all must know that all begin it, as with
-        `begin_all_reduce`; where gloo carries it, it ends a process that was sent another number of
-        elements. Elsewhere it is done at once.
-
-        own: contiguous tensors that together are this rank's own block, which nobody else reads, if
-        it does not lie in `source`; left alone until the end.
+        output, source: contiguous. If ranks share memory through the C core, a source outside
+        shared memory (`empty_shared`) is copied there first, and any other call ends the calls in
+        progress. If ranks are `apart`, all have to begin it by a plan, as in `begin_all_reduce`;
+        over gloo, another number of elements from a peer ends the process. In other cases the call
+        is synchronous. own: contiguous tensors that together are this rank's own block, which no
+        other rank reads, if the block is not in `source`; unchanged until the end.
         """
         return self.prepare_reduce_scatter(output, source, op)(own)
 
     def prepare_reduce_scatter(
         self, output: Tensor, source: Tensor, op: int = SUM
     ) -> Callable[[Sequence[Tensor]], Begun]:
-        """`begin_reduce_scatter` of the same tensors again and again.
+        """Prepare a repeated `begin_reduce_scatter` of the same tensors.
 
-        What is returned begins it, and is given what is this rank's own. It is called when the
-        message of the one before is read (`Begun.is_read`).
+        The returned function begins the call, and takes this rank's own block. It may be called
+        when the previous message is read (`Begun.is_read`).
         """
         check_scattered(output, source, self._size)
         output = reducible(output, op)
@@ -196,7 +192,7 @@ class BegunCalls:
     def _from_source(
         self, source: Tensor, begin: Callable[[], Begun]
     ) -> Callable[[Sequence[Tensor]], Begun]:
-        """Begins after the rank's own block was copied to where it belongs."""
+        """Return a function that copies the rank's own block into `source` and begins the call."""
 
         def begun(own: Sequence[Tensor]) -> Begun:
             if own and source.numel():
@@ -207,7 +203,7 @@ class BegunCalls:
         return begun
 
     def _scatter_at_once(self, output: Tensor, source: Tensor, op: int) -> Begun:
-        """Where nothing can be begun: the end only tells when it was."""
+        """Run a synchronous reduce-scatter; the end only returns its time."""
         blocks = list(source.view(self._size, -1)) if output.numel() else [output] * self._size
         end = self._at_once(lambda: self._moves.reduce_scatter(output, blocks, op))
         return Begun(end, lambda: True)
@@ -215,7 +211,7 @@ class BegunCalls:
     def _prepare_scatter(
         self, output: Tensor, source: Tensor, op: int
     ) -> Callable[[Sequence[Tensor]], Begun]:
-        """Split-phase, by the C core; what is returned begins it with what is this rank's own."""
+        """Prepare a split-phase call in the C core; the returned function takes the own block."""
         message = source
         if pool().offset(source.data_ptr(), source.nbytes) is None:
             message = empty_shared(source.shape, dtype=source.dtype)  # where peers can read it
@@ -232,7 +228,7 @@ class BegunCalls:
             if message is not source:
                 message.copy_(source)
             block = own
-            # `start` is kept for what it keeps: the list that C has of what is own
+            # `start` is kept because it holds the list of own parts that C uses.
             used: list[object] = [output, own, start]
             # Before the call is posted: an interrupt may come after that and before `_lend`, and
             # C would write to memory that is gone.
@@ -245,27 +241,25 @@ class BegunCalls:
         return begin
 
     def _begun(self, number: int, used: list[object]) -> Begun:
-        """A split-phase reduce-scatter under way. used: what is needed until its end."""
+        """Return a split-phase reduce-scatter in progress. used: objects needed until its end."""
         host = self._host
 
         def end() -> float:
             self._line.promptly(lambda: host.end_call(number))
-            used.clear()  # others read the message alone
+            used.clear()  # other ranks read only the message
             return time.perf_counter()
 
-        # `number` is this call's, an argument: by then the closure's may be that of a later one.
+        # `number` is an argument, because the closure's number may belong to a later call by then.
         return Begun(end, lambda: self._closed or host.is_read(number))
 
     # All-gather.
 
     def begin_all_gather(self, output: Tensor, source: Tensor) -> Callable[[], float]:
-        """`all_gather_single`, begun on all ranks.
+        """Begin an `all_gather_single` on all ranks.
 
-        What is returned ends it, and tells when it had ended.
-
-        output, source: contiguous; the source may be its place in the output. Where ranks are
-        `apart`, all must know that all begin it, as with `begin_reduce_scatter`; elsewhere it is
-        done at once.
+        The returned function waits for the end and returns its time. output, source: contiguous;
+        the source may be its own block in the output. If ranks are `apart`, all have to begin it by
+        a plan, as in `begin_reduce_scatter`; in other cases the call is synchronous.
         """
         check_tensor(output)
         check_tensor(source)
@@ -284,20 +278,19 @@ class BegunCalls:
     # The three ways.
 
     def _lend(self, number: int, source: Tensor, used: list[object]) -> None:
-        """Keeps what a begun call reads and writes until no rank needs it.
+        """Keep the memory of a begun call until no rank needs it.
 
-        used: what only this rank uses.
+        used: objects that only this rank uses.
         """
         lent = self._lent
-        # Calls are read in the order of their numbers, so the first that is not read ends the
-        # search.
+        # Calls are read in the order of their numbers, so the first unread call ends the search.
         while lent and self._host.is_read(lent[0][0]):
             lent.popleft()
         lent.append((number, source, used))
 
     def _planned(self, call: Callable[[], UnderWay]) -> Callable[[], float]:
-        """Begins what is planned; what is returned waits for its end, and tells when that was."""
-        # `now` returns nothing, so the call leaves here what it has begun.
+        """Begin a planned call; return a function that waits for its end and returns its time."""
+        # `now` returns nothing, so the begun call is stored here.
         begun: list[UnderWay] = []
         self._line.now(lambda: begun.append(call()))
         (under_way,) = begun
@@ -309,7 +302,7 @@ class BegunCalls:
         return end
 
     def _at_once(self, call: Callable[[], None]) -> Callable[[], float]:
-        """Does it here; what is returned tells when that was."""
+        """Run the call now; return a function that returns the time of its end."""
         self._line.now(call)
         ended = time.perf_counter()
         return lambda: ended

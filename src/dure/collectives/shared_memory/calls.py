@@ -1,4 +1,4 @@
-"""What a rank asks for in a call: kinds, dtypes and operations as numbers; calls in words."""
+"""Call of a rank: kinds, dtypes and operations as numbers, and calls as text."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ REDUCIBLE: Final = (
     torch.bfloat16,
     torch.bool,
 )
-"""Their positions are the numbers that the C core knows them by."""
+"""Dtypes for reductions; their positions are their numbers in the C core."""
 
 SENSIBLE: Final = {
     (dtype, op)
@@ -73,9 +73,9 @@ SENSIBLE: Final = {
     for op in range(len(OPERATIONS))
     if op not in ((BAND, BOR, BXOR) if dtype.is_floating_point else (AVG,))
 }
-"""The reductions that make sense."""
-# All further dtypes of torch, which travel and are not reduced. In the order of their names, and
-# without aliases such as torch.cfloat: so a dtype has the same number on all ranks.
+"""Valid combinations of dtype and operation."""
+# All other dtypes of torch, which can be sent and not reduced. Sorted by name, and without aliases
+# such as torch.cfloat: so a dtype has the same number on all ranks.
 _OTHERS: Final = tuple(
     value
     for name, value in sorted(vars(torch).items())
@@ -88,7 +88,7 @@ NUMBER_OF: Final = {dtype: number for number, dtype in enumerate(_DTYPES)}
 
 
 def name_of(dtype: int) -> str:
-    """The name of a dtype by its number, which may be any that a rank has said."""
+    """Return the name of a dtype by its number, which may be any number from a peer."""
     known = 0 <= dtype < len(_DTYPES)
     return (
         str(_DTYPES[dtype]).removeprefix("torch.") if known else f"elements of no dtype ({dtype})"
@@ -97,9 +97,9 @@ def name_of(dtype: int) -> str:
 
 @dataclass(frozen=True)
 class Call:
-    """One rank's part in a collective.
+    """Call of a rank in a collective.
 
-    count: elements. extra: a hash of the sizes where they may be unequal, else 0.
+    count: elements. extra: a hash of the sizes if they may be unequal, else 0.
     """
 
     kind: int
@@ -115,7 +115,7 @@ class Call:
         name = KINDS[self.kind]
         if self.kind in (BARRIER, END_OF_ALL_REDUCES):
             return name
-        # The numbers may be any: those of a rank whose memory was overwritten, for one.
+        # The numbers may be anything, for example after a rank's memory was overwritten.
         words = [_operation(self.op)] if self.kind in _REDUCTIONS else []
         words += [f"root {self.root}"] if self.root >= 0 else []
         sizes = f" in unequal parts ({self.extra & 0xFFFF:04x})" if self.extra else ""
@@ -127,13 +127,13 @@ def _operation(number: int) -> str:
 
 
 def operation_of(op: ReduceOp | ReduceOp.RedOpType) -> int:
-    """The number of torch's operation.
+    """Return the number of torch's operation.
 
-    Raises ValueError for the ones that are not reductions of plain tensors.
+    Raises CallError for an operation that is not a reduction of plain tensors.
     """
-    if op == _SUM:  # by far the most frequent, and the others take a microsecond
+    if op == _SUM:  # by far the most frequent; the lookup below takes a microsecond
         return SUM
-    # A ReduceOp holds the plain operation as `op`; a RedOpType is one itself.
+    # A ReduceOp has the plain operation as `op`; a RedOpType is the plain operation.
     number = _BY_REDUCE_OP.get(getattr(op, "op", op))  # type: ignore[arg-type]
     if number is None:
         raise CallError(
@@ -143,7 +143,7 @@ def operation_of(op: ReduceOp | ReduceOp.RedOpType) -> int:
 
 
 def check_reducible(dtype: torch.dtype, op: int) -> None:
-    """Raises ValueError where the operation makes no sense for the dtype."""
+    """Raise CallError if the operation is invalid for the dtype."""
     if (dtype, op) in SENSIBLE:
         return
     if dtype not in REDUCIBLE:
@@ -155,7 +155,7 @@ def check_reducible(dtype: torch.dtype, op: int) -> None:
 
 
 def check_tensor(tensor: Tensor) -> None:
-    """Raises ValueError for tensors that do not lie densely in the memory of this host."""
+    """Raise CallError for a tensor that is not dense in the memory of this host."""
     if (
         tensor.is_cpu
         and tensor.layout is torch.strided
@@ -177,24 +177,24 @@ def check_tensor(tensor: Tensor) -> None:
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """A contiguous tensor in one dimension.
+    """Return a contiguous tensor in one dimension.
 
-    Tensors of one element or none are contiguous whatever their strides.
+    Tensors of at most a single element are contiguous whatever their strides.
     """
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """The bytes of a contiguous tensor, in its memory."""
+    """Return the bytes of a contiguous tensor, as a view."""
     return flat(tensor).view(torch.uint8)
 
 
 def mismatch(number: int, calls: Sequence[Call], names: Sequence[int]) -> MismatchError:
-    """The error for ranks whose calls differ; the same on every rank.
+    """Return the error for ranks whose calls differ; the same on every rank.
 
-    names: what errors call the ranks.
+    names: names of the ranks in errors.
     """
-    # Ranks that have made the same call stand together: "ranks 0, 2: …; rank 1: …".
+    # Ranks with the same call are grouped: "ranks 0, 2: …; rank 1: …".
     made: dict[str, list[int]] = {}
     for name, call in zip(names, calls, strict=True):
         made.setdefault(str(call), []).append(name)
@@ -206,9 +206,9 @@ def mismatch(number: int, calls: Sequence[Call], names: Sequence[int]) -> Mismat
 def unequal(
     number: int, call: Call, deal: Callable[[int, int], tuple[int, int]], names: Sequence[int]
 ) -> MismatchError:
-    """The error for the first pair of ranks where one offers other bytes than the other wants.
+    """Return the error for the first pair of ranks with different offered and wanted bytes.
 
-    deal(i, j): the bytes that rank i offers to rank j, and the bytes that it wants of it.
+    deal(i, j): the bytes that rank i offers to rank j, and the bytes that rank i wants from rank j.
     """
     name = KINDS[call.kind]
     for i, sender in enumerate(names):

@@ -1,8 +1,8 @@
-"""What torch asks of a group's backend for a device: here the group is its own, for the CPU.
+"""Backend of a group for a device: the group itself, for the CPU.
 
-torch has a group made of backends, one for each kind of device, and asks it for them by
-`_get_backend`, as `async_save` and whatever looks for the default device do. A backend cannot be
-written in Python, but a whole group can.
+torch composes a group of backends for each kind of device, and gets them by `_get_backend`, for
+example in `async_save` and in the search for the default device. A backend cannot be written in
+Python, but a whole group can.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import torch
 
 @dataclass(frozen=True)
 class BackendOptions:
-    """As `Backend.Options` of torch."""
+    """Counterpart of torch's `Backend.Options`."""
 
     backend: str
     _timeout: timedelta
 
 
 class DeviceBackend:
-    """A group that is its own backend for the CPU, and has none for other devices."""
+    """Base of a group that is its own backend for the CPU, without a backend for other devices."""
 
     timeout: timedelta
     supports_splitting = False
@@ -36,7 +36,7 @@ class DeviceBackend:
         return [torch.device("cpu")]
 
     def _get_backend(self, device: torch.device) -> Any:
-        """The backend for a device. Raises RuntimeError where there is none, as torch does."""
+        """Return the backend for a device. Raises RuntimeError if there is none, as torch does."""
         if torch.device(device).type != "cpu":
             raise RuntimeError(f"the backend dure is for the CPU, and not for {device}")
         return self
@@ -52,4 +52,4 @@ class DeviceBackend:
         return False
 
     def _wait_for_pending_works(self) -> None:
-        """Nothing to do: `shutdown` lets calls in line end."""
+        """Do nothing: `shutdown` waits for queued calls."""

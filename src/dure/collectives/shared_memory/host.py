@@ -1,4 +1,4 @@
-"""The ranks of one host, as both cores (C and torch) know them: who is lost, what it last did."""
+"""Ranks of a host, as both cores (C and torch) see them: lost ranks, and their last calls."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from dure.collectives.shared_memory.work import Line
 from dure.errors import PeerLostError
 
 TICK = 0.1
-"""Seconds between two looks at the peers while waiting."""
+"""Seconds between two checks of the peers during a wait."""
 
 
 @dataclass(frozen=True)
 class Members:
-    """The ranks of a group that live on this host.
+    """Ranks of a group on this host.
 
-    rank: this one's place among them; names: what errors call each of them; processes: their
+    rank: this rank's position among them; names: names of the ranks in errors; processes: their
     process ids.
     """
 
@@ -42,7 +42,7 @@ class Members:
 
 @dataclass(frozen=True)
 class Pull:
-    """What a rank reads of a peer's input: bytes from `offset` on, as many as `into` has.
+    """Bytes that a rank reads from a peer's input: from `offset` on, as many as `into` has.
 
     into: contiguous.
     """
@@ -53,9 +53,9 @@ class Pull:
 
 @dataclass(frozen=True)
 class Deal:
-    """What a rank offers to a peer, and how many bytes it wants of that peer.
+    """Bytes that a rank offers to a peer, and number of bytes that it wants from the peer.
 
-    offset, nbytes: the range of its input that it offers, in bytes.
+    offset, nbytes: the offered range of its input, in bytes.
     """
 
     offset: int = 0
@@ -65,9 +65,10 @@ class Deal:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a rank is.
+    """Progress of a rank.
 
-    begun, finished: the numbers of the last call it has begun, and finished; last: the former.
+    begun, finished: numbers of the last begun and the last finished call; last: the last begun
+    call. left: whether the rank has left the group.
     """
 
     begun: int
@@ -77,9 +78,9 @@ class Progress:
 
 
 class Watch:
-    """Sees processes die, by their pidfd.
+    """Monitor of processes by pidfd, to detect their end.
 
-    That works for processes that are no children as well, and at once, before they are reaped.
+    This works for processes that are not children too, and immediately, before they are reaped.
     """
 
     def __init__(self, members: Members) -> None:
@@ -87,9 +88,9 @@ class Watch:
         self._fds = [_pidfd(process) for process in members.processes]
 
     def dead(self, rank: int) -> bool:
-        """Whether the process of a rank has ended."""
-        # A pidfd becomes readable when its process ends. Without one, /proc tells; a zombie (Z) is
-        # dead as well.
+        """Return whether the process of a rank has ended."""
+        # A pidfd becomes readable when its process ends. Without a pidfd, /proc is read; a zombie
+        # (Z) counts as dead.
         if self._fds[rank] < 0:
             return not _runs(self._processes[rank])
         poll = select.poll()
@@ -97,7 +98,7 @@ class Watch:
         return bool(poll.poll(0))
 
     def close(self) -> None:
-        """Gives the descriptors back."""
+        """Close the descriptors."""
         for fd in self._fds:
             if fd >= 0:
                 os.close(fd)
@@ -120,7 +121,7 @@ def _runs(process: int) -> bool:
 
 
 class Loss(msgspec.Struct):
-    """A PeerLostError, as it travels to the other ranks."""
+    """PeerLostError in the form that is sent to other ranks."""
 
     ranks: tuple[int, ...]
     operation: str
@@ -136,16 +137,16 @@ class Loss(msgspec.Struct):
 
 
 class Collectives(Protocol):
-    """What a group needs of its ranks: those of one host (`Host`) or of several (`Across`)."""
+    """Operations of the ranks of a group on a single host (`Host`) or on several (`Across`)."""
 
     def all_reduce(self, tensor: Tensor, op: int, root: int = -1) -> None:
-        """In place; with a root only the root's tensor changes.
+        """Reduce in place; with a root only the root's tensor changes.
 
         op: a number of `calls.OPERATIONS`.
         """
 
     def reduce_scatter(self, blocks: Sequence[Tensor], out: Tensor, op: int, call: Call) -> None:
-        """`out` becomes the reduction of all ranks' `blocks[rank]`."""
+        """Write the reduction of all ranks' `blocks[rank]` to `out`."""
 
     def exchange(
         self,
@@ -154,17 +155,17 @@ class Collectives(Protocol):
         pulls: dict[int, Pull],
         deals: Sequence[Deal] | None = None,
     ) -> None:
-        """Every rank offers `parts`, end to end, and pulls what it wants of its peers'.
+        """Offer `parts`, concatenated, and pull the wanted bytes from the peers.
 
-        deals: needed where a rank cannot know what its peers offer; `pulls[rank].offset` is then
-        the peer's to say. What a rank wants of itself is the caller's to copy.
+        deals: needed if a rank cannot know the offers of its peers; the peer then determines
+        `pulls[rank].offset`. The caller copies a rank's part for itself.
         """
 
 
 class Host(ABC):
-    """Collectives and messages among the ranks of a host. Ranks are places among `members`.
+    """Collectives and messages among the ranks of a host. Ranks are positions in `members`.
 
-    Collectives are called by one thread at a time. Tensors are dense, contiguous and on the CPU.
+    A single thread at a time calls collectives. Tensors are dense, contiguous and on the CPU.
     """
 
     def __init__(self, members: Members, timeout: float) -> None:
@@ -172,9 +173,9 @@ class Host(ABC):
         self.timeout = timeout
         self._watch = Watch(members)
         self._error: BaseException | None = None  # from `tick`, through C, to `failure`
-        # Where the group spans hosts: what this rank does, in words; seconds that it waits longer,
-        # because a rank it waits for may itself wait for the network; how to tell the others of a
-        # loss, which returns the one told first; and what has been told.
+        # For a group that spans hosts: this rank's call as text; additional seconds of waiting,
+        # because a peer may itself wait for the network; a function that publishes a loss to other
+        # hosts and returns the first published loss; and a function that returns that loss.
         self.doing: tuple[str, str] | None = None
         self.grace = 0.0
         self.tell: Callable[[PeerLostError], PeerLostError] = lambda loss: loss
@@ -184,47 +185,46 @@ class Host(ABC):
     """Whether this is the C core."""
 
     def direct(self, line: Line, otherwise: Callable[[Tensor, int], None]) -> Callable[..., None]:
-        """`all_reduce(tensor, op)` in the line's turn, by the shortest way.
+        """Return `all_reduce(tensor, op)` by the fast path, in the queue's turn.
 
-        otherwise: does it for tensors, and at times, that need more care.
+        otherwise: fallback for tensors and situations that need more checks.
         """
         return otherwise
 
     @property
     def split_phase(self) -> bool:
-        """Whether calls can be begun and ended later; the same on all ranks."""
+        """Whether calls can begin now and end later; the same on all ranks."""
         return False
 
     def prepare_reduce_scatter(
         self, message: Tensor, out: Tensor, op: int
     ) -> Callable[[Sequence[Tensor]], int]:
-        """What begins a reduce-scatter of `message`, and returns the call's number.
+        """Return a function that begins a reduce-scatter of `message`; only for `split_phase`.
 
-        Only where calls are `split_phase`.
-
-        `out` becomes the reduction of all ranks' block of `message`, which lies in the pool. What
-        is returned is given parts that together are this rank's own block, if that lies elsewhere;
-        it is called again when the call before has ended.
+        The function returns the call's number. `out` becomes the reduction of all ranks' block of
+        `message`, which is in the pool. The argument of the function are parts that together are
+        this rank's own block, if the block is not in `message`; the function may be called again
+        when the previous call has ended.
         """
         raise NotImplementedError
 
     def prepare_all_reduce(self, message: Tensor, op: int) -> Callable[[], int]:
-        """What begins an all-reduce of `message`, and returns the call's number.
+        """Return a function that begins an all-reduce of `message` and returns the call's number.
 
-        Only where calls are `split_phase`. `message`, which lies in the pool, becomes the reduction
-        of all ranks'.
+        Only for `split_phase`. `message`, which is in the pool, becomes the reduction of all
+        ranks'.
         """
         raise NotImplementedError
 
     def end_call(self, number: int) -> None:
-        """Waits for the end of a begun call, and of those before it.
+        """Wait for the end of a begun call and of earlier calls.
 
-        The end of an all-reduce is that of all that are under way.
+        The end of an all-reduce is the end of all calls in progress.
         """
         raise NotImplementedError
 
     def is_read(self, number: int) -> bool:
-        """Whether no rank needs the message of a begun call any more."""
+        """Return whether no rank needs the message of a begun call any more."""
         raise NotImplementedError
 
     # What a core does.
@@ -247,92 +247,92 @@ class Host(ABC):
     ) -> None: ...
 
     channel_bytes = 0
-    """Of a channel: what fits leaves at once. 0: nobody knows."""
+    """Capacity of a channel: a message that fits is sent without a wait. 0 if unknown."""
 
     @abstractmethod
     def channel_write(self, to: int, header: bytes, address: int, nbytes: int) -> int:
-        """How many bytes of a header and then a body went into the channel to `to`; never waits."""
+        """Return how many bytes of a header and a body were written to the channel; never waits."""
 
     @abstractmethod
     def channel_read(self, source: int, address: int, nbytes: int) -> int:
-        """Bytes that came out of the channel from `source`; never waits."""
+        """Return how many bytes were read from the channel of `source`; never waits."""
 
     def channel_take(self, source: int, header: bytes, address: int, nbytes: int) -> bool:
-        """Reads a body out of the channel from `source`, if it has come after just this header.
+        """Read a body from the channel of `source`, if it follows exactly this header.
 
-        Returns whether it did. Else nothing is read.
+        Returns whether the body was read. Otherwise nothing is read.
         """
         return False
 
     @abstractmethod
     def bell(self) -> int:
-        """Changes whenever a channel from or to this rank has moved."""
+        """Return a counter that changes whenever a channel from or to this rank has moved."""
 
     @abstractmethod
     def bell_wait(self, seen: int, seconds: float) -> None:
-        """Returns when the bell is no longer what was seen, or after the time, or at a signal."""
+        """Return when the bell differs from `seen`, after the timeout, or at a signal."""
 
     @abstractmethod
     def ring(self, rank: int) -> None:
-        """Wakes whoever waits for the bell of `rank`."""
+        """Wake the threads that wait for the bell of `rank`."""
 
     @abstractmethod
     def progress(self, rank: int) -> Progress:
-        """How far a rank of this host is."""
+        """Return the progress of a rank of this host."""
 
     @abstractmethod
     def current(self) -> tuple[int, Call]:
-        """The number of this rank's last call, and the call."""
+        """Return the number of this rank's last call, and the call."""
 
     @abstractmethod
     def missing(self) -> list[int]:
-        """The ranks that have not arrived where this one waits."""
+        """Return the ranks that have not arrived at this rank's synchronisation."""
 
     @abstractmethod
     def _publish_loss(self, text: bytes) -> None:
-        """Tells all ranks of the host, unless a loss has been told before."""
+        """Publish a loss to all ranks of the host, unless a loss was published before."""
 
     @abstractmethod
     def _published_loss(self) -> bytes | None:
-        """The loss that was told first."""
+        """Return the loss that was published first."""
 
     @abstractmethod
     def leave(self) -> None:
-        """Tells the others that this rank makes no more calls."""
+        """Notify the other ranks that this rank makes no more calls."""
 
     def close(self) -> None:
-        """Gives back what the operating system has lent."""
+        """Release the resources of the operating system."""
         self._watch.close()
 
     def is_over(self) -> bool:
-        """Whether the group has ended: the short way to ask, before each message."""
+        """Return whether the group has ended: the fast check before each message."""
         return self._published_loss() is not None
 
     # What follows from it.
 
     def abort(self, loss: PeerLostError) -> PeerLostError:
-        """Ends the group for all ranks of the host.
+        """End the group for all ranks of the host.
 
-        Returns the error that was told first, the same everywhere.
+        Returns the error that was published first, the same on all ranks.
         """
-        # First what the hosts agree on, then what the ranks of this one agree on. Another rank may
-        # have published before: what stands then is what all raise.
+        # First the agreement of the hosts, then the agreement of this host's ranks. If another rank
+        # has published before, all ranks raise that first loss.
         self._publish_loss(msgspec.json.encode(Loss.of(self.tell(loss))))
         return self.aborted() or loss
 
     def aborted(self) -> PeerLostError | None:
-        """Why the group has ended; None while it lives."""
+        """Return the error that ended the group, or None."""
         text = self._published_loss()
         if text is None:
             return None
-        # It was cut off if it was too long for its place: then the text as it stands.
+        # A text longer than its buffer was cut off, and is then used without decoding.
         with contextlib.suppress(msgspec.DecodeError):
             return msgspec.json.decode(text, type=Loss).error()
         return PeerLostError((), "a call", "this group", text.decode(errors="replace"))
 
     def look_around(self, waited: float) -> PeerLostError | None:
-        """What there is to say of the ranks that are missing; called while a collective waits."""
-        # Death and leaving are certain, and told at once; silence is told after the time-out.
+        """Return the error for missing ranks, if any; called during the wait of a collective."""
+        # Death and leaving are certain and reported at once; silence only after the timeout.
         missing = self.missing()
         loss = self.loss_among(missing, *self._now())
         if loss is None and waited >= self.timeout + self.grace:
@@ -340,13 +340,13 @@ class Host(ABC):
         return loss or self.remote()
 
     def _now(self) -> tuple[str, str]:
-        """What this rank does: the call, and its number, in words."""
+        """Return this rank's call, and its number, as text."""
         number, call = self.current()
         return self.doing or (str(call), f"call {number}")
 
     def loss_among(self, ranks: Sequence[int], operation: str, step: str) -> PeerLostError | None:
-        """The error for those of `ranks` that have died or left."""
-        # A process that ended in order has left as well: death is what is told.
+        """Return the error for those of `ranks` that have died or left."""
+        # A process that ended regularly has also left; its death is reported.
         dead = [rank for rank in ranks if self._watch.dead(rank)]
         left = [rank for rank in ranks if rank not in dead and self.progress(rank).left]
         if dead:
@@ -356,17 +356,17 @@ class Host(ABC):
         return self._lost(left, "left the group", operation, step) if left else None
 
     def silent(self, ranks: Sequence[int], operation: str, step: str) -> PeerLostError:
-        """The error for ranks that are alive and did not come in time."""
+        """Return the error for ranks that are alive and did not arrive in time."""
         return self._lost(ranks, not_in_time(self.timeout), operation, step)
 
     def _lost(self, ranks: Sequence[int], reason: str, operation: str, step: str) -> PeerLostError:
-        """The error for these ranks, with what the first of them last did."""
+        """Return the error for these ranks, with the last call of the first."""
         names = tuple(self.members.names[rank] for rank in ranks)
         did = self._last_did(ranks[0]) if ranks else ""
         return PeerLostError(names, operation, step, f"{reason}{did}")
 
     def _last_did(self, rank: int) -> str:
-        """How far a rank came, in words, as the end of a reason."""
+        """Return the progress of a rank, as the end of a reason."""
         progress = self.progress(rank)
         if self.doing is not None:  # its calls on this host are parts of the group's
             return ""
@@ -380,36 +380,36 @@ class Host(ABC):
         )
 
     def tick(self, waited: float) -> bool:
-        """Looks at the peers, now and then while a collective waits.
+        """Check the peers, periodically during the wait of a collective.
 
-        True: give up. `failure` then has the error.
+        True means to stop waiting; `failure` then has the error.
         """
         try:
             self._error = self.look_around(waited)
-        except BaseException as error:  # Ctrl-C, above all; nothing may be raised through C
+        except BaseException as error:  # mainly Ctrl-C; no exception may propagate through C
             self._error = error
         return self._error is not None
 
     def failure(self) -> BaseException:
-        """The error with which this rank gives up; all others get to know it."""
-        # Taken away, so that a later wait does not find an old error.
+        """Return the error with which this rank stops waiting, and notify all others."""
+        # Cleared, so that a later wait does not find an old error.
         error = self._error
         self._error = None
         if isinstance(error, PeerLostError):
             return self.abort(error)
-        # A rank that stops waiting, by Ctrl-C for example, would hold up its peers: it tells them.
+        # A rank that stops waiting, for example after Ctrl-C, has to notify its peers.
         self.end(f"was interrupted ({type(error).__name__})")
         assert error is not None
         return error
 
     def end(self, reason: str) -> None:
-        """Ends the group for all ranks, for a reason that lies with this one."""
+        """End the group for all ranks, with this rank as the cause."""
         self.abort(PeerLostError((self.members.names[self.members.rank],), *self._now(), reason))
 
     def failed(self, error: Exception) -> None:
-        """Ends the group because a call has failed here.
+        """End the group because a call has failed here.
 
-        Arguments are checked before a call begins, so that this is a surprise: the others are told,
-        and do not wait.
+        Arguments are checked before a call begins, so the failure is unexpected: the others are
+        notified and do not wait.
         """
         self.end(f"failed ({type(error).__name__}: {error})")

@@ -1,6 +1,7 @@
-"""How a process leaves its groups: when it ends, and in a forked child.
+"""Exit of a process from its groups: at its end, and in a forked child.
 
-At its end no peer is to wait for it. A forked child has its parent's groups, and must not use them.
+At the end of a process no peer should wait for it. A forked child has its parent's groups, and must
+not use them.
 """
 
 from __future__ import annotations
@@ -14,36 +15,36 @@ from typing import Protocol
 from torch import Tensor
 
 _unread: list[Tensor] = []
-"""What peers of groups that this process has left may still read."""
+"""Messages that peers of groups that this process has left may still read."""
 
 
 class Leaver(Protocol):
-    """A group, as this process leaves it."""
+    """Group that can be left or abandoned."""
 
     def leave(self) -> None:
-        """Tells the others, unless this has been done."""
+        """Notify the other ranks, once."""
 
     def abandon(self) -> None:
-        """In a forked child: the group is the parent's."""
+        """Detach from the group in a forked child."""
 
 
 _groups: weakref.WeakSet[Leaver] = weakref.WeakSet()
 
 
 def remember(group: Leaver) -> None:
-    """The group will be left when the process ends."""
+    """Register a group to leave at the end of the process."""
     _groups.add(group)
 
 
 def keep(tensors: list[Tensor]) -> None:
-    """Keeps what peers may still read until the process ends."""
+    """Keep tensors that peers may still read, until the process ends."""
     _unread.extend(tensors)
 
 
 @atexit.register
 def leave_all() -> None:
-    """A process that ends without destroying its groups leaves them."""
-    # At the end of the interpreter parts of a group may be gone: no error helps anybody then.
+    """Leave all groups at the end of a process that did not destroy them."""
+    # At interpreter exit parts of a group may be gone; errors are useless then.
     for group in list(_groups):
         with contextlib.suppress(Exception):
             group.leave()
@@ -54,6 +55,6 @@ def _abandon_all() -> None:
         group.abandon()
 
 
-# A child has the parent's mappings and sockets, but none of its threads: whatever it did in these
-# groups, peers would take for the parent's.
+# A child has the parent's mappings and sockets, but none of its threads: peers would mistake the
+# child's actions in these groups for the parent's.
 os.register_at_fork(after_in_child=_abandon_all)

@@ -1,9 +1,9 @@
 """Messages between ranks of a host, matched by source and tag in the order of sending.
 
-A message is a header and its bytes, streamed through the channel from its sender to its receiver;
-one that nobody has asked for yet is put aside. Sends and receives make progress when somebody waits
-for one of them, and on a thread of the mailbox when nobody does, so that a rank that computes, or
-is in a collective, holds up nobody.
+A message is a header and its bytes, streamed through the channel from its sender to its receiver; a
+message without a matching receive is buffered. A thread that waits for a send or receive makes
+progress on all; without such a thread, the mailbox's own thread does. So a rank that computes, or
+is in a collective, delays no other rank.
 """
 
 from __future__ import annotations
@@ -28,26 +28,25 @@ _HEADER = struct.Struct("<qqq")  # bytes, tag, dtype
 HEADER_BYTES = _HEADER.size
 ANY = -1
 _SOON = 0.001
-"""Seconds after which the thread takes over what nobody waits for."""
+"""Seconds after which the mailbox's thread takes over messages for which no thread waits."""
 _ASIDE_BYTES = 64 << 20
-"""Bytes of messages of one source that nobody has asked for; with more, the source has to wait."""
+"""Maximum bytes of buffered messages of a source; with more, the source has to wait."""
 _QUIET_ROUNDS = 50
-"""Rounds of `_SOON` seconds in which nothing was under way, after which the thread rests."""
+"""Rounds of `_SOON` seconds without messages in progress after which the thread sleeps."""
 
 
 class Letter:
-    """A send or receive under way.
+    """Send or receive in progress.
 
-    peer: its other end, or ANY; name: what errors call it.
-
-    A thread that holds the mailbox's lock may finish it; any may look whether it is `done`.
+    peer: its other end, or ANY; name: its name in errors. Only a thread with the mailbox's lock may
+    finish it; any thread may read `done`.
     """
 
     def __init__(self, mailbox: Mailbox, tensor: Tensor, peer: int, tag: int, name: str) -> None:
         self.mailbox = mailbox
         self.tensor = tensor
-        # Channels carry bytes in one piece: a strided tensor is sent from a copy, or arrives in
-        # one.
+        # Channels transfer contiguous bytes: a strided tensor is sent from a contiguous copy, and
+        # received into a copy.
         self.dense = tensor if tensor.is_contiguous() else tensor.contiguous()
         self.peer = peer
         self.tag = tag
@@ -59,15 +58,15 @@ class Letter:
         self.receipt: Receipt | None = None
 
     def finish(self, error: BaseException | None = None) -> None:
-        """It is done, or has failed."""
+        """Mark the send or receive as done, or failed."""
         self.error = error
-        self.done = True  # last: a thread that sees it, without the lock, may read the rest
+        self.done = True  # last: a thread that sees it without the lock may read the other fields
         if self.receipt is not None:
             self.receipt.finish(error)
 
     def delivered(self, source: int) -> None:
-        """What was asked for has come from `source`; the lock is held."""
-        # In inference mode, as calls in line: the tensor may be a parameter.
+        """Complete a receive with data from `source`; the lock is held."""
+        # In inference mode, as in queued calls: the tensor may be a parameter.
         if self.dense is not self.tensor:
             with torch.inference_mode():
                 self.tensor.copy_(self.dense)
@@ -77,9 +76,9 @@ class Letter:
 
 
 class Receipt(Work):
-    """A letter as torch knows it, for callers that go on while it is under way.
+    """Handle of a letter for torch and for asynchronous callers.
 
-    `wait` carries the letter on itself.
+    `wait` makes progress on the letter itself.
     """
 
     def __init__(self, letter: Letter) -> None:
@@ -92,7 +91,7 @@ class Receipt(Work):
 
 @dataclass
 class _Stream:
-    """What comes in from one source: a header, then a body, for a receive or to put aside."""
+    """Incoming data of a source: a header, then a body, for a receive or to buffer."""
 
     header: Any = field(default_factory=lambda: (c_char * _HEADER.size)())
     read: int = 0  # bytes, of the header or of the body
@@ -100,7 +99,7 @@ class _Stream:
     kind: int = 0
     body: Tensor | None = None
     letter: Letter | None = None
-    fits: bool = False  # whether the body goes where the letter wants it
+    fits: bool = False  # whether the body is received directly into the letter's tensor
     aside: _Aside | None = None
 
 
@@ -117,10 +116,9 @@ class _Aside:
 class Mailbox:
     """All sends and receives of a rank with the ranks of its host.
 
-    number_of: dtype to the number by which both ends know it.
-
-    One lock guards all that is under way. Any thread that waits for a letter carries all letters
-    on, so that the one it waits for is moved by whoever holds the lock.
+    number_of: dtype to the number that identifies it on both ends. A single lock guards all
+    messages in progress. Any thread that waits for a letter makes progress on all letters, so its
+    own letter is moved by any thread that holds the lock.
     """
 
     def __init__(self, host: Host, number_of: dict[torch.dtype, int]) -> None:
@@ -129,7 +127,7 @@ class Mailbox:
         self._own = host.members.rank
         self._others = [rank for rank in range(host.members.size) if rank != self._own]
         self._lock = threading.RLock()
-        # By receiver, in the order of sending; and the receives that nothing has come for yet.
+        # Sends by receiver, in the order of sending; and the receives without a message yet.
         self._leaving: dict[int, deque[Letter]] = {}
         self._wanted: list[Letter] = []
         self._streams = [_Stream() for _ in range(host.members.size)]
@@ -137,12 +135,12 @@ class Mailbox:
         self._thread: threading.Thread | None = None
         self._work_to_do = threading.Event()
         self._closed = False
-        # Both are changed with the lock held, and read without it where a late answer does no harm.
-        self._moves = 0  # how often anything has moved, by which the thread sees that others carry
-        self._carriers = 0  # threads that carry letters on at this time
+        # Both are written with the lock held, and read without it where stale values are harmless.
+        self._moves = 0  # steps with progress; a change shows that another thread makes progress
+        self._carriers = 0  # threads that make progress on letters now
 
     def send(self, tensor: Tensor, to: int, tag: int) -> Work:
-        """Starts to send; the tensor may be changed when the work is done."""
+        """Begin to send; the tensor may be changed when the work is done."""
         letter = self._letter_to(tensor, to, tag)
         receipt = letter.receipt = Receipt(letter)
         with self._lock:
@@ -154,7 +152,7 @@ class Mailbox:
                 letter.finish()
             else:
                 self._leaving.setdefault(to, deque()).append(letter)
-                self._step(self._carriers)  # this thread is none of them
+                self._step(self._carriers)  # this thread is not counted
         self._care_for(letter)
         return receipt
 
@@ -165,7 +163,7 @@ class Mailbox:
         return letter
 
     def post(self, tensor: Tensor, to: int, tag: int) -> Work | None:
-        """`send` of a contiguous tensor, by a shorter way; None if all of it has left already."""
+        """Do `send` for a contiguous tensor by a faster path; None if the send is complete."""
         if to == self._own:
             return self.send(tensor, to, tag)
         nbytes = tensor.nbytes
@@ -173,13 +171,13 @@ class Mailbox:
         with self._lock:
             self._raise_if_over()
             went = 0
-            # Straight into the channel, unless others are before it: between two ranks messages
+            # Directly into the channel, unless earlier messages wait: between two ranks messages
             # keep their order.
             if not self._leaving.get(to):
                 went = self._host.channel_write(to, header, tensor.data_ptr(), nbytes)
                 if went == _HEADER.size + nbytes:
                     return None
-            # The rest leaves as any other letter does, from the byte at which it stopped.
+            # The rest is sent like any other letter, from the byte at which it stopped.
             letter = self._letter_to(tensor, to, tag)
             letter.moved = went
             receipt = letter.receipt = Receipt(letter)
@@ -188,7 +186,7 @@ class Mailbox:
         return receipt
 
     def receive(self, tensor: Tensor, source: int, tag: int) -> Work:
-        """Starts to receive from `source`, or from ANY; the work's `source` says who it was."""
+        """Begin to receive from `source`, or from ANY; the work's `source` is the sender."""
         letter = self._letter_from(tensor, source, tag)
         receipt = letter.receipt = Receipt(letter)
         with self._lock:
@@ -205,12 +203,12 @@ class Mailbox:
         )
 
     def fetch(self, tensor: Tensor, source: int, tag: int) -> None:
-        """Receives, and waits for it: the thread, which would be in the way, is not woken."""
+        """Receive and wait, without waking the mailbox's thread, which would interfere."""
         stream = self._streams[source]
         with self._lock:
             self._raise_if_over()
-            # Whether what is asked for now is the next thing to come out of the channel: nobody
-            # has asked before, nothing was put aside, and no message has come in part.
+            # Whether this message is the next in the channel: no earlier receive waits, nothing is
+            # buffered, and no message has arrived in part.
             is_next = not (self._wanted or self._aside or stream.length >= 0 or stream.read)
             if is_next and source != self._own and tensor.is_contiguous():
                 nbytes = tensor.nbytes
@@ -224,9 +222,9 @@ class Mailbox:
             raise letter.error
 
     def _ask(self, letter: Letter) -> None:
-        """Matches a receive with what was put aside, or lets it wait; the lock is held."""
-        # In the order of arrival, so that of two messages with one tag the first is taken first.
-        # One that is still coming in is taken as well: it is handed over when it is complete.
+        """Match a receive with buffered messages, or register it; the lock is held."""
+        # In the order of arrival, so that of two messages with the same tag the first is taken
+        # first. An incomplete message matches too, and is handed over when it is complete.
         for aside in self._aside:
             wanted = letter.tag == aside.tag and letter.peer in (ANY, aside.source)
             if wanted and aside.letter is None:
@@ -237,14 +235,14 @@ class Mailbox:
         self._wanted.append(letter)
 
     def carry_until(self, letter: Letter, seconds: float | None) -> bool:
-        """Carries all messages on until this one is done; False after `seconds`."""
+        """Make progress on all messages until this letter is done; False after `seconds`."""
         start = looked = time.monotonic()
-        # From here on `close` waits for this thread, which uses the channels.
+        # From now on `close` waits for this thread, because it uses the channels.
         with self._lock:
             self._carriers += 1
         try:
             while not letter.done:
-                # The bell is read before the channels are: what comes after that rings again.
+                # The bell is read before the channels: later data ring again, so none is missed.
                 seen = self._host.bell()
                 with self._lock:
                     moved = self._step(self._carriers - 1)
@@ -253,12 +251,12 @@ class Mailbox:
                 now = time.monotonic()
                 if seconds is not None and now - start >= seconds:
                     return False
-                # by the clock: others may talk on while this one's peer is lost
+                # By the clock: other peers may keep sending while this letter's peer is lost.
                 if now - looked >= TICK:
                     looked = now
                     if (loss := self._look_around(letter, now - start)) is not None:
                         self._end(self._host.abort(loss))
-                # At most a tick, so that a lost peer, which rings for nobody, is looked for.
+                # At most a tick, so that a lost peer, which cannot ring, is detected.
                 if not moved:
                     self._host.bell_wait(seen, TICK)
         finally:
@@ -267,16 +265,16 @@ class Mailbox:
         return True
 
     def close(self) -> bool:
-        """No more messages: what is still under way fails.
+        """Refuse further messages; messages in progress fail.
 
-        Returns whether nobody uses the host's channels any more.
+        Returns whether no thread uses the host's channels any more.
         """
         self._closed = True
         self._end(self._left())
-        # The thread may rest, or sleep for the bell, and other threads may carry: all look again.
+        # Wakes the mailbox's thread and all threads that wait for the bell, so that they check.
         self._work_to_do.set()
         self._host.ring(self._own)
-        # Not for ever: a rank that leaves must not hang. What is still used then stays.
+        # With a timeout: a rank that leaves must not hang. Memory still in use then stays.
         if self._thread is not None:
             self._thread.join(1)
         until = time.monotonic() + 1
@@ -290,13 +288,13 @@ class Mailbox:
     # Progress; the lock is held.
 
     def _step(self, others: int) -> bool:
-        """Moves whatever can be moved; whether anything was.
+        """Move all messages that can be moved; return whether any was.
 
-        others: how many other threads carry, and may wait for what this one has done.
+        others: number of other threads that make progress, and may wait for a letter moved here.
         """
         moved = False
         for to, letters in self._leaving.items():
-            # One after another: the bytes of a letter lie together in the channel.
+            # Sequentially, because the bytes of a letter are contiguous in the channel.
             while letters and self._push(to, letters[0]):
                 moved = True
                 if letters[0].moved < len(letters[0].header) + letters[0].dense.nbytes:
@@ -313,7 +311,7 @@ class Mailbox:
         return moved
 
     def _push(self, to: int, letter: Letter) -> bool:
-        """Sends on; whether anything went, or nothing was left to go."""
+        """Send further bytes; return whether any were sent, or none remained."""
         done = max(0, letter.moved - _HEADER.size)  # bytes of the body that have left
         header = letter.header[letter.moved :]
         body = letter.dense
@@ -322,11 +320,11 @@ class Mailbox:
         return went > 0 or letter.moved == _HEADER.size + body.nbytes
 
     def _pull(self, source: int, stream: _Stream) -> bool:
-        """Takes what has come from a source, message after message; whether anything had."""
+        """Read the data that has arrived from a source; return whether there was any."""
         read = self._host.channel_read
         pulled = False
         while True:
-            # A header may come in pieces; `_open` may say no, and is asked again at the next step.
+            # A header may arrive in pieces; `_open` may refuse, and is retried at the next step.
             if stream.length < 0:
                 address = addressof(stream.header) + stream.read
                 moved = read(source, address, _HEADER.size - stream.read)
@@ -345,13 +343,13 @@ class Mailbox:
                 return pulled
             self._shut(source, stream)
             if not self._wanted:
-                # What comes next may stay where it is, for whoever asks for it to take it there.
+                # The next message may stay in the channel, where its receive can take it directly.
                 return pulled
 
     def _open(self, source: int, stream: _Stream) -> bool:
-        """A header is there: finds the place for its body.
+        """Find the memory for the body of a complete header.
 
-        False: there is none yet, because too much is put aside already.
+        False if there is none yet, because too many bytes are buffered already.
         """
         length, tag, kind = _HEADER.unpack(stream.header)
         letter = self._wanted_by(source, tag)
@@ -365,8 +363,8 @@ class Mailbox:
         if letter is not None and stream.fits:
             stream.body = letter.dense
             return True
-        # Nobody wants it yet, or it does not fit: the bytes have to be read all the same, since
-        # others come after them.
+        # Without a matching receive, or with a misfit, the bytes still have to be read, because
+        # other messages follow them.
         stream.body = torch.empty(length, dtype=torch.uint8)
         if letter is None:
             stream.aside = _Aside(source, tag, kind, stream.body)
@@ -374,17 +372,17 @@ class Mailbox:
         return True
 
     def _wanted_by(self, source: int, tag: int) -> Letter | None:
-        """The first receive that waits for such a message; it waits no longer."""
+        """Return and remove the first receive that matches such a message, or None."""
         for index, letter in enumerate(self._wanted):
             if letter.tag == tag and letter.peer in (ANY, source):
                 return self._wanted.pop(index)
         return None
 
     def _full(self, source: int) -> bool:
-        """Whether a source has to wait until somebody asks for its messages.
+        """Return whether a source has to wait until its buffered messages are received.
 
-        It has not while a receive waits for another message of it, which may come after these,
-        and would never be reached.
+        A source does not wait while a receive waits for another of its messages, because that
+        message may come after the buffered messages and would never be reached.
         """
         if any(letter.peer in (ANY, source) for letter in self._wanted):
             return False
@@ -394,7 +392,7 @@ class Mailbox:
         )
 
     def _shut(self, source: int, stream: _Stream) -> None:
-        """A body is complete."""
+        """Complete a body."""
         letter = stream.letter
         aside = stream.aside
         length = stream.length
@@ -411,14 +409,14 @@ class Mailbox:
             letter.finish(self._misfit(letter, source, length))
 
     def _arrived(self, aside: _Aside) -> None:
-        """A rank's message to itself."""
+        """Handle a rank's message to itself."""
         aside.letter = self._wanted_by(aside.source, aside.tag)
         self._aside.append(aside)
         if aside.letter is not None:
             self._hand_over(aside)
 
     def _hand_over(self, aside: _Aside) -> None:
-        """A complete message that was put aside goes to the receive that wants it."""
+        """Copy a complete buffered message to its matching receive."""
         self._aside = [other for other in self._aside if other is not aside]
         letter = aside.letter
         assert letter is not None
@@ -432,8 +430,8 @@ class Mailbox:
         return nbytes == letter.dense.nbytes and kind == self._number_of[letter.tensor.dtype]
 
     def _misfit(self, letter: Letter, source: int, nbytes: int) -> MismatchError:
-        """The error of a receive for which something else has come."""
-        # Only the receiver gets it: the sender is through, its bytes have left.
+        """Return the error of a receive whose message has another size or dtype."""
+        # Only the receiver gets the error: the sender has already completed its send.
         sent = f"send of {nbytes} bytes with tag {letter.tag}"
         dtype = str(letter.tensor.dtype).removeprefix("torch.")
         asked = f"recv of {letter.dense.nbytes} bytes of {dtype}"
@@ -443,16 +441,16 @@ class Mailbox:
     # Trouble, and the thread.
 
     def _look_around(self, letter: Letter, waited: float) -> PeerLostError | None:
-        """What there is to say, after a tick, of those that a letter waits for."""
+        """Return the error for the peers of a letter, if any, after a tick."""
         ended = self._host.aborted()
         if ended is not None:
             return ended
-        # A receive from any rank is lost only when all of them are.
+        # A receive from any rank fails only when all ranks are lost.
         peers = self._others if letter.peer == ANY else [letter.peer]
         step = f"call {self._host.current()[0]}"
         loss = self._host.loss_among(peers, letter.name, step)
         if loss is not None and (letter.peer != ANY or len(loss.ranks) == len(self._others)):
-            with self._lock:  # what it sent before it died has arrived by now
+            with self._lock:  # its messages from before its death have arrived by now
                 self._step(self._carriers - 1)
             return loss if not letter.done else None
         if waited >= self._host.timeout:
@@ -460,7 +458,7 @@ class Mailbox:
         return self._host.remote()
 
     def _end(self, loss: PeerLostError) -> None:
-        """Nothing more comes or goes."""
+        """Fail all messages in progress."""
         with self._lock:
             streams = [stream.letter for stream in self._streams]
             asides = [aside.letter for aside in self._aside]
@@ -473,17 +471,17 @@ class Mailbox:
             self._wanted.clear()
 
     def _raise_if_over(self) -> None:
-        """Raises PeerLostError if the group has ended, or was left."""
+        """Raise PeerLostError if the group has ended, or was left."""
         if self._closed:
             raise self._left()
         if self._host.is_over():
             raise self._host.aborted() or AssertionError("over without a reason")
 
     def _care_for(self, letter: Letter) -> None:
-        """Makes the thread look after a letter for which nobody may wait."""
+        """Make the thread take over a letter for which possibly no thread waits."""
         if letter.done or self._work_to_do.is_set():
             return
-        # A thread only where letters are left under way: most ranks never need one.
+        # The thread starts only if letters stay in progress: most ranks never need it.
         if self._thread is None:
             self._thread = threading.Thread(target=self._carry, name="dure mailbox", daemon=True)
             self._thread.start()
@@ -493,26 +491,26 @@ class Mailbox:
         try:
             self._carry_what_nobody_carries()
         except BaseException as error:
-            # Nobody waits for this thread: without this the peers would find out by the time-out.
+            # No thread waits for this thread: without this the peers would wait for the timeout.
             self._host.end(f"failed to carry its messages ({type(error).__name__}: {error})")
             self._end(self._host.aborted() or self._left())
             raise
 
     def _carry_what_nobody_carries(self) -> None:
-        """Looks now and then for messages that nobody carries on; rests if there are none."""
+        """Check periodically for messages without a waiting thread; sleep if there are none."""
         quiet = 0
         while not self._closed:
             if quiet >= _QUIET_ROUNDS:
-                # With the lock, under which letters are added: none can come in between, and find
-                # the event set.
+                # With the lock, under which letters are added: otherwise a letter added in between
+                # would find the event set, and be missed.
                 with self._lock:
                     if not self._pending():
                         self._work_to_do.clear()
                 self._work_to_do.wait()
                 quiet = 0
             before = self._moves
-            time.sleep(_SOON)  # a thread that waits for a message carries it itself, and faster
-            # Something has moved without this thread, so somebody else carries: leave it to them.
+            time.sleep(_SOON)  # a thread that waits for a message moves it itself, and faster
+            # If messages moved meanwhile, another thread makes progress, and this thread pauses.
             if not self._pending() or self._moves != before:
                 quiet += not self._pending()
                 continue
@@ -520,7 +518,7 @@ class Mailbox:
             self._carry_on()
 
     def _carry_on(self) -> None:
-        """Moves all messages until none is under way."""
+        """Move all messages until none is in progress."""
         with self._lock:
             self._carriers += 1
         try:

@@ -1,9 +1,9 @@
-"""How the ranks of a group find out who shares a host, and come to share memory.
+"""Rendezvous of a group's ranks: discovery of hosts, and setup of shared memory.
 
 Every rank writes a card to the group's store: its host, its process, its pool. The first rank of
-each host makes the segment, a file without a name (memfd), which its peers open by
-/proc/<pid>/fd/<n>; when all have mapped it, it is closed, so that it vanishes with the last process
-of the group.
+each host creates the segment, a file without a name (memfd), which its peers open by
+/proc/<pid>/fd/<n>. The file is closed when all have mapped it, so that the segment disappears with
+the last process of the group.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ Core = Literal["auto", "c", "torch"]
 
 _SPIN = 1e-6
 _YIELD = 60e-6
-# Seconds that a waiting rank spins, then gives its core away, before it sleeps in the kernel.
+# Seconds that a waiting rank spins, and then yields its core, before it sleeps in the kernel.
 _mappings: WeakValueDictionary[tuple[int, int, int], Mapping] = WeakValueDictionary()
-# The pools of peers: a process maps each once, for all groups.
+# Pools of peers: a process maps each pool once, for all groups.
 
 
 class Card(msgspec.Struct):
-    """What a rank tells of itself."""
+    """Facts about a rank."""
 
     host: str
     process: int
@@ -48,7 +48,10 @@ class Card(msgspec.Struct):
 
 
 def choose_core(wanted: Core) -> str:
-    """Which core this rank can have. Raises ValueError if it is to be C and there is none."""
+    """Return the core that this rank can use.
+
+    Raises ValueError for "c" if the C core is missing.
+    """
     if wanted not in ("auto", "c", "torch"):
         raise ValueError(f"there is no core {wanted!r}; choose auto, c or torch")
     built = native.library() is not None
@@ -61,7 +64,7 @@ def choose_core(wanted: Core) -> str:
 
 
 class Meeting:
-    """One group's ranks at its store. names: what errors call them."""
+    """Ranks of a group at its store. names: names of the ranks in errors."""
 
     def __init__(self, store: Store, rank: int, names: Sequence[int], timeout: float) -> None:
         self.store = store
@@ -71,8 +74,11 @@ class Meeting:
         self._until = time.monotonic() + timeout
 
     def read(self, key: str, whose: int) -> bytes:
-        """What rank `whose` has written. Raises PeerLostError if it does not in time."""
-        # One limit for all that is read, so that many late ranks do not add up.
+        """Return the value that rank `whose` has written.
+
+        Raises PeerLostError after the timeout.
+        """
+        # A common deadline for all reads, so that delays of many ranks do not add up.
         left = max(0.001, self._until - time.monotonic())
         try:
             self.store.wait([key], timedelta(seconds=left))
@@ -86,7 +92,7 @@ class Meeting:
             ) from error
 
     def cards(self, own: Card) -> list[Card]:
-        """The cards of all ranks, in order of rank. Raises PeerLostError as `read` does."""
+        """Return the cards of all ranks, in order of rank. Raises PeerLostError as `read` does."""
         self.store.set(f"card {self.rank}", msgspec.json.encode(own).decode())
         return [
             msgspec.json.decode(self.read(f"card {rank}", rank), type=Card)
@@ -95,7 +101,7 @@ class Meeting:
 
 
 def hosts_of(cards: Sequence[Card]) -> list[list[int]]:
-    """The ranks of each host, in order; hosts in the order of their first ranks."""
+    """Return the ranks of each host, in order; hosts in the order of their first ranks."""
     hosts: dict[str, list[int]] = {}
     for rank, card in enumerate(cards):
         hosts.setdefault(card.host, []).append(rank)
@@ -105,10 +111,10 @@ def hosts_of(cards: Sequence[Card]) -> list[list[int]]:
 def meet(
     store: Store, rank: int, names: Sequence[int], timeout: float, wanted: Core = "auto"
 ) -> tuple[list[list[int]], Host]:
-    """The hosts of a group, and this rank's host, ready for collectives.
+    """Return the hosts of a group, and this rank's host, ready for collectives.
 
-    names: what errors call the ranks. Raises PeerLostError if a rank does not come within `timeout`
-    seconds.
+    names: names of the ranks in errors. Raises PeerLostError if a rank does not arrive within
+    `timeout` seconds. wanted: the core to use.
     """
     meeting = Meeting(store, rank, names, timeout)
     shared = pool()
@@ -125,7 +131,7 @@ def meet(
         )
     )
     hosts = hosts_of(cards)
-    # From here on ranks are places on this host; `names` and `processes` follow the same order.
+    # From here on ranks are positions on this host; `names` and `processes` have the same order.
     here = next(host for host in hosts if rank in host)
     members = Members(
         here.index(rank), tuple(names[r] for r in here), tuple(cards[r].process for r in here)
@@ -133,7 +139,7 @@ def meet(
     # All ranks read the same cards, and so choose the same core.
     if any(cards[r].core == "torch" for r in here):
         segment, descriptor = _segment(meeting, here, cards, portable.segment_bytes(len(here)))
-        # Pipes have no names either: peers open them by their numbers, which the store tells.
+        # Pipes have no names either: peers open them by descriptor numbers from the store.
         doors = Doors.made(len(here))
         meeting.store.set(f"doors {rank}", msgspec.json.encode(doors.addresses).decode())
         addresses = [
@@ -142,7 +148,7 @@ def meet(
         return hosts, PortableHost(members, timeout, segment, descriptor, doors, addresses)
     segment, descriptor = _segment(meeting, here, cards, native.segment_bytes(len(here)))
     os.close(descriptor)  # the mapping stays
-    # Where ranks outnumber cores, spinning takes a core from the very rank that is waited for.
+    # With more ranks than cores, spinning takes the core from the rank for which it waits.
     crowded = len(here) > available_cores()
     peers = [_pool_of(cards[r], shared) for r in here]
     return hosts, NativeHost(
@@ -158,7 +164,7 @@ def meet(
 def _segment(
     meeting: Meeting, here: list[int], cards: list[Card], nbytes: int
 ) -> tuple[Mapping, int]:
-    """The memory that the ranks of this host share, and its file."""
+    """Return the shared memory of this host's ranks, and its file descriptor."""
     first = here[0]
     key = f"segment {first}"
     if meeting.rank == first:
@@ -176,12 +182,12 @@ def _segment(
 
 
 def _pool_of(card: Card, own: Pool) -> Mapping:
-    """A peer's pool, as it is mapped here."""
+    """Return a peer's pool, mapped into this process."""
     if card.process == os.getpid():
         return own.mapping
     descriptor = open_of(card.process, card.pool)
     try:
-        # The inode, since numbers of processes and descriptors are used again.
+        # The inode is included, because process ids and descriptor numbers are reused.
         key = (card.process, card.pool, os.fstat(descriptor).st_ino)
         mapping = _mappings.get(key)
         if mapping is None:

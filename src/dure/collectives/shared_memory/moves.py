@@ -1,6 +1,6 @@
-"""The collectives of torch in terms of what the ranks can do: reductions, and exchanges of parts.
+"""torch's collectives in terms of the ranks' operations: reductions, and exchanges of parts.
 
-Tensors have been checked before; what happens here happens in the group's turn.
+Tensors have been checked before; this code runs in the group's turn.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dure.collectives.shared_memory.host import Collectives, Deal, Pull
 
 
 def in_place(tensor: Tensor, call: Callable[[Tensor], None]) -> None:
-    """Does to a tensor what `call` does to contiguous ones."""
+    """Apply `call`, which takes contiguous tensors, to any tensor in place."""
     if tensor.is_contiguous():
         call(tensor)
     else:
@@ -36,7 +36,7 @@ def in_place(tensor: Tensor, call: Callable[[Tensor], None]) -> None:
 
 
 class Moves:
-    """The collectives of one rank. ranks: those of one host, or of several."""
+    """Collectives of a rank. ranks: the ranks of a single host, or of several."""
 
     def __init__(self, ranks: Collectives, rank: int, size: int) -> None:
         self._ranks = ranks
@@ -47,7 +47,7 @@ class Moves:
         in_place(tensor, lambda dense: self._ranks.all_reduce(dense, op))
 
     def reduce(self, tensor: Tensor, op: int, root: int) -> None:
-        """On ranks other than the root the tensor stays as it is."""
+        """Reduce to the root; other ranks' tensors stay unchanged."""
         # Only the root's tensor is written to, so the others need no copy back.
         dense = tensor.contiguous()
         self._ranks.all_reduce(dense, op, root)
@@ -55,7 +55,7 @@ class Moves:
             tensor.copy_(dense)
 
     def reduce_scatter(self, output: Tensor, blocks: Sequence[Tensor], op: int) -> None:
-        """`output` becomes the reduction of all ranks' blocks[rank]."""
+        """Write the reduction of all ranks' blocks[rank] to `output`."""
         dense = [block.contiguous() for block in blocks]
         sizes = [block.numel() for block in dense]
         call = Call(
@@ -80,38 +80,38 @@ class Moves:
             self._ranks.exchange(call, [], {root: Pull(0, dense)})
 
     def all_gather(self, outputs: Sequence[Tensor], source: Tensor) -> None:
-        """Every rank's tensor on all ranks.
+        """Gather every rank's tensor on all ranks.
 
-        outputs[i]: what rank i gives; dense. The sizes may differ between ranks, but are known to
-        all.
+        outputs[i]: filled with rank i's tensor; dense. The sizes may differ between ranks, but are
+        known to all.
         """
         sizes = [output.numel() for output in outputs]
         extra = unequal(sizes)
         call = Call(
             kind=ALL_GATHER,
             dtype=NUMBER_OF[source.dtype],
-            # Of unequal parts the sum, since the count has to agree on all ranks.
+            # The sum for unequal parts, since the count has to agree on all ranks.
             count=sum(sizes) if extra else source.numel(),
             extra=extra,
         )
         dense = source.contiguous()
         self._ranks.exchange(call, [dense], self._pulls(outputs))
-        # A source that is its own place in the output is there already.
+        # A source that is its own block in the output needs no copy.
         own = outputs[self._rank]
         if own.data_ptr() != dense.data_ptr():
             own.view(-1).copy_(dense.view(-1))
 
     def all_gather_copied(self, targets: Sequence[Tensor], source: Tensor) -> None:
-        """`all_gather` into tensors of any layout."""
+        """Do `all_gather` into tensors of any layout."""
         dense = [dense_like(target) for target in targets]
         self.all_gather(dense, source)
         copy_back(dense, targets)
 
     def gather(self, targets: Sequence[Tensor], source: Tensor, root: int) -> None:
-        """targets: on the root one a rank, elsewhere none."""
+        """Gather to the root. targets: a tensor for each rank on the root, empty elsewhere."""
         dense = [dense_like(target) for target in targets]
-        # Every rank says what it gives to the root; the root also says what room it has for each.
-        # What the root keeps for itself is in both, so that its own sizes are compared as well.
+        # Every rank declares its bytes for the root; the root also declares the bytes it expects
+        # from each. The root's own part is in both, so that its own sizes are compared as well.
         deals = [
             Deal(
                 nbytes=source.nbytes if rank == root else 0,
@@ -132,10 +132,10 @@ class Moves:
         copy_back(dense, targets)
 
     def scatter(self, output: Tensor, sources: Sequence[Tensor], root: int) -> None:
-        """sources: on the root one a rank, elsewhere none."""
+        """Scatter from the root. sources: a tensor for each rank on the root, empty elsewhere."""
         parts = [source.contiguous() for source in sources]
         dense = dense_like(output)
-        # Only the root offers: a range of its parts, laid end to end, to each rank.
+        # Only the root offers: a range of its concatenated parts to each rank.
         given = offers(parts) if parts else [(0, 0)] * self._size
         deals = [
             Deal(offset, nbytes, dense.nbytes if rank == root else 0)
@@ -150,7 +150,7 @@ class Moves:
         copy_back([dense], [output])
 
     def all_to_all(self, outputs: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
-        """Part j to rank j; outputs[i] from rank i. All of them contiguous."""
+        """Send part j to rank j, and receive outputs[i] from rank i. All are contiguous."""
         deals = [
             Deal(offset, nbytes, output.nbytes)
             for (offset, nbytes), output in zip(offers(parts), outputs, strict=True)
@@ -169,7 +169,7 @@ class Moves:
         self._ranks.exchange(Call(BARRIER), [], {})
 
     def _pulls(self, outputs: Sequence[Tensor]) -> dict[int, Pull]:
-        """What is to come from each of the others."""
+        """Return the pulls from each of the other ranks."""
         return {rank: Pull(0, output) for rank, output in enumerate(outputs) if rank != self._rank}
 
     def _exchange(
@@ -181,9 +181,9 @@ class Moves:
         pulls: dict[int, Pull],
         deals: Sequence[Deal],
     ) -> None:
-        """An exchange in which ranks know only their own sizes.
+        """Exchange with sizes that each rank knows only for itself.
 
-        What a rank keeps for itself does not take part.
+        A rank's part for itself is excluded.
         """
         count = sum(part.numel() for part in parts)
         call = Call(kind=kind, dtype=NUMBER_OF[dtype], root=root, count=count)

@@ -1,4 +1,4 @@
-"""The C core: the collectives of a host in plain C on shared memory, without copies or the GIL."""
+"""C core: the collectives of a host in plain C on shared memory, without copies or the GIL."""
 
 from __future__ import annotations
 
@@ -45,23 +45,23 @@ _STAGE = 1
 _POOL = 2
 
 UNDER_WAY = 4
-"""Split-phase calls that a rank may have begun and not ended."""
+"""Maximum number of split-phase calls in progress on a rank."""
 
-# Up to a slot, one copy and one sync are cheaper than cutting a tensor into parts. A stage has four
-# windows of this size, small enough to stay in the caches.
+# Up to the size of a slot, a copy and a sync are cheaper than cutting a tensor into parts. A stage
+# has four windows of this size, small enough to stay in the caches.
 SLOT_BYTES = 16 << 10
 STAGE_BYTES = 256 << 10
 CHANNEL_BYTES = 2 << 20
 ALL_CHANNELS = 256 << 20
-"""CHANNEL_BYTES are those of one channel, at most; ALL_CHANNELS about those of all of a group.
+"""Limits in bytes: CHANNEL_BYTES for a channel, ALL_CHANNELS about for all channels of a group.
 
-There is a channel from each rank to each. A message that fits into it leaves at once. The rest of a
-longer one waits until the receiver has made room, and then for a thread that finds a core.
+There is a channel from each rank to each. A message that fits is sent without a wait. The rest of a
+longer message waits until the receiver has freed space, and until a thread gets a core.
 """
 
 
 class Posted(Structure):
-    """A rank's call, as C has it: `struct call` in core.h, field by field."""
+    """Call of a rank in C: `struct call` in core.h, field by field."""
 
     _fields_ = (
         ("number", c_uint64),
@@ -104,7 +104,7 @@ _Tick = ctypes.CFUNCTYPE(c_int, c_double)
 
 
 class _Interpreter(Structure):
-    """What the core needs of Python to run signal handlers while it waits, for Ctrl-C."""
+    """Functions of Python with which the core runs signal handlers during a wait, for Ctrl-C."""
 
     _fields_ = (
         ("PyGILState_Ensure", c_void_p),
@@ -119,7 +119,7 @@ class _Interpreter(Structure):
 
     @classmethod
     def this(cls) -> _Interpreter:
-        """This interpreter's functions."""
+        """Return this interpreter's functions."""
         # By address, so that the library is built without Python's headers.
         names = ("PyGILState_Ensure", "PyErr_CheckSignals", "PyErr_Fetch", "PyGILState_Release")
         return cls(
@@ -127,7 +127,7 @@ class _Interpreter(Structure):
         )
 
     def take_error(self) -> BaseException | None:
-        """What a handler raised; None if there is nothing."""
+        """Return and clear the exception of a signal handler, or None."""
         pointers = [getattr(self, name) for name in ("kind", "value", "traceback")]
         held = [
             ctypes.cast(pointer, ctypes.py_object).value if pointer else None
@@ -135,11 +135,11 @@ class _Interpreter(Structure):
         ]
         for pointer in pointers:
             if pointer:
-                ctypes.pythonapi.Py_DecRef(c_void_p(pointer))  # C was given each with a reference
+                ctypes.pythonapi.Py_DecRef(c_void_p(pointer))  # PyErr_Fetch gave a reference
         self.kind = self.value = self.traceback = None
         kind: Any = held[0]
         value: Any = held[1]
-        # PyErr_Fetch may give an error that was not made yet: its class, and what it is made of.
+        # PyErr_Fetch may return an uninstantiated error: its class and its arguments.
         error = (
             value
             if kind is None or isinstance(value, BaseException)
@@ -150,13 +150,13 @@ class _Interpreter(Structure):
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The compiled core; None where the package was installed without a C compiler."""
+    """Return the compiled core, or None if the package was installed without a C compiler."""
     core = c_library(Path(__file__).parent, "_core")
     return None if core is None else _declared(core)
 
 
 def _declared(core: ctypes.CDLL) -> ctypes.CDLL:
-    """The library, with the types of its functions as in core.h."""
+    """Return the library, with the types of its functions as in core.h."""
     signatures: dict[str, tuple[type | None, tuple[type, ...]]] = {
         "core_segment_bytes": (c_uint64, (c_int, c_uint64, c_uint64, c_uint64)),
         "core_open": (
@@ -216,7 +216,7 @@ def _declared(core: ctypes.CDLL) -> ctypes.CDLL:
 
 
 def _short_way() -> Callable[..., int] | None:
-    """`core_all_reduce` without ctypes; None where dure was installed without Python's headers."""
+    """Return `core_all_reduce` without ctypes; None if installed without Python's headers."""
     try:
         module = importlib.import_module("dure.collectives.shared_memory._direct")
     except ImportError:
@@ -225,29 +225,29 @@ def _short_way() -> Callable[..., int] | None:
 
 
 def instructions() -> str:
-    """Which instructions the sums use here: plain, avx2 or avx512."""
+    """Return the instruction set of the sums: plain, avx2 or avx512; torch without the C core."""
     core = library()
     return core.core_instructions().decode().removeprefix("with_") if core is not None else "torch"
 
 
 def segment_bytes(size: int) -> int:
-    """Bytes of the segment of a group of `size` ranks; pages that nobody touches take no memory."""
+    """Return the bytes of a segment for `size` ranks; untouched pages take no memory."""
     core = library()
     assert core is not None
     return int(core.core_segment_bytes(size, SLOT_BYTES, STAGE_BYTES, _channel_bytes(size)))
 
 
 def _channel_bytes(size: int) -> int:
-    # One for each ordered pair of ranks, in whole pages.
+    # A channel for each ordered pair of ranks, in whole pages.
     return max(STAGE_BYTES, min(CHANNEL_BYTES, ALL_CHANNELS // size**2 // 4096 * 4096))
 
 
 class NativeHost(Host):
-    """A host over the C core.
+    """Host over the C core.
 
-    segment: the group's shared memory, all zeros at first. pool: this process's; peers: where the
-    pools of the other ranks are mapped here. patience: seconds to spin, and then to yield the core,
-    before sleeping.
+    segment: the group's shared memory, all zeros at first. pool: this process's pool; peers: the
+    other ranks' pools, mapped here. patience: seconds to spin, and then to yield the core, before
+    sleeping.
     """
 
     in_c = True
@@ -269,7 +269,7 @@ class NativeHost(Host):
         self._segment = segment
         self._pool = pool
         self._peers = list(peers)
-        # C keeps addresses in these: they live as long as the host, as do segment, pool and peers.
+        # C stores addresses of these: they live as long as the host, like segment, pool and peers.
         self._tick = _Tick(self._tick_for_c)
         self._interpreter = _Interpreter.this()
         spin, give = (int(1e9 * seconds) for seconds in patience)
@@ -289,27 +289,27 @@ class NativeHost(Host):
             raise MemoryError("the C core could not be opened: out of memory")
         for rank, mapping in enumerate(self._peers):
             core.core_set_pool(self._core, rank, mapping.address, mapping.nbytes)
-        self._all_reduce = core.core_all_reduce  # looked up once, for the call that is made most
+        self._all_reduce = core.core_all_reduce  # looked up once, for the most frequent call
 
     def _tick_for_c(self, waited: float) -> int:
-        """Whether to wait on, in `goes_on` as well: see core.h."""
+        """Return whether to continue waiting, in `goes_on` as well: see core.h."""
         if self.tick(waited):
             return 0
-        # Last: a signal's handler that raises before this, anywhere in here, ends the waiting.
-        # ctypes drops its error, and makes nothing of what is returned.
+        # Last: if a signal handler raises anywhere above, `goes_on` stays 0 and the wait ends.
+        # ctypes drops the handler's exception and ignores the return value.
         self._interpreter.goes_on = 1
         return 1
 
     def all_reduce(self, tensor: Tensor, op: int, root: int = -1) -> None:
-        # dtype and operation in one number: each argument takes ctypes time.
+        # dtype and operation are encoded in a number, because each argument costs ctypes time.
         code = NUMBER_OF[tensor.dtype] + 256 * op
         status = self._all_reduce(self._core, code, root, tensor.numel(), tensor.data_ptr())
         if status:
             raise self._failed(status)
 
     def direct(self, line: Line, otherwise: Callable[[Tensor, int], None]) -> Callable[..., None]:
-        # All that each call would look up is looked up once: a sum of a few kilobytes takes no
-        # longer than a few attributes in Python.
+        # All lookups are done once: a sum of a few kilobytes takes no longer than a few attribute
+        # lookups in Python.
         reduce = _short_way() or self._by_ctypes
         core = self._core
         function = ctypes.cast(self._all_reduce, c_void_p).value or 0
@@ -327,8 +327,8 @@ class NativeHost(Host):
                 and tensor.is_contiguous()
                 and not tensor.is_neg()
             )
-            # Calls in line come first, and whoever has the turn goes on: then the slow way, which
-            # gets in line. It also says what is wrong with a tensor.
+            # With queued calls, or a call in progress, the slow path joins the queue. The slow path
+            # also reports invalid tensors.
             if code is None or not dense or line.ahead or not take_turn(False):
                 return otherwise(tensor, op)
             try:
@@ -364,7 +364,7 @@ class NativeHost(Host):
 
         def begin(own: Sequence[Tensor]) -> int:
             nonlocal parts  # which C reads until the end
-            # Filled again rather than made anew, since the call before has ended.
+            # Reused, since the previous call has ended.
             parts = parts if len(parts) == len(own) else (_Part * len(own))()
             for part, tensor in zip(parts, own, strict=True):
                 part.address = tensor.data_ptr()
@@ -379,14 +379,14 @@ class NativeHost(Host):
         return lambda: self._number_of(begin(self._core, posted), posted)
 
     def _number_of(self, status: int, posted: Posted) -> int:
-        """The number of a call that was begun; raises what its status says."""
+        """Return the number of a begun call; raise the error of its status."""
         if status:
             raise self._failed(status)
         return int(posted.number)
 
     def _posted_in_pool(self, kind: int, message: Tensor, op: int) -> Posted:
-        """A call whose message lies in this process's pool."""
-        # Where every rank has mapped it, at another address each: hence an offset.
+        """Return a call whose message is in this process's pool."""
+        # An offset, because every rank has mapped the pool at a different address.
         offset = self._pool.offset(message.data_ptr(), message.nbytes)
         assert offset is not None
         posted = posted_call(
@@ -418,14 +418,14 @@ class NativeHost(Host):
         for rank, pull in pulls.items():
             pulled[rank] = _Pull(pull.offset, pull.into.nbytes, pull.into.data_ptr())
         posted = posted_call(call, sum(part.nbytes for part in parts))
-        # A single part that lies in the pool is read there by the peers, without a stage.
+        # Peers read a single part in the pool directly, without the stage.
         if (
             len(parts) == 1
             and (offset := self._pool.offset(parts[0].data_ptr(), parts[0].nbytes)) is not None
         ):
             posted.place = _POOL
             posted.pool = offset
-        # NULL for C where what each rank offers follows from the call.
+        # NULL for C if the offers of each rank follow from the call.
         dealt = (
             (_Deal * size)(*(_Deal(deal.offset, deal.nbytes, deal.wanted) for deal in deals))
             if deals
@@ -436,12 +436,12 @@ class NativeHost(Host):
             raise self._failed(status)
 
     def _failed(self, status: int) -> BaseException:
-        """The error that a status other than 0 stands for."""
-        # A peer may still be in the middle of a sum that it writes to this rank's pool.
+        """Return the error for a nonzero status."""
+        # A peer may still be writing a sum to this rank's pool.
         if status in (_GAVE_UP, _ABORTED):
             self._pool.pin()
         if status == _GAVE_UP:
-            # Without an error from `tick` a signal's handler has raised, perhaps around `tick`.
+            # Without an error from `tick`, a signal handler has raised, perhaps around `tick`.
             self._error = self._error or self._interpreter.take_error() or KeyboardInterrupt()
             return self.failure()
         if status == _ABORTED:
@@ -457,13 +457,13 @@ class NativeHost(Host):
         return unequal(number, call, self._deal, self.members.names)
 
     def _this_call(self, rank: int) -> Posted:
-        """The call that is worked on, as a rank has posted it."""
+        """Return the current call of a rank, as posted."""
         call = Posted()
         self._c.core_this_call(self._core, rank, call)
         return call
 
     def _deal(self, rank: int, peer: int) -> tuple[int, int]:
-        """The bytes that a rank offers to a peer, and those that it wants of it."""
+        """Return the bytes that a rank offers to a peer, and the bytes that it wants."""
         deal = _Deal()
         self._c.core_deal(self._core, rank, peer, deal)
         return deal.bytes, deal.wanted
@@ -522,7 +522,7 @@ class NativeHost(Host):
         self._c.core_leave(self._core)
 
     def close(self) -> None:
-        # After this a NULL would reach C: the group lets nobody come here any more (`_OF_RANKS`).
+        # After this a call would pass NULL to C; the group prevents further calls (`_OF_RANKS`).
         super().close()
         self._c.core_close(self._core)
         self._core = None

@@ -1,8 +1,8 @@
-"""Tensors that live in shared memory: those of `empty_shared` are reduced in place, without copies.
+"""Tensors in shared memory: tensors of `empty_shared` are reduced in place, without copies.
 
-A process has one pool: a file without a name (memfd), as large as the machine's memory and empty
-until touched, so that it can grow without being mapped again. Peers on the host open it by
-/proc/<pid>/fd/<n> and map it once. It vanishes with the last process that maps it, however that
+A process has a pool: a file without a name (memfd), as large as the machine's memory and empty
+until touched, so that it can grow without another mapping. Peers on the host open it by
+/proc/<pid>/fd/<n> and map it once. It disappears with the last process that maps it, however that
 process ends.
 """
 
@@ -30,7 +30,7 @@ _MOST = 256 << 30  # so that the pools of hundreds of ranks fit into one address
 
 
 class Mapping:
-    """A shared mapping of a file: its address, its bytes, and a tensor over them."""
+    """Shared mapping of a file: its address, its bytes, and a tensor over them."""
 
     def __init__(self, descriptor: int, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -38,22 +38,22 @@ class Mapping:
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
 
     def tensor(self) -> Tensor:
-        """All of it as uint8; the tensor keeps the mapping."""
+        """Return the whole mapping as uint8; the tensor keeps the mapping alive."""
         return torch.frombuffer(self.memory, dtype=torch.uint8)
 
 
 def open_of(pid: int, descriptor: int, flags: int = os.O_RDWR) -> int:
-    """The file that another process of this host holds as `descriptor`.
+    """Open the file that another process of this host has as `descriptor`; return a descriptor.
 
-    Raises OSError where that is not allowed.
+    Raises OSError if that is not permitted.
     """
     return os.open(f"/proc/{pid}/fd/{descriptor}", flags | os.O_CLOEXEC)
 
 
 class Pool:
-    """This process's shared memory, and which of it is free.
+    """Shared memory of this process, and its free ranges.
 
-    `allocate` and `release` may come from any thread.
+    `allocate` and `release` may be called from any thread.
     """
 
     def __init__(self) -> None:
@@ -77,12 +77,12 @@ class Pool:
         self._lock = threading.RLock()
 
     def offset(self, address: int, nbytes: int) -> int | None:
-        """Where in the pool a piece of memory lies; None if it is not in the pool."""
+        """Return the offset of a piece of memory in the pool; None if it is not in the pool."""
         offset = address - self.address
         return offset if offset >= 0 and offset + nbytes <= self.nbytes else None
 
     def allocate(self, nbytes: int) -> int:
-        """The offset of `nbytes` that nobody uses, on a page of its own."""
+        """Return the offset of `nbytes` unused bytes, aligned to a page."""
         length = max(_PAGE, -(-nbytes // _PAGE) * _PAGE)
         # First fit: the pool is so large that gaps do no harm.
         with self._lock:
@@ -95,20 +95,20 @@ class Pool:
             else:
                 raise MemoryError(f"the shared pool has no {nbytes} bytes left of {self.nbytes}")
             self._used.add(offset)
-        # All pages at once, not by a fault for each at its first use; older kernels cannot.
+        # Maps all pages at once, without a page fault for each; unsupported by older kernels.
         with contextlib.suppress(OSError, ValueError):
             self.mapping.memory.madvise(_POPULATE, offset, length)
         return offset
 
     def release(self, offset: int, nbytes: int) -> None:
-        """Gives back what `allocate` gave for `nbytes`."""
+        """Release memory of `nbytes` from `allocate`."""
         length = max(_PAGE, -(-nbytes // _PAGE) * _PAGE)
         if length >= _PUNCH_FROM:
             with contextlib.suppress(OSError, ValueError):
                 self.mapping.memory.madvise(mmap.MADV_REMOVE, offset, length)
         with self._lock:
             self._used.discard(offset)
-            # Lost on purpose, see `pin`.
+            # Not reused on purpose, see `pin`.
             if offset in self._pinned:
                 return
             # Joined with its free neighbours, so that none are adjacent.
@@ -123,20 +123,20 @@ class Pool:
             self._free.insert(at, (start, end - start))
 
     def pin(self) -> None:
-        """Never gives the addresses that are in use now to another tensor.
+        """Withdraw all addresses in use from later allocations, permanently.
 
-        Called when a group has failed: a peer that only was stopped may go on and write the rest of
-        a sum.
+        Called when a group has failed: a peer that was only stopped may continue and write the rest
+        of a sum.
         """
         with self._lock:
             self._pinned |= self._used
 
     def empty(self, size: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """An uninitialised tensor in the pool, whose memory comes back when it is gone."""
+        """Return an uninitialised tensor in the pool; its memory is released with the last view."""
         nbytes = math.prod(size) * dtype.itemsize
         offset = self.allocate(nbytes)
         block = _block_of(max(1, nbytes)).from_address(self.address + offset)
-        # Tensors share storage, and views outlive tensors: what all of them keep is this block.
+        # Tensors share storage, and views outlive tensors; all of them keep this block alive.
         weakref.finalize(block, self._released, os.getpid(), offset, nbytes).atexit = False
         return torch.frombuffer(block, dtype=torch.uint8)[:nbytes].view(dtype).view(tuple(size))
 
@@ -147,8 +147,8 @@ class Pool:
 
 @lru_cache(256)
 def _block_of(nbytes: int) -> type[ctypes.Array[ctypes.c_char]]:
-    """A kind of buffer that can be watched, so that the pool sees when its last tensor is gone."""
-    # A subclass is what weak references can be made to. Making one is slow, hence the cache.
+    """Return a buffer type that supports weak references, so that its end can be detected."""
+    # Only a subclass supports weak references. Creating a class is slow, hence the cache.
     return type("Block", (ctypes.c_char * nbytes,), {})
 
 
@@ -156,7 +156,7 @@ _pool: Pool | None = None
 
 
 def pool() -> Pool:
-    """The pool of this process, made when first asked for."""
+    """Return the pool of this process, created at the first call."""
     global _pool
     if _pool is None:
         _pool = Pool()
@@ -168,20 +168,18 @@ def _forget() -> None:
     _pool = None
 
 
-# The child shares the parent's file: it makes a pool of its own when it needs one.
+# The child shares the parent's file, so it creates a new pool when needed.
 os.register_at_fork(after_in_child=_forget)
 
 
 def empty_shared(*size: int | Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
-    """An uninitialised CPU tensor in shared memory, as `torch.empty` otherwise.
+    """Return an uninitialised CPU tensor in shared memory; otherwise like `torch.empty`.
 
     Collectives of the dure backend work on it in place: peers on this host read and write it
-    directly. Its memory goes back to the pool with the last tensor that uses it. In a forked child
-    it stays the parent's memory.
-
-    size: the shape, as integers or as one sequence. dtype: None is torch's default. Raises
-    ValueError for a shape that no tensor has, and MemoryError when the pool, which is as large as
-    the machine's memory (256 GiB at most), is used up.
+    directly. Its memory returns to the pool with the last tensor that uses it. In a forked child it
+    stays the parent's memory. size: the shape, as integers or as a sequence. dtype: None is torch's
+    default. Raises ValueError for an invalid shape, and MemoryError when the pool, which is as
+    large as the machine's memory (256 GiB at most), is used up.
     """
     shape: list[int] = []
     for part in size:

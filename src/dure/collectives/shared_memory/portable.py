@@ -1,14 +1,14 @@
-"""The torch core: the same collectives where no C compiler was at hand.
+"""torch core: the same collectives without a C compiler.
 
 It gives the same results, more slowly; tests compare the C core with it.
 
-Tensors pass through shared memory, and torch adds them. What orders memory is the kernel: a rank
-that has written says so through a pipe to each peer, and a peer reads only what it has been told
-of. Messages between two ranks go through pipes altogether. Every collective begins and ends with a
-synchronisation, so nothing needs two copies:
+Tensors pass through shared memory, and torch adds them. The kernel orders memory: a rank that has
+written sends a notice through a pipe to each peer, and a peer reads only data announced by a
+notice. Messages between two ranks pass through pipes altogether. Every collective begins and ends
+with a synchronisation, so no second buffer is needed:
 
-    post the call, copy in | sync | compare the calls, sum or pull | sync | copy out what others
-    have summed
+    post the call, copy in | sync | compare the calls, sum or pull | sync | copy the results of
+    others out
 """
 
 from __future__ import annotations
@@ -49,20 +49,20 @@ from dure.collectives.shared_memory.pool import Mapping, open_of
 
 _REASON_BYTES = 4096
 _STAGE_BYTES = 4 << 20
-_SEAT = 16  # numbers a rank tells of itself
+_SEAT = 16  # numbers that each rank publishes about itself
 _BEGUN = 0
 _FINISHED = 1
 _LEFT = 2
 _BYTES = 3
 _CALL = 4
-_SAID = struct.Struct("<qq")  # who, how many syncs
-_LONGEST_WRITE = 1 << 20  # bytes of a body that are offered to a pipe, which takes less anyway
+_SAID = struct.Struct("<qq")  # rank, number of syncs
+_LONGEST_WRITE = 1 << 20  # maximum bytes of a body for a write; a pipe takes less anyway
 
 
 def _smaller(one: Tensor, other: Tensor) -> Tensor:
-    """The minimum as the C core has it.
+    """Return the minimum by the C core's definition.
 
-    torch.minimum of 0.0 and -0.0 is either, depending on where in the tensor they stand.
+    torch.minimum of 0.0 and -0.0 is either, depending on their position in the tensor.
     """
     return torch.where((one < other) | (one != one), one, other)
 
@@ -85,7 +85,7 @@ _FOLDS_OF_BOOLS = {**_FOLDS, SUM: torch.logical_or, PRODUCT: torch.logical_and}
 
 
 def reduced(tensors: Sequence[Tensor], op: int) -> Tensor:
-    """tensors[0] op tensors[1] op …, in this order.
+    """Return tensors[0] op tensors[1] op …, in this order.
 
     Half precision is reduced in float32 and rounded once.
     """
@@ -96,7 +96,7 @@ def reduced(tensors: Sequence[Tensor], op: int) -> Tensor:
 
 
 def folded(tensors: Sequence[Tensor], op: int) -> Tensor:
-    """The same without its last rounding, and without the division of an average."""
+    """Return the reduction without its last rounding, and without the division of an average."""
     dtype = tensors[0].dtype
     halves = dtype in (torch.float16, torch.bfloat16)
     fold = (_FOLDS_OF_BOOLS if dtype == torch.bool else _FOLDS)[op]
@@ -108,7 +108,7 @@ def folded(tensors: Sequence[Tensor], op: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Doors:
-    """The pipes of a rank: one for the syncs of its peers, one for the messages of each of them."""
+    """Pipes of a rank: a pipe for the syncs of its peers, and a pipe for each peer's messages."""
 
     syncs: tuple[int, int]
     messages: tuple[tuple[int, int], ...]
@@ -117,14 +117,14 @@ class Doors:
     @classmethod
     def made(cls, size: int) -> Doors:
         def pipe() -> tuple[int, int]:
-            # No reader or writer here ever waits in the kernel, where it would not see a peer die.
+            # Nonblocking, because a wait in the kernel would not notice the death of a peer.
             return os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
 
         return cls(pipe(), tuple(pipe() for _ in range(size)), pipe())
 
     @property
     def addresses(self) -> list[int]:
-        """What peers have to know: the write end for syncs, then those for messages, by sender."""
+        """Descriptors for peers: the write end for syncs, then those for messages, by sender."""
         return [self.syncs[1], *(write for _, write in self.messages)]
 
     def close(self) -> None:
@@ -134,15 +134,15 @@ class Doors:
 
 
 def segment_bytes(size: int) -> int:
-    """Bytes of the segment of a group of `size` ranks."""
+    """Return the bytes of the segment of a group of `size` ranks."""
     return _REASON_BYTES + 8 * size * (_SEAT + 3 * size) + 2 * size * _STAGE_BYTES
 
 
 class PortableHost(Host):
-    """A host over torch.
+    """Host over torch.
 
     segment: the group's shared memory, all zeros at first; descriptor: its file, closed by `close`.
-    doors: this rank's pipes; addresses: of each rank's `Doors`.
+    doors: this rank's pipes; addresses: addresses of each rank's `Doors`.
     """
 
     def __init__(
@@ -160,7 +160,8 @@ class PortableHost(Host):
         size = members.size
         rank = members.rank
         memory = segment.tensor()
-        # The segment: the reason of the end, seats, deals (offset, offered, wanted), stages.
+        # The segment: the reason of the end, numbers of each rank (`_SEAT` each), deals (offset,
+        # offered, wanted), stages.
         numbers = memory[_REASON_BYTES:][: 8 * size * (_SEAT + 3 * size)].view(torch.int64)
         self._reason = memory[:_REASON_BYTES]
         self._seats = numbers[: size * _SEAT].view(size, _SEAT)
@@ -183,7 +184,7 @@ class PortableHost(Host):
     # Synchronisation.
 
     def _sync(self) -> None:
-        """Tells all ranks that this one has arrived, and waits until all have."""
+        """Notify all ranks that this rank has arrived, and wait until all have."""
         self._syncs += 1
         self._arrived[self.members.rank] = self._syncs
         said = _SAID.pack(self.members.rank, self._syncs)
@@ -192,12 +193,12 @@ class PortableHost(Host):
                 _write_whole(writer, said)
         try:
             self._await()
-        except KeyboardInterrupt as error:  # the others are told by `failure`
+        except KeyboardInterrupt as error:  # `failure` notifies the others
             self._error = error
             raise self.failure() from None
 
     def _await(self) -> None:
-        """Until all ranks have arrived."""
+        """Wait until all ranks have arrived."""
         start = time.monotonic()
         while True:
             ended = self.aborted()
@@ -205,28 +206,28 @@ class PortableHost(Host):
                 raise ended
             if not self.missing():
                 return
-            # Peers are looked at only after a tick in which nothing was said.
+            # Peers are checked only after a tick without notices.
             if not self._hear(TICK) and self.missing() and self.tick(time.monotonic() - start):
                 raise self.failure()
 
     def _hear(self, seconds: float) -> bool:
-        """Reads what peers have said; whether there was anything."""
+        """Read the notices of peers; return whether there were any."""
         reader = self._doors.syncs[0]
         if not select.select([reader], [], [], seconds)[0]:
             return False
         self._inbox += os.read(reader, 1 << 16)
         whole = len(self._inbox) // _SAID.size * _SAID.size
         for who, syncs in _SAID.iter_unpack(self._inbox[:whole]):
-            # `_ring_all` says 0, which only wakes.
+            # `_ring_all` sends 0, which only wakes.
             self._arrived[who] = max(self._arrived[who], syncs)
         self._inbox = self._inbox[whole:]
         return True
 
     def _begin(self, call: Call, nbytes: int) -> None:
-        """Posts a call, before its first sync. nbytes: of this rank's input."""
+        """Post a call, before its first sync. nbytes: bytes of this rank's input."""
         self._number += 1
         own = self._seats[self.members.rank]
-        # In the order of `progress`; `extra` is cut to what a signed number holds.
+        # In the order of `progress`; `extra` is cut to fit a signed number.
         words = [
             nbytes,
             call.kind,
@@ -240,7 +241,7 @@ class PortableHost(Host):
         own[_BEGUN] = self._number
 
     def _compare(self, deals: bool) -> None:
-        """After the first sync: raises, on every rank the same, unless all have called the same."""
+        """Raise the same error on every rank, after the first sync, unless all calls agree."""
         calls = [self.progress(rank).last for rank in range(self.members.size)]
         same = [(call.kind, call.dtype, call.op, call.root, call.extra) for call in calls]
         # From GATHER on, ranks may give unequal sizes, which their deals compare.
@@ -251,7 +252,7 @@ class PortableHost(Host):
         elif deals and not torch.equal(self._deals[:, :, 1], self._deals[:, :, 2].T):
             error = unequal(self._number, calls[0], self._deal, self.members.names)
         if error is not None:
-            self._sync()  # nobody posts its next call before all have read this one
+            self._sync()  # no rank posts its next call before all have read this call
             self._finish()
             raise error
 
@@ -281,8 +282,8 @@ class PortableHost(Host):
             results = [
                 _as(self._stages[rank, 1], window).tensor_split(size)[rank] for rank in range(size)
             ]
-            # Every rank sums its N-th part of the window. Whoever is early with the next window
-            # writes its input only: results are read until all have met at the next sync.
+            # Every rank sums its N-th part of the window. A rank that is early with the next window
+            # writes only its input, since others may still read results until the next sync.
             stages[self.members.rank].copy_(window)
             self._sync()
             if start == 0:
@@ -312,8 +313,7 @@ class PortableHost(Host):
             self._sync()
             if start == 0:
                 self._compare(deals=False)
-            # Blocks of other ranks may be longer than this one's, which is through then but still
-            # syncs.
+            # Blocks of other ranks may be longer than this rank's, which then only syncs.
             window = target[start : start + most]
             if window.numel():
                 window.copy_(reduced([self._share(peer, rank, window) for peer in range(size)], op))
@@ -321,7 +321,7 @@ class PortableHost(Host):
         self._finish()
 
     def _share(self, rank: int, block: int, like: Tensor) -> Tensor:
-        """Where a window of a block lies in a rank's stage."""
+        """Return the memory of a window of a block in a rank's stage."""
         share = _STAGE_BYTES // self.members.size // 8 * 8
         return _as(self._stages[rank, 0][block * share :], like)
 
@@ -334,7 +334,7 @@ class PortableHost(Host):
     ) -> None:
         rank = self.members.rank
         given = [bytes_of(part) for part in parts]
-        # One piece, copied only where there are several parts; the empty one is for no parts.
+        # Contiguous input, copied only if there are several parts; the empty tensor allows none.
         mine = (
             given[0] if len(given) == 1 else torch.cat([torch.empty(0, dtype=torch.uint8), *given])
         )
@@ -359,9 +359,9 @@ class PortableHost(Host):
         self._finish()
 
     def _take(self, peer: int, start: int, offset: int, into: Tensor) -> None:
-        """Copies what a window holds of the peer's bytes [offset, offset + len(into)).
+        """Copy the window's part of the peer's bytes [offset, offset + len(into)).
 
-        start: where in the peer's bytes the window begins.
+        start: position in the peer's bytes at which the window begins.
         """
         low = max(offset, start)
         high = min(offset + into.numel(), start + _STAGE_BYTES)
@@ -381,7 +381,7 @@ class PortableHost(Host):
             written = os.writev(self._letters[to], [header, body])
         except BlockingIOError:
             written = 0
-        except BrokenPipeError:  # whoever waits for this finds out that the peer has gone
+        except BrokenPipeError:  # a thread that waits for this message detects the peer's end
             return 0
         (self._blocked.discard if written == len(header) + nbytes else self._blocked.add)(to)
         return written
@@ -412,7 +412,7 @@ class PortableHost(Host):
                 poll.register(writer, select.POLLOUT)
             poll.poll(1000 * seconds)
         finally:
-            # `ring` has written a byte for each thread that waits: this one takes its own.
+            # `ring` has written a byte for each waiting thread: this thread consumes its byte.
             self._waiters -= 1
             with contextlib.suppress(BlockingIOError):
                 os.read(self._doors.wake[0], 1)
@@ -443,7 +443,7 @@ class PortableHost(Host):
         return [rank for rank, syncs in enumerate(self._arrived) if syncs < self._syncs]
 
     def _publish_loss(self, text: bytes) -> None:
-        # The first reason stays. A lock of the file, which the kernel frees if its holder dies.
+        # The first reason stays. A file lock, because the kernel frees it if its holder dies.
         fcntl.flock(self._descriptor, fcntl.LOCK_EX)
         try:
             if not self._reason[0]:
@@ -454,7 +454,7 @@ class PortableHost(Host):
         self._ring_all()
 
     def _ring_all(self) -> None:
-        """Wakes all that wait for a sync, so that they look again."""
+        """Wake all ranks that wait for a sync, so that they check again."""
         said = _SAID.pack(self.members.rank, 0)
         for writer in self._writers:
             if writer >= 0:
@@ -481,12 +481,12 @@ class PortableHost(Host):
 
 
 def _opened(process: int, descriptor: int) -> int:
-    """The write end of a peer's pipe."""
+    """Open the write end of a peer's pipe."""
     return open_of(process, descriptor, os.O_WRONLY | os.O_NONBLOCK)
 
 
 def _write_whole(descriptor: int, message: bytes) -> None:
-    """Waits while the pipe is full; a peer that has gone is found out later."""
+    """Write a message, waiting while the pipe is full; a closed pipe is ignored here."""
     while True:
         try:
             os.write(descriptor, message)  # all or nothing: it is shorter than PIPE_BUF
@@ -498,5 +498,5 @@ def _write_whole(descriptor: int, message: bytes) -> None:
 
 
 def _as(memory: Tensor, like: Tensor) -> Tensor:
-    """As much memory as `like` has, seen as its dtype."""
+    """Return as much memory as `like` has, viewed as its dtype."""
     return memory[: like.nbytes].view(like.dtype)

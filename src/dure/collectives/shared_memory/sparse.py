@@ -1,10 +1,10 @@
 """All-reduce of sparse tensors, such as the gradients of embeddings with `sparse=True`.
 
-The sum has an element wherever any rank has one. Every rank gathers what all have, their indices
-and their values, and adds them up in the order of ranks: all ranks have the same bits.
+The sum has an element wherever any rank has an element. Every rank gathers the indices and values
+of all ranks, and adds them in the order of ranks: all ranks have the same bits.
 
-Cost, with k elements on each of N ranks: (N-1)·k indices and values come to each rank, besides a
-few hundred bytes.
+Cost, with k elements on each of N ranks: each rank receives (N-1)·k indices and values, and a few
+hundred bytes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def is_sparse(tensor: Tensor) -> bool:
 
 
 def check_sparse(tensors: Sequence[Tensor], op: int) -> None:
-    """Raises CallError unless these can be reduced together."""
+    """Raise CallError unless these can be reduced together."""
     if op not in (SUM, AVG):
         raise CallError(
             f"unsupported reduction operation for sparse tensors: {OPERATIONS[op]}; sum them, or "
@@ -47,12 +47,12 @@ def check_sparse(tensors: Sequence[Tensor], op: int) -> None:
 
 
 def all_reduce(tensors: Sequence[Tensor], op: int, moves: Moves, names: Sequence[int]) -> None:
-    """Each of the tensors becomes the sum of all of all ranks.
+    """Replace each of the tensors by the sum of all tensors of all ranks.
 
-    names: what errors call the ranks. Raises MismatchError, on all ranks, if they have not the same
-    shape, dtype and dimensions that are sparse.
+    names: names of the ranks in errors. Raises MismatchError, on all ranks, if shapes, dtypes or
+    sparse dimensions differ.
     """
-    # Not in inference mode, as calls in line are: a sparse tensor takes over what it is given.
+    # Not in inference mode, unlike queued calls: a sparse tensor would keep inference tensors.
     with torch.inference_mode(mode=False), torch.no_grad():
         own = _added([tensor.detach().coalesce() for tensor in tensors])
         forms = _gathered_forms((own._nnz(), *_form(tensors[0])), moves, len(names))
@@ -77,7 +77,7 @@ def all_reduce(tensors: Sequence[Tensor], op: int, moves: Moves, names: Sequence
 
 
 def _added(tensors: Sequence[Tensor]) -> Tensor:
-    """The sum, in this order; of halves in float32."""
+    """Return the sum, in this order; of half precision in float32."""
     wide = [tensor.float() if tensor.dtype in _HALVES else tensor for tensor in tensors]
     total = wide[0].clone()
     for tensor in wide[1:]:
@@ -90,7 +90,7 @@ def _form(tensor: Tensor) -> tuple[int, ...]:
 
 
 def _gathered_forms(form: tuple[int, ...], moves: Moves, size: int) -> list[tuple[int, ...]]:
-    """Of each rank the number of its elements, and its `_form`."""
+    """Return for each rank its number of elements and its `_form`."""
     row = torch.full((4 + _MOST_DIMENSIONS,), -1)
     row[: len(form)] = torch.tensor(form)
     rows = [torch.empty_like(row) for _ in range(size)]
@@ -99,7 +99,7 @@ def _gathered_forms(form: tuple[int, ...], moves: Moves, size: int) -> list[tupl
 
 
 def _compare(forms: Sequence[tuple[int, ...]], names: Sequence[int]) -> None:
-    """Raises MismatchError unless all forms are the same but for the number of elements."""
+    """Raise MismatchError unless all forms are equal apart from the number of elements."""
     made: dict[tuple[int, ...], list[int]] = {}
     for name, form in zip(names, forms, strict=True):
         made.setdefault(form[1:], []).append(name)

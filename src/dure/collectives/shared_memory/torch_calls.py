@@ -1,9 +1,9 @@
-"""Calls as torch.distributed makes them: in a long form and a short one, and seen by its profiler.
+"""Calls in the forms of torch.distributed: a long form and a short form, with profiler events.
 
 A method of ProcessGroup takes lists of tensors and options. Some take a single tensor as well, with
-the root, the operation and the time-out as arguments of their own. While torch's profiler runs, a
-call is two events, as gloo's calls are: `c10d::allreduce_` is the call itself, `dure:all_reduce`
-lasts until its work is done.
+the root, the operation and the timeout as separate arguments. While torch's profiler runs, a call
+is two events, like gloo's calls: `c10d::allreduce_` is the call itself, `dure:all_reduce` lasts
+until its work is done.
 """
 
 from __future__ import annotations
@@ -36,17 +36,21 @@ profiler_enabled = torch._C._autograd._profiler_enabled
 """Whether a profiler of torch runs on this thread."""
 
 Short = Callable[..., tuple[Any, ...]]
-"""Makes the arguments of the long form from those of the short one."""
+"""Converter from the arguments of the short form to the arguments of the long form."""
 
 
 def torch_call(
     operation: str, event: str, names: str, short: Short | None = None, tensor_at: int | None = None
 ) -> Callable[[Callable[..., Any]], Any]:
-    """Makes a method, which takes the long form, a call that torch can make.
+    """Turn a method that takes the long form into a call for torch.
 
-    operation: torch's name of it; event: what it does, for the profiler; names: torch's names of
-    the arguments of the long form; short: the short form, if there is one; tensor_at: the place of
-    an argument that is a list in the long form and a tensor in the short one.
+    Args:
+        operation: torch's name of it.
+        event: name of the operation for the profiler.
+        names: torch's names of the arguments of the long form.
+        short: converter of the short form, if there is a short form.
+        tensor_at: position of an argument that is a list in the long form and a tensor in the short
+            form.
     """
     long = names.split()
     all_of_them = len(long)
@@ -79,7 +83,7 @@ def torch_call(
 
 
 def _taken(named: dict[str, Any], names: Sequence[str], function: str) -> list[Any]:
-    """Arguments that were given by name, in their order."""
+    """Return arguments given by name, in their order."""
     taken = [named.pop(name) for name in names if name in named]
     if named:
         raise TypeError(f"{function} takes no argument {next(iter(named))!r}")
@@ -90,7 +94,7 @@ def _taken(named: dict[str, Any], names: Sequence[str], function: str) -> list[A
 
 
 def _profiled(operation: str, event: str, call: Callable[[], Any], arguments: Sequence[Any]) -> Any:
-    """Makes a call whose events the profiler sees."""
+    """Make a call and record its events for the profiler."""
     record = _record(f"dure:{event}", _tensors_of(arguments))
     with _record(f"c10d::{operation}"):
         record.__enter__()
@@ -107,12 +111,12 @@ def _profiled(operation: str, event: str, call: Callable[[], Any], arguments: Se
 
 
 def _end(record: Any) -> None:
-    """Ends an event, on whichever thread its work has ended."""
+    """End an event, on any thread."""
     record.__exit__(None, None, None)
 
 
 def _tensors_of(arguments: Sequence[Any]) -> list[Tensor]:
-    """What a call gives, or takes where it gives nothing: its last tensors."""
+    """Return the inputs of a call, or its outputs without inputs: its last tensors."""
     for argument in reversed(arguments):
         while isinstance(argument, (list, tuple)) and argument and not _of_tensors(argument):
             argument = argument[0]
@@ -147,7 +151,7 @@ _NOT_SAID = AllreduceOptions().timeout
 
 
 def limit_of(opts: Any) -> float | None:
-    """Seconds that a call may take, if its options say so."""
+    """Return the timeout in the options of a call in seconds, or None."""
     limit = _NOT_SAID if opts is None else opts.timeout
     return None if limit == _NOT_SAID else float(limit.total_seconds())
 
@@ -167,7 +171,7 @@ def short_all_reduce(
     timeout: timedelta | None = None,
     tensor: Tensor | None = None,
 ) -> tuple[Any, ...]:
-    """One tensor, or a list of them."""
+    """Return the long form's arguments for a tensor, or a list of tensors."""
     given = tensors if tensor is None else tensor
     listed = [given] if isinstance(given, Tensor) else list(given)
     return listed, _options(AllreduceOptions, timeout, reduceOp=op)

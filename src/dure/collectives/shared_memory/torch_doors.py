@@ -1,12 +1,12 @@
-"""Doors of torch that admit gloo by its name, opened for groups of this backend as well.
+"""Extension of torch functions that admit only gloo, to groups of this backend.
 
     dist.monitored_barrier                  the group's own `monitored_barrier`
-    DistributedDataParallel's built-in      torch's C++ takes the futures of a group in C++; what
-      hook that compresses to 16 bits       it does is done by torch's own hook in Python
-    DistributedDataParallel's log           has the settings of gloo, which goes between hosts
-    torch.compile                           leaves the calls of a group alone: a graph breaks there
+    DistributedDataParallel's built-in      torch's C++ takes the futures of a C++ group only;
+      hook that compresses to 16 bits       torch's own hook in Python does the same
+    DistributedDataParallel's log           has the settings of gloo, used between hosts
+    torch.compile                           skips the calls of a group, with a graph break
 
-Opened with the first group of a process, and for all others nothing changes.
+Applied with the first group of a process; other groups are unaffected.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _NOT_COMPILED = ("dure.collectives", "dure.tensors", "dure.errors")
 
 @functools.cache
 def open_doors(ours: type[dist.ProcessGroup]) -> None:
-    """ours: the class of this backend's groups."""
+    """Apply all extensions, once. ours: the class of this backend's groups."""
     _admit_to_monitored_barrier(ours)
     _admit_to_the_built_in_hook(ours)
     _admit_to_the_log(ours)
@@ -87,9 +87,9 @@ def _admit_to_the_log(ours: type[dist.ProcessGroup]) -> None:
 
 
 def _leave_calls_alone() -> None:
-    """The compiler goes through no function of this backend, which torch calls while it compiles.
+    """Exclude the functions of this backend from compilation.
 
-    What is said of it is what torch says of its own collectives.
+    torch has the same rule for its own collectives.
     """
     rules = sys.modules[_COMPILER]
     for name in _NOT_COMPILED:

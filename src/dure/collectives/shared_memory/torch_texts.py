@@ -1,7 +1,7 @@
-"""Sentences of torch that callers look for in an error's text, beside what dure says.
+"""Sentences of torch that callers search in an error's text, added to dure's texts.
 
-Scripts, and torch's own tests, know a time-out and a rank that is missing at a monitored barrier by
-what gloo says of them:
+Scripts, and torch's own tests, recognise a timeout, and a rank that is missing at a monitored
+barrier, by gloo's texts:
 
     Timed out waiting 60000ms
     [Rank 0]: Rank 1 failed to pass monitoredBarrier in 60000 ms        rank 0, of the first one
@@ -9,7 +9,7 @@ what gloo says of them:
     Rank 0 timed out in monitoredBarrier after 0 ms.                    without any time
     Rank 2 successfully reached monitoredBarrier, but received errors …     every other rank
 
-Ranks are those of the group. Source: `ProcessGroupGloo::monitoredBarrier` of torch 2.13.
+Ranks are ranks of the group. Source: `ProcessGroupGloo::monitoredBarrier` of torch 2.13.
 """
 
 from __future__ import annotations
@@ -20,21 +20,26 @@ from dure.errors import PeerLostError
 
 
 def timed_out(seconds: float) -> str:
-    """The end of a sentence about a call that was waited for so long."""
+    """Return the end of a sentence about a call that timed out."""
     return f"the call timed out (in gloo's words: Timed out waiting {_milliseconds(seconds)}ms)"
 
 
 def not_in_time(seconds: float) -> str:
-    """The reason of an error for ranks that did not come in time."""
+    """Return the reason of an error for ranks that did not arrive in time."""
     return f"did not come within {seconds:g} s: {timed_out(seconds)}"
 
 
 def at_monitored_barrier(
     loss: PeerLostError, rank: int, names: Sequence[int], seconds: float, wait_all_ranks: bool
 ) -> PeerLostError:
-    """The error of a monitored barrier, with what torch says of it.
+    """Return the error of a monitored barrier, with torch's text.
 
-    names: of the group's ranks, as errors have them. seconds: that the barrier had.
+    Args:
+        loss: the original error.
+        rank: this rank in the group.
+        names: names of the group's ranks in errors.
+        seconds: timeout of the barrier.
+        wait_all_ranks: whether the text names all missing ranks.
     """
     missing = [number for number, name in enumerate(names) if name in loss.ranks]
     text = _monitored(rank, missing, seconds, wait_all_ranks)

@@ -1,4 +1,4 @@
-"""What a group asks of the shared-memory backend: messages, the shortest sum, and begun calls.
+"""Transport over the shared-memory backend: messages, the fastest sum, and begun calls.
 
 None of them passes through torch's layers.
 """
@@ -24,10 +24,10 @@ _DENSE = torch.strided
 
 
 class OverMemory(Transport):
-    """The transport of one rank. sum: the shortest way to a sum in place, as `Host.direct` has it.
+    """Transport of a rank. sum: the fast path to a sum in place, from `Host.direct`.
 
-    here: the ranks of this host, whose places in it the mailbox knows; across: carries what goes to
-    others.
+    here: the ranks of this host, by whose positions the mailbox addresses them; across: transfers
+    to ranks of other hosts.
     """
 
     begins_reductions = True
@@ -49,7 +49,7 @@ class OverMemory(Transport):
         self._begun = begun
         self._moves = moves
         self._line = line
-        # What `holds` promises is of this host's channels: over a network nothing is known.
+        # `holds` applies to this host's channels only: the capacity of a network is unknown.
         self._held = 0 if across is not None else host.channel_bytes
         self.sum = sum  # type: ignore[assignment, method-assign]
         self.apart = begun.apart
@@ -80,7 +80,7 @@ class OverMemory(Transport):
             self._mailbox.fetch(into, place, 0)
 
     def _far(self) -> Across:
-        """What carries messages to ranks of other hosts."""
+        """Return the connection to ranks of other hosts."""
         assert self._across is not None, "all ranks are here"
         return self._across
 
@@ -110,7 +110,10 @@ class OverMemory(Transport):
 
 
 def _carried(tensor: Tensor) -> Tensor:
-    """As it is sent: a complex number is two numbers. Raises ValueError for what cannot be."""
+    """Return the tensor as it is sent: complex numbers as two real numbers.
+
+    Raises CallError for a tensor that cannot be sent.
+    """
     if tensor.is_complex() or tensor.is_neg() or not tensor.is_cpu or tensor.layout != _DENSE:
         check_tensor(tensor)
         return torch.view_as_real(tensor) if tensor.is_complex() else tensor

@@ -1,4 +1,4 @@
-"""What hosts tell each other of a lost rank, through the group's store: the first one holds."""
+"""Publication of a lost rank between hosts, through the group's store: the first one is valid."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from dure.errors import PeerLostError
 
 
 class Verdict:
-    """One group's verdict, as one rank asks for it and gives it."""
+    """Verdict of a group, as seen by a rank."""
 
     def __init__(self, store: Store) -> None:
-        # Of its own, since a connection of a TCPStore serves one request at a time, and another
-        # thread's may wait for a key.
+        # A separate connection, since a TCPStore connection serves a request at a time, and another
+        # thread's request may wait for a key.
         self._store = PrefixStore("lost", store.clone() if hasattr(store, "clone") else store)
         self._store_is_gone = False
 
     def tell(self, loss: PeerLostError) -> PeerLostError:
-        """Tells all hosts; returns what was told first."""
+        """Publish a loss to all hosts; return the loss that was published first."""
         try:
             text = msgspec.json.encode(Loss.of(loss)).decode()
-            # It sets the key if nobody has; either way it returns what stands there now.
+            # Sets the key if it is unset; in both cases returns the current value.
             return msgspec.json.decode(
                 self._store.compare_set("verdict", "", text), type=Loss
             ).error()
@@ -31,8 +31,8 @@ class Verdict:
             return loss
 
     def told(self) -> PeerLostError | None:
-        """What any host has told."""
-        if self._store_is_gone:  # each further question would make torch print how it failed
+        """Return the loss that any host has published, or None."""
+        if self._store_is_gone:  # each further request would make torch print an error
             return None
         try:
             if not self._store.check(["verdict"]):

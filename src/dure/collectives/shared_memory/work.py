@@ -19,9 +19,9 @@ from dure.errors import CallTimeoutError, DureError
 
 
 class Work(dist.Work):
-    """One call, under way or done. Everybody who waits for a failed one gets its error.
+    """Call in progress or done. Every waiting thread gets the error of a failed call.
 
-    tensors: what the future holds when the call is done.
+    tensors: value of the future when the call is done.
     """
 
     def __init__(self, tensors: Sequence[Any] = ()) -> None:
@@ -35,7 +35,7 @@ class Work(dist.Work):
         self.source = -1
 
     def before_the_end(self, then: Callable[[], None]) -> None:
-        """Calls `then` before anybody hears that the call is done; at once if it is done."""
+        """Call `then` before any waiting thread resumes; at once if the call is done."""
         with self._lock:
             if not self._done.is_set():
                 self._before = then
@@ -43,13 +43,14 @@ class Work(dist.Work):
         then()
 
     def finish(self, error: BaseException | None = None, here: bool = False) -> None:
-        """The call is done, or has failed; what comes first stays.
+        """Mark the call as done or failed; the first result stays.
 
-        What hangs on its future may wait for other calls of the group, as some communication hooks
-        of DistributedDataParallel do: it runs on a thread of its own, unless `here` can wait.
+        Callbacks of the future may wait for other calls of the group, as some communication hooks
+        of DistributedDataParallel do. So they run on a separate thread, unless `here` is set, for a
+        thread that may wait.
         """
-        # `get_future` takes the same lock: either it sees that the call is done, or its future is
-        # seen here. So a future is settled once.
+        # `get_future` takes the same lock: either `get_future` sees the end of the call, or this
+        # method sees the future. So a future is settled exactly once.
         with self._lock:
             if self._done.is_set():
                 return
@@ -66,7 +67,7 @@ class Work(dist.Work):
             ).start()
 
     def _settle(self, future: Future[Any]) -> None:
-        """Tells those that wait for the future. An error is its value, see `_result_of`."""
+        """Set the future's value. An error is a value too, see `_result_of`."""
         error = self._error
         if error is None:
             future.set_result(self._tensors)
@@ -74,9 +75,9 @@ class Work(dist.Work):
             future.set_result(error)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """True when the call is done.
+        """Wait until the call is done; return True.
 
-        Raises its error, or CallTimeoutError after `timeout`; the call then goes on.
+        Raises the call's error, or CallTimeoutError after `timeout`; the call then continues.
         """
         seconds = timeout.total_seconds() if timeout else 0
         if not self._await(seconds if seconds > 0 else None):
@@ -91,7 +92,7 @@ class Work(dist.Work):
         return self._done.wait(seconds)
 
     def get_future(self) -> Future[Any]:
-        """A future of the tensors of the call; it fails as the call fails."""
+        """Return a future of the call's tensors, which fails if the call fails."""
         with self._lock:
             if self._future is None:
                 self._future = Future()
@@ -101,7 +102,7 @@ class Work(dist.Work):
             future = self._future
         if settled:
             self._settle(future)
-        # A new one for each caller: its errors are raised in `_result_of`.
+        # A new future for each caller, whose errors `_result_of` raises.
         return future.then(_result_of)
 
     def is_completed(self) -> bool:
@@ -114,7 +115,7 @@ class Work(dist.Work):
         return self._error
 
     def result(self) -> list[Tensor]:
-        """The tensors, when the call is done. Raises its error."""
+        """Return the tensors, when the call is done. Raises its error."""
         self.wait()
         return self._tensors
 
@@ -128,7 +129,7 @@ class Work(dist.Work):
 
 
 def _result_of(future: Future[Any]) -> Any:
-    """What a future holds; an error that it holds is raised.
+    """Return the value of a future, or raise it if it is an error.
 
     Raised here, it reaches C++ as an error and not as a value.
     """
@@ -139,14 +140,14 @@ def _result_of(future: Future[Any]) -> Any:
 
 
 def done(tensors: Sequence[Tensor] = ()) -> Work:
-    """A call that is done already."""
+    """Return a call that is already done."""
     work = Work(tensors)
     work.finish()
     return work
 
 
 class _Finished(dist.Work):
-    """Every synchronous call that has succeeded: torch only waits for it."""
+    """Handle of every successful synchronous call, for which torch only waits."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         return True
@@ -165,21 +166,21 @@ FINISHED = _Finished()
 
 
 class Line:
-    """Calls wait in line for one thread, which starts with the first call that is not synchronous.
+    """Queue of calls for a thread, which starts with the first asynchronous call.
 
-    A synchronous call runs on the caller's thread if nobody is before it. Calls run in inference
+    A synchronous call runs on the caller's thread if the queue is empty. Calls run in inference
     mode, so that they may write to parameters, and to tensors that were made in inference mode, as
-    calls in C++ may. failed: told of an error that is this rank's alone.
+    calls in C++ may. failed: called with an error that only this rank has.
     """
 
     def __init__(self, name: str, failed: Callable[[Exception], None] | None = None) -> None:
         self._name = name
         self._failed = failed
-        self.turn = threading.Lock()  # held by whoever runs a call
+        self.turn = threading.Lock()  # held by the thread that runs a call
         self._waiting: queue.SimpleQueue[tuple[Callable[[], None], Work] | None] = (
             queue.SimpleQueue()
         )
-        self.ahead = 0  # calls in line or running on the thread
+        self.ahead = 0  # calls queued or running on the thread
         self._count = threading.Lock()
         self._door = threading.Lock()  # between the threads: take a call and the turn together
         self._threads: list[threading.Thread] = []
@@ -187,22 +188,22 @@ class Line:
         self._closed = False
 
     def abandon(self) -> None:
-        """In a forked child: the line, and its thread, are the parent's."""
-        # Taken for ever, if it is not taken already: no call begins in this process.
+        """Detach from the queue in a forked child: the queue and its thread are the parent's."""
+        # Acquired permanently: no call begins in this process.
         self._closed = True
         self.turn.acquire(blocking=False)
 
     def begin(self) -> bool:
-        """Whether the caller may run a call at once; `end` says that it has."""
+        """Return whether the caller may run a call at once; `end` has to follow."""
         return self.ahead == 0 and self.turn.acquire(blocking=False)
 
     def end(self) -> None:
-        """Lets the next call run."""
+        """Let the next call run."""
         self.turn.release()
 
     def now(self, call: Callable[[], None]) -> None:
-        """Runs a call and returns when it is done."""
-        # Somebody is before it: it gets in line, so that the order of issue is the order of calls.
+        """Run a call and return when it is done."""
+        # Behind earlier calls it joins the queue, so that calls run in the order of issue.
         if not self.begin():
             self.later(call, ()).wait()
             return
@@ -213,7 +214,7 @@ class Line:
             self.end()
 
     def promptly(self, call: Callable[[], None]) -> None:
-        """`now`, for a call of microseconds of the C core, which knows nothing of torch's modes."""
+        """Do `now` for a call of microseconds in the C core, which needs no inference mode."""
         if not self.begin():
             self.now(call)
             return
@@ -225,7 +226,7 @@ class Line:
     def _tried(self, call: Callable[[], None]) -> None:
         try:
             call()
-        except DureError:  # the other ranks get it as well, from the core
+        except DureError:  # the core raises it on the other ranks too
             raise
         except Exception as error:
             if self._failed is not None:
@@ -233,7 +234,7 @@ class Line:
             raise
 
     def later(self, call: Callable[[], None], tensors: Sequence[Any]) -> Work:
-        """Puts a call at the end of the line."""
+        """Append a call to the queue."""
         work = Work(tensors)
         with self._count:
             if self._closed:
@@ -245,7 +246,7 @@ class Line:
         return work
 
     def _start_thread(self) -> None:
-        """One more thread that takes calls.
+        """Start a further thread that takes calls.
 
         Two are enough unless futures wait for calls that futures wait for.
         """
@@ -271,28 +272,28 @@ class Line:
                 error = raised
             finally:
                 self.turn.release()
-            # Only now may a caller run its call by itself: the turn is free, and this one is done.
+            # Only now may a caller run its call itself: the turn is free, and this call is done.
             with self._count:
                 self.ahead -= 1
                 self._free -= 1
                 if self._free == 0 and not self._closed:
-                    # what hangs on this call's future may wait for the next call
+                    # Callbacks of this call's future may wait for the next call.
                     self._start_thread()
             work.finish(error, here=True)
             with self._count:
                 self._free += 1
-            # Their tensors would live until the next call comes.
+            # Otherwise the tensors would stay alive until the next call.
             del item, call, work, error
 
     def close(self, seconds: float) -> bool:
-        """Lets the calls in line end; returns whether they did in time."""
+        """Wait for the queued calls; return whether they ended in time."""
         with self._count:
             self._closed = True
             threads = list(self._threads)
         self._waiting.put(None)
         until = time.monotonic() + seconds
         for thread in threads:
-            # A callback of a future may destroy the group, on a thread of the line.
+            # A callback of a future may destroy the group on a thread of the queue.
             if thread is not threading.current_thread():
                 thread.join(max(0.0, until - time.monotonic()))
         return not any(thread.is_alive() for thread in threads)

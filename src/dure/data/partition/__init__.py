@@ -1,26 +1,25 @@
-"""Partitions: which example belongs to which client.
+"""Partitions: assignments of examples to clients.
 
-A partition is data: a sequence of index tensors, one a client. It is a pure function of (clients,
-examples, seed), so that every rank, the simulation and the deployed server compute the
-same one. Every example belongs to exactly one client, and every client has at least one. For one
-client every partition is 0..n-1.
+A partition is data: a sequence of index tensors, a tensor for each client. It is a pure function of
+(clients, examples, seed), so that every rank, the simulation and the deployed server compute the
+same partition. Every example belongs to exactly one client, and every client has at least 1. For a
+single client every partition is 0..n-1.
 
-    IID            a random permutation, cut into parts equal to within one             McMahan
+    IID            a random permutation, cut into parts equal to within 1             McMahan
     LabelShards    sorted by label, cut into s * clients equal shards, s a client       McMahan
     Dirichlet      for every class, its share on each client ~ Dirichlet(alpha, ...)    Yurochkin
     QuantitySkew   IID in its labels, but the sizes ~ Dirichlet(alpha, ...)             Li
-    FeatureSkew    sorted by the first principal component of the inputs, as far as asked
+    FeatureSkew    sorted by the first principal component of the inputs, to a chosen degree
     Blocks         consecutive examples, s blocks of them a client
     NaturalKey     a client is a hospital, a speaking role, ..., by their sorted names
 
-Where a draw leaves a client with fewer than `minimum` examples, it is given some of the client's
-that then has most. (The papers draw again until nobody is short, which for many clients and a small
+If a draw leaves a client with fewer than `minimum` examples, it gets examples of the client with
+the most. (The papers draw again until every client has enough, which for many clients and a small
 alpha never ends.)
 
-Written as text: `iid`, `label-shards:2`, `dirichlet:0.3`, `dirichlet:0.3:10` (minimum),
-`quantity-skew:0.5`, `feature-skew:0.8`, `blocks:2`, `natural-key`; `parse` reads what `str` writes.
-
-A new one is a file of its own here and a line below. One of a user's own is a subclass of
+Text forms: `iid`, `label-shards:2`, `dirichlet:0.3`, `dirichlet:0.3:10` (minimum),
+`quantity-skew:0.5`, `feature-skew:0.8`, `blocks:2`, `natural-key`; `parse` reads the result of
+`str`. A new partition is a file of its own here and a line below. A user's own is a subclass of
 `Partition` in any file, and its text is `my_parts.py:Mine:0.3`.
 """
 
@@ -44,13 +43,12 @@ from dure.data.partition.natural_key import NaturalKey as NaturalKey
 # isort: on
 
 PARTITIONS: dict[str, type[Partition]] = listed(globals(), Partition)
-"""Every partition by the name its text form begins with."""
+"""Every partition by the name that begins its text form."""
 
 
 def parse(text: str) -> Partition:
-    """The partition that `text` names: "iid", "label-shards:2", "my_parts.py:Mine:3", ...
+    """Return the partition of a text: "iid", "label-shards:2", "my_parts.py:Mine:3", ...
 
-    Raises ValueError for an unknown name, for too many values, and for values that are not what
-    they should be.
+    Raises ValueError for an unknown name, for too many values, and for invalid values.
     """
     return read(text, PARTITIONS, "partition", Partition)

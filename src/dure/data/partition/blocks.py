@@ -1,11 +1,11 @@
 """Consecutive examples stay together: n examples in their order, cut into s * clients blocks.
 
-Examples that were taken one after another depend on one another: recordings of one person, frames
-of a film, days of a season. A permutation hides that, and blocks keep it: with one block a client,
-client k has the k-th stretch of time, and clients differ by whatever drifts. The order is that in
-which the data lie, so data that are sorted by time are given as they are.
+Consecutive examples often depend on each other: recordings of a person, frames of a film, days of a
+season. A permutation hides that, and blocks preserve it: with a block for each client, client k has
+the k-th stretch of time, and clients differ by any drift. The order is that of the data, so time
+series are given in order of time.
 
-Nothing else is drawn than which blocks a client has, s of them each; for s = 1 nothing is drawn.
+Only the choice of a client's s blocks is random; for s = 1 nothing is.
 
 Source: dure's own; P. Kairouz et al., "Advances and Open Problems in Federated Learning", 2021,
 section 3.1, describe data that are not independent.
@@ -26,7 +26,7 @@ from dure.randomness.seeds import generator
 
 @dataclass(frozen=True)
 class Blocks(Partition):
-    """Blocks of consecutive examples, equal to within one; each client draws `per_client`."""
+    """Blocks of consecutive examples, equal to within 1; each client draws `per_client`."""
 
     name: ClassVar[str] = "blocks"
     per_client: int = 1
@@ -46,7 +46,7 @@ class Blocks(Partition):
         owners = torch.arange(clients)
         if self.per_client > 1:
             drawn = torch.randperm(count, generator=generator(seed, "partition"))
-            # The first `per_client` blocks that are drawn are client 0's, and so on.
+            # The first `per_client` drawn blocks are client 0's, and so on.
             owner_of_block = torch.empty_like(drawn)
             owner_of_block[drawn] = owners.repeat_interleave(self.per_client)
             owners = owner_of_block

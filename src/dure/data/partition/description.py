@@ -1,4 +1,4 @@
-"""What a partition gave each client, in words and counts."""
+"""Description of a partition's result for each client, in words and counts."""
 
 from __future__ import annotations
 
@@ -13,21 +13,23 @@ from dure.data.partition.partition import Partition
 from dure.data.partition.parts import Parts
 
 MOST_HISTOGRAMS = 10_000
-"""Clients up to which descriptions have a label histogram of each."""
+"""Most clients with a label histogram for each in descriptions."""
 
 MOST_NUMBERS = 10_000_000
-"""The numbers, clients times classes, up to which descriptions have histograms."""
+"""Most numbers, clients times classes, of histograms in descriptions."""
 
 
 @dataclass(frozen=True)
 class Description:
-    """What a partition gave each client.
+    """Description of a partition; as a dict the `partition` entry of a run's config.json.
 
-    As a dict it is the `partition` entry of a run's config.json.
-
-    description: the partition in words. counts: examples of each client. label_histograms: for each
-        client how often it has each class, None without labels or for more than 10,000 clients.
-        classes: their names, for printing only. names: the clients', None where they have none.
+    Args:
+        description: the partition in words.
+        counts: number of examples of each client.
+        label_histograms: for each client the number of examples of each class, None without labels
+            or for more than 10,000 clients.
+        classes: names of the classes, for printing only.
+        names: names of the clients, None without names.
     """
 
     description: str
@@ -37,7 +39,7 @@ class Description:
     names: list[str] | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """description, counts, label_histograms and names, of types that JSON has."""
+        """Return description, counts, label_histograms and names, as JSON types."""
         found = {
             "description": self.description,
             "counts": self.counts,
@@ -46,7 +48,7 @@ class Description:
         return found if self.names is None else {**found, "names": self.names}
 
     def __str__(self) -> str:
-        """A table of at most 20 clients, with the classes across."""
+        """Return a table of at most 20 clients, with the classes across."""
         shown = range(min(len(self.counts), 20))
         rows = [["client", "examples", *(self.classes or [])]]
         for client in shown:
@@ -68,9 +70,14 @@ def describe(
     classes: Sequence[str] | None = None,
     names: list[str] | None = None,
 ) -> Description:
-    """Counts and, where there are labels of shape (n,), label histograms of the clients' `parts`.
+    """Count the examples of the clients' `parts`, by class if there are labels of shape (n,).
 
-    classes: the labels' names; without them the classes are 0..max(labels). names: the clients'.
+    Args:
+        partition: the partition.
+        parts: indices of each client.
+        labels: class of each example; None without labels.
+        classes: names of the labels; without them the classes are 0..max(labels).
+        names: names of the clients.
     """
     divided = parts if isinstance(parts, Parts) else Parts.of(parts)
     counts: list[int] = divided.sizes.tolist()
@@ -79,7 +86,7 @@ def describe(
     number = max(int(labels.max()) + 1, len(classes or ()))
     if int(labels.min()) < 0 or number * len(counts) > MOST_NUMBERS:  # no classes 0, 1, …
         return Description(partition.description, counts, None, names=names)
-    # One histogram of pairs (client, class), as one number each.
+    # A single histogram over pairs (client, class), each encoded as a number.
     together = torch.bincount(divided.owners * number + labels, minlength=number * len(counts))
     histograms: list[list[int]] = together.view(-1, number).tolist()
     of_classes = (

@@ -1,4 +1,4 @@
-"""The clients' shares of each class are drawn: (p_1, ..., p_K) ~ Dirichlet(alpha, ..., alpha).
+"""Random shares of each class: (p_1, ..., p_K) ~ Dirichlet(alpha, ..., alpha) over clients.
 
 Sources: M. Yurochkin et al., "Bayesian Nonparametric Federated Learning of Neural Networks", ICML
 2019; Q. Li et al., "Federated Learning on Non-IID Data Silos: An Experimental Study", ICDE 2022.
@@ -24,8 +24,10 @@ from dure.randomness.seeds import derive
 class Dirichlet(Partition):
     """The clients' shares of every class are drawn from a symmetric Dirichlet distribution.
 
-    alpha: small is skewed (0.1: a client has most of a few classes), large is even (100: like IID).
-    minimum: the fewest examples a client has.
+    Args:
+        alpha: small is skewed (0.1: a client has most of a few classes), large is even (100: like
+            IID).
+        minimum: least number of examples of a client.
     """
 
     name: ClassVar[str] = "dirichlet"
@@ -38,7 +40,7 @@ class Dirichlet(Partition):
     def _divide(self, clients: int, examples: Examples, seed: int) -> Parts:
         labels = needed(examples, self)
         random = np.random.default_rng(derive(seed, "partition"))
-        # A generator of its own: how shares are rounded does not change how they are drawn.
+        # A generator of its own: rounding of shares must not change their draws.
         rounding = np.random.default_rng(derive(seed, "rounding of shares"))
         parts: list[list[Tensor]] = [[] for _ in range(clients)]
         # Class by class: each has shares of its own over all clients.
@@ -56,16 +58,14 @@ class Dirichlet(Partition):
 
 
 def _counts(shares: np.ndarray, n: int, random: np.random.Generator) -> list[int]:
-    """n whole things by these shares (systematic sampling).
+    """Round `n` times the shares to whole numbers (systematic sampling).
 
-    Each is rounded up or down so that on average it is exact.
-
-    Which are rounded up is drawn anew in each call: else the same clients would have what is left
-    of every class.
+    Each number is rounded up or down so that its expectation is exact. The choice is random in each
+    call: otherwise the same clients would get the remainders of every class.
     """
     order = random.permutation(len(shares))
     ends = np.floor(shares[order].cumsum() / shares.sum() * n + random.random())
-    # The sum of all shares may be rounded to a little more or less than 1.
+    # The sum of all shares may be rounded to slightly more or less than 1.
     ends[-1] = n
     counts = np.empty(len(shares), dtype=int)
     counts[order] = np.diff(np.minimum(ends, n), prepend=0)

@@ -1,19 +1,19 @@
-"""Clients differ in their inputs: examples that look alike are with one client.
+"""Clients differ in their inputs: similar examples are with the same client.
 
-    s_i   the example's score: its inputs, as one vector, along the first principal component
-    r_i   its place in the order of all scores, as a share of n
+    s_i   the example's score: its inputs, as a vector, along the first principal component
+    r_i   its rank in the order of all scores, as a share of n
     key   SKEW·r_i + (1 - SKEW)·u_i,   u_i uniform in (0, 1)
 
-Sorted by key and cut into parts that are equal to within one; which client has which part is drawn.
-With SKEW 1 each client has a stretch of the component, such as bright or dark images; with 0 it is
-`iid`. Examples are divided and not changed: their distribution over all clients stays what it is,
-so that systems are measured on the same data as ever.
+Sorted by key and cut into parts that are equal to within 1, in random order over the clients.
+With SKEW 1 each client has a stretch of the component, such as bright or dark images; with 0 the
+partition is like `iid`. Examples are divided and not changed: their distribution over all clients
+stays the same, so that systems are measured on the same data.
 
 The component is that of at most 4,096 examples, evenly taken, and the scores are exact sums of
-whole numbers (`_whole`): whoever computes them, with any number of threads, has the same bits, and
-so the same clients. Nothing is standardised: where features have scales of their own, the score is
-mostly that of the largest. Cost: one pass over the inputs each time that clients are told what is
-theirs, three times at the start of a run; 0.8 s for 60,000 examples of 784 values on one core.
+whole numbers (`_whole`): any process, with any number of threads, gets the same bits, and so the
+same clients. Features are not standardised: with different scales, the score is mostly that of the
+largest. Cost: a pass over the inputs for each division, three times at the start of a run; 0.8 s
+for 60,000 examples of 784 values on a single core.
 
 Source: dure's own. P. Kairouz et al., "Advances and Open Problems in Federated Learning", 2021,
 section 3.1, call it covariate shift. Q. Li et al., "Federated Learning on Non-IID Data Silos: An
@@ -35,28 +35,34 @@ from dure.data.partition.parts import Parts, dealt
 from dure.randomness.seeds import generator
 
 SAMPLE = 4_096
-"""Examples by which the component is found."""
+"""Most examples for the estimate of the component."""
 
 CHUNK = 1_024
 """Examples that are read at once."""
 
 TURNS = 20
-"""Power iterations. The component is only approached where two are of nearly the same length, and
-then either of them will do."""
+"""Power iterations.
+
+If the two largest components are nearly equal, the result is a mixture of both, which serves as
+well.
+"""
 
 FINE = 2**14
 """Steps between 0 and the largest value of the inputs."""
 
 COARSE = 2**11
-"""The same of directions and of scores: products and their sums stay below 2^53, where float64
-has every whole number."""
+"""Steps of directions and of scores.
+
+Products and their sums stay below 2^53, so that float64 represents them exactly.
+"""
 
 
 @dataclass(frozen=True)
 class FeatureSkew(Partition):
-    """Examples with like inputs are with one client, as far as `skew` says.
+    """Examples with similar inputs are with the same client, to the degree `skew`.
 
-    skew: in [0, 1]: 1 is sorted by the first principal component of the inputs, 0 is like IID.
+    Args:
+        skew: in [0, 1]: 1 is sorted by the first principal component of the inputs, 0 is like IID.
     """
 
     name: ClassVar[str] = "feature-skew"
@@ -83,9 +89,10 @@ class FeatureSkew(Partition):
 
 
 def scores(examples: Examples, who: str) -> Tensor:
-    """Where each example lies along the first principal component of the inputs, shape (n,).
+    """Return each example's score along the first principal component of the inputs, shape (n,).
 
-    who: wants to know. Raises ValueError for inputs that are not one tensor of finite numbers each.
+    who: name of the partition, for errors. Raises ValueError for inputs that are not a tensor of
+    finite numbers.
     """
     n = len(examples)
     count = min(n, SAMPLE)
@@ -98,14 +105,14 @@ def scores(examples: Examples, who: str) -> Tensor:
     found = []
     for start in range(0, n, CHUNK):
         rows = _rows(examples, torch.arange(start, min(start + CHUNK, n)), who)
-        # What lies beyond all of the sample counts as the outermost of it.
+        # Values beyond the range of the sample are clamped to it.
         near = ((rows - lowest) / widest).clamp(-1, 1)
         found.append((_whole(near, FINE) - centre) @ component)
     return torch.cat(found)
 
 
 def _component(rows: Tensor) -> Tensor:
-    """The first principal component of whole numbers, as whole numbers."""
+    """Return the first principal component of whole numbers, as whole numbers."""
     direction = _whole_part(rows.abs().sum(0))
     for _ in range(TURNS):
         direction = _whole_part(rows.T @ _whole_part(rows @ direction))
@@ -113,17 +120,17 @@ def _component(rows: Tensor) -> Tensor:
 
 
 def _whole_part(numbers: Tensor) -> Tensor:
-    """Whole numbers in proportion to these, up to `COARSE`."""
+    """Return whole numbers in proportion to the given numbers, up to `COARSE`."""
     return _whole(numbers / numbers.abs().max().clamp(min=1.0), COARSE)
 
 
 def _whole(numbers: Tensor, steps: int) -> Tensor:
-    """Numbers in [-1, 1] as so many whole steps."""
+    """Return numbers in [-1, 1] as whole multiples of 1 / steps."""
     return torch.round(numbers * steps)
 
 
 def _rows(examples: Examples, places: Tensor, who: str) -> Tensor:
-    """The inputs of these examples, one flat row of float64 each."""
+    """Return the inputs of these examples, as flat rows of float64."""
     needs = f"the partition {who} compares inputs, "
     if examples.draws:
         raise ValueError(f"{needs}and these are drawn anew each time they are read: take another")

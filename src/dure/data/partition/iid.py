@@ -1,6 +1,6 @@
 """Every client has a random sample of all examples.
 
-It is a random permutation, cut into parts that are equal to within one.
+A random permutation, cut into parts that are equal to within 1.
 
 Source: H. B. McMahan et al., AISTATS 2017, section 3.
 """
@@ -20,7 +20,7 @@ from dure.randomness.seeds import generator
 
 @dataclass(frozen=True)
 class IID(Partition):
-    """Every client has a random sample of all, of equal size to within one."""
+    """Every client has a random sample of all, of equal size to within 1."""
 
     name: ClassVar[str] = "iid"
 

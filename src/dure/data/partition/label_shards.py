@@ -1,4 +1,4 @@
-"""Sorted by label, cut into s * clients shards that are equal to within one, s a client.
+"""Sorted by label, cut into s * clients shards that are equal to within 1, s a client.
 
 Source: H. B. McMahan et al., AISTATS 2017, section 3 (MNIST: 200 shards of 300, two a client).
 """
@@ -42,7 +42,7 @@ class LabelShards(Partition):
             )
         by_label = needed(examples, self).sort(stable=True).indices
         drawn = torch.randperm(count, generator=generator(seed, "partition"))
-        # The first `per_client` shards that are drawn are client 0's, and so on.
+        # The first `per_client` drawn shards are client 0's, and so on.
         owner_of_shard = torch.empty_like(drawn)
         owner_of_shard[drawn] = torch.arange(clients).repeat_interleave(self.per_client)
         return Parts(dealt(by_label, owner_of_shard), clients)

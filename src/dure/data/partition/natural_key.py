@@ -17,7 +17,7 @@ from dure.data.partition.parts import Parts
 
 @dataclass(frozen=True)
 class NaturalKey(Partition):
-    """One client for each key, client k that of `sorted(set(keys))[k]`.
+    """A client for each key; client k has the key `sorted(set(keys))[k]`.
 
     A single client has all the data.
     """
@@ -29,26 +29,26 @@ class NaturalKey(Partition):
         if keys is None:
             return None
         found = list(map(name_of, owners_of(keys_of(keys))))
-        # A single client that has the data of all is none of them.
+        # A single client with the data of all owners has no owner's name.
         return found if clients in (None, len(found)) else None
 
     def divide_test(
         self, clients: int | None, keys: Sequence[Any] | None, test_keys: Sequence[Any] | None
     ) -> list[Tensor] | None:
-        """As `Partition.divide_test`: those that carry the client's key.
+        """Return each client's test examples by key, as `Partition.divide_test`.
 
-        Test examples with a key that no client has are nobody's (`strangers`).
+        Test examples with a key of no client are left out (`strangers`).
         """
         if keys is None or test_keys is None or self.names(clients, keys) is None:
             return None
         owners = owners_of(keys_of(keys))
         number = {key: client for client, key in enumerate(owners)}
-        # Those of nobody come first, and are left out.
+        # Test examples of no client get the number 0, and are left out.
         whose = torch.tensor([number.get(key, -1) for key in keys_of(test_keys)]) + 1
         return Parts(whose, len(owners) + 1)[1:]
 
     def divide(self, clients: int | None, examples: Examples, seed: int = 0) -> Parts:
-        """As `Partition.divide`; clients None means as many as there are keys."""
+        """Divide by key, as `Partition.divide`; clients None means as many as there are keys."""
         if clients is None:
             clients = len(owners_of(_keys(examples)))
         return super().divide(clients, examples, seed)
@@ -72,9 +72,9 @@ class NaturalKey(Partition):
 
 
 def strangers(keys: Sequence[Any], test_keys: Sequence[Any]) -> list[Any]:
-    """The keys of test examples that no client has, in order.
+    """Return the keys of test examples that no client has, in order.
 
-    Raises ValueError for test keys that name nobody, or are not alike.
+    Raises ValueError for invalid test keys.
     """
     known = set(keys_of(keys))
     return [key for key in owners_of(keys_of(test_keys)) if key not in known]

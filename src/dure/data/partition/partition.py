@@ -1,4 +1,4 @@
-"""What a partition is: a frozen dataclass that divides examples among clients.
+"""The base class of partitions: a frozen dataclass that divides examples among clients.
 
 It has a text form (`dure.settings`), such as `dirichlet:0.3`.
 """
@@ -20,20 +20,19 @@ from dure.settings import write
 
 @dataclass(frozen=True)
 class Partition(Told):
-    """What all partitions have in common: a name, a text form, and `divide`."""
+    """Base of all partitions: a name, a text form, and `divide`."""
 
     name: ClassVar[str]
     clients_by_default: ClassVar[int | None] = 10
-    """How many clients there are where nobody says it; None where the data say it."""
+    """Default number of clients; None if the data determine it."""
 
     def divide(self, clients: int | None, examples: Examples, seed: int = 0) -> Parts:
-        """One sorted int64 tensor of indices into 0..n-1 for each client.
+        """Return a sorted int64 tensor of indices into 0..n-1 for each client.
 
-        clients: how many; None only where the data say it (`NaturalKey`).
-        examples: n of them, of which a partition looks at labels, keys or inputs.
+        clients: number of clients; None only if the data determine it (`NaturalKey`). examples: n
+        examples, of which a partition uses labels, keys or inputs.
 
-        Raises ValueError if the examples are too few, or have not the labels, keys or inputs that
-        are needed.
+        Raises ValueError if the examples are too few, or lack the needed labels, keys or inputs.
         """
         n = len(examples)
         if clients is None:
@@ -42,41 +41,41 @@ class Partition(Told):
             raise ValueError(f"the number of clients has to be at least 1, not {clients}")
         if clients > n:
             raise ValueError(f"{clients} clients cannot share {n} examples: each needs one")
-        # A single client needs no labels or keys, and nothing is drawn for it.
+        # A single client needs no labels or keys, and no random draws.
         if clients == 1:
             return Parts(torch.zeros(n, dtype=torch.int64), 1)
         return self._divide(clients, examples, seed)
 
     def _divide(self, clients: int, examples: Examples, seed: int) -> Parts:
-        """`divide` for at least two clients and as many examples."""
+        """Implement `divide` for at least two clients and as many examples."""
         raise NotImplementedError
 
     def divide_test(
         self, clients: int | None, keys: Sequence[Any] | None, test_keys: Sequence[Any] | None
     ) -> list[Tensor] | None:
-        """The test examples of each client, as ascending indices; a client may have none.
+        """Return each client's test examples, as ascending indices; a client may have none.
 
-        keys, test_keys: of the training and the test data. None where the partition does not say
-        whose a test example is.
+        keys, test_keys: of the training and the test data. None if the partition does not assign
+        test examples.
         """
         return None
 
     def names(self, clients: int | None, keys: Sequence[Any] | None) -> list[str] | None:
-        """What the clients are called, in their order; None where they are numbers alone."""
+        """Return the clients' names, in their order; None if the clients are only numbered."""
         return None
 
     @property
     def description(self) -> str:
-        """The partition in words, as reports show it."""
+        """The partition in words, for reports."""
         raise NotImplementedError
 
     def __str__(self) -> str:
-        """The text that `parse` reads: the name and the fields, less defaults at the end."""
+        """Return the text for `parse`: the name and the fields, without defaults at the end."""
         return write(self)
 
 
 def needed(examples: Examples, partition: Partition) -> Tensor:
-    """The labels. Raises ValueError where there are none."""
+    """Return the labels. Raises ValueError without labels."""
     labels = examples.labels()
     if labels is None:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The examples of each client, as values: what a partition makes."""
+"""The result of a partition: the examples of each client, as values."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ from torch import Tensor
 
 
 class Parts(Sequence[Tensor]):
-    """The examples of each client, as one tensor and where each client's begin.
+    """The examples of each client, as a tensor of indices and the start of each client.
 
-    A million clients are two tensors and a list.
-
-    owners: the client of each example, int64 of shape (n,). The examples of a client are in
-    ascending order.
+    A million clients are two tensors and a list. owners: the client of each example, int64 of shape
+    (n,). The examples of a client are in ascending order.
     """
 
     def __init__(self, owners: Tensor, clients: int) -> None:
@@ -27,7 +25,7 @@ class Parts(Sequence[Tensor]):
 
     @classmethod
     def of(cls, parts: Sequence[Tensor]) -> Parts:
-        """From the examples of each client, which are all of 0..n-1."""
+        """Return the parts for the examples of each client, which together are all of 0..n-1."""
         everything = torch.cat(list(parts))
         owners = torch.empty_like(everything)
         owners[everything] = torch.repeat_interleave(torch.tensor([len(part) for part in parts]))
@@ -54,9 +52,9 @@ class Parts(Sequence[Tensor]):
 
 
 def dealt(order: Tensor, owners: Tensor) -> Tensor:
-    """The owner of each example.
+    """Return the owner of each example.
 
-    `order` is cut into parts that are equal to within one; the k-th is of `owners[k]`.
+    `order` is cut into parts that are equal to within 1; the k-th part belongs to `owners[k]`.
     """
     n = len(order)
     count = len(owners)

@@ -1,4 +1,4 @@
-"""IID in the labels, but the sizes are drawn: (q_1, ..., q_K) ~ Dirichlet(alpha, ..., alpha).
+"""IID in the labels, with random sizes: (q_1, ..., q_K) ~ Dirichlet(alpha, ..., alpha).
 
 Source: Q. Li et al., "Federated Learning on Non-IID Data Silos: An Experimental Study", ICDE 2022.
 """
@@ -21,12 +21,11 @@ from dure.randomness.seeds import derive
 
 @dataclass(frozen=True)
 class QuantitySkew(Partition):
-    """The clients' sizes are drawn from a symmetric Dirichlet distribution.
+    """The clients' sizes are drawn from a symmetric Dirichlet distribution, the labels are IID.
 
-    Their labels are a random sample.
-
-    alpha: small is skewed (one client has most), large is even. minimum: the fewest examples a
-    client has.
+    Args:
+        alpha: small is skewed (one client has most), large is even.
+        minimum: least number of examples of a client.
     """
 
     name: ClassVar[str] = "quantity-skew"
@@ -49,6 +48,6 @@ class QuantitySkew(Partition):
 
 
 def _cut(indices: Tensor, shares: np.ndarray) -> list[Tensor]:
-    """`indices` cut into consecutive parts of these shares of its length."""
+    """Cut `indices` into consecutive parts with these shares of its length."""
     ends = np.rint(shares.cumsum()[:-1] * len(indices)).astype(int)
     return list(indices.tensor_split(ends.tolist()))

@@ -1,7 +1,7 @@
-"""What partitions by a symmetric Dirichlet distribution share: shares, and what is then missing.
+"""Common parts of partitions by a symmetric Dirichlet distribution: shares, and minimum sizes.
 
-Where a draw leaves a client with fewer than `minimum` examples, it is given some of the client's
-that then has most. (The papers draw again until nobody is short, which for many clients and a small
+If a draw leaves a client with fewer than `minimum` examples, it gets examples of the client with
+the most. (The papers draw again until every client has enough, which for many clients and a small
 alpha never ends.)
 """
 
@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 EVEN = 1e100
-"""An alpha from which on all shares of a Dirichlet distribution are equal in float64.
+"""Alpha from which on all shares of a Dirichlet distribution are equal in float64.
 
-Sums of much larger ones overflow.
+Sums of much larger values overflow.
 """
 
 
 def check_skew(name: str, alpha: float, minimum: int) -> None:
-    """Raises ValueError for values that make no sense."""
+    """Raise ValueError for an invalid alpha or minimum."""
     if not (alpha > 0 and math.isfinite(alpha)):
         raise ValueError(f"{name}: alpha has to be a positive number, not {alpha}")
     if minimum < 1:
@@ -29,15 +29,16 @@ def check_skew(name: str, alpha: float, minimum: int) -> None:
 
 
 def shares(random: np.random.Generator, alpha: float, clients: int) -> np.ndarray:
-    """The share of each client; all shares add up to 1."""
-    # A very large alpha is cut to one that float64 can sum.
+    """Return random shares of the clients, which sum to 1."""
+    # A very large alpha is reduced to a value whose sum float64 represents.
     return random.dirichlet(np.full(clients, min(alpha, EVEN)))
 
 
 def filled(parts: list[Tensor], minimum: int, random: np.random.Generator) -> list[Tensor]:
-    """The parts with at least `minimum` examples each.
+    """Return the parts with at least `minimum` examples each.
 
-    The missing ones are taken at random from the largest.
+    Missing examples are taken at random from the largest part. Raises ValueError if the examples
+    are too few.
     """
     total = sum(map(len, parts))
     sizes = [len(part) for part in parts]
@@ -45,10 +46,10 @@ def filled(parts: list[Tensor], minimum: int, random: np.random.Generator) -> li
         raise ValueError(f"{len(parts)} clients cannot have {minimum} of {total} examples each")
     for poor in range(len(parts)):
         while sizes[poor] < minimum:
-            # Looked for each time: a gift may leave another client the largest.
+            # Searched each time: another client may be the largest after a transfer.
             rich = max(range(len(parts)), key=sizes.__getitem__)
-            # The giver keeps its minimum. The largest has more than that, or the total would not be
-            # enough.
+            # The giver keeps its minimum. The largest part has more than that, or the total would
+            # be too small.
             count = min(minimum - sizes[poor], sizes[rich] - minimum)
             shuffled = parts[rich][torch.from_numpy(random.permutation(sizes[rich]))]
             parts[poor] = torch.cat([parts[poor], shuffled[:count]])

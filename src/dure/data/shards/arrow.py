@@ -1,10 +1,10 @@
-"""Shards of Apache Arrow, and of Parquet, which Hugging Face's `datasets` writes and reads.
+"""Shards of Apache Arrow, and of Parquet, as Hugging Face's `datasets` writes and reads them.
 
-    .arrow, .feather   record batches, one after another; a batch is read whole
+    .arrow, .feather   record batches, in sequence; a batch is read whole
     .parquet           row groups, compressed; a group is read, and unpacked, whole
 
-A column of numbers or truths has a number an example; one of lists has as many in each row. What
-else there may be in a table, such as texts or pictures, is no tensor: it is refused by its name.
+A column of numbers or bools has a number for each example; a column of lists has lists of equal
+length. Other columns, such as texts or pictures, cannot be tensors, and are refused by name.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PARQUET = (".parquet",)
 
 
 class _Groups:
-    """A file whose rows lie in groups, each of which is read whole."""
+    """A file whose rows are in groups, each of which is read whole."""
 
     def __init__(self, path: Path, columns: Sequence[str]) -> None:
         self.path = path
@@ -48,30 +48,30 @@ class _Groups:
             self._check(name, schema.field(name).type)
         if not self.rows:
             raise DataError(f"{path} has no rows")
-        # How long lists are, only a row tells.
+        # The length of lists is not in the schema, only in the rows.
         self.forms = [(one.dtype, tuple(one.shape[1:])) for one in self._first()]
 
     _kind = ""
 
     def _header(self) -> tuple[Any, list[int]]:
-        """(schema, rows of each group)."""
+        """Return (schema, rows of each group)."""
         raise NotImplementedError
 
     def _table(self, group: int) -> Any:
-        """The columns of a group."""
+        """Return the columns of a group."""
         raise NotImplementedError
 
     def _first(self) -> list[Tensor]:
         group = next(number for number, rows in enumerate(self.lengths) if rows)
         table = self._table(group).slice(0, 1)
-        # A copy: what is read lies in memory that nobody may write.
+        # A copy, because Arrow's memory is read-only.
         return [
             torch.from_numpy(numpy.array(self._array(name, table.column(name))))
             for name in self.columns
         ]
 
     def _check(self, name: str, kind: Any) -> None:
-        """Raises DataError for a column that is no tensor."""
+        """Raise DataError for a column that cannot be a tensor."""
         import pyarrow as pa
 
         inner = kind
@@ -85,7 +85,7 @@ class _Groups:
             )
 
     def _array(self, name: str, column: Any) -> Any:
-        """The rows of a column as an array."""
+        """Return the rows of a column as an array."""
         rows = len(column)
         values = column.combine_chunks()
         shape: list[int] = []
@@ -109,11 +109,11 @@ class _Groups:
         return values.to_numpy(zero_copy_only=False).reshape(rows, *shape)
 
     def blocks(self, rows: int) -> list[int]:
-        """Its groups; so many rows is what nobody can choose here."""
+        """Return the lengths of its groups, which are fixed; `rows` has no effect."""
         return [length for length in self.lengths if length]
 
     def fill(self, into: Sequence[Tensor], first: int) -> None:
-        """The rows from `first` on of every column, as many as there is room for."""
+        """Fill the tensors with the rows from `first` on of every column."""
         stop = first + len(into[0])
         group = bisect_right(self._starts, first) - 1
         at = first
@@ -153,7 +153,7 @@ class ArrowFile(_Groups):
     def _header(self) -> tuple[Any, list[int]]:
         import pyarrow as pa
 
-        # Mapped: of each batch only its header is touched.
+        # Mapped: only the header of each batch is read.
         with pa.memory_map(str(self.path)) as source:
             self._is_file = source.read(6) == b"ARROW1"
             source.seek(0)
@@ -175,7 +175,7 @@ class ArrowFile(_Groups):
     def _table(self, group: int) -> Any:
         import pyarrow as pa
 
-        # Not mapped: what was read is memory of its own, which goes when it is no longer needed.
+        # Not mapped: the content is in memory of its own, which is freed after use.
         with pa.OSFile(str(self.path)) as source:
             if self._is_file:
                 batch = pa.ipc.open_file(source).get_batch(group)
@@ -187,7 +187,7 @@ class ArrowFile(_Groups):
 
 
 class ParquetFile(_Groups):
-    """Row groups."""
+    """Row groups of a Parquet file."""
 
     _kind = "Parquet"
 

@@ -1,12 +1,12 @@
-"""Columns whose rows lie one after another in a file: those of safetensors and npy.
+"""Columns with consecutive rows in a file: safetensors and npy.
 
     safetensors   8 bytes, the length of a header; the header, JSON: name -> dtype, shape, place;
                   then the tensors
-    npy           a magic number, a version, the length of a header; the header, a dict of Python:
+    npy           a magic number, a version, the length of a header; the header, a Python dict:
                   descr, shape, order; then the array
 
 Both are little-endian and row-major here, so a range of rows is a range of bytes, which is read
-into the tensor's own memory and nowhere else.
+directly into the tensor's own memory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor
 from dure.errors import DataError
 
 _MOST_HEADER = 100 << 20
-"""Bytes that a header of safetensors may have, as its own library limits it."""
+"""Most bytes of a safetensors header, the limit of its own library."""
 
 _DTYPES = {
     "F64": torch.float64,
@@ -40,12 +40,12 @@ _DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""The element types of safetensors."""
+"""Element types of safetensors."""
 
 
 @dataclass(frozen=True)
 class Column:
-    """Rows in a file. start: of the first byte. row: the shape of one."""
+    """A column in a file. start: offset of its first byte. row: shape of a row."""
 
     path: Path
     start: int
@@ -58,9 +58,9 @@ class Column:
         return math.prod(self.row) * self.dtype.itemsize
 
     def fill(self, into: Tensor, first: int) -> None:
-        """The rows from `first` on, as many as there is room for in a contiguous tensor.
+        """Fill a contiguous tensor with the rows from `first` on.
 
-        Raises DataError where the file no longer has them.
+        Raises DataError if the file no longer has them.
         """
         if not into.nbytes:
             return
@@ -78,7 +78,7 @@ class Column:
 
 
 class RowFile:
-    """A shard of such columns. columns: those that are read, in order."""
+    """A shard of such columns. columns: the columns to read, in order."""
 
     def __init__(self, columns: Sequence[Column]) -> None:
         self.columns = columns
@@ -87,12 +87,12 @@ class RowFile:
         self.forms = [(column.dtype, column.row) for column in columns]
 
     def blocks(self, rows: int) -> list[int]:
-        """The lengths of blocks of so many rows; the last one has what is left."""
+        """Return the lengths of blocks of `rows` rows; the last has the remainder."""
         whole, left = divmod(self.rows, rows)
         return [rows] * whole + ([left] if left else [])
 
     def fill(self, into: Sequence[Tensor], first: int) -> None:
-        """The rows from `first` on of every column, as many as there is room for."""
+        """Fill the tensors with the rows from `first` on of every column."""
         for column, own in zip(self.columns, into, strict=True):
             column.fill(own, first)
 
@@ -102,7 +102,7 @@ def unreadable(path: Path, error: OSError) -> DataError:
 
 
 def of_safetensors(path: Path) -> dict[str, Column]:
-    """The columns of a file, by name. Raises DataError for what is none."""
+    """Return the columns of a safetensors file, by name. Raises DataError for another file."""
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -139,7 +139,7 @@ def _tensor(path: Path, name: str, told: Any, start: int, size: int) -> Column:
 
 
 def of_npy(path: Path, name: str) -> Column:
-    """The column of a file. Raises DataError for what is none."""
+    """Return the column of an npy file. Raises DataError for another file."""
     try:
         with path.open("rb") as file:
             shape, by_columns, dtype = _npy_header(path, file)
@@ -150,7 +150,7 @@ def of_npy(path: Path, name: str) -> Column:
     if by_columns:
         raise DataError(f"{path} is column-major: write it by numpy.ascontiguousarray")
     try:
-        # What torch calls it; other byte orders, and objects, it does not know.
+        # torch's name of the dtype; torch does not support other byte orders, nor objects.
         known = torch.from_numpy(numpy.empty(0, dtype)).dtype
     except (TypeError, ValueError) as error:
         raise DataError(f"{path} has elements of {dtype}, which torch has not: {error}") from error
@@ -166,7 +166,7 @@ def of_npy(path: Path, name: str) -> Column:
 def _npy_header(
     path: Path, file: BinaryIO
 ) -> tuple[tuple[int, ...], bool, numpy.dtype[numpy.generic]]:
-    """(shape, whether it is column-major, dtype)."""
+    """Return (shape, whether it is column-major, dtype)."""
     try:
         version = numpy.lib.format.read_magic(file)
         if version == (1, 0):

@@ -1,4 +1,4 @@
-"""Which files are shards, and what their headers say."""
+"""Find and open the files of shards."""
 
 from __future__ import annotations
 
@@ -15,33 +15,30 @@ from dure.errors import DataError
 from dure.machine.extras import check_extra
 
 Form = tuple[torch.dtype, tuple[int, ...]]
-"""The type of a column's elements, and the shape of a row."""
+"""Element type of a column, and the shape of a row."""
 
 
 class ShardFile(Protocol):
-    """A shard: rows of the columns that were asked for.
-
-    forms: of the columns.
-    """
+    """A shard: rows of the requested columns. forms: of the columns."""
 
     path: Path
     rows: int
     forms: list[Form]
 
     def blocks(self, rows: int) -> list[int]:
-        """The lengths of the pieces in which it is read: of so many rows, where that is free."""
+        """Return the lengths of its blocks: of `rows` rows, if the format leaves a choice."""
 
     def fill(self, into: Sequence[Tensor], first: int) -> None:
-        """The rows from `first` on of every column, as many as there is room for."""
+        """Fill the tensors with the rows from `first` on of every column."""
 
 
 Opener = Callable[[Path, Sequence[str]], ShardFile]
 
 
 def found(where: str | Path | Sequence[str | Path]) -> list[Path]:
-    """The files of a folder, sorted by name, or those that are named, as they are.
+    """Return the shards of a folder, sorted by name, or the named files in the given order.
 
-    Raises DataError where there is none, or of more than one kind.
+    Raises DataError if there are none, or files of several kinds.
     """
     if isinstance(where, (str, Path)):
         folder = Path(where).absolute()
@@ -61,7 +58,7 @@ def found(where: str | Path | Sequence[str | Path]) -> list[Path]:
 
 
 def opened(paths: Sequence[Path], columns: Sequence[str]) -> list[ShardFile]:
-    """The shards, with these columns. Raises DataError for files that are none, or do not fit."""
+    """Return the shards, with these columns. Raises DataError for files that do not fit."""
     kind = paths[0].suffix
     if kind == ".npy":
         shards: list[ShardFile] = _of_npy(paths, columns)
@@ -88,7 +85,7 @@ def _safetensors(path: Path, columns: Sequence[str]) -> ShardFile:
 
 
 def _of_npy(paths: Sequence[Path], columns: Sequence[str]) -> list[ShardFile]:
-    """Files NAME.COLUMN.npy, a shard a name."""
+    """Group the files NAME.COLUMN.npy into shards, a shard for each name."""
     shards: dict[Path, dict[str, Path]] = {}
     for path in paths:
         shard, _, column = path.name.removesuffix(".npy").rpartition(".")
@@ -132,4 +129,4 @@ _KINDS: dict[str, Opener] = {
     **dict.fromkeys(ARROW, _arrow),
     **dict.fromkeys(PARQUET, _parquet),
 }
-"""How a file is opened, by how its name ends."""
+"""Function that opens a file, by its suffix."""

@@ -19,26 +19,30 @@ from dure.data.shards.files import found, opened
 from dure.data.shards.windows import Rows, Windows
 
 WINDOW_BYTES = 32 << 20
-"""Of a window, where nobody says how many examples it has."""
+"""Default size of a window in bytes."""
 
 PIECES = 32
-"""Blocks that a window is made of, where files let one choose."""
+"""Blocks of a window, for files that leave a choice."""
 
 
 class Shards(Examples):
     """Examples in files on a disk; memory holds three windows of them.
 
-    where: a folder, all of whose files are shards, in the order of their names; or files, in the
-        order in which they are named. What these are: `dure.data.shards`.
-    inputs, targets: the columns: a name, or a tuple, list or dict of names, which then is the
-        structure of what the model and the loss are given.
-    window: examples that are in memory, and mixed, at once; by default what 32 MiB have room for.
-        An epoch reads blocks from all of the files in random order, and mixes them window by
-        window. If all examples fit into a window, their order is that of examples in memory.
-    classes: names of the labels, if the targets are labels.
+    An epoch reads blocks from all of the files in random order, and shuffles them window by window.
+    If all examples fit into a window, their order is that of examples in memory.
+
+    Args:
+        where: a folder, all of whose files are shards, in the order of their names; or files, in
+            the given order. `dure.data.shards` lists the formats.
+        inputs: column of the model's argument: a name, or a tuple, list or dict of names, for an
+            argument of that structure.
+        targets: column of the loss's targets, in the same way.
+        window: number of examples in memory, and shuffled, at once; by default as many as fit into
+            32 MiB.
+        classes: names of the labels, if the targets are labels.
 
     Raises DataError for files that cannot be read, are of several kinds, or do not fit each other;
-    ValueError for columns that are no names, a window of no example, and no examples.
+    ValueError for invalid names of columns, a window below 1, and no examples.
     """
 
     def __init__(
@@ -73,12 +77,12 @@ class Shards(Examples):
         self._windows = Windows(self.rows, self.arrangement())
 
     def _room(self) -> int:
-        """Examples that a window has room for."""
+        """Return how many examples fit into the default window."""
         each = sum(math.prod(row) * dtype.itemsize for dtype, row in self.rows.forms)
         return max(1, WINDOW_BYTES // max(1, each))
 
     def __getstate__(self) -> dict[str, Any]:
-        # Files travel by their names; what is in memory is read again.
+        # Files travel by their names; the windows in memory are read again.
         return {**self.__dict__, "_windows": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -98,7 +102,7 @@ class Shards(Examples):
         return Arrangement(tuple(blocks), self.window)
 
     def order(self, part: Tensor | None = None) -> Order:
-        """As in `Examples`; what the order has in a row is read ahead."""
+        """Return the order, as `Examples.order`; using it starts reading ahead."""
 
         def planned(seed: int, epoch: int, client: int) -> Tensor:
             visit = self._arrangement.visit(seed, epoch, client, part)
@@ -111,7 +115,7 @@ class Shards(Examples):
         columns = self._windows.at(indices)
         named = dict(zip(self._names, columns, strict=True))
         inputs, targets = self._columns
-        # The usual case without a walk through a tree, in every batch.
+        # The usual case without a tree traversal, in every batch.
         if isinstance(inputs, str) and isinstance(targets, str):
             return as_dtype(named[inputs], self._dtype), named[targets]
         given, wanted = tree_map(named.__getitem__, self._columns)
@@ -128,14 +132,14 @@ class Shards(Examples):
         dtype, row = self.rows.forms[self._names.index(target)]
         if row or dtype.is_floating_point:
             return None
-        # Of all columns this one alone, shard by shard.
+        # Reads only the column of the labels, shard by shard.
         alone = Rows(opened(self.paths, [target]))
         return alone.between(0, len(alone))[0].long()
 
     def to(self, dtype: torch.dtype) -> Examples:
         if not any(form.is_floating_point and form != dtype for form, _ in self.rows.forms):
             return self
-        # The windows are shared: what is in memory is in the dtype of the files.
+        # The windows are shared: memory has the dtype of the files.
         twin = copy.copy(self)
         twin._windows = self._windows
         twin._dtype = dtype

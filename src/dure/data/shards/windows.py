@@ -1,12 +1,11 @@
-"""Windows of blocks in memory: while batches are made of one, a thread reads the next.
+"""Windows of blocks in memory: while batches are made of a window, a thread reads the next.
 
-Whoever makes batches says first in which order an epoch will visit examples (`plan`). From then on
-a batch is made of windows that are in memory, or on their way there; the first batch of a window
-has the one after it read. Three windows stay: the one that is used, the next, and the last, of
-which loaders may still want a batch.
+The order of an epoch is announced first (`plan`). Then a batch is made of windows in memory, or of
+windows being read; the first batch of a window starts the reading of the next window. Three windows
+stay in memory: the current, the next, and the previous, of which loaders may still need a batch.
 
-What is asked for beside the plan, such as the test data from first to last, is read where it lies,
-and stays nowhere.
+Reads outside the plan, such as of test data from first to last, go to the files, and are not
+cached.
 
 Cost: three windows of memory; each block is read once an epoch.
 """
@@ -30,14 +29,11 @@ from dure.data.shards.files import ShardFile
 Array = numpy.ndarray[Any, numpy.dtype[numpy.int64]]
 
 KEPT = 3
-"""Windows that stay in memory."""
+"""Number of windows in memory."""
 
 
 class _Window:
-    """Some blocks, which a thread reads.
-
-    blocks: in the order of the disk.
-    """
+    """Some blocks, which a thread reads. blocks: in the order of the disk."""
 
     def __init__(self, blocks: Array, rows: Rows, lengths: Array, ends: Array) -> None:
         self.blocks = blocks
@@ -46,10 +42,11 @@ class _Window:
         own = lengths[blocks]
         self._first = self._ends - own
         self._starts = own.cumsum() - own
-        # Room is made here: what a thread has freed does not stay with the process.
+        # Allocated here and not in the thread, whose freed memory would stay with the process.
         self._columns = rows.room(int(own.sum()))
         self._error: BaseException | None = None
-        # A process that ends waits for it: a thread that is cut off inside a library aborts it.
+        # Not a daemon: at exit the process waits for it, since a thread killed inside a library
+        # aborts.
         self._thread = threading.Thread(target=self._read, name="dure shards")
         self._thread.start()
 
@@ -63,12 +60,12 @@ class _Window:
             self._error = error
 
     def has(self, blocks: Array) -> bool:
-        """Whether all of these blocks are here."""
+        """Return whether all of these blocks are in the window."""
         places = self.blocks.searchsorted(blocks).clip(max=len(self.blocks) - 1)
         return bool((self.blocks[places] == blocks).all())
 
     def rows(self, places: Array, blocks: Array) -> list[Tensor]:
-        """The rows at these places, which lie in these blocks. Waits until they are read."""
+        """Return the rows at these indices, which are in these blocks, once they are read."""
         self._thread.join()
         if self._error is not None:
             raise self._error
@@ -89,17 +86,17 @@ class Rows:
         return self._starts[-1]
 
     def between(self, first: int, stop: int) -> list[Tensor]:
-        """The rows first … stop-1 of every column."""
+        """Return the rows first … stop-1 of every column."""
         into = self.room(stop - first)
         self.fill(into, first)
         return into
 
     def room(self, rows: int) -> list[Tensor]:
-        """For so many rows."""
+        """Return uninitialised tensors for `rows` rows of every column."""
         return [torch.empty((rows, *row), dtype=dtype) for dtype, row in self.forms]
 
     def fill(self, into: Sequence[Tensor], first: int) -> None:
-        """The rows from `first` on of every column, as many as there is room for."""
+        """Fill the tensors with the rows from `first` on of every column."""
         stop = first + len(into[0])
         shard = bisect_right(self._starts, first) - 1
         at = first
@@ -113,7 +110,7 @@ class Rows:
             shard += 1
 
     def at(self, places: Tensor) -> list[Tensor]:
-        """The rows at these places: those that lie in a row are read at once."""
+        """Return the rows at these indices; consecutive rows are read at once."""
         order = torch.argsort(places)
         ordered = places[order]
         breaks = (ordered.diff() > 1).nonzero().flatten() + 1
@@ -125,14 +122,14 @@ class Rows:
         return [column.index_select(0, back) for column in columns]
 
     def _run(self, run: Tensor) -> list[Tensor]:
-        """Rows one after another, some of them perhaps more than once."""
+        """Return consecutive rows, some of them perhaps more than once."""
         first = int(run[0])
         columns = self.between(first, int(run[-1]) + 1)
         return [column.index_select(0, run - first) for column in columns]
 
 
 class Windows:
-    """What is in memory of some shards."""
+    """The windows of some shards in memory."""
 
     def __init__(self, rows: Rows, arrangement: Arrangement) -> None:
         self.rows = rows
@@ -145,7 +142,7 @@ class Windows:
         self._plans = 0
 
     def plan(self, visit: Visit) -> None:
-        """What comes next are these windows, in this order."""
+        """Announce the order of an epoch, and so its windows."""
         planned = [numpy.sort(blocks.numpy()) for blocks in visit.windows]
         window_of = numpy.full(len(self._lengths), -1)
         for number, blocks in enumerate(planned):
@@ -156,10 +153,10 @@ class Windows:
             self._plans += 1
 
     def at(self, places: Tensor) -> list[Tensor]:
-        """The rows at these places, of every column."""
+        """Return the rows at these indices, of every column."""
         if len(places) == 0:
             return self.rows.room(0)
-        # As arrays: on a few numbers they take a third of the time of tensors.
+        # As NumPy arrays: for a few numbers they take a third of the time of tensors.
         wanted = places.numpy()
         if self._window_of is None or _is_run(wanted):
             return self.rows.at(places)
@@ -168,7 +165,7 @@ class Windows:
             found = self._holding(blocks)
         if found is None:
             return self.rows.at(places)
-        # Windows do not change: what follows needs no lock.
+        # Windows are immutable, so the rest needs no lock.
         if len(found) == 1:
             return found[0][1].rows(wanted, blocks)
         pieces = [window.rows(wanted[here], blocks[here]) for here, window in found]
@@ -176,32 +173,32 @@ class Windows:
         return [torch.cat(columns).index_select(0, back) for columns in zip(*pieces, strict=True)]
 
     def _holding(self, blocks: Array) -> list[tuple[Array, _Window]] | None:
-        """Which places of the list a window has, for each of those that have some.
+        """Return the windows of these blocks, each with the positions that it has.
 
-        None where the plan leaves a block out. The windows, and the ones after them, are on their
-        way here at the least.
+        None if a block is not in the plan. The windows, and their successors, are at least being
+        read.
         """
         assert self._window_of is not None
         numbers = self._window_of[blocks]
         first = int(numbers.min())
         if first < 0:
             return None
-        # Mostly all are in one.
+        # Usually all are in a single window.
         each = [first] if first == int(numbers.max()) else numpy.unique(numbers).tolist()
         found: list[tuple[Array, _Window]] = []
         for number in each:
             here = (numbers == number).nonzero()[0]
             found.append((here, self._window(number, blocks[here])))
-        # What was used the longest ago goes.
+        # The least recently used window is dropped.
         while len(self._kept) > KEPT:
             self._kept.popitem(last=False)
         return found
 
     def _window(self, number: int, blocks: Array) -> _Window:
-        """A window that has these blocks, which are of one window of the plan."""
+        """Return a window with these blocks, which are all in a single window of the plan."""
         key = self._plans, number
         if key not in self._kept:
-            # One of the plan before may have them, whose last batches are not made yet.
+            # A window of the previous plan may have them, whose last batches are still to be made.
             for other, window in self._kept.items():
                 if other[0] < self._plans and window.has(blocks):
                     return window
@@ -212,14 +209,14 @@ class Windows:
         return self._kept[key]
 
     def _begin(self, number: int) -> None:
-        """Begins to read a window of the plan, unless it is here."""
+        """Start to read a window of the plan, unless it is in memory."""
         key = self._plans, number
         if key not in self._kept:
             self._kept[key] = _Window(self._planned[number], self.rows, self._lengths, self._ends)
 
 
 def _is_run(places: Array) -> bool:
-    """Whether these lie one after another, several of them."""
+    """Return whether these are several consecutive indices."""
     count = len(places)
     if count < 2 or int(places[-1] - places[0]) != count - 1:
         return False

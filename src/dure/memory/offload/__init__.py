@@ -1,1 +1,1 @@
-"""What a step needs only now and then lies in files, or in the CPU's memory beside a GPU."""
+"""Offloading of memory that a step needs only at times, to files or from a GPU to CPU memory."""

@@ -1,14 +1,14 @@
-"""What a forward pass keeps for backward, in files.
+"""Offloading of activations, which forward saves for backward, to files.
 
-    forward    a tensor that autograd keeps is copied into a file, and its pages are let go
-    backward   it is read from there; the tensors that were kept before it are read ahead
+    forward    a tensor that autograd saves is copied to a file, and its pages are released
+    backward   it is read from the file; tensors that were saved before it are read ahead
 
-A tensor that several operations keep, or keep views of, has one copy. Parameters are not copied:
-they stay where they are. Files are used again from step to step.
+A tensor that several operations save, or save views of, is copied once. Parameters are not copied:
+they stay in place. Files are reused from step to step.
 
-On a GPU the files are the CPU's memory.
+For a GPU, CPU memory takes the role of the files.
 
-What travels: the activations, once there and once back, as far as memory does not hold them.
+Cost: the activations are written once and read once, as far as they do not fit into memory.
 
 Source: Rajbhandari et al. 2021, "ZeRO-Infinity"; Rhu et al. 2016, "vDNN".
 """
@@ -33,7 +33,7 @@ AHEAD = 64 << 20
 
 
 class _Kept:
-    """What was kept of one storage. place: its bytes, elsewhere. asked: they are read ahead."""
+    """Saved bytes of a storage. place: the offloaded bytes. asked: whether they are read ahead."""
 
     __slots__ = ("__weakref__", "activations", "asked", "number", "place")
 
@@ -44,12 +44,12 @@ class _Kept:
         self.asked = False
 
     def __del__(self) -> None:
-        # Autograd drops what it has kept as soon as it has used it.
+        # Autograd drops a saved object as soon as it has used it.
         self.activations.dropped(self)
 
 
 class _View:
-    """What autograd holds in place of a tensor: where that lies in what was kept."""
+    """Placeholder that autograd saves instead of a tensor: a view of saved bytes."""
 
     __slots__ = ("dtype", "kept", "offset", "size", "stride")
 
@@ -62,9 +62,9 @@ class _View:
 
 
 class OffloadedActivations:
-    """Keeps what autograd keeps of a model that is computed on `device`.
+    """Offloading of the tensors that autograd saves for a model on `device`.
 
-    stay: gives the tensors that are there in any case, such as parameters.
+    stay: returns the tensors that are in memory in any case, such as parameters.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class OffloadedActivations:
         self.device = device
         self.stay = stay
         self._stay: set[int] = set()
-        # By storage, version and place in it: what is written in place is another tensor after it.
+        # By storage and version: a tensor that is changed in place counts as another tensor.
         self._known: dict[tuple[int, ...], tuple[StorageWeakRef, weakref.ref[_Kept]]] = {}
         self._kept: dict[int, weakref.ref[_Kept]] = {}
         self._next = 0
@@ -82,9 +82,10 @@ class OffloadedActivations:
 
     @contextmanager
     def saving(self, *given: Any) -> Iterator[None]:
-        """Around a forward pass: what autograd keeps inside goes elsewhere.
+        """Context manager for a forward pass, in which saved tensors are offloaded.
 
-        given: inputs and targets, in any structure. Somebody has them anyway: they stay.
+        given: inputs and targets, in any structure. They stay in place, because the caller has them
+        anyway.
         """
         tensors = [one for one in tree_leaves(given) if isinstance(one, Tensor)]
         self._stay = set(map(_address, (*self.stay(), *tensors)))
@@ -95,11 +96,11 @@ class OffloadedActivations:
             self._known.clear()
 
     def pack(self, tensor: Tensor) -> Any:
-        """What autograd is to hold in place of a tensor."""
+        """Return the object that autograd saves in place of a tensor."""
         if not self._moves(tensor):
             return tensor
         storage = tensor.untyped_storage()
-        # A small part of a storage is copied alone: the rest may be somebody's whole data.
+        # A small part of a storage is copied alone: the rest may be a whole dataset.
         if 2 * tensor.nbytes < storage.nbytes():
             apart = tensor.detach().contiguous()
             return _View(self._copy(apart), apart, 0)
@@ -108,12 +109,12 @@ class OffloadedActivations:
         kept = None if found is None else found[1]()
         if kept is None:
             kept = self._copy(torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage))
-            # The weak reference keeps the storage's number from becoming another one's.
+            # The weak reference prevents reuse of the storage's address as a key.
             self._known[key] = (_weak(storage), weakref.ref(kept))
         return _View(kept, tensor, int(tensor.storage_offset()))
 
     def unpack(self, held: Any) -> Tensor:
-        """The inverse of `pack`, in backward."""
+        """Return the tensor of an object that `pack` returned, in backward."""
         if not isinstance(held, _View):
             tensor: Tensor = held
             return tensor
@@ -121,15 +122,16 @@ class OffloadedActivations:
         self._read_before(kept.number)
         own = self.store.fetched(kept.place)
         if own is kept.place:
-            # What backward makes of it may be a view: the file is free when no tensor lies in it.
+            # Backward may create views of the result: the file is free when no tensor uses it.
             own = same_memory(kept.place, kept)
         return torch.empty(0, dtype=held.dtype, device=self.device).set_(
             own.untyped_storage(), held.offset, held.size, held.stride
         )
 
     def dropped(self, kept: _Kept) -> None:
-        """Nobody needs it any more: its place is free."""
+        """Free the place of saved bytes that are no longer needed."""
         del self._kept[kept.number]
+        # by exact size: a step saves the same tensors in every pass
         self._free.setdefault(kept.place.nbytes, []).append(kept.place)
 
     def _moves(self, tensor: Tensor) -> bool:
@@ -143,7 +145,7 @@ class OffloadedActivations:
         )
 
     def _copy(self, tensor: Tensor) -> _Kept:
-        """Copies the elements of a tensor without gaps."""
+        """Copy the elements of a tensor without gaps."""
         free = self._free.get(tensor.nbytes)
         place = free.pop() if free else self.store.empty([tensor.nbytes], torch.uint8)
         with torch.no_grad():
@@ -155,7 +157,7 @@ class OffloadedActivations:
         return kept
 
     def _read_before(self, number: int) -> None:
-        """What was kept before this is needed soon."""
+        """Read ahead the tensors saved before number `number`, which backward needs next."""
         nbytes = 0
         lowest = next(iter(self._kept))
         while nbytes < AHEAD and number > lowest:

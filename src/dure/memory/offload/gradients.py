@@ -1,9 +1,9 @@
-"""Gradients in mapped files: each goes there as soon as backward has made it.
+"""Offloading of gradients to mapped files, as soon as backward has computed them.
 
-    g in memory -> g in its file, whose pages the system writes while backward goes on
+    g in memory -> g in its file, whose pages the system writes during backward
 
-A parameter's gradient has one file for the whole run. A second backward pass adds to it there. In
-memory is the gradient that is being made.
+A parameter's gradient has a file for the whole run. A second backward pass adds to the gradient in
+its file. Only the gradient that is being computed is in memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dure.memory.offload.store import Files
 
 
 class OffloadedGradients:
-    """Watches the gradients of parameters."""
+    """Hooks that move the gradients of parameters to files."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], files: Files) -> None:
         self.files = files
@@ -30,7 +30,7 @@ class OffloadedGradients:
 
     def _is_there(self, place: Tensor, parameter: Tensor) -> None:
         gradient = parameter.grad
-        # Sparse ones are small, and one that has a graph is somebody's own affair.
+        # Sparse gradients are small, and a gradient with a graph (create_graph) is left alone.
         if gradient is None or gradient.layout is not torch.strided or gradient.requires_grad:
             return
         if gradient.data_ptr() != place.data_ptr():

@@ -1,17 +1,17 @@
-"""An optimizer whose state lies elsewhere: it steps parameter by parameter, and piece by piece.
+"""Optimizer with offloaded state, which steps parameter by parameter and piece by piece.
 
-    for each piece of a parameter:  fetch its state, update the piece, put its state back
+    for each piece of a parameter:  fetch its state, update the piece, store its state
 
-An update of one parameter needs its state alone, so what is in memory is that of one piece, and
-that of the piece after it, which is read meanwhile. That gives the bits of the whole step for every
-optimizer that treats each parameter for itself. One that treats each element for itself, as SGD and
-Adam do, updates a long parameter in pieces of `PIECE` elements.
+An update of a parameter needs only the state of this parameter. Memory therefore contains the state
+of a piece, and of the next piece, which is read during the update. The results are bit-identical
+to a whole step for every parameter-wise optimizer. Element-wise optimizers, such as SGD and Adam,
+update a long parameter in pieces of `PIECE` elements.
 
-On the CPU the state lies in mapped files. On a GPU it lies in the CPU's memory, pinned, from where
-it goes to the GPU for its update, and back.
+For the CPU the state is in mapped files. For a GPU the state is in pinned CPU memory, from which it
+is copied to the GPU for its update, and back.
 
-What travels: state that has left memory, to the disk and back, once a step. For Adam these are
-twice the parameters' bytes each way.
+Cost: state that has left memory is written and read once a step. For Adam these are twice the
+parameters' bytes in each direction.
 
 Source: Rajbhandari et al. 2021, "ZeRO-Infinity"; Ren et al. 2021, "ZeRO-Offload".
 """
@@ -28,14 +28,14 @@ from torch.optim import Optimizer
 from dure.memory.offload.store import Store
 
 PIECE = 1 << 20
-"""Elements of a long parameter that are updated at once; temporaries of an update are as long.
+"""Elements of a long parameter that are updated at once; temporaries of an update have this length.
 
-A multiple of what a processor computes at once, so that the pieces have the bits of the whole.
+A multiple of a processor's vector length, so that pieces are bit-identical to the whole.
 """
 
 
 class _Piece(NamedTuple):
-    """Elements of a parameter, and its group. stop: None where these are all of them."""
+    """Elements of a parameter, and its group. stop: None for the whole parameter."""
 
     group: dict[str, Any]
     parameter: nn.Parameter
@@ -43,16 +43,16 @@ class _Piece(NamedTuple):
     stop: int | None = None
 
     def of(self, tensor: Tensor) -> Tensor:
-        """These elements of a tensor that has the parameter's shape."""
+        """Return these elements of a tensor that has the parameter's shape."""
         own = tensor.detach()
         return own if self.stop is None else own.view(-1)[self.start : self.stop]
 
 
 class OffloadedSteps:
-    """Takes the place of an optimizer's `step`.
+    """Replacement of an optimizer's `step`.
 
-    element_wise: whether the optimizer treats every element for itself. piece: elements that are
-    then updated at once.
+    element_wise: whether the optimizer updates every element alone. piece: elements that are then
+    updated at once.
     """
 
     def __init__(
@@ -63,12 +63,12 @@ class OffloadedSteps:
         self._length = piece if element_wise and not _is_fused(optimizer) else None
         self._plain_step = _plain_step(optimizer)
         self._before: dict[str, Any] = {}
-        # Loops and learners go on to call it as ever.
+        # Loops and learners continue to call the optimizer's `step`.
         optimizer.step = self.step  # type: ignore[method-assign, assignment]
         self.keep_all()
 
     def keep_all(self) -> None:
-        """Puts all state where it belongs: optimizers make some early, or load it."""
+        """Offload all state of the optimizer, which may have been created early or loaded."""
         for state in self.optimizer.state.values():
             self._keep(state)
 
@@ -79,9 +79,9 @@ class OffloadedSteps:
 
     @torch.no_grad()
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """One step, with the optimizer's hooks before and after it."""
+        """Make a step, with the optimizer's hooks before and after it."""
         optimizer = self.optimizer
-        # Hooks are given the arguments of the function, whose first one is the optimizer.
+        # Hooks get the arguments of the function, of which the first is the optimizer.
         given = (optimizer, *args)
         for before in list(optimizer._optimizer_step_pre_hooks.values()):
             before(optimizer, given, kwargs)
@@ -107,7 +107,7 @@ class OffloadedSteps:
                 group["params"] = parameters
 
     def _pieces(self) -> Iterator[_Piece]:
-        """In the order of the optimizer: some draw random numbers."""
+        """Yield the pieces in the optimizer's order; some optimizers draw random numbers."""
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
                 # Without a gradient there is no update.
@@ -129,7 +129,7 @@ class OffloadedSteps:
         )
 
     def _beside(self, parameter: nn.Parameter) -> list[Tensor]:
-        """The gradient of a parameter, and what else has an element for each of its elements."""
+        """Return the gradient of a parameter, and the state tensors of the parameter's shape."""
         state = self.optimizer.state.get(parameter, {})
         gradient = parameter.grad
         return [*(() if gradient is None else (gradient,)), *_shaped(state, parameter).values()]
@@ -144,7 +144,7 @@ class OffloadedSteps:
             self._update_part(piece)
 
     def _stepped(self, group: dict[str, Any], parameter: nn.Parameter) -> dict[str, Any]:
-        """Steps over one parameter alone; returns its state."""
+        """Step over a single parameter; return its state."""
         group["params"] = [parameter]
         self._plain_step()
         group["params"] = []
@@ -168,12 +168,12 @@ class OffloadedSteps:
         return is_large and self.store.holds(value)
 
     def _update_part(self, piece: _Piece) -> None:
-        """Steps over a part, as if it were a parameter of its own."""
+        """Step over a part as if it were a parameter."""
         parameter = piece.parameter
         state = self.optimizer.state
         if piece.start == 0:
-            # All parts begin with what all elements have in common, such as a count of steps; in
-            # the first step of all, with nothing.
+            # All parts begin with the common state, such as a count of steps; in the very first
+            # step with no state.
             self._before = dict(state.get(parameter, {}))
         assert parameter.grad is not None
         part = nn.Parameter(piece.of(parameter))
@@ -188,7 +188,7 @@ class OffloadedSteps:
         self._join(piece, part, state.pop(part, {}))
 
     def _join(self, piece: _Piece, part: nn.Parameter, own: Mapping[str, Any]) -> None:
-        """The state of a part goes to its place in that of its parameter."""
+        """Store the state of a part at its place in the state of its parameter."""
         if not own:
             return
         state = self.optimizer.state[piece.parameter]
@@ -202,7 +202,7 @@ class OffloadedSteps:
 
 
 def _plain_step(optimizer: Optimizer) -> Callable[[], Any]:
-    """The optimizer's step without hooks, which torch has wrapped around its class's function."""
+    """Return the optimizer's step without hooks; torch has wrapped the function of its class."""
     step: Any = type(optimizer).step
     plain = step.__wrapped__ if getattr(step, "hooked", False) else step
     bound: Callable[[], Any] = plain.__get__(optimizer)
@@ -210,12 +210,12 @@ def _plain_step(optimizer: Optimizer) -> Callable[[], Any]:
 
 
 def _is_fused(optimizer: Optimizer) -> bool:
-    """Whether one kernel computes the step, which rounds the last elements in another way."""
+    """Return whether a fused kernel computes the step; it rounds the last elements differently."""
     return any(group.get("fused") for group in optimizer.param_groups)
 
 
 def _shaped(state: Mapping[str, Any], parameter: Tensor) -> dict[str, Tensor]:
-    """What has an element for each element of a parameter."""
+    """Return the tensors of a state that have the parameter's shape."""
     return {
         name: value
         for name, value in state.items()
@@ -224,7 +224,7 @@ def _shaped(state: Mapping[str, Any], parameter: Tensor) -> dict[str, Tensor]:
 
 
 def _put(value: Tensor, place: Tensor) -> Tensor:
-    """The place, with the values; what was updated in place is there already."""
+    """Copy the value to its place, unless it was updated in place; return the place."""
     return place if place.data_ptr() == value.data_ptr() else place.copy_(value)
 
 

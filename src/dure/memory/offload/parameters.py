@@ -1,15 +1,15 @@
-"""A model's parameters in mapped files: read before a module computes with them, released after it.
+"""Offloading of parameters to mapped files: read before a module runs, released after it.
 
-    forward    before a module:   the parameters of the module after it are read
+    forward    before a module:   the parameters of the next module are read
                after it:          its own may leave memory
-    backward   when the gradient of a parameter is there: it may leave memory, and those that
-               backward needs next are read
+    backward   when the gradient of a parameter is complete: it may leave memory, and the parameters
+               that backward needs next are read
 
-The order of modules is learned in the first forward pass; backward goes through it in reverse. All
-of this is advice to the system, so a model that calls its modules in another order computes the
-same, and waits.
+The order of modules is learned in the first forward pass; backward uses the reverse order. All
+reads and releases are advice to the system: a model that calls its modules in another order
+computes the same results, more slowly.
 
-Nothing is written but what an update changes (`dure.memory.offload.optimizer`).
+Only elements that an update changes are written (`dure.memory.offload.optimizer`).
 
 Source: Rajbhandari et al. 2021, "ZeRO-Infinity".
 """
@@ -28,9 +28,9 @@ from dure.memory.offload.store import Files
 
 
 def settle(model: nn.Module, files: Files) -> None:
-    """Moves the model's parameters that still lie in memory; the objects stay what they are.
+    """Move the model's parameters and buffers in memory to files; the tensor objects stay the same.
 
-    Tensors that share memory go on to share it.
+    Tensors that share memory continue to share it.
     """
     moved: dict[int, Tensor] = {}
     for tensor in (*model.parameters(), *model.buffers()):
@@ -62,7 +62,7 @@ def _can_move(tensor: Tensor, least: int) -> bool:
 
 
 class OffloadedParameters:
-    """Watches the passes of a model whose parameters are mapped."""
+    """Hooks on the modules of a model whose parameters are mapped."""
 
     def __init__(self, model: nn.Module, files: Files) -> None:
         self.files = files
@@ -72,7 +72,7 @@ class OffloadedParameters:
             if (own := _mapped(module.parameters(recurse=False)))
         }
         self._order: list[nn.Module] = []
-        """As called in the first forward pass."""
+        """Modules in the order of the first forward pass."""
         self._place: dict[nn.Module, int] = {}
         self._learned = False
         for module in self._own:
@@ -103,7 +103,7 @@ class OffloadedParameters:
             self._read(len(self._order) - 1)
 
     def _is_done(self, parameter: Tensor) -> None:
-        """The gradient of a parameter is there: backward has used it for the last time."""
+        """Release a parameter when its gradient is complete, which is its last use in backward."""
         release([parameter])
         self._read(self._place.get(self._user[id(parameter)], 0) - 1)
 

@@ -1,7 +1,7 @@
-"""Where offloaded tensors lie: in files, or in the CPU's memory where a GPU computes.
+"""Storage of offloaded tensors: files, or CPU memory for a GPU.
 
-Files    mapped: computed with where they lie; read ahead by a thread, let go behind the computation
-Pinned   memory that a GPU copies from and to by itself: computed with as a copy on the GPU
+Files    memory-mapped: used in place; read ahead by a thread, released behind the computation
+Pinned   page-locked memory, which a GPU accesses directly: copied to the GPU to be used
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from dure.memory.offload.beside import Beside
 
 
 class Store(ABC):
-    """A place for tensors. least: bytes of the smallest that it takes."""
+    """Storage of tensors. least: bytes of the smallest tensor that it accepts."""
 
     least: int = LEAST
 
     @abstractmethod
     def empty(self, shape: Iterable[int], dtype: torch.dtype) -> Tensor:
-        """A tensor that lies there."""
+        """Return a new tensor in the store."""
 
     @abstractmethod
     def holds(self, tensor: Tensor) -> bool:
-        """Whether a tensor lies there."""
+        """Return whether a tensor is in the store."""
 
     @abstractmethod
     def fetched(self, tensor: Tensor) -> Tensor:
-        """A tensor that lies there, where it can be computed with: itself, or a copy."""
+        """Return a stored tensor, or a copy, on the device of the computation."""
 
     def takes(self, tensor: Tensor) -> bool:
-        """Whether a tensor should lie there, and does not."""
+        """Return whether a tensor should be in the store, and is not."""
         return (
             type(tensor) is Tensor
             and tensor.layout is torch.strided
@@ -44,27 +44,27 @@ class Store(ABC):
         )
 
     def placed(self, tensor: Tensor) -> Tensor:
-        """The values of a tensor, there."""
+        """Return a copy of a tensor in the store."""
         own = self.empty(tensor.shape, tensor.dtype)
         # Optimizers may keep the strides of their parameters.
         own = own.as_strided(tensor.shape, tensor.stride()) if _is_dense(tensor) else own
         return own.copy_(tensor)
 
     def ahead(self, tensors: Iterable[Tensor], owner: Tensor | None = None) -> None:
-        """They will be needed soon; as `Beside.ahead`."""
+        """Prepare tensors that are needed soon, as `Beside.ahead`."""
         return
 
     def behind(self, tensors: Iterable[Tensor]) -> None:
-        """They will not be needed for a while; as `Beside.behind`."""
+        """Release tensors that are not needed for a while, as `Beside.behind`."""
         return
 
     def close(self) -> None:
-        """Ends what works beside the computation."""
+        """End background threads of the store."""
         return
 
 
 class Files(Store):
-    """Mapped files in a folder on a disk. Raises DiskError where there is none."""
+    """Mapped files in a folder on a disk. Raises DiskError if there is no disk."""
 
     def __init__(self, folder: str | Path | None = None, least: int = LEAST) -> None:
         self.disk = Disk(folder)
@@ -94,7 +94,7 @@ class Files(Store):
 
 
 class Pinned(Store):
-    """The CPU's memory, next to a GPU."""
+    """Page-locked CPU memory for a GPU."""
 
     def __init__(self, device: torch.device, least: int = LEAST) -> None:
         self.device = device
@@ -111,10 +111,10 @@ class Pinned(Store):
 
 
 def store_for(device: torch.device, folder: str | Path | None = None) -> Store:
-    """The store for what is computed on a device."""
+    """Return the store for a computation on a device."""
     return Files(folder) if device.type == "cpu" else Pinned(device)
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether the elements lie without gaps and overlaps, in any order of dimensions."""
+    """Return whether the elements have no gaps and overlaps, in any order of dimensions."""
     return torch.ops.aten.is_non_overlapping_and_dense(tensor)  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""What is to lie elsewhere, as a setting: `optimizer,activations`."""
+"""Setting of the parts to offload, such as `optimizer,activations`."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 PARTS = ("optimizer", "parameters", "gradients", "activations")
-"""What can lie elsewhere, in the order in which it is written."""
+"""Parts that can be offloaded, in the order of the setting's text."""
 
 
 @dataclass(frozen=True)
 class Offload:
-    """Names of parts; none by default.
+    """Names of parts to offload; none by default.
 
     optimizer: the optimizer's state, which only an update needs. parameters: of the model, needed
-    where they are used. gradients: needed from their backward pass to the update. activations: what
-    a forward pass keeps for backward.
+    while they are used. gradients: needed from their backward pass to the update. activations:
+    tensors that a forward pass saves for backward.
     """
 
     parts: tuple[str, ...] = ()
@@ -37,9 +37,10 @@ class Offload:
         return "+".join(self.parts) if self.parts else "none"
 
     def check(self, able: Iterable[str], who: str, why: str = "") -> None:
-        """Raises ValueError for a part that is not among those that somebody is able to offload.
+        """Check that a system can offload all parts. Raises ValueError otherwise.
 
-        who: a system, by name. why: the reason, as the end of a sentence.
+        able: parts that the system can offload. who: the system's name. why: the reason, as the end
+        of a sentence.
         """
         able = list(able)
         for part in self.parts:
@@ -50,9 +51,9 @@ class Offload:
 
 
 def parse_offload(text: str) -> Offload:
-    """The inverse of `str`; commas do as well: "optimizer,activations", "none".
+    """Parse the text of `str`, or with commas: "optimizer,activations", "none".
 
-    Raises ValueError for what is no part.
+    Raises ValueError for an unknown part.
     """
     words = [word.strip() for word in text.replace(",", "+").split("+")]
     return Offload() if words == ["none"] else Offload(tuple(words))

@@ -1,1 +1,1 @@
-"""Data parallel: ranks divide each batch."""
+"""Data parallelism: ranks divide each batch."""

@@ -1,11 +1,11 @@
-"""Which gradients travel together, in what order: the plan of a step's all-reduces, as data.
+"""Buckets: groups of gradients that share a message, and their order; a step's plan as data.
 
-Backward finishes gradients one after another, the last layer's first. Each message has a price of
-its own, so small gradients share one, a *bucket*; but a bucket leaves only when its last gradient
-is there. A plan is made of the order in which gradients finish: a bucket is closed as soon as it
-has `limit` bytes (`filled`).
+Backward finishes gradients in turn, the last layer's first. Each message has a fixed
+cost, so small gradients share a message, a *bucket*; but a bucket is sent only when its last
+gradient is complete. A plan follows the order in which gradients finish: a bucket is closed as soon
+as it has `limit` bytes (`filled`).
 
-Plans are the same on all ranks, and buckets leave in the order of the plan, whatever the order in
+Plans are equal on all ranks, and buckets are sent in the order of the plan, whatever the order in
 which a rank computes.
 
 Source: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training".
@@ -21,25 +21,23 @@ import torch
 from torch import Tensor
 
 LIMIT = 1 << 20
-"""Bytes of a bucket unless others are asked for. Twice or half as many hide the same share of the
-exchange."""
+"""Default bytes of a bucket. Twice or half this size hides the same share of the exchange."""
 
 LONG = 4 << 20
-"""Bytes from which on a gradient may have a bucket to itself and stay where it is: copying it would
-take a while."""
+"""Bytes from which on a gradient may have its own bucket and stay in place, without a copy."""
 
 LINE = 64
 """Bytes of a cache line."""
 
 ALL = 1 << 62
-"""More bytes than there are."""
+"""Limit above any possible number of bytes."""
 
 CARRIERS = (torch.float32, torch.float64)
-"""Dtypes of buckets that can carry the tail: in half precision its numbers lose their value."""
+"""Dtypes of buckets that can carry the trailer; half precision would round its numbers."""
 
 
 class Kind(NamedTuple):
-    """What a plan has to know of a gradient."""
+    """Size, dtype and device of a gradient, from which plans are computed."""
 
     numel: int
     dtype: torch.dtype
@@ -47,7 +45,7 @@ class Kind(NamedTuple):
 
     @classmethod
     def of(cls, parameter: Tensor) -> Kind:
-        """That of a parameter's gradient, which has its dtype, device and number of elements."""
+        """Return the kind of a parameter's gradient."""
         return cls(parameter.numel(), parameter.dtype, parameter.device)
 
     @property
@@ -56,10 +54,10 @@ class Kind(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """An all-reduce that has ended.
+    """Completed all-reduce.
 
-    number: the message's in the plan. start, end: in seconds of `time.perf_counter`. Where several
-    were under way at once, it starts when the one before has ended.
+    number: the message's number in the plan. start, end: in seconds of `time.perf_counter`. If
+    several transfers overlap, a transfer starts when the previous one has ended.
     """
 
     number: int
@@ -69,10 +67,10 @@ class Transfer(NamedTuple):
 
 @dataclass(frozen=True)
 class Bucket:
-    """Gradients that travel in one message.
+    """Gradients that share a message.
 
-    members: their indices, in the order in which they lie in memory. alone: whether it is one long
-    gradient, which stays where autograd has put it; otherwise they lie in a flat buffer.
+    members: their indices, in memory order. alone: whether the bucket is a single long gradient,
+    which stays in autograd's memory; otherwise the gradients are in a flat buffer.
     """
 
     members: tuple[int, ...]
@@ -80,32 +78,32 @@ class Bucket:
 
     @classmethod
     def of(cls, kinds: Sequence[Kind], members: Iterable[int]) -> Bucket:
-        """Gradients in a flat buffer, in which as many as possible begin on a cache line.
+        """Return a bucket whose gradients begin on cache lines, as far as possible.
 
-        Those whose bytes are a multiple of a line come first, so that the next one begins on a line
-        too.
+        The bucket is a flat buffer. Gradients whose bytes are a multiple of a cache line come
+        first, so that the next gradient begins on a line too.
         """
-        # A sort that is stable keeps the order of finishing within both kinds.
+        # A stable sort preserves the order of finishing within both kinds.
         return cls(tuple(sorted(members, key=lambda member: kinds[member].nbytes % LINE != 0)))
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The buckets in the order in which they leave. Every gradient is in one of them.
+    """Buckets in the order in which they are sent. Every gradient is in exactly one bucket.
 
-    carries: whether the tail rides in the last bucket, after its gradients; otherwise it is a
-    message of its own, the last one, if there is a tail.
+    carries: whether the trailer is in the last bucket, after its gradients; otherwise the trailer,
+    if there is one, is a separate last message.
     """
 
     buckets: tuple[Bucket, ...]
     carries: bool
 
     def messages(self, tail: bool = True) -> int:
-        """All-reduces of a step. tail: whether there is one."""
+        """Return the number of all-reduces of a step. tail: whether there is a trailer."""
         return len(self.buckets) + (tail and not self.carries)
 
     def lengths(self, kinds: Sequence[Kind], tail: int = 0) -> list[int]:
-        """Elements of each message, in the order of leaving. tail: numbers after the gradients."""
+        """Return the elements of each message, in order. tail: numbers after the gradients."""
         lengths = []
         for bucket in self.buckets:
             lengths.append(sum(kinds[member].numel for member in bucket.members))
@@ -116,37 +114,37 @@ class Plan:
         return lengths
 
     def order(self) -> list[int]:
-        """All gradients, as they leave."""
+        """Return the indices of all gradients in the order in which they are sent."""
         return [member for bucket in self.buckets for member in bucket.members]
 
 
 def filled(
     kinds: Sequence[Kind], order: Iterable[int], limit: int = LIMIT, long: int = LONG
 ) -> Plan:
-    """Buckets of one dtype and device that are closed as soon as they have `limit` bytes.
+    """Return a plan of buckets of one dtype and device that are closed at `limit` bytes.
 
     kinds: of all gradients. order: their indices, as they finish. long: bytes from which on a
-    gradient has a bucket to itself. What is left over at the end leaves last, and of that a bucket
-    that can carry the tail after all others.
+    gradient has its own bucket. Incomplete buckets at the end are sent last, and among them a
+    bucket that can carry the trailer after all others.
     """
     started: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    size: dict[tuple[torch.dtype, torch.device], int] = {}  # bytes of what is started
+    size: dict[tuple[torch.dtype, torch.device], int] = {}  # bytes of open buckets
     buckets: list[Bucket] = []
     for index in order:
         kind = kinds[index]
         if kind.nbytes >= long:
-            # Buckets of small gradients stay open meanwhile: they are not full.
+            # Buckets of small gradients stay open: they are not full.
             buckets.append(Bucket((index,), alone=True))
             continue
         sort = kind.dtype, kind.device
         started.setdefault(sort, []).append(index)
         size[sort] = size.get(sort, 0) + kind.nbytes
-        # closed when it is full and not before: it may exceed the limit by most of a gradient
+        # closed only when it is full: a bucket may exceed the limit by most of a gradient
         if size[sort] >= limit:
             buckets.append(Bucket.of(kinds, started.pop(sort)))
             size[sort] = 0
     left = [Bucket.of(kinds, members) for members in started.values()]
-    # stable, so that all ranks have the same order; the last one may carry the tail
+    # a stable sort gives all ranks the same order; the last bucket may carry the trailer
     left.sort(key=lambda bucket: _can_carry(kinds, bucket))
     buckets += left
     return Plan(tuple(buckets), carries=bool(buckets) and _can_carry(kinds, buckets[-1]))

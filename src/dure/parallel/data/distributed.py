@@ -6,16 +6,17 @@
         loss(model(inputs), targets).backward()
         optimizer.step()  # gradients are the same on all ranks
 
-Every rank computes the mean gradient over its own batch; what arrives is their average (1/N)·Σ g_r,
-the gradient of the joint batch where the loss counts as much on every rank; elsewhere a rank's loss
-has to be multiplied with N times its share of what all of them count. How that is hidden by
-backward, and what travels, is in `dure.parallel.data.reducer`. The tail has three fields:
+Every rank computes the mean gradient over its own batch, and receives the average (1/N)·Σ g_r. The
+average is the gradient of the joint batch if the loss has the same denominator on every rank;
+otherwise multiply a rank's loss by N times its share of the total denominator. The overlap with
+backward and the messages are described in `dure.parallel.data.reducer`. The trailer has three
+fields:
 
     out       of each rank      whether it has run out of data
     changed   of each buffer    whether the forward pass changed it
     used      of each gradient  whether it was used
 
-All of them are flags, since the tail is averaged with the gradients: above zero is yes.
+All of them are flags, because the trailer is averaged with the gradients: above zero means yes.
 
 Source: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training".
 """
@@ -48,37 +49,36 @@ from dure.tensors.buffers import Buffers
 
 
 class DistributedDataParallel(nn.Module):
-    """`module`, with gradients that are averaged over `process_group` while backward computes.
+    """Wrap `module` so that gradients are averaged over `process_group` during backward.
 
     Args:
-        module: on the CPU or on GPUs. Rank 0's weights and buffers become those of all ranks.
+        module: on the CPU or on GPUs. All ranks get the weights and buffers of rank 0.
         process_group: a group of torch.distributed of any backend, or a `dure.collectives.Group`;
             None is all ranks.
         all_reduce: "native" is the backend's own; or any algorithm of
             `dure.collectives.all_reduce`.
         bucket_bytes: how many bytes of gradients share a message; None lets dure choose.
-        overlap: all-reduces run "beside" backward, on a thread or stream, are begun and ended apart
-            ("split-phase"), or run "after" it; "auto" chooses (`dure.parallel.data.how`).
-        compression: one of `dure.collectives.compression`, such as TopK(0.01); None sends gradients
-            as they are.
-        find_unused_parameters: with False, a backward pass that leaves parameters out is an error,
-            which names them.
-        static_graph: the parameters that the first step uses, and the buffers that it changes, are
-            those of every step, so that no flags travel.
-        broadcast_buffers: False leaves every rank its own buffers; otherwise they are rank 0's
+        overlap: all-reduces run "beside" backward, on a thread or stream, start and end separately
+            ("split-phase"), or run "after" backward; "auto" chooses (`dure.parallel.data.how`).
+        compression: a class of `dure.collectives.compression`, such as TopK(0.01); None sends
+            gradients uncompressed.
+        find_unused_parameters: with False, a backward pass that does not use all parameters is an
+            error, which names them.
+        static_graph: every step uses the same parameters and changes the same buffers as the first
+            step, so that no flags travel.
+        broadcast_buffers: False leaves every rank its own buffers; otherwise all ranks get rank 0's
             after every backward pass.
         seed: of compression, the same on all ranks.
 
-    Gradients are summed in the backward pass, however the forward pass was made: once, several
-    times, or by parts of `module`. `torch.autocast`, parameters of several dtypes, frozen and
-    shared ones need no argument; parameters may be frozen and unfrozen between steps, on all ranks
-    alike. Sparse gradients arrive dense. Gradients are views of memory that the next step writes
-    again; long ones may be autograd's own tensors.
+    Gradients are summed in the backward pass, for any form of the forward pass: once, several
+    times, or by parts of `module`. `torch.autocast`, parameters of several dtypes, and frozen or
+    shared parameters need no argument; parameters may be frozen and unfrozen between steps, on all
+    ranks alike. Sparse gradients become dense. Gradients are views of memory that the next step
+    overwrites; long gradients may be autograd's own tensors.
 
-    Raises ValueError for arguments that do not fit, for "native" over a backend that carries no
-    tensors of the module's device, if the ranks' modules differ, and after a
-    backward pass if their weights do (`dure.parallel.alike`). A
-    `backward(create_graph=True)` raises RuntimeError.
+    Raises ValueError for invalid arguments, for "native" with a backend that does not support
+    tensors of the module's device, if the ranks' modules differ, and after a backward pass if their
+    weights differ (`dure.parallel.alike`). A `backward(create_graph=True)` raises RuntimeError.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class DistributedDataParallel(nn.Module):
 
     @property
     def hidden_share(self) -> float | None:
-        """The share of all-reduces' time that ran while backward computed, on this rank, up to now.
+        """Share of all-reduce time that overlapped backward on this rank, since the beginning.
 
         A wait for a slower rank counts as part of the all-reduce. None before the first step.
         """
@@ -144,8 +144,8 @@ class DistributedDataParallel(nn.Module):
     # Forward and backward.
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's."""
-        # inside of a backward pass a checkpoint computes it once more
+        """Call the module, and prepare its gradients to be summed in backward."""
+        # inside a backward pass the call is a recomputation of a checkpoint
         if torch._C._current_graph_task_id() == -1:
             self._check_last_pass()
         outputs = self.module(*args, **kwargs)
@@ -156,15 +156,14 @@ class DistributedDataParallel(nn.Module):
                 if isinstance(leaf, Tensor) and leaf.requires_grad
             ]
             self.reducer.look_at(found)
-            # A hook on each output tells that backward begins, before any gradient is there. It is
-            # the earliest moment that autograd shows.
+            # A hook on each output marks the beginning of backward, before any gradient is
+            # computed. No earlier moment is visible.
             for output in found if self.reducer.enabled else []:
                 output.register_hook(self._outputs_reached)  # type: ignore[no-untyped-call]
         return outputs
 
     def _check_last_pass(self) -> None:
-        # Messages have left that the other ranks count, or wait for: nothing here can take them
-        # back.
+        # Messages that the other ranks count, or wait for, cannot be taken back.
         if self.reducer.active and self.reducer.next:
             raise RuntimeError(
                 "the last backward pass ended in the middle, when some of its gradients had left: "
@@ -174,14 +173,17 @@ class DistributedDataParallel(nn.Module):
         self.reducer.check_parameters()
 
     def _outputs_reached(self, gradient: Tensor) -> None:
-        """Backward begins here; a checkpoint inside begins another, whose end is not the end."""
+        """Begin a backward pass.
+
+        A checkpoint inside begins another pass, whose end is not the end.
+        """
         if not self.reducer.active and self.reducer.enabled:
             self.backward_begins()
 
     def backward_begins(self) -> None:
-        """A backward pass whose gradients are summed begins; autograd tells when it has ended."""
+        """Begin a backward pass whose gradients are summed, and register its end with autograd."""
         self.reducer.begin()
-        # autograd calls it at the end of this backward pass, when all gradients are there
+        # autograd calls it at the end of this backward pass, when all gradients are complete
         Variable._execution_engine.queue_callback(self._end_of_backward)
 
     def _end_of_backward(self) -> None:
@@ -194,7 +196,7 @@ class DistributedDataParallel(nn.Module):
                 raise RuntimeError(self._unused())
 
     def _after(self) -> None:
-        """All sums are there: buffers follow."""
+        """Broadcast buffers after all sums are complete."""
         self._steps += 1
         self.reducer.account(self._steps)
         if self.reducer.how.static:
@@ -203,10 +205,9 @@ class DistributedDataParallel(nn.Module):
             heard = self.reducer.heard
             self._out = [bool(number) for number in heard["out"]]
             changed = [bool(number) for number in heard["changed"]]
-        # Ranks that are out add zeros. The last step, in which all are, is nobody's, and changes
-        # nothing.
+        # Ranks without data add zeros. In the last step no rank has data, and nothing changes.
         some_are_out = any(self._out) and not all(self._out)
-        if not any(self._out):  # a rank that is out has not made the others' updates
+        if not any(self._out):  # a rank without data has not made the updates of the others
             self._alike.passed()
         if self._speaking is not None and any(changed) and not all(self._out):
             # All ranks have the same flags, so all of them, or none, enter this broadcast.
@@ -217,11 +218,14 @@ class DistributedDataParallel(nn.Module):
                 for parameter in self.reducer.parameters
                 if parameter.grad is not None
             ]
-            # what has arrived was divided by the number of all ranks
+            # the sums were divided by the number of all ranks
             torch._foreach_mul_(gradients, self.group.size / self._out.count(False))
 
     def _changed_in_the_first_step(self) -> list[bool]:
-        """Which buffers follow every step of a static graph, as rank 0 has found in the first."""
+        """Return which buffers each step of a static graph broadcasts.
+
+        Rank 0's first step decides.
+        """
         if self._changed is None:
             mine = [] if self._speaking is None else self._speaking.changed()
             rows = self.group.all_gather_values([float(one) for one in mine]) if mine else [[]]
@@ -241,28 +245,31 @@ class DistributedDataParallel(nn.Module):
     announces = False
 
     def tail_fields(self, messages: int) -> list[Field]:
-        """`out` and `changed`: see the module's docstring. A static graph sends neither."""
+        """Return the fields `out` and `changed` (see the module's docstring).
+
+        None for a static graph.
+        """
         if self.reducer.how.static:
             return []
         buffers = 0 if self._speaking is None else len(self._speaking)
         return [each("out"), summed("changed", buffers)]
 
     def tail_numbers(self, entered: Sequence[float]) -> Numbers:
-        """Whether this rank is out of data and, if it speaks, which buffers have changed."""
+        """Return this rank's flags: whether it is out of data, and which buffers have changed."""
         if self.reducer.how.static:
             return {}
         said: dict[str, Sequence[float]] = {"out": [float(not self._here)]}
-        # With `join` rank 0 may be out, and the first rank that is not speaks. Who that is shows
-        # only in the sum, so all that are here give their flags, above zero is yes.
+        # With `join` rank 0 may be out of data, and the first rank with data is the root. The root
+        # is known only from the sum, so all ranks with data send flags; above zero means yes.
         speaks = self._here and (self._joining or self.group.rank == 0)
         if self._speaking is not None and speaks:
             said["changed"] = self._speaking.changed()
         return said
 
-    # Steps that are not summed, and ranks that have run out of data.
+    # Steps without sums, and ranks that have run out of data.
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Inside, backward passes accumulate gradients on this rank.
+        """Context manager: backward passes accumulate gradients on this rank.
 
         The first backward pass outside sums all of them.
         """
@@ -272,15 +279,15 @@ class DistributedDataParallel(nn.Module):
     def join(
         self, divide_by_initial_world_size: bool = True, enable: bool = True
     ) -> Iterator[None]:
-        """Around the loop of every rank, where some may have fewer batches than others.
+        """Context manager for the training loops of ranks with different numbers of batches.
 
-        A rank that has left its loop goes on to take part in the all-reduces, with zeros, until all
-        have left theirs; then all have the weights of one that left last. Its optimizer has not
-        made the others' last steps.
+        A rank that has left its loop continues to take part in the all-reduces, with zeros, until
+        all ranks have left their loops. All ranks then get the weights of a rank that left last.
+        The optimizer of an early rank has not made the last steps of the others.
 
         divide_by_initial_world_size: gradients are divided by the number of all ranks to the end;
-        False divides by those that still have data. enable: False does nothing. Raises ValueError
-        with a static graph, whose steps do not say which ranks are there.
+        False divides by the number of ranks that still have data. enable: False has no effect.
+        Raises ValueError with a static graph, whose steps do not report which ranks have data.
         """
         if not enable:
             yield
@@ -302,9 +309,9 @@ class DistributedDataParallel(nn.Module):
             self._out = [False] * self.group.size
 
     def _shadow(self) -> None:
-        """Takes part in what others still do."""
+        """Take part in the remaining steps of other ranks."""
         self._here = False
-        # `_out` is of the last step, in which this rank was here: so one at least was not out.
+        # `_out` is of the last step, in which this rank had data: at least one entry is False.
         last = self._out.index(False)
         uneven = any(self._out)
         while not all(self._out):
@@ -312,19 +319,18 @@ class DistributedDataParallel(nn.Module):
             self.reducer.take_part()
             self._after()
             uneven = uneven or (any(self._out) and not all(self._out))
-        # Weights are those of a rank that made all steps; ranks that left earlier have missed
-        # updates.
+        # Weights come from a rank that made all steps; ranks that left earlier missed updates.
         if uneven:
             self.group.broadcast_values(
                 [*self.module.parameters(), *self._buffers_at_start.of(self.module)], root=last
             )
 
-    # A module's state is that of what it wraps.
+    # The state is that of the wrapped module.
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """That of `module`, as if it had never been wrapped."""
+        """Return the state_dict of `module`, without a prefix for the wrapper."""
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """That of `module`. All ranks load the same."""
+        """Load a state_dict of `module`. All ranks load the same."""
         return self.module.load_state_dict(state_dict, *args, **kwargs)

@@ -1,19 +1,18 @@
-"""How gradients are summed: the settings, and what dure chooses where they leave it open.
+"""Settings of the sum of gradients, and the choices that dure makes.
 
-Three ways for all-reduces and backward to go together:
+All-reduces and backward are combined in three ways:
 
-beside       All-reduces run while backward goes on: on a thread of their own, on a GPU's stream,
-             or, between hosts of one rank each, on threads of the backend. Chosen between hosts,
-             on GPUs, and where cores are idle.
-split-phase  They are begun while backward goes on, and summed by the ranks that begin last or have
-             ended backward. Chosen where the ranks of one host keep all of its cores busy:
-             no thread takes their time, and a rank that would wait for others sums what they have
-             not. It needs the backend's shared memory and its own all-reduce; elsewhere it is
-             `after`.
-after        They run when backward is done. Chosen where the ranks of one host cannot do better, or
-             the gradients are few.
+beside       All-reduces run during backward: on a separate thread, on a GPU's stream, or, between
+             hosts of one rank each, on threads of the backend. Chosen between hosts, on GPUs, and
+             if cores are idle.
+split-phase  They start during backward, and are summed by the ranks that start last or have ended
+             backward. Chosen if the ranks of one host use all of its cores: no thread takes their
+             time, and a rank that would wait for others sums in their place. It needs the backend's
+             shared memory and its own all-reduce; elsewhere it is `after`.
+after        They run after backward. Chosen if the ranks of one host cannot do better, or if the
+             gradients are small.
 
-A bucket has `dure.parallel.data.buckets.LIMIT` bytes unless `bucket_bytes` says otherwise.
+A bucket has `dure.parallel.data.buckets.LIMIT` bytes unless `bucket_bytes` is given.
 """
 
 from __future__ import annotations
@@ -36,23 +35,29 @@ Overlap = Literal["auto", "beside", "split-phase", "after"]
 Way = Literal["after", "split-phase", "beside"]
 
 WAYS: tuple[Way, ...] = get_args(Way)
-"""Where ranks would choose differently, the last of their choices counts."""
+"""The ways; if ranks choose differently, the last of their choices in this order is used."""
 
 NO_COMPRESSION = NoCompression()
 
 WORTH_IT = 1 << 20
-"""Bytes of gradients below which the ranks of one host are faster when they add all at once."""
+"""Bytes of gradients below which the ranks of one host are faster with a single all-reduce."""
 
 
 @dataclass(frozen=True)
 class How:
-    """How gradients are summed.
+    """Settings of the sum of gradients.
 
-    algorithm: of `all_reduce`. op: "sum" or "avg". bucket_bytes: None lets dure choose. overlap:
-    `auto` chooses among the ways above. static: whether the same gradients are used in every step,
-    which then needs no flags. seed: of compression.
+    Args:
+        algorithm: An algorithm of `all_reduce`.
+        op: "sum" or "avg".
+        bucket_bytes: Bytes of a bucket; None lets dure choose.
+        overlap: A way of the module's docstring; `auto` chooses.
+        compression: Compression of buckets.
+        static: Whether every step uses the same gradients, so that no flags are needed.
+        seed: Seed of compression.
 
-    Raises ValueError for what there is not.
+    Raises:
+        ValueError: for an unknown algorithm or overlap, or `bucket_bytes` below 1.
     """
 
     algorithm: Algorithm = "native"
@@ -83,12 +88,13 @@ class How:
 
 
 def bits_follow_the_plan(how: How, group: Group, kinds: Sequence[Kind]) -> bool:
-    """Whether the bits of the sums depend on where buckets end, so that all ways must cut alike.
+    """Return whether the bits of the sums depend on the bucket boundaries.
 
-    Two numbers have the same sum in any order. Some algorithms add in the order of ranks, or along
-    the same tree, for every element; a ring begins each chunk with another rank.
+    All ways must then cut alike. The sum of two numbers does not depend on their order. Some
+    algorithms add in the order of ranks, or along the same tree, for every element; in a ring each
+    chunk begins with another rank.
     """
-    # A compressor works on a bucket as a whole, with a seed of the bucket's number.
+    # A compressor works on whole buckets, with a seed derived from the bucket's number.
     if how.compresses:
         return True
     if group.size <= 2 or how.algorithm in ("master", "one_shot", "tree", "halving_doubling"):
@@ -100,23 +106,23 @@ def bits_follow_the_plan(how: How, group: Group, kinds: Sequence[Kind]) -> bool:
 
 
 def shares_memory(group: Group, kinds: Sequence[Kind]) -> bool:
-    """Whether the ranks read each other's gradients from memory that they share."""
+    """Return whether the ranks read each other's gradients from shared memory."""
     return len(group.hosts()) == 1 and _all_of_dure(group, kinds)
 
 
 def _all_of_dure(group: Group, kinds: Sequence[Kind]) -> bool:
-    """Whether dure's backend carries all of these gradients."""
+    """Return whether dure's backend supports the devices of all these gradients."""
     return all(group.backend(kind.device) == "dure" for kind in kinds)
 
 
 def needs_no_thread(how: How, group: Group, way: Way) -> bool:
-    """Whether no rank has to wait for an all-reduce before it begins the next one."""
+    """Return whether an all-reduce can start before the previous ends, without a thread."""
     planned = how.algorithm == "native" and not how.compresses and native.is_planned(group)
     return way == "split-phase" or (way == "beside" and planned)
 
 
 def way_of(how: How, group: Group, kinds: Sequence[Kind]) -> Way:
-    """How all-reduces and backward go together, as far as this rank can tell."""
+    """Return the way in which all-reduces and backward are combined, from this rank's view."""
     if how.overlap == "split-phase":
         return _in_shared_memory(how, group, kinds)
     if how.overlap != "auto":
@@ -126,15 +132,15 @@ def way_of(how: How, group: Group, kinds: Sequence[Kind]) -> Way:
     # From here on all ranks share one host and its cores.
     if sum(kind.nbytes for kind in kinds) < WORTH_IT:
         return "after"
-    # a core is free for the thread that sums
+    # a core is idle for the thread that sums
     if available_cores() > group.size * torch.get_num_threads():
         return "beside"
-    # with buckets of a size that was asked for, more messages than can be under way may leave
+    # with a given bucket size there may be more messages than can be in flight
     return _in_shared_memory(how, group, kinds) if how.bucket_bytes is None else "after"
 
 
 def _in_shared_memory(how: How, group: Group, kinds: Sequence[Kind]) -> Way:
-    """Split-phase, where that is possible."""
+    """Return split-phase if it is possible, otherwise after."""
     plain = how.algorithm == "native" and not how.compresses
     if plain and shares_memory(group, kinds) and native.is_split_phase(group):
         return "split-phase"
@@ -144,21 +150,26 @@ def _in_shared_memory(how: How, group: Group, kinds: Sequence[Kind]) -> Way:
 def plan_of(
     how: How, kinds: Sequence[Kind], order: Sequence[int], way: Way, *, shared: bool, follows: bool
 ) -> Plan:
-    """The buckets of gradients that finish in this order.
+    """Return the buckets of gradients that finish in this order.
 
-    shared: whether the ranks share memory, in which no gradient stays where it is. follows: whether
-    bits follow the plan, which then depends on sizes alone and not on the way.
+    Args:
+        how: Settings.
+        kinds: Kinds of all gradients.
+        order: Indices of the gradients, as they finish.
+        way: How all-reduces and backward are combined.
+        shared: Whether the ranks share memory, so that no gradient is sent from autograd's memory.
+        follows: Whether bits follow the plan, which then depends on sizes alone and not on the way.
     """
     if how.bucket_bytes is not None:
         limit = how.bucket_bytes
-    elif way == "split-phase":  # no more messages than can be under way at once
+    elif way == "split-phase":  # no more messages than can be in flight at once
         limit = max(LIMIT, -(-sum(kind.nbytes for kind in kinds) // UNDER_WAY))
     else:
-        # Where nothing goes on meanwhile one message is cheapest; but if bits follow the plan all
-        # ways have to cut alike.
+        # Without overlap a single message is cheapest; but if bits follow the plan, all ways have
+        # to cut alike.
         limit = LIMIT if way == "beside" or follows else ALL
-    # Where buckets of some size were asked for, no shorter gradient leaves alone.
+    # With a given bucket size, no shorter gradient has its own bucket.
     long = ALL if shared else max(LONG, how.bucket_bytes or 0)
     plan = filled(kinds, order, limit, long)
-    # a compressed bucket is not exact, and the tail has to be
+    # a compressed bucket is not exact, and the trailer has to be
     return replace(plan, carries=False) if how.compresses else plan

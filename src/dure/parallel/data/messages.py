@@ -1,10 +1,10 @@
-"""The messages of a step: what a plan's buckets hold in memory, how they are filled and summed.
+"""Messages of a step: the memory of a plan's buckets, how it is filled and summed.
 
-Gradients are copied into the flat buffer of their bucket, all at once, and become views of it,
-unless they were computed there (`dure.parallel.direct`). If the user keeps them from step to step,
-autograd adds to the views and nothing is copied. The buffers lie in shared memory where ranks share
-it; elsewhere a long gradient that travels alone stays where autograd has put it: to copy it would
-help no rank.
+All gradients of a bucket are copied into its flat buffer at once and become views of the buffer,
+unless they were computed there (`dure.parallel.direct`). If the user does not clear gradients
+between steps, autograd adds to the views and nothing is copied. The buffers are in shared memory if
+the ranks share memory; otherwise a long gradient that travels alone stays in autograd's memory,
+because a copy would help no rank.
 """
 
 from __future__ import annotations
@@ -33,12 +33,22 @@ Value = TypeVar("Value")
 
 
 class Messages:
-    """The messages of `plan`, for the gradients of `parameters`.
+    """Messages of `plan`, for the gradients of `parameters`.
 
-    tail: how many numbers follow the gradients; a view of their memory afterwards. remembered:
-    states of the compressors, where a run goes on. split_phase: whether ranks that share memory
-    begin and end messages apart; otherwise a rank that begins one sees it through. count: of the
-    messages. members: gradients of each bucket.
+    Args:
+        plan: Buckets, in order.
+        parameters: Parameters whose gradients are summed.
+        group: The ranks.
+        how: Settings of the sum.
+        tail: Number of elements of the trailer, after the gradients.
+        remembered: States of the compressors, in a run that is resumed.
+        split_phase: Whether ranks that share memory start and end messages separately; otherwise a
+            rank that starts a message completes it.
+
+    Attributes:
+        tail: View of the trailer's memory.
+        count: Number of messages.
+        members: Number of gradients of each bucket.
     """
 
     def __init__(
@@ -65,31 +75,31 @@ class Messages:
         self._flats = self._made(tail)
         last = self._flats[-1].whole
         self.tail = last[len(last) - tail :]
-        # the same memory through numpy
+        # the same memory as a numpy array
         self._tail = self.tail.numpy() if self.tail.device.type == "cpu" else None
         self._is_native = how.algorithm == "native" and group.size > 1
-        # Where ranks could end messages later but must not, each is seen through when it is begun.
+        # If ranks could end messages later but must not, each message is completed at its start.
         self._prepare = native.prepare_all_reduce
         if native.is_split_phase(group) and not split_phase:
             self._prepare = native.prepare_at_once
-        # what begins the all-reduce of a flat buffer, prepared once by message
+        # functions that start the all-reduce of a flat buffer, prepared once for each message
         self._begins: dict[int, Callable[[], Callable[[], float]]] = {}
         self.compressors = [
             self._compressor(number) for number in range(len(plan.buckets) if how.compresses else 0)
         ]
-        # A fresh run remembers nothing; neither does one that was not compressed before.
+        # A new run has no states; neither has a run that was not compressed before.
         for compressor, state in zip(self.compressors, remembered, strict=False):
             compressor.restore(state)
 
     def _made(self, tail: int) -> list[Flat]:
-        """The memory of each bucket, and of the tail where it is a message of its own."""
+        """Return the memory of each bucket, and of the trailer if it is a separate message."""
         flats = []
         for number, bucket in enumerate(self.plan.buckets):
             carries = self.plan.carries and number == len(self.plan.buckets) - 1
             members = [] if bucket.alone else [self.parameters[index] for index in bucket.members]
             flats.append(Flat.of(members, self.group, tail if carries else 0))
         if not self.plan.carries:
-            # in half precision the numbers of a tail would lose their value
+            # half precision does not represent the numbers of a trailer exactly
             wide = any(kind.dtype == torch.float64 for kind in self.kinds)
             exact = torch.float64 if wide else torch.float32
             device = self.kinds[0].device if self.kinds else torch.device("cpu")
@@ -102,17 +112,17 @@ class Messages:
         return self.how.compression.compressor(like, seed)
 
     def lengths(self) -> list[int]:
-        """Elements of each message."""
+        """Return the elements of each message."""
         return self.plan.lengths(self.kinds, len(self.tail))
 
     def fill(self, number: int) -> tuple[Tensor, list[Tensor], dict[int, Tensor]]:
-        """Puts the gradients of a message in their places.
+        """Copy the gradients of a message to their places.
 
-        Returns (all of them as one flat tensor, each, zeros by index for those that are missing).
-        The tail is left to be written.
+        Returns (all gradients as a flat tensor, each gradient, zeros by index for missing
+        gradients). The trailer is not written.
         """
         flat = self._flats[number]
-        # the tail alone
+        # the trailer alone
         if number == len(self.plan.buckets):
             return flat.whole, [], {}
         bucket = self.plan.buckets[number]
@@ -124,12 +134,12 @@ class Messages:
         for index, view in zip(bucket.members, flat.views, strict=True):
             parameter = self.parameters[index]
             gradient = parameter.grad
-            # The user has kept it from step to step, and autograd has added to it in place.
+            # The user did not clear the gradient, and autograd has added to it in place.
             if gradient is view:
                 continue
             if gradient is None:
-                # The parameter keeps no gradient until the tail has told whether another rank has
-                # one.
+                # The parameter has no gradient until the trailer shows whether another rank has
+                # used it.
                 missing[index] = view.zero_()
                 continue
             if (
@@ -139,13 +149,13 @@ class Messages:
                 or gradient.is_conj()
             ):
                 gradient = as_dense(gradient)
-            if gradient.data_ptr() != view.data_ptr():  # else it was computed there
+            if gradient.data_ptr() != view.data_ptr():  # otherwise it was computed there
                 sources.append(gradient)
                 targets.append(view)
-            # From here on the sum arrives in the gradient itself.
+            # From here on the sum is written to the gradient itself.
             parameter.grad = view
         if targets:
-            # one call for all: a copy each would cost more than the bytes of small ones
+            # a single call: separate calls would cost more than the bytes of small gradients
             torch._foreach_copy_(targets, sources)
         return flat.whole, flat.views, missing
 
@@ -155,8 +165,8 @@ class Messages:
             zeros = torch.zeros_like(parameter, requires_grad=False)
             return flat_view(zeros), [zeros], {index: zeros}
         gradient = as_dense(parameter.grad)
-        # All ranks send elements in the order of their parameter's memory; autograd may choose
-        # another.
+        # All ranks send elements in the memory order of the parameter; autograd may choose another
+        # order.
         if gradient.stride() != parameter.stride():
             gradient = torch.empty_like(parameter).copy_(gradient)
         if gradient is not parameter.grad:
@@ -164,26 +174,29 @@ class Messages:
         return flat_view(gradient), [gradient], {}
 
     def place_of(self, index: int) -> Tensor | None:
-        """Where a gradient leaves from; None if it leaves from where it is."""
+        """Return the buffer that a gradient is sent from.
+
+        None if it is sent from autograd's memory.
+        """
         number = self.bucket_of[index]
         bucket = self.plan.buckets[number]
         return None if bucket.alone else self._flats[number].views[bucket.members.index(index)]
 
     def write_tail(self, numbers: Sequence[float]) -> None:
-        """Before the last message leaves."""
-        if self._tail is not None:  # without torch, which takes longer in the middle of backward
+        """Write the trailer, before the last message is sent."""
+        if self._tail is not None:  # numpy has less overhead than torch during backward
             self._tail[:] = numbers
         else:
             self.tail.copy_(torch.tensor(numbers, dtype=self.tail.dtype))
 
     def begin(self, number: int, flat: Tensor, views: Sequence[Tensor]) -> Callable[[], float]:
-        """Begins the all-reduce of a message that is filled, or does it.
+        """Start the all-reduce of a filled message, or run it.
 
-        What is returned waits for its end, and tells when that was, in seconds of
+        Returns a function that waits for its end and returns the time of the end, in seconds of
         `time.perf_counter`.
         """
         if views and self.compressors:
-            # A compressor sums, and the mean is left to be taken.
+            # A compressor only sums: the mean is computed here.
             self.compressors[number].all_reduce(views, self.group, self.how.algorithm)
             if self.how.op == "avg":
                 torch._foreach_div_(list(views), self.group.size)
@@ -195,22 +208,22 @@ class Messages:
         return lambda: ended
 
     def _begin_native(self, number: int, flat: Tensor) -> Callable[[], float]:
-        """Begins the backend's own all-reduce, which is prepared once for memory that stays."""
-        if flat is not self._flats[number].whole:  # a gradient alone, elsewhere in every step
+        """Start the backend's own all-reduce, which is prepared once for memory that stays."""
+        if flat is not self._flats[number].whole:  # a single gradient, in new memory in every step
             begin = self._native(flat)
         elif number in self._begins:
             begin = self._begins[number]
         else:
             begin = self._begins[number] = self._native(flat)
-        # begun here and now; its end is wrapped alike, so that its errors are diagnosed too
+        # starts here; the end is wrapped in the same way, so that its errors are diagnosed too
         return partial(self._perform, self._perform(begin, flat), flat)
 
     def _native(self, flat: Tensor) -> Callable[[], Callable[[], float]]:
-        """What begins the backend's own all-reduce of `flat`, again and again."""
+        """Return a function that starts the backend's own all-reduce of `flat` at each call."""
         reduction = reduction_of(self.how.op, flat.dtype, self.group.size)
         if not reduction.divides_first(flat.dtype):
             return self._prepare(flat, self.group, reduction)
-        # in half precision a sum of many could overflow before it is divided
+        # in half precision a sum of many ranks could overflow before the division
         begin = self._prepare(flat, self.group, reduction.partial())
 
         def divided() -> Callable[[], float]:
@@ -220,10 +233,10 @@ class Messages:
         return divided
 
     def _perform(self, work: Callable[[], Value], flat: Tensor) -> Value:
-        """`Group.perform`; on CPUs its shortest form, because it is in the way of backward."""
+        """Run `Group.perform`; on CPUs with less overhead, because backward waits for it."""
         if flat.is_cuda:
             return self.group.perform(OPERATION, work, flat)
-        # What was issued on the group's thread comes first: messages are known by their order.
+        # Operations on the group's thread come first: messages are matched by their order.
         self.group.settle()
         with self.group.during(OPERATION):
             return work()

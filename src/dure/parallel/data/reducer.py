@@ -1,14 +1,14 @@
-"""The all-reduces of one model's gradients on one rank, started while backward still computes.
+"""All-reduces of a model's gradients on this rank, started during backward.
 
-A hook on each parameter tells when its gradient is there. The first time, the order is learned:
-rank 0's becomes that of all ranks, and the plan follows (`dure.parallel.data.buckets`). From then
-on a bucket leaves when its last gradient is there and all buckets before it have left, so that all
-ranks issue the same all-reduces in the same order. When backward is done, what is still missing
-counts as zeros, and the last message leaves.
+A hook on each parameter shows when its gradient is complete. The order is learned in the first
+pass: all ranks adopt rank 0's order, and the plan follows from it (`dure.parallel.data.buckets`).
+From then on a bucket is sent when its last gradient is complete and all buckets before it have been
+sent, so that all ranks issue the same all-reduces in the same order. After backward, missing
+gradients count as zeros, and the last message is sent.
 
-The last message carries a tail (`dure.collectives.tail`): the fields of the owner, and for each
-gradient how many ranks used it. A gradient that no rank used stays None; one that only others used
-becomes their sum.
+The last message carries a trailer (`dure.collectives.tail`): the fields of the owner, and for each
+gradient how many ranks used it. A gradient that no rank used stays None; a gradient that only other
+ranks used becomes their sum.
 
 Source: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training".
 """
@@ -48,31 +48,31 @@ from dure.record.meter import Counters
 
 
 class Owner(Protocol):
-    """The object that has a reducer, and that the reducer does not keep alive."""
+    """Object that has a reducer; the reducer does not keep it alive."""
 
     announces: bool
-    """Whether it calls `Reducer.begin` before every backward pass, so that none begins unseen."""
+    """Whether the owner calls `Reducer.begin` before every backward pass."""
 
     def tail_fields(self, messages: int) -> Sequence[Field]:
-        """What it sends along in the tail, where a step has so many messages."""
+        """Return the owner's fields of the trailer, for a step of `messages` messages."""
 
     def tail_numbers(self, entered: Sequence[float]) -> Numbers:
-        """What this rank says in these fields; asked for when the last message leaves.
+        """Return this rank's numbers for these fields, when the last message is sent.
 
         entered: when this rank's all-reduce of each message began, in seconds of
-        `time.perf_counter`; 0 if it has not.
+        `time.perf_counter`; 0 if it has not begun.
         """
 
     def backward_begins(self) -> None:
-        """The first gradient of a backward pass that was not announced by `Reducer.begin`."""
+        """Begin a backward pass at its first gradient, if `Reducer.begin` was not called before."""
 
 
 class Reducer:
-    """The gradients of `parameters` over the ranks of `group`; all ranks make it together.
+    """Sums of the gradients of `parameters` over a group; all ranks create it together.
 
-    heard: the sums of the tail's fields in the last pass. transfers: its all-reduces. computed:
-    when its backward was done, in seconds of `time.perf_counter`. missing: by index, the zeros that
-    this rank sent for gradients that it did not have.
+    heard: sums of the trailer's fields in the last pass. transfers: all-reduces of the last pass.
+    computed: end of its backward, in seconds of `time.perf_counter`. missing: by index, the zeros
+    that this rank sent for missing gradients.
     """
 
     def __init__(
@@ -90,19 +90,19 @@ class Reducer:
         self.heard: dict[str, list[float]] = {}
         self.missing: dict[int, Tensor] = {}
         self.transfers: list[Transfer] = []
-        # of this reducer alone: the meter counts for all that its group does
+        # counters of this reducer alone: the meter counts all operations of its group
         self.hidden = Counters()
         self.order: list[int] | None = None  # as learned or restored
         self._restored: list[Mapping[str, Any]] = []
         self._hooks: list[Any] = []
         self._handles: list[Handle[None]] = []
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        # begun and not ended: the number of each message, and what waits for its end
+        # started and not ended: the number of each message, and the function that waits for its end
         self._under_way: deque[tuple[int, Callable[[], float]]] = deque()
         self._adopt()
 
     def _adopt(self) -> None:
-        """Takes the parameters that are trainable now. Nothing is known of their order."""
+        """Adopt the parameters that are trainable now. Their order is unknown."""
         self._trainable = [parameter.requires_grad for parameter in self.all_parameters]
         self.parameters = [
             parameter for parameter in self.all_parameters if parameter.requires_grad
@@ -112,20 +112,19 @@ class Reducer:
         self.way: Way = "after"
         self._at_once = False
         self._shares_memory = shares_memory(self.group, self.kinds)
-        # elsewhere a long gradient that is alone leaves from where autograd has put it
+        # without shared memory a long gradient is sent from autograd's memory
         self._direct = Direct(self.parameters if self._shares_memory else [], self._place_of)
         self.messages: Messages | None = None
         self.tail = Tail([], self.group.rank, self.group.size)
-        # how often a pass accumulates each gradient; more than once where a checkpoint nests
-        # backward
+        # how often a pass accumulates each gradient; more than once if a checkpoint nests backward
         self._times = [1] * len(self.parameters)
         self._used: list[bool] | None = None
         self._watch()
 
     def _watch(self) -> None:
-        """Puts a hook on each parameter."""
+        """Register a hook on each parameter."""
         self._unwatch()
-        # A parameter keeps its hooks, and would keep the reducer with all its buffers.
+        # A parameter keeps its hooks alive, and so would keep the reducer with all its buffers.
         me = weakref.ref(self)
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(partial(_is_there, me, index))  # type: ignore[no-untyped-call]
@@ -145,7 +144,7 @@ class Reducer:
         return owner
 
     def check_parameters(self) -> None:
-        """Learns the plan anew if parameters were frozen or unfrozen since.
+        """Learn a new plan if parameters were frozen or unfrozen.
 
         All ranks have to freeze and unfreeze alike.
         """
@@ -154,10 +153,7 @@ class Reducer:
             self._adopt()
 
     def look_at(self, outputs: Iterable[Tensor]) -> None:
-        """Prepares the graph of a forward pass.
-
-        Long gradients are then computed where they leave from.
-        """
+        """Prepare the graph of a forward pass to compute large gradients in their buckets."""
         if self._direct.weights and self.messages is not None:
             self._direct.prepare(outputs)
 
@@ -169,7 +165,7 @@ class Reducer:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Inside, gradients are accumulated and not summed."""
+        """Context manager in which gradients are accumulated and not summed."""
         before = self.enabled
         self.enabled = False
         try:
@@ -180,9 +176,9 @@ class Reducer:
     # One backward pass.
 
     def begin(self) -> None:
-        """A backward pass begins, whose gradients are to be summed."""
-        # What a failed pass has begun is ended before anything else begins. That pass has raised
-        # its error already.
+        """Begin a backward pass whose gradients are summed."""
+        # Operations of a failed pass end before anything else starts. That pass has raised its
+        # error already.
         while self._under_way:  # of a pass that has failed
             with suppress(DureError):
                 self._under_way.popleft()[1]()
@@ -200,8 +196,8 @@ class Reducer:
             self._waiting = self.messages.members[:]
 
     def is_there(self, index: int) -> None:
-        """A gradient was accumulated; called by the hook of its parameter."""
-        # Nobody has announced this pass: its first gradient tells. Inside of `paused` none is
+        """Record that a gradient was accumulated; called by the hook of its parameter."""
+        # A pass that was not announced begins with its first gradient. Inside `paused` nothing is
         # summed.
         if not self.active:
             if not self.enabled:
@@ -214,9 +210,10 @@ class Reducer:
             self._may_leave(index, self.messages)
 
     def _may_leave(self, index: int, messages: Messages) -> None:
-        """A gradient is ready when it was accumulated as often as in the first pass.
+        """Send the buckets that are complete now.
 
-        A checkpoint that runs backward inside backward accumulates in several goes.
+        A gradient is complete when it was accumulated as often as in the first pass: a checkpoint
+        that runs backward inside backward accumulates several times.
         """
         count = self._count[index]
         times = self._times[index]
@@ -227,37 +224,37 @@ class Reducer:
                 f"have left already. Checkpoint with use_reentrant=False, or checkpoint the same "
                 f"parts in every step, or let overlap be 'after'"
             )
-        # A full bucket waits for those before it: messages are told apart by nothing but their
-        # order, so all ranks begin them in the order of the plan.
+        # A complete bucket waits for the buckets before it: messages are matched only by their
+        # order, so all ranks start them in the order of the plan.
         self._waiting[messages.bucket_of[index]] -= count == times
         while self.next < len(self._waiting) and self._waiting[self.next] == 0:
             self._leave(self.next, messages)
 
     def finish(self) -> None:
-        """Backward is done: what has not left leaves now, and all sums are there at the return.
+        """Send the remaining messages after backward, and wait for all sums.
 
         Raises PeerLostError if a rank is lost.
         """
-        # What leaves from here on is no longer inside of backward (`_begin`).
+        # Messages from here on are no longer inside backward (`_begin`).
         self.computed = time.perf_counter()
         self.active = False
         # Every rank learns at the end of its first pass, or none does: `_learn` is collective.
         messages = self.messages if self.messages is not None else self._learn()
-        # What this rank has not used leaves as zeros: the others wait for as many messages.
+        # Missing gradients are sent as zeros: the other ranks wait for equally many messages.
         while self.next < messages.count:
             self._leave(self.next, messages)
         for handle in self._handles:
             handle.wait()
-        # `_transfer` has ended what it began; what was begun at once is still to be ended.
+        # `_transfer` has ended its messages; messages that started without it end here.
         if self._under_way:
             self._end(0)
-        # On a GPU the handles tell that the sums are queued; the optimizer must come after them.
+        # On a GPU the handles only show that the sums are queued; the optimizer must run later.
         for device, stream in self._streams.items():
             torch.cuda.current_stream(device).wait_stream(stream)
         self._arrived(messages)
 
     def take_part(self) -> None:
-        """Sums with the others where this rank has no gradients: adds zeros."""
+        """Take part in a step of the other ranks without gradients: this rank adds zeros."""
         for parameter in self.parameters:
             parameter.grad = None
         self.begin()
@@ -268,15 +265,14 @@ class Reducer:
         """Whether this pass has given any parameter a gradient; for owners that do not announce."""
         return any(self._count)
 
-    # What leaves.
+    # Sending.
 
     def _leave(self, number: int, messages: Messages) -> None:
-        """Message `number` of the plan leaves."""
+        """Send message `number` of the plan."""
         self.next = number + 1
         flat, views, missing = messages.fill(number)
         self.missing.update(missing)
-        # The tail is written last, when all else is known: when this rank came, and what it has
-        # used.
+        # The trailer is written last, when this rank's arrival and used gradients are known.
         if self.next == messages.count and self.tail.length:
             messages.write_tail(self.tail.encode(self._said()))
         if self._at_once:
@@ -287,7 +283,7 @@ class Reducer:
             self._transfer_beside(messages, number, flat, views)
 
     def _said(self) -> dict[str, Sequence[float]]:
-        """What this rank says in the tail: its owner's numbers, and which gradients it has used."""
+        """Return this rank's trailer: its owner's numbers, and which gradients it has used."""
         said = dict(self.owner.tail_numbers(self._entered))
         if not self.how.static:
             used = [1.0] * len(self.parameters)
@@ -299,7 +295,7 @@ class Reducer:
     def _transfer_beside(
         self, messages: Messages, number: int, flat: Tensor, views: Sequence[Tensor]
     ) -> None:
-        """`_transfer` on a thread, and for a GPU on a stream, while backward goes on."""
+        """Run `_transfer` on a thread, and for a GPU on a stream, during backward."""
         transfer = partial(self._transfer, messages, number, flat, views)
         name = f"all-reduce of bucket {number}"
         if not flat.is_cuda:
@@ -314,9 +310,9 @@ class Reducer:
     def _transfer(
         self, messages: Messages, number: int, flat: Tensor, views: Sequence[Tensor]
     ) -> None:
-        """Begins an all-reduce and ends the one before; the last message ends itself too.
+        """Start an all-reduce and end the previous; the last message also ends itself.
 
-        So two are under way at a time, and the link never waits for this rank.
+        Two all-reduces are therefore in flight at a time, and the link never waits for this rank.
         """
         self._begin(messages, number, flat, views)
         self._end(int(number < messages.count - 1))
@@ -327,41 +323,41 @@ class Reducer:
         entered = time.perf_counter()
         self._entered[number] = entered
         self._under_way.append((number, messages.begin(number, flat, views)))
-        # Backward still computes: the meter has to take this out of its time.
+        # Backward is still running: the meter has to subtract this interval from its time.
         if self.way == "split-phase" and self.active:
             self.group.meter.inside("native all-reduce", entered, time.perf_counter())
 
     def _end(self, left: int) -> None:
-        """Waits until at most so many all-reduces are under way."""
+        """Wait until at most `left` all-reduces are in flight."""
         while len(self._under_way) > left:
             earlier, end = self._under_way.popleft()
             ended = end()
-            # in split-phase the beginning was counted inside of backward
+            # in split-phase the start was counted inside backward
             begun = self.computed if self.way == "split-phase" else self._entered[earlier]
-            # Where several are under way the link is counted for one at a time.
+            # If several are in flight, the link is counted for one at a time.
             start = max(begun, self.transfers[-1].end if self.transfers else 0.0)
             self.transfers.append(Transfer(earlier, start, max(start, ended)))
 
     def _arrived(self, messages: Messages) -> None:
-        """Reads the tail, and gives the sums to parameters that only others have used."""
+        """Decode the trailer, and set gradients of parameters that only other ranks have used."""
         self.heard = self.tail.decode(messages.tail.tolist())
-        # What no rank has used stays None, so that the optimizer leaves it alone. A compressor may
-        # send what it kept back in earlier steps, though no rank has used the parameter in this
-        # one.
+        # A gradient that no rank has used stays None, so that the optimizer skips the parameter. A
+        # compressor may send residuals of earlier steps, though no rank has used the parameter in
+        # this step.
         used = self.heard.get("used", self._used)
         for index, gradient in self.missing.items():
             if used is None or used[index] or (self.how.compresses and bool(gradient.any())):
                 self.parameters[index].grad = gradient
 
-    # What is planned.
+    # Planning.
 
     def _learn(self) -> Messages:
-        """Makes the plan after the first pass; all ranks call it together.
+        """Create the plan after the first pass; all ranks call it together.
 
         Raises ValueError, on every rank, if their parameters differ.
         """
-        # From here on sizes are taken for equal: a rank with others would hang, or sum what does
-        # not belong together.
+        # From here on sizes are assumed to be equal: a rank with other sizes would hang, or sum
+        # unrelated elements.
         check_alike(self.parameters, self.group)
         self._times = [max(1, count) for count in self._count]
         if self.order is None:
@@ -374,7 +370,7 @@ class Reducer:
         self.way = WAYS[max(int(row[0]) for row in self.group.all_gather_values([mine]))]
         self._at_once = needs_no_thread(self.how, self.group, self.way)
         if self.way == "after" and self.owner.announces:
-            self._unwatch()  # all messages leave at the end: no gradient has to tell
+            self._unwatch()  # all messages are sent at the end: no hook is needed
         plan = plan_of(
             self.how,
             self.kinds,
@@ -386,14 +382,14 @@ class Reducer:
         return self._follow(plan)
 
     def _order_of_rank_0(self) -> list[int]:
-        """The order in which gradients finish, of all parameters.
+        """Return the order in which gradients finish on rank 0, with all parameters.
 
-        A gradient that was accumulated several times counts by the last of them. What was not seen
-        goes in reverse, as backward does. The engines of several devices race with each other, so
-        that there nothing that was seen counts.
+        A gradient that was accumulated several times counts at its last accumulation. Gradients
+        that were not observed come in reverse order of the parameters, as in backward. With several
+        devices the engines of autograd race, so that the observed order is not used.
         """
         seen = self._finished if len({kind.device for kind in self.kinds}) == 1 else []
-        # reversed twice, so that of several finishes the last one counts
+        # reversed twice, so that the last of several accumulations counts
         order = list(dict.fromkeys(reversed(seen)))[::-1]
         known = set(order)
         order += [index for index in reversed(range(len(self.parameters))) if index not in known]
@@ -401,7 +397,7 @@ class Reducer:
         return [int(index) for index in rows[0]]
 
     def _follow(self, plan: Plan) -> Messages:
-        """Follows `plan` from now on."""
+        """Create the messages of `plan` and use them from now on."""
         self.tail = self._tail_for(plan.messages())
         self.messages = Messages(
             plan,
@@ -417,7 +413,7 @@ class Reducer:
         return self.messages
 
     def _tail_for(self, messages: int) -> Tail:
-        """The tail of a step of so many messages."""
+        """Return the trailer of a step of `messages` messages."""
         # A static graph needs no flags: `_learn` has found out which gradients are used.
         fields = list(self.owner.tail_fields(messages))
         if not self.how.static:
@@ -425,11 +421,11 @@ class Reducer:
         return Tail(fields, self.group.rank, self.group.size)
 
     def account(self, step: int, arrivals: Sequence[float] | None = None) -> None:
-        """Tells the meter what the last pass took.
+        """Report the last pass to the meter.
 
-        arrivals: when the last rank entered each message, where that is known.
+        arrivals: when the last rank entered each message; None if unknown.
         """
-        # The meter adds up for the whole group; what this pass has added is the difference.
+        # The meter counts for the whole group; the contribution of this pass is the difference.
         counters = self.group.meter.counters
         hidden = counters.hidden_seconds
         shown = counters.communication_seconds
@@ -443,13 +439,13 @@ class Reducer:
         self.hidden.communication_seconds += counters.communication_seconds - shown
 
     def lengths(self) -> list[int]:
-        """Elements of each message of a step; empty until the first one is through."""
+        """Return the elements of each message of a step; empty before the end of the first pass."""
         return self.messages.lengths() if self.messages is not None else []
 
-    # What goes on elsewhere.
+    # Checkpoints.
 
     def state(self) -> dict[str, Any]:
-        """What decides the sums of the next steps: the order, and what compressors remember."""
+        """Return the order of the gradients and the states of the compressors, for `restore`."""
         compressors = self.messages.compressors if self.messages is not None else []
         return {
             "order": self.order,
@@ -457,20 +453,23 @@ class Reducer:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a `state`, in a reducer that has not summed anything yet."""
+        """Restore a `state`, in a reducer that has not summed anything yet."""
         self.order = state["order"]
         self._restored = list(state["compressors"])
 
 
 def _is_there(reducer: weakref.ref[Reducer], index: int, parameter: Tensor) -> None:
-    """The hook of a parameter, which must not keep the reducer or its owner alive."""
+    """Forward a parameter's hook to the reducer, without keeping the reducer or its owner alive."""
     alive = reducer()
     if alive is not None and alive._owner() is not None:
         alive.is_there(index)
 
 
 def check_alike(parameters: Sequence[Tensor], group: Group) -> None:
-    """Raises ValueError, on every rank, if the ranks' parameters differ in shape or dtype."""
+    """Check that the parameters of all ranks have the same shapes and dtypes.
+
+    Raises ValueError, on every rank, if they differ.
+    """
     text = repr([(tuple(parameter.shape), parameter.dtype) for parameter in parameters])
     # 6 bytes, since float64 holds every integer below 2^53
     number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "little")

@@ -1,32 +1,33 @@
-"""Data parallel: every rank holds the model and computes on its part of the joint batch.
+"""Data parallelism: every rank has the whole model and computes on its part of the joint batch.
 
-Rank r of N computes the gradient g_r of the mean loss over its b_r of the B examples; all apply the
-sum of (b_r/B)·g_r, which is the gradient of the joint batch, so N ranks walk the same path as one
-worker. b_r and B are what the loss counts there (`dure.tasks.loss_shares`).
+Rank r of N computes the gradient g_r of the mean loss over its b_r of the B examples; all ranks
+apply the sum of (b_r/B)·g_r, which is the gradient of the joint batch. N ranks therefore compute
+the same weights as one worker. b_r and B are the denominators of the loss
+(`dure.tasks.loss_shares`).
 
-The d gradients travel in buckets while backward goes on (`dure.parallel.data.reducer`), by an
-all-reduce of choice. At the end of the last bucket rides a tail (`dure.collectives.tail`), so that
-a step has no other message. It carries what all ranks have to agree on anyway:
+The d gradients travel in buckets during backward (`dure.parallel.data.reducer`), by a selectable
+all-reduce. The last bucket carries a trailer (`dure.collectives.tail`), so that a step has no other
+message. The trailer has the numbers that all ranks have to agree on:
 
-    wish      of rank 0          to stop, or to write a checkpoint
-    loss      of each rank       its share of the mean loss
-    count     of all ranks       what the loss has counted, where it tells that only when computed
-    arrival   of each rank       when it came to the last message; until all have, a rank is idle
-    before    of each rank       how many seconds before that it came to each earlier message
-    changed   of each buffer     whether rank 0's forward pass has changed it
-    used      of each parameter  how many ranks have a gradient of it
+    wish      of rank 0           control flags: stop, or write a checkpoint
+    loss      of each rank        its share of the mean loss
+    count     of all ranks        the loss's denominator, if the loss only returns it when computed
+    arrival   of each rank        the time when it sent the last message; earlier ranks are idle
+    before    of each rank        seconds from its start of each earlier message to that time
+    changed   for each buffer     whether rank 0's forward pass has changed it
+    used      for each parameter  how many ranks have a gradient of it
 
-With `accumulate` = k each rank computes its part in k pieces, one after another, and sums once:
-less memory, the same gradient. Clipping (`Task.clip_norm`) is by the norm of the joint gradient,
-which all ranks have.
+With `accumulate` = k each rank computes its part in k micro-batches and sums once: less memory, the
+same gradient. Clipping (`Task.clip_norm`) uses the norm of the joint gradient, which all ranks
+have.
 
-Buffers such as batch-norm statistics are rank 0's, as in torch's DistributedDataParallel: those
-that rank 0's forward has changed are broadcast after backward. Batch norm sees the rank's own part,
-or piece, of the batch.
+Buffers such as batch-norm statistics are rank 0's, as in torch's DistributedDataParallel: buffers
+that rank 0's forward pass has changed are broadcast after backward. Batch norm sees the rank's own
+part, or micro-batch, of the batch.
 
-With `privacy` the gradient is DP-SGD's (`dure.privacy.example_level`): all ranks draw the same
-batch; each clips the gradients of its part of it, what travels is the sum of those, and all add the
-same noise to it. So N ranks walk the path of one worker here too.
+With `privacy` the gradient is that of DP-SGD (`dure.privacy.example_level`): all ranks draw the
+same batch; each rank clips the gradients of its part and sends their sum, and all ranks add the
+same noise to the total. N ranks compute the same weights as one worker here too.
 
 Source: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training".
 """
@@ -84,7 +85,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 OFFLOADED = ("optimizer", "parameters", "activations")
-"""What ranks that send gradients can offload: those leave from buffers in memory."""
+"""Parts that ranks which send gradients can offload; gradients are sent from buffers in memory."""
 
 
 @dataclass(frozen=True)
@@ -97,23 +98,23 @@ class DataParallel(Strategy):
             halving_doubling, hierarchical, native (the backend's own), or auto, which chooses by
             size, ranks and hosts. In a world of threads the master adds them
             (`dure.parallel.local.replicas`).
-        bucket_bytes: of gradients that share a message; by default dure chooses.
-        overlap: all-reduces run beside backward, on a thread, are begun in it and ended after it
+        bucket_bytes: bytes of gradients that share a message; by default dure chooses.
+        overlap: all-reduces run beside backward, on a thread, start in backward and end after it
             (split-phase), or run after it; auto chooses.
-        compression: what travels in place of gradients, such as top-k:0.01 or power-sgd:2.
-        accumulate: pieces in which a worker computes its part of a batch, one after another.
+        compression: compression of the gradients that are sent, such as top-k:0.01 or power-sgd:2.
+        accumulate: number of micro-batches in which a worker computes its part of a batch.
         privacy: differential privacy of examples, such as dp-sgd:1:1.1: the largest norm of an
             example's gradient, and the noise multiplier; none by default.
-        epsilon: the budget of differential privacy: the run ends before it tells more. Where the
-            privacy names no noise, the least noise that keeps to it for all steps of the run.
+        epsilon: the budget of differential privacy, at which the run ends. If privacy has no noise
+            multiplier, the least noise is used that keeps the whole run within the budget.
         delta: the probability that the epsilon does not hold; well below 1 / examples.
-        offload: what lies in files while it is not needed, such as optimizer,activations: of
+        offload: parts in files while they are not needed, such as optimizer,activations: of
             optimizer, parameters and activations.
-        offload_folder: of these files, on a disk; by default the first of the usual ones that is.
-        recompute: modules that are computed again for backward, and keep their inputs alone, such
-            as layers.*; or all, those with which a step takes the least memory; none by default.
-        memory: that a worker's step may take, such as 2GB: weights, gradients, optimizer's state
-            and activations. As few modules are computed again as that needs.
+        offload_folder: of these files, on a disk; by default the first usual folder on a disk.
+        recompute: modules that are recomputed in backward, and store only their inputs, such as
+            layers.*; or all, the choice with the smallest peak memory of a step; none by default.
+        memory: limit of a worker's memory in a step, such as 2GB: weights, gradients, optimizer
+            state and activations. As few modules are recomputed as this limit needs.
     """
 
     batch_size: int | None = 64
@@ -176,7 +177,7 @@ class DataParallel(Strategy):
         return bool(self.offload)
 
     def holds_parts(self, workers: int | None) -> bool:
-        """Offloaded parameters need no memory either."""
+        """Return whether parameters are offloaded, which then need no memory either."""
         return "parameters" in self.offload
 
     @property
@@ -184,14 +185,17 @@ class DataParallel(Strategy):
         return example_level.wanted(self.privacy, self.epsilon, self.delta)
 
     def planned(self, task: Task, stop: Stop) -> Self:
-        """Chooses the noise that an epsilon asks for."""
+        """Return the strategy with the noise that its epsilon requires for this run."""
         budget = Budget(self.epsilon, self.delta)
         examples = len(task.train)
         privacy = example_level.planned(self.privacy, budget, stop, examples, self.batch_size)
         return replace(self, privacy=privacy)
 
     def how(self, seed: int = 0) -> How:
-        """How gradients are summed. Raises ValueError for what there is not."""
+        """Return the settings of the sum of gradients.
+
+        Raises ValueError for unsupported settings.
+        """
         return How(
             algorithm=self.all_reduce,
             op="sum",
@@ -234,7 +238,7 @@ class DataParallel(Strategy):
         check_private(task)
 
     def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
-        """Raises ValueError for a model that replicas cannot train."""
+        """Check that replicas can train the model. Raises ValueError otherwise."""
         check_weights_stay(model, workers)
         if self.privacy is not None:
             check_layers(model)
@@ -242,15 +246,18 @@ class DataParallel(Strategy):
         check_pieces(task, model, self.batch_size, workers, self.accumulate)
 
     def prove(self, task: Task, model: nn.Module, workers: int | None) -> Proof | None:
-        """Tries how the gradients of single examples are clipped, where that is wanted."""
+        """Try per-example clipping or recomputation on a few examples, if the strategy uses it."""
         self.check_model(task, model, workers)
         if self.privacy is not None:
             return example_level.proven(task, model)
         return prove_recompute(self._again(task, workers), task, model)
 
     def check_in(self, world: World) -> None:
-        """Raises ValueError for fields about messages in a world that has none."""
-        # What is left at its default was not asked for, and may go unused.
+        """Check that a world of threads gets no settings about messages.
+
+        Raises ValueError otherwise.
+        """
+        # Settings at their defaults were not requested, and may stay unused.
         default = DataParallel()
         if world.kind == "threads" and self.privacy is not None:
             raise ValueError(
@@ -299,11 +306,19 @@ def elements_in_step(
     messages: int = 1,
     counts: int = 0,
 ) -> int:
-    """Elements of all messages of a step: the gradients, and the tail.
+    """Return the elements of all messages of a step: the gradients and the trailer.
 
-    The tail has 1 + 3N numbers, N for each message but the last, and a flag for each parameter
-    tensor and each buffer. counts: 1 where the loss tells only when computed what it counts, as any
-    function of one's own may.
+    The trailer has 1 + 3N numbers, N for each message except the last, and a flag for each
+    parameter tensor and each buffer.
+
+    Args:
+        parameters: Elements of the trained parameters.
+        trainable_tensors: Trained parameter tensors.
+        ranks: N.
+        buffers: Buffers of the model.
+        messages: Messages of a step.
+        counts: 1 if the loss only returns its denominator when computed, as user-defined functions
+            may; otherwise 0.
     """
     tail = 1 + counts + 3 * ranks + ranks * (messages - 1) + trainable_tensors + buffers
     return parameters + tail
@@ -331,8 +346,8 @@ class DataParallelLearner(SingleLearner):
         how = strategy.how(seed)
         self.reducer = Reducer(list(self.model.parameters()), self.group, how, self)
         self.alike = Alike(self.model.named_parameters(), self.group)
-        # Compressors remember what this rank has not sent: then a checkpoint has a part of each
-        # rank.
+        # Compressors have residuals, which differ between ranks: a checkpoint then has a part for
+        # each rank.
         self.parted = how.compresses
         self.started = common_start(self.group, place.clock_offset)
         self._loss = 0.0
@@ -340,29 +355,29 @@ class DataParallelLearner(SingleLearner):
         self._asked = 0
 
     def gradients(self, indices: Tensor, wish: int) -> Progress:
-        """Leaves the joint batch's gradient in the parameters, the same on all ranks.
+        """Compute the joint batch's gradient and store it in the parameters, equal on all ranks.
 
-        Raises LossNotFiniteError, on all ranks, if the loss of any of them is not finite.
+        Raises LossNotFiniteError, on all ranks, if the loss of any rank is not finite.
         """
         self._loss = 0.0
         self._counted = 0.0
         self._asked = wish
         self.optimizer.zero_grad(set_to_none=True)
-        # In a small batch some ranks have none.
+        # In a small batch some ranks have no examples.
         part = self.train_examples.part(indices, self.group.rank, self.group.size)
         pieces = [piece for piece in part.tensor_split(self.strategy.accumulate) if len(piece)]
         for piece in pieces[:-1]:
-            # Sums are linear: one all-reduce of the added gradients does for all pieces.
+            # Sums are linear: one all-reduce of the accumulated gradients serves all pieces.
             with self.reducer.paused():
                 self.backward(piece, indices)
         if pieces:
             self.backward(pieces[-1], indices)
         else:
-            # The others wait for as many messages from this rank.
+            # The other ranks wait for equally many messages from this rank.
             self.reducer.take_part()
         heard = self.reducer.heard
         self.reducer.account(self.step + 1, self._last_arrivals(heard))
-        # All ranks hear all losses, so all of them raise in the same step, before any has updated.
+        # All ranks have all losses, so all of them raise in the same step, before any update.
         for rank, loss in enumerate(heard["loss"]):
             if not math.isfinite(loss):
                 raise LossNotFiniteError(loss, f"rank {rank}", f"step {self.step + 1}")
@@ -376,10 +391,9 @@ class DataParallelLearner(SingleLearner):
         return Progress(mean, len(indices), int(heard["wish"][0]))
 
     def backward(self, piece: Tensor, batch: Tensor) -> None:
-        """Forward and backward over a piece of the joint batch, as a share of it.
+        """Run forward and backward over a piece of the joint batch, weighted by its share.
 
-        The gradients leave as backward makes them, unless the reducer is paused because there are
-        more to add.
+        Gradients are sent during backward, unless the reducer is paused because more pieces follow.
         """
         inputs, targets = self.read(piece)
         started = time.perf_counter()
@@ -389,7 +403,7 @@ class DataParallelLearner(SingleLearner):
         share = self.losses.share(piece, batch)
         with self.computing(), self.offloaded.saving(inputs, targets):
             loss, count = self.losses.part(self.model(inputs), targets, len(piece), share)
-        # on a GPU this waits for forward, so that the times of forward and backward are their own
+        # on a GPU `item` waits for forward, so that forward and backward are timed separately
         self._loss += float(loss.item())
         self._counted += count
         forwarded = time.perf_counter()
@@ -406,14 +420,14 @@ class DataParallelLearner(SingleLearner):
         meter.compute("backward", forwarded, computed, self.step + 1)
 
     def _clipped_backward(self, private: ExampleLevel, inputs: Any, targets: Any) -> None:
-        """`backward`, with the sum of clipped gradients in place of the gradient."""
+        """Run `backward` with the sum of clipped gradients in place of the gradient."""
         started = time.perf_counter()
         sums, loss = private.clipped(inputs, targets)
         self._loss += loss
         sending = self.reducer.enabled
         if sending:
             self.reducer.begin()
-        # As if a loss had these gradients: they are accumulated, and leave, as ever.
+        # As if a loss had these gradients: they are accumulated and sent as usual.
         backward_from(zip(private.parameters, sums, strict=True))
         if sending:
             self.reducer.finish()
@@ -421,7 +435,7 @@ class DataParallelLearner(SingleLearner):
         self.group.meter.compute("clipped", started, computed, self.step + 1)
 
     def _noised(self, private: ExampleLevel, loss: float, indices: Tensor, wish: int) -> Progress:
-        """Leaves the noised gradient of the joint batch, whose losses add up to `loss`."""
+        """Store the noised gradient of the joint batch, the sum of whose losses is `loss`."""
         none = private.nothing()
         sums = [
             zeros if parameter.grad is None else parameter.grad
@@ -430,11 +444,11 @@ class DataParallelLearner(SingleLearner):
         return self.noised(private, sums, loss, indices, wish)
 
     def part(self) -> dict[str, Any]:
-        """What compressors remember of what they have not sent."""
+        """Return the residuals of the compressors on this rank."""
         return {"compressors": self.reducer.state()["compressors"]}
 
     def tail_fields(self, messages: int) -> list[Field]:
-        """All fields of the module's docstring but `used`, which the reducer adds."""
+        """Return all fields of the module's docstring except `used`, which the reducer adds."""
         return [
             summed("wish"),
             each("loss"),
@@ -445,18 +459,18 @@ class DataParallelLearner(SingleLearner):
         ]
 
     def tail_numbers(self, entered: Sequence[float]) -> Numbers:
-        """What this rank says in them, as its last message leaves."""
+        """Return this rank's numbers for these fields, when its last message is sent."""
         now = time.perf_counter()
         said: dict[str, Sequence[float]] = {
             "loss": [self._loss],
             "arrival": [now - self.started],
-            # Differences of one clock: small numbers, which float32 keeps well. 0 is an all-reduce
-            # that has not begun.
+            # Differences of the same clock: small numbers, precise in float32. 0 stands for an
+            # all-reduce that has not started.
             "before": [now - at if at else 0.0 for at in entered[:-1]],
         }
         if self.losses.is_late:
             said["count"] = [self._counted]
-        # The others leave these zeros, so that the sum is what rank 0 says.
+        # The other ranks send zeros, so that the sum is rank 0's number.
         if self.group.rank == 0:
             said["wish"] = [float(self._asked)]
             if self.speaking is not None:
@@ -464,20 +478,20 @@ class DataParallelLearner(SingleLearner):
         return said
 
     def _last_arrivals(self, heard: Numbers) -> list[float]:
-        """When the last rank came to each message, in seconds of `time.perf_counter`."""
+        """Return when the last rank started each message, in seconds of `time.perf_counter`."""
         arrivals = heard["arrival"]
         before = heard["before"]
         earlier = len(before) // len(arrivals)
         last = []
         for message in range(earlier):
-            # `before` is rank after rank, with a number for each earlier message.
+            # `before` is ordered by rank, with a number for each earlier message.
             came = map(operator.sub, arrivals, before[message::earlier])
             last.append(self.started + max(came))
         last.append(self.started + max(arrivals))
         return last
 
     def _take_buffers(self, changed: Sequence[float]) -> None:
-        """Those of rank 0 that its forward pass has changed."""
+        """Take the buffers that rank 0's forward pass has changed."""
         assert self.speaking is not None
         started = time.perf_counter()
         self.speaking.take(self.group, [bool(one) for one in changed])
@@ -486,7 +500,7 @@ class DataParallelLearner(SingleLearner):
         )
 
     def backward_begins(self) -> None:
-        """`backward` says so itself."""
+        """Begin a backward pass; `backward` usually announces it already."""
         self.reducer.begin()
 
     def state(self) -> dict[str, Any]:
@@ -494,7 +508,7 @@ class DataParallelLearner(SingleLearner):
 
     def restore(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         super().restore(weights, state)
-        # A run without compression has written no parts.
+        # A checkpoint of a run without compression has no parts.
         own = state["parts"][self.group.rank] if "parts" in state else {}
         self.reducer.restore(
             {"order": state.get("order"), "compressors": own.get("compressors", [])}

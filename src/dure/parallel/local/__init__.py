@@ -1,1 +1,1 @@
-"""One model on the cores and devices of one process."""
+"""Training of a model on the cores and devices of a single process."""

@@ -1,10 +1,10 @@
-"""Models that are chains of layers, and how a chain is divided into stages of neighbouring layers.
+"""Models that are chains of layers, and their division into stages of neighbouring layers.
 
     l_L(… l_2(l_1(x)) …): an `nn.Sequential`, or a module that calls its children in their order
 
-Whether a model is one is not believed but tried. A division is a range of layers for each stage;
-the best one, whose most expensive stage is as cheap as can be, is found exactly, in O(stages x
-layers^2) (`divided_layers`).
+Whether a model is a chain is found out by a comparison of outputs and gradients. A division is a
+range of layers for each stage. The best division, which minimises the cost of the most expensive
+stage, is found exactly, in O(stages x layers^2) (`divided_layers`).
 
 Source: the linear partition problem, Skiena 2020, "The Algorithm Design Manual", section 10.7.
 """
@@ -33,26 +33,25 @@ from dure.tasks.modes import in_mode
 from dure.tasks.perturbed import perturbed
 
 WORK_OF_AN_ELEMENT = 10
-"""Operations that an element of a layer's output costs on top of the counted products."""
+"""Operations for an element of a layer's output, in addition to the counted products."""
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The layers of a chain: a module's children in their order, each Sequential opened."""
+    """Return the layers of a chain: a module's children in order, with each Sequential opened."""
     layers: list[nn.Module] = []
     # Not by `children`: a Sequential may have the same layer twice, which is called twice.
     for child in model if isinstance(model, nn.Sequential) else model.children():
-        # Only Sequentials are opened: what other modules do with their children is their own
-        # affair.
+        # Only Sequentials are opened: other modules may call their children in any way.
         layers += layers_of(child) if isinstance(child, nn.Sequential) else [child]
     return layers
 
 
 def check_chain(task: Task, model: nn.Module, stages: int) -> None:
-    """Raise ValueError unless the model is a chain of layers that `stages` threads can divide.
+    """Check that the model is a chain of layers that `stages` threads can divide.
 
-    A chain's layers, one after the other, compute what the model computes, in training mode, on two
-    examples: the same outputs, and the same gradients of all parameters. Raises PlanError, a
-    ValueError, for a model that is none.
+    The layers of a chain, called in order, compute the same outputs and parameter gradients as the
+    model, in training mode, on two examples. Raises PlanError, a ValueError, if the model is no
+    chain, and ValueError for too few layers or a parameter that two layers share.
     """
     whole = perturbed(another(model, task, 0), "chain")
     chain = perturbed(another(model, task, 0), "chain")
@@ -62,7 +61,7 @@ def check_chain(task: Task, model: nn.Module, stages: int) -> None:
     before = generators_state()
     wrong = "compute something else"
     try:
-        # Layers may write into inputs: each has a copy.
+        # Layers may write into inputs: each pass has a copy.
         expected = _tried(whole, whole, copied(inputs))
         found = _tried(chain, partial(run, layers), copied(inputs))
         if _same(expected.outputs, found.outputs):
@@ -89,13 +88,13 @@ class _Tried(NamedTuple):
 
 
 def _tried(model: nn.Module, forward: Callable[[Any], Any], inputs: Any) -> _Tried:
-    """Return outputs in training, and the gradients of a sum of them by fixed weights."""
+    """Return outputs in training, and the gradients of a sum of them with fixed weights."""
     model.train()
-    # From one seed both draw the same dropout, and the same weights.
+    # With the same seed both passes draw the same dropout, and the same weights.
     seed_generators(0, "chain")
     outputs = forward(inputs)
     ends = [leaf for leaf in _tensors(outputs) if leaf.requires_grad]
-    # What a forward pass does to gradients (detach, no_grad, hooks) shows in the backward pass.
+    # Effects of a forward pass on gradients (detach, no_grad, hooks) show in the backward pass.
     if ends:
         torch.autograd.backward(ends, [torch.randn_like(end) for end in ends])
     return _Tried(outputs, [parameter.grad for parameter in model.parameters()])
@@ -109,7 +108,7 @@ def _same(expected: Any, found: Any) -> bool:
 
 
 def _near(expected: Sequence[Tensor | None], found: Sequence[Tensor | None]) -> bool:
-    """Whether gradients agree, except for the rounding of sums in another order."""
+    """Return whether gradients agree, except for the rounding of sums in another order."""
     return all(_is_near(one, other) for one, other in zip(expected, found, strict=True))
 
 
@@ -133,7 +132,7 @@ def _check_nothing_is_shared(layers: Sequence[nn.Module], stages: int) -> None:
 
 
 def run(layers: Iterable[nn.Module], inputs: Any) -> Any:
-    """The layers one after the other."""
+    """Return the output of the layers, called in order."""
     for layer in layers:
         inputs = layer(inputs)
     return inputs
@@ -141,7 +140,7 @@ def run(layers: Iterable[nn.Module], inputs: Any) -> Any:
 
 @torch.no_grad()
 def counted_costs(layers: Sequence[nn.Module], examples: Examples) -> list[float]:
-    """Floating-point operations of each layer for an example, forward."""
+    """Return the floating-point operations of each layer for an example, forward only."""
     hidden = _first(examples, 1, layers)
     costs = []
     for layer in layers:
@@ -155,16 +154,16 @@ def counted_costs(layers: Sequence[nn.Module], examples: Examples) -> list[float
 
 @torch.no_grad()
 def writers(layers: Sequence[nn.Module], examples: Examples) -> list[bool]:
-    """Which layers write into what they are given, in evaluation or as they say of themselves."""
+    """Return which layers write into their inputs, in evaluation or by their `inplace` flags."""
     hidden = copied(_first(examples, 1, layers))
     found = []
     for layer in layers:
-        # torch counts in `_version` how often a tensor was written to.
+        # torch counts the writes to a tensor in `_version`.
         before = [(tensor, tensor._version) for tensor in _tensors(hidden)]
         with in_mode(layer, training=False):
             hidden = layer(hidden)
         wrote = any(tensor._version != version for tensor, version in before)
-        # In evaluation some layers do not write, such as dropout, but say that they work in place.
+        # Some layers, such as dropout, write only in training, but have an `inplace` flag.
         found.append(wrote or any(getattr(module, "inplace", False) for module in layer.modules()))
     return found
 
@@ -172,12 +171,15 @@ def writers(layers: Sequence[nn.Module], examples: Examples) -> list[bool]:
 def measured_costs(
     layers: Sequence[nn.Module], examples: Examples, size: int, repeats: int = 3
 ) -> list[float]:
-    """Seconds of each layer for `size` examples, forward and backward: the best of `repeats`."""
+    """Return the seconds of each layer for `size` examples, forward and backward.
+
+    The time is the best of `repeats`.
+    """
     hidden = _first(examples, size, layers)
     device = home_of(nn.ModuleList(layers))
     costs = []
     for layer in layers:
-        # the best of several, for others may use the cores meanwhile
+        # the best of several, because other processes may use the cores
         seconds = []
         with in_mode(layer, training=False):
             for _ in range(repeats):
@@ -188,10 +190,10 @@ def measured_costs(
                 ones = [torch.ones_like(end) if end.requires_grad else None for end in ends]
                 parts.backward(outputs, ones)
                 if device.type == "cuda":
-                    # Its work was only queued.
+                    # Kernels run asynchronously.
                     torch.cuda.synchronize(device)
                 seconds.append(time.perf_counter() - started)
-        # Measuring leaves no gradients.
+        # The measurement must not leave gradients.
         layer.zero_grad(set_to_none=True)
         hidden = parts.detached(outputs)
         costs.append(min(seconds))
@@ -199,13 +201,13 @@ def measured_costs(
 
 
 def _first(examples: Examples, count: int, layers: Sequence[nn.Module]) -> Any:
-    """The inputs of the first examples, where the layers are."""
+    """Return the inputs of the first `count` examples, on the device of the layers."""
     inputs, _ = examples.batch(torch.arange(min(count, len(examples))))
     return to_device(inputs, home_of(nn.ModuleList(layers)))
 
 
 def copied(tree: Any) -> Any:
-    """The same values elsewhere, as a layer needs them that writes into what it is given."""
+    """Return the same values in new memory, for a layer that writes into its inputs."""
     return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, tree)
 
 
@@ -214,7 +216,7 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def divided_layers(costs: Sequence[float], stages: int) -> list[range]:
-    """The layers of each stage, so that the dearest stage is as cheap as can be.
+    """Return the layers of each stage that minimise the cost of the most expensive stage.
 
     A stage has neighbouring layers, at least one.
     """
@@ -222,14 +224,14 @@ def divided_layers(costs: Sequence[float], stages: int) -> list[range]:
     sums = [0.0]
     for cost in costs:
         sums.append(sums[-1] + cost)
-    # least[s][j]: the cost of the dearest of s stages over the first j layers, where the last of
-    # them begins at layer cut[s][j].
+    # least[s][j]: the smallest possible cost of the most expensive of s stages over the first j
+    # layers; the last of these stages begins at layer cut[s][j].
     least = [[math.inf] * (n + 1) for _ in range(stages + 1)]
     cut = [[0] * (n + 1) for _ in range(stages + 1)]
     least[0][0] = 0.0
     for stage in range(1, stages + 1):
         for end in range(stage, n + 1):
-            # so many layers at least for the stages before
+            # the previous stages have at least one layer each
             for start in range(stage - 1, end):
                 dearest = max(least[stage - 1][start], sums[end] - sums[start])
                 if dearest < least[stage][end]:

@@ -7,14 +7,14 @@ oh = ⌊(H + 2p - d(kh - 1) - 1) / s⌋ + 1 rows, and columns likewise. With col
     forward     Y  = W · cols + b
     backward    dW = dY · colsᵀ      db = the sums of dY's rows      dX = col2im(Wᵀ · dY)
 
-col2im adds each column back to the pixels it was copied from. It is the adjoint of im2col,
-⟨im2col(x), y⟩ = ⟨x, col2im(y)⟩, and col2im(im2col(x)) is x times the number of patches that each
-pixel lies in. With g groups there are g such products, each of C/g channels with Co/g kernels.
+col2im adds each column back to the pixels that it was copied from. It is the adjoint of im2col,
+⟨im2col(x), y⟩ = ⟨x, col2im(y)⟩, and col2im(im2col(x)) is x times the number of patches that contain
+each pixel. With g groups there are g such products, each of C/g channels with Co/g kernels.
 
 Cost: 2·Co·(C/g)·kh·kw·oh·ow·B operations forward and twice as many backward, all in matrix
-products, which BLAS does near the peak of the machine. The price is memory: cols has about kh·kw/s²
-times the elements of X. So it is made for a part of the batch at a time, and it is not kept for the
-backward pass but made once more.
+products, which BLAS computes near the peak of the machine. The price is memory: cols has about
+kh·kw/s² times the elements of X. Therefore cols is computed for a part of the batch at a time, and
+recomputed in backward instead of stored.
 
 Source: K. Chellapilla, S. Puri, P. Simard, "High Performance Convolutional Neural Networks for
 Document Processing", IWFHR 2006.
@@ -33,11 +33,11 @@ from torch.nn.functional import pad
 Pair = int | tuple[int, int]
 
 AT_ONCE = {"cpu": 1 << 20, "cuda": 1 << 26}
-"""Elements of the columns that are made at once: on a CPU few, which stay in its cache."""
+"""Elements of the columns that are computed at once; on a CPU few enough to stay in its cache."""
 
 
 class Window(NamedTuple):
-    """How a kernel moves over an image; each is (vertical, horizontal)."""
+    """Geometry of a convolution; each field is (vertical, horizontal)."""
 
     kernel: tuple[int, int]
     stride: tuple[int, int] = (1, 1)
@@ -45,9 +45,9 @@ class Window(NamedTuple):
     dilation: tuple[int, int] = (1, 1)
 
     def outputs(self, height: int, width: int) -> tuple[int, int]:
-        """(oh, ow) for an image of this size.
+        """Return (oh, ow) for an image of `height` x `width` pixels.
 
-        Raises ValueError if it is smaller than the kernel.
+        Raises ValueError if the image is smaller than the kernel.
         """
         sizes = [self._outputs(axis, size) for axis, size in enumerate((height, width))]
         if min(sizes) < 1:
@@ -63,24 +63,25 @@ class Window(NamedTuple):
         return (size + 2 * self.padding[axis] - reach) // self.stride[axis] + 1
 
     def taps(self, height: int, width: int) -> Iterator[tuple[int, int, slice, slice]]:
-        """For each element (i, j) of the kernel, the rows and columns of the padded image it meets.
+        """Yield (i, j, rows, columns) for each element (i, j) of the kernel.
 
-        Each is (i, j, rows, columns).
+        rows and columns are slices of the padded image: the pixels that the element is multiplied
+        with.
         """
         oh, ow = self.outputs(height, width)
         sh, sw = self.stride
         dh, dw = self.dilation
         for i in range(self.kernel[0]):
             for j in range(self.kernel[1]):
-                # Rows that the kernel's element (i, j) meets: one for each output row, `sh` apart.
+                # Rows under the kernel's element (i, j): one row for each output row, `sh` apart.
                 rows = slice(i * dh, i * dh + (oh - 1) * sh + 1, sh)
                 yield i, j, rows, slice(j * dw, j * dw + (ow - 1) * sw + 1, sw)
 
 
 def window(kernel: Pair, stride: Pair = 1, padding: Pair = 0, dilation: Pair = 1) -> Window:
-    """A window from single numbers or pairs.
+    """Return a window from single numbers or pairs.
 
-    Raises ValueError for a padding below 0, and for others below 1.
+    Raises ValueError for a padding below 0, and for other values below 1.
     """
     made = Window(*map(_pair, (kernel, stride, padding, dilation)))
     for name, values, least in zip(Window._fields, made, (1, 1, 0, 1), strict=True):
@@ -96,10 +97,10 @@ def _pair(value: Pair) -> tuple[int, int]:
 def im2col(
     images: Tensor, kernel: Pair, stride: Pair = 1, padding: Pair = 0, dilation: Pair = 1
 ) -> Tensor:
-    """The patches as columns: (C·kh·kw, B·oh·ow) for images (B, C, H, W).
+    """Return the patches as columns: (C·kh·kw, B·oh·ow) for images (B, C, H, W).
 
-    Row (c, i, j) holds the pixel of channel c under the kernel's element (i, j), column (b, y, x)
-    is one output pixel. Raises ValueError if the images are smaller than the kernel.
+    Row (c, i, j) has the pixels of channel c under the kernel's element (i, j); column (b, y, x) is
+    an output pixel. Raises ValueError if the images are smaller than the kernel.
     """
     return _im2col(images, window(kernel, stride, padding, dilation))
 
@@ -112,9 +113,18 @@ def col2im(
     padding: Pair = 0,
     dilation: Pair = 1,
 ) -> Tensor:
-    """The columns added back to where `im2col` takes them from: images of `shape` (B, C, H, W).
+    """Add the columns back to the pixels that `im2col` takes them from.
 
-    Raises ValueError unless the columns are as many and as long as those of such images.
+    Returns images of `shape` (B, C, H, W). Raises ValueError unless the columns have the shape that
+    `im2col` returns for such images.
+
+    Args:
+        columns: (C·kh·kw, B·oh·ow).
+        shape: (B, C, H, W).
+        kernel: (kh, kw), or a single number for both.
+        stride: Likewise.
+        padding: Likewise.
+        dilation: Likewise.
     """
     return _col2im(columns, shape, window(kernel, stride, padding, dilation))
 
@@ -128,7 +138,7 @@ def _im2col(images: Tensor, over: Window) -> Tensor:
     # channels first, so that a row of the columns is one channel's pixel under one tap
     channels = padded.transpose(0, 1)
     columns = images.new_empty(c, kh, kw, b, oh, ow)
-    # One strided copy for each element of the kernel: there are far fewer than patches.
+    # One strided copy for each element of the kernel: far fewer than one for each patch.
     for i, j, rows, across in over.taps(height, width):
         columns[:, i, j] = channels[:, :, rows, across]
     return columns.view(c * kh * kw, b * oh * ow)
@@ -147,14 +157,14 @@ def _col2im(columns: Tensor, shape: tuple[int, int, int, int], over: Window) -> 
     padded = columns.new_zeros(b, c, height + 2 * ph, width + 2 * pw)
     channels = padded.transpose(0, 1)
     for i, j, rows, across in over.taps(height, width):
-        # Patches overlap: where several meet a pixel, their parts add up.
+        # Patches overlap: the contributions of several patches to a pixel add up.
         channels[:, :, rows, across] += patches[:, i, j]
-    # What fell on the padding belongs to no pixel.
+    # The padding is cut off.
     return padded[:, :, ph : ph + height, pw : pw + width]
 
 
 class _Convolution(torch.autograd.Function):
-    """The three products of the module's docstring, a part of the batch at a time.
+    """Products of the module's docstring, computed for a part of the batch at a time.
 
     Groups are the first dimension of each factor.
     """
@@ -177,11 +187,11 @@ class _Convolution(torch.autograd.Function):
         oh, ow = over.outputs(*images.shape[2:])
         # a matrix for each group: its kernels as rows
         matrices = kernels.reshape(groups, co // groups, -1)
-        # Written piece by piece, so that only one piece's columns are there at a time.
+        # Written piece by piece, so that the columns of only one piece exist at a time.
         outputs = images.new_empty(len(images), co, oh, ow)
         pieces = zip(torch.split(images, at_once), torch.split(outputs, at_once), strict=True)
         for some, into in pieces:
-            # made anew in backward too: kept, they would take kh·kw/s² times the memory of the
+            # recomputed in backward: stored columns would take kh·kw/s² times the memory of the
             # images
             columns = _im2col(some, over)
             products = matrices @ columns.view(groups, -1, columns.shape[1])
@@ -199,12 +209,12 @@ class _Convolution(torch.autograd.Function):
         for first in range(0, len(images), ctx.at_once):
             which = slice(first, first + ctx.at_once)
             some = images[which]
-            # channels first, and then by groups, as the columns are
+            # channels first, then divided into groups, like the columns
             d_outputs = gradient[which].transpose(0, 1).reshape(*matrices.shape[:2], -1)
             if d_matrices is not None:
                 columns = _im2col(some, ctx.over)
                 of_groups = columns.view(ctx.groups, -1, columns.shape[1])
-                # added inside the product, piece by piece of the batch
+                # accumulated inside the product, over the pieces of the batch
                 d_matrices.baddbmm_(d_outputs, of_groups.transpose(1, 2))
             if d_images is not None:
                 d_columns = matrices.transpose(1, 2) @ d_outputs
@@ -225,13 +235,23 @@ def conv2d_im2col(
     groups: int = 1,
     at_once: int | None = None,
 ) -> Tensor:
-    """What `torch.nn.functional.conv2d` computes, as a matrix product: (B, Co, oh, ow).
+    """Compute `torch.nn.functional.conv2d` as a matrix product. Differentiable once.
 
-    images: (B, C, H, W). kernels: (Co, C / groups, kh, kw). bias: (Co,). at_once: images whose
-    columns are made at once; None: as many as `AT_ONCE` says. Differentiable once.
+    Args:
+        images: (B, C, H, W).
+        kernels: (Co, C / groups, kh, kw).
+        bias: (Co,); None for no bias.
+        stride: A number, or (vertical, horizontal).
+        padding: Likewise.
+        dilation: Likewise.
+        groups: Groups of channels.
+        at_once: Images whose columns are computed at once; None for about `AT_ONCE` elements.
 
-    Raises ValueError for shapes that do not fit each other, and for images that are smaller than
-    the kernel.
+    Returns:
+        (B, Co, oh, ow).
+
+    Raises:
+        ValueError: for shapes that do not match, and for images that are smaller than the kernel.
     """
     if images.ndim != 4 or kernels.ndim != 4:
         raise ValueError(
@@ -251,7 +271,7 @@ def conv2d_im2col(
     oh, ow = over.outputs(images.shape[2], images.shape[3])
     if at_once is None:
         of_an_image = images.shape[1] * kernels.shape[2] * kernels.shape[3] * oh * ow
-        # so many images that their columns have about AT_ONCE elements; one at least
+        # as many images as have about AT_ONCE elements in their columns; at least one
         at_once = AT_ONCE.get(images.device.type, AT_ONCE["cuda"]) // max(of_an_image, 1)
     outputs: Tensor = _Convolution.apply(images, kernels, bias, over, groups, max(at_once, 1))  # type: ignore[no-untyped-call]
     return outputs
@@ -260,10 +280,10 @@ def conv2d_im2col(
 def conv2d_flops(
     images: tuple[int, int, int, int], kernels: tuple[int, int, int, int], over: Window
 ) -> int:
-    """Operations of a forward pass, a multiplication and an addition being two.
+    """Return the operations of a forward pass; a multiplication and an addition are two operations.
 
-    Shapes are those of `conv2d_im2col`. The backward pass has twice as many, or as many where the
-    images need no gradient.
+    Shapes are those of `conv2d_im2col`. The backward pass has twice as many operations, or equally
+    many if the images need no gradient.
     """
     oh, ow = over.outputs(images[2], images[3])
     co, channels, kh, kw = kernels

@@ -1,14 +1,14 @@
-"""Random numbers of worker threads: each draws from generators of its own, whatever the others do.
+"""Random numbers of worker threads: each thread has its own generators.
 
 All threads of a process share torch's global generators, so that dropout in two threads would
-depend on who is first. Inside `own_draws` a thread's random operators draw from generators seeded
-for it alone: those that take a generator are given one, for the others the global generator is
-lent, its state exchanged under a lock. The numbers are those that the global generator would have
-given after the same seed.
+depend on their timing. Inside `own_draws` the random operators of a thread use generators that are
+seeded for this thread alone. An operator with a `generator` argument gets the thread's generator;
+for other operators the state of the global generator is exchanged under a lock. The numbers are
+those that the global generator would return after the same seed.
 
-Looking at every operator costs tens of microseconds each, so only models that draw are run like
-this: `Draws` runs workers without it until the global generator has moved, and from then on with
-it. Python's and numpy's generators are not looked after.
+The inspection of each operator costs tens of microseconds, so it is only used for models that draw:
+`Draws` runs workers without it until the global generator has moved, and with it from then on.
+Python's and numpy's generators are not handled.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 Value = TypeVar("Value")
 
 _LENT = threading.Lock()
-"""Held by the thread to which a global generator is lent."""
+"""Lock of the global generators while a thread uses them with its own state."""
 
 
 def own_draws(seed: int, devices: Sequence[torch.device]) -> AbstractContextManager[Any]:
-    """Inside, this thread's random operators draw from fresh generators of `seed`.
+    """Return a context manager in which this thread draws from new generators of `seed`.
 
-    That is so on the CPU and on `devices`.
+    The generators are those of the CPU and of `devices`.
     """
     mode: AbstractContextManager[Any] = _OwnDraws(seed, devices)
     return mode
@@ -40,11 +40,10 @@ def own_draws(seed: int, devices: Sequence[torch.device]) -> AbstractContextMana
 
 @contextmanager
 def _flags_restored() -> Iterator[None]:
-    """Puts back what torch notes about dispatch modes.
+    """Context manager that restores torch's flags of dispatch modes.
 
-    It notes for the whole process whether a thread is in such a mode, and each thread puts back
-    what it has found there. Where threads take turns it would look as if one had never left, and
-    torch would compile nothing any more.
+    The flags belong to the process: each thread sets a flag and restores the value that it found.
+    With threads that interleave, a flag could stay set, and torch would not compile any more.
     """
     before = {
         name: value for name, value in vars(_python_dispatch).items() if name.startswith("_is_in_")
@@ -57,7 +56,7 @@ def _flags_restored() -> Iterator[None]:
 
 
 def global_generators(devices: Sequence[torch.device]) -> dict[torch.device, torch.Generator]:
-    """torch's own generators of the CPU and of those of `devices` that are GPUs."""
+    """Return torch's global generators of the CPU and of the GPUs among `devices`."""
     found = {torch.device("cpu"): torch.default_generator}
     for device in devices:
         if device.type == "cuda":
@@ -76,11 +75,11 @@ class _OwnDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
         device = _device_of(args, kwargs)
-        # A generator that the caller has given is the caller's affair.
+        # A generator that the caller gives is used as it is.
         own = self.own.get(device)
         if own is None or kwargs.get("generator") is not None:
             return func(*args, **kwargs)
-        # It takes a generator, and was given none: ours.
+        # The operator has a generator argument without a value: pass this thread's.
         for place, argument in enumerate(func._schema.arguments):
             if argument.name == "generator" and (argument.kwarg_only or len(args) <= place):
                 return func(*args, **{**kwargs, "generator": own})
@@ -89,8 +88,7 @@ class _OwnDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _with_the_common_one(
         self, common: torch.Generator, own: torch.Generator, work: Callable[[], Value]
     ) -> Value:
-        # One thread at a time has its own state in the common generator, and leaves the generator
-        # as it was.
+        # One thread at a time puts its state into the common generator, and restores it afterwards.
         with _LENT:
             before = common.get_state()
             common.set_state(own.get_state())
@@ -102,7 +100,7 @@ class _OwnDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _device_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device:
-    """Where an operator draws: on the device that it is told, or on that of its first tensor."""
+    """Return an operator's device: its `device` argument, or the device of its first tensor."""
     named = kwargs.get("device")
     if named is not None:
         device = torch.device(named)
@@ -113,10 +111,10 @@ def _device_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device:
 
 
 class Draws:
-    """Finds out whether a model draws random numbers, and gives each worker its own if it does.
+    """Detection of models that draw random numbers; their workers get separate generators.
 
-    devices: where workers compute. models: of the workers, whose buffers are put back if a forward
-    pass is repeated.
+    devices: devices of the workers. models: models of the workers, whose buffers are restored if a
+    forward pass is repeated.
     """
 
     def __init__(self, devices: Sequence[torch.device], models: Sequence[nn.Module]) -> None:
@@ -125,24 +123,24 @@ class Draws:
         self.found = False
 
     def run(self, work: Callable[[Callable[[int], AbstractContextManager[Any]]], Value]) -> Value:
-        """What work(own) returns: a pass of all workers, each of them inside `own(seed)`.
+        """Return work(own), a pass of all workers, each inside `own(seed)`.
 
-        It is done twice where it turns out that the model draws.
+        The pass runs twice if the first run shows that the model draws.
         """
         if self.found:
             with _flags_restored():
                 return work(lambda seed: own_draws(seed, self.devices))
-        # The pass is done on trial: if it has drawn, it is done again from the same state.
+        # The pass is a trial: if it has drawn, it is repeated from the same state.
         common = global_generators(self.devices).values()
         before = [generator.get_state() for generator in common]
-        # by module and name, since a forward pass may put another tensor in a buffer's place
+        # by module and name, because a forward pass may replace a buffer's tensor
         buffers: list[tuple[nn.Module, str, Tensor | None]] = []
         for model in self.models:
             for module in model.modules():
                 buffers += [(module, name, buffer) for name, buffer in module._buffers.items()]
         kept = [buffer.clone() if buffer is not None else None for _, _, buffer in buffers]
         value = work(lambda seed: nullcontext())
-        # No generator has moved: nothing draws, and the value stands.
+        # No generator has moved: the pass has not drawn, and the value is final.
         if all(torch.equal(a.get_state(), b) for a, b in zip(common, before, strict=True)):
             return value
         self.found = True
@@ -150,7 +148,7 @@ class Draws:
             generator.set_state(state)
         with torch.no_grad():
             for (module, name, buffer), old in zip(buffers, kept, strict=True):
-                # Forward may have put another one in its place.
+                # The forward pass may have replaced the tensor.
                 module._buffers[name] = buffer
                 if buffer is not None and old is not None and not torch.equal(buffer, old):
                     buffer.copy_(old)

@@ -1,22 +1,21 @@
-"""Hogwild: workers update the same weights, without locks and without waiting for each other.
+"""Hogwild: workers update the same weights without locks and without waiting for each other.
 
-Every worker, again and again, takes the next batch that is its own, computes the gradient g of its
-mean loss at the weights as they are, which others may change meanwhile, and makes its step: w <- w
-- lr · g for SGD, number by number into the shared memory. Updates may get lost, and gradients may
-belong to weights that never were together. Where gradients are sparse that is rare; otherwise it
-acts like a little noise.
+Every worker repeatedly takes its next batch, computes the gradient g of its mean loss at the
+present weights, which other workers may change at the same time, and steps: w <- w - lr · g for
+SGD, element by element in the shared memory. Updates may get lost, and a gradient may belong to a
+mixture of old and new weights. With sparse gradients that is rare; otherwise the effect is similar
+to a little noise.
 
     round:  steps s_0 … s_0 + period - 1; worker i of N makes the steps s_0 + i, s_0 + i + N, …;
-    then all meet
+    then all workers synchronise
 
-Only where a run is evaluated, saved or ended do the workers meet, so a run counts rounds. What the
-optimizer remembers, such as momentum, is each worker's own. The buffers of worker 0 are those that
-stay.
+Workers synchronise only to evaluate, save or end a run, so a run counts rounds. The optimizer's
+state, such as momentum, is separate for each worker. The buffers of worker 0 are saved and
+evaluated.
 
-Nothing is sent between threads. Between processes the weights lie in memory that all of them map,
-and nothing but buffers is sent. With one worker this is SGD, to the last bit; with several no run
-repeats another, since who is first is the machine's affair: the config of a run says
-"deterministic": false.
+Nothing is sent between threads. Processes map the weights into shared memory, and send only
+buffers. With one worker this is SGD, bit for bit; with several workers no run repeats another,
+because the order of updates depends on the machine: the config of a run has "deterministic": false.
 
 Source: Recht, Ré, Wright, Niu 2011, "Hogwild!: A Lock-Free Approach to Parallelizing Stochastic
 Gradient Descent".
@@ -65,7 +64,7 @@ from dure.tensors.buffers import Buffers, load_passing_buffers, load_weights, pa
 from dure.tensors.optimizer_state import load_optimizer
 
 _LINE = 64
-"""Bytes of a cache line: no two tensors share one."""
+"""Bytes of a cache line: no two tensors share a line."""
 
 
 @dataclass(frozen=True)
@@ -74,9 +73,9 @@ class Hogwild(Strategy):
 
     Args:
         batch_size: examples of a worker's step; None is all the data in every step.
-        period: steps, of all workers together, until they meet to be evaluated or saved; None is an
-            epoch.
-        accumulate: pieces in which a worker computes a batch, one after another.
+        period: steps, of all workers together, between synchronisations for evaluation and saving;
+            None is an epoch.
+        accumulate: number of micro-batches in which a worker computes a batch.
     """
 
     batch_size: int | None = 64
@@ -104,7 +103,7 @@ class Hogwild(Strategy):
             raise ValueError(f"period is {self.period}, but workers meet after at least one step")
 
     def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
-        """Raises ValueError for batches that the model cannot train on."""
+        """Check that the model can train on batches of this size. Raises ValueError otherwise."""
         check_pieces(task, model, self.batch_size, 1, self.accumulate)
 
     def cannot(self, part: Part, kind: Kind) -> str | None:
@@ -118,7 +117,7 @@ class Hogwild(Strategy):
         return super().cannot(part, kind)
 
     def check_in(self, world: World) -> None:
-        """Raises ValueError for several devices."""
+        """Check that all workers compute on the same device. Raises ValueError otherwise."""
         if len(set(world.computes_on)) > 1:
             raise ValueError(
                 "Hogwild's workers share the weights, so they compute on one device: name only one"
@@ -129,7 +128,7 @@ class Hogwild(Strategy):
 
 
 class Ran(NamedTuple):
-    """What steps have computed. total: the loss of each step times what it counts."""
+    """Result of some steps. total: sum over the steps of loss times denominator."""
 
     total: float
     counted: float
@@ -137,9 +136,9 @@ class Ran(NamedTuple):
 
 
 class Hog:
-    """A worker: a model that uses the shared weights, and an optimizer of its own.
+    """Worker: a model that uses the shared weights, and a separate optimizer.
 
-    number: its own among all workers.
+    number: the worker's number among all workers.
     """
 
     def __init__(
@@ -149,8 +148,8 @@ class Hog:
         self.learner = learner
         self.model = model
         self.meter = meter
-        # Worker 0 of this process works on the model itself, with the learner's optimizer; so a
-        # single worker is plain SGD.
+        # Worker 0 of this process uses the model itself and the learner's optimizer; a single
+        # worker is therefore plain SGD.
         if model is learner.model:
             self.optimizer = learner.optimizer
         else:
@@ -165,14 +164,14 @@ class Hog:
         )
 
     def run(self, first: int, end: int) -> Ran:
-        """Makes its own among the steps first … end-1."""
+        """Make this worker's steps among the steps first … end-1."""
         ran = Ran(0.0, 0.0, 0)
-        # Steps are dealt out in turn, so that two workers never take one batch.
+        # Steps are assigned in turn, so that two workers never take the same batch.
         for step in range(first + self.number, end, self.learner.size):
             try:
                 made = self._step(step)
             except BaseException as error:
-                # The others would go on to the end of the round, for nothing.
+                # The other workers would continue to the end of the round without use.
                 self.learner.stop_all()
                 if isinstance(error, (DureError, KeyboardInterrupt)):
                     raise
@@ -188,7 +187,7 @@ class Hog:
         learner = self.learner
         indices = self.batches.at(step)
         if len(learner.hogs) == 1:
-            # Threads share the generators: only a worker alone in its process can seed them.
+            # Threads share the generators: only the single worker of a process can seed them.
             draws = learner.train_examples.draws
             seed_generators(learner.seed, "step", step, learner.group.rank, everything=draws)
         self.optimizer.zero_grad(set_to_none=True)
@@ -216,7 +215,7 @@ class Hog:
 
 
 class HogwildLearner(SingleLearner):
-    """The workers that live here: all of them in threads, one in a process."""
+    """Workers of this process: all workers in a world of threads, one in a process."""
 
     unit = "round"
     parted = True
@@ -229,7 +228,7 @@ class HogwildLearner(SingleLearner):
         self.period = strategy.period if strategy.period is not None else steps
         self.units_per_epoch = max(1, steps // self.period)
         self.round = 0
-        # In processes a number in shared memory, which all ranks see: one flag stops all of them.
+        # For processes this flag is in shared memory, so that it stops all ranks.
         self.stop = torch.zeros(1, dtype=torch.int64)
         self.team: Team | None = None
         if place.kind == "threads":
@@ -242,8 +241,8 @@ class HogwildLearner(SingleLearner):
             self.stop = share_weights(self.model, self.group)
         self.buffers = Buffers(self.model)
         self.hogs = [Hog(self.group.rank, self, self.model, self.group.meter)]
-        # Replicas use the weights of the model where they are (`refresh`); only gradients and
-        # buffers are theirs.
+        # Replicas share the weights of the model (`refresh`); only gradients and buffers are
+        # separate.
         for number in range(1, len(self.team or ())):
             own = replica(self.model, another(self.model, task, seed), self.device)
             self.hogs.append(Hog(number, self, own, Meter(f"worker {number}", place.trace)))
@@ -252,17 +251,17 @@ class HogwildLearner(SingleLearner):
         return flops_per_step(self.model, self.train_examples, self.batches.batch_size)
 
     def stop_all(self) -> None:
-        """Has every worker stop after its step."""
+        """Make every worker stop after its present step."""
         self.stop.fill_(1)
 
     def stopping(self) -> bool:
-        """Whether the workers are to stop: one of them has failed, or the user has asked for it."""
+        """Return whether workers have to stop: a worker has failed, or the user asks for it."""
         if self.place.interrupted():
             self.stop_all()
         return bool(self.stop)
 
     def advance(self, wish: int) -> Progress:
-        """One round: the steps of all workers until they meet."""
+        """Run a round: the steps of all workers until they synchronise."""
         self._begin()
         first = self.step
         end = self.step + self.period
@@ -272,19 +271,19 @@ class HogwildLearner(SingleLearner):
             results, wish = self._in_processes(first, end, wish)
         self.round += 1
         self.step = end
-        # a worker that was stopped has made fewer steps: the mean is over what was computed
+        # a stopped worker has made fewer steps: the mean is over the steps that were made
         total, counted, examples = map(sum, zip(*results, strict=True))
         return Progress(total / counted if counted else None, int(examples), wish)
 
     def _begin(self) -> None:
-        """All begin together: rank 0 may still have been saving the weights."""
+        """Begin a round on all ranks together; rank 0 may still be saving the weights before."""
         if self.group.rank == 0:
             self.stop.zero_()
-        # Nobody begins before rank 0 has put the flag back, and nobody writes weights that it still
-        # saves.
+        # No rank begins before rank 0 has cleared the flag, and no rank writes weights that rank 0
+        # is still saving.
         self.group.all_gather_values([0.0], "the start of a round")
         if len(self.hogs) > 1:
-            # once for all threads: what each of them draws depends on who is first
+            # once for all threads: the numbers that a thread draws depend on timing
             seed_generators(self.seed, "round", self.round, everything=self.train_examples.draws)
             for hog in self.hogs[1:]:
                 refresh(hog.model, self.model)
@@ -301,7 +300,7 @@ class HogwildLearner(SingleLearner):
         started = time.perf_counter()
         ran = self.hogs[0].run(first, end)
         ended = time.perf_counter()
-        # Clocks differ between hosts; arrivals are told in rank 0's time.
+        # Arrivals are sent in the time of rank 0's clock.
         told = [float(wish), ended + self.place.clock_offset, *map(float, ran)]
         rows = self.group.all_gather_values(told, "the end of a round")
         arrival = max(row[1] for row in rows) - self.place.clock_offset
@@ -309,7 +308,7 @@ class HogwildLearner(SingleLearner):
         self.group.meter.communication(
             "meeting", ended, time.perf_counter(), self.round + 1, arrival=arrival
         )
-        # rank 0's, such as batch-norm statistics
+        # buffers of rank 0, such as batch-norm statistics
         self.group.broadcast_values(self.buffers.of(self.model))
         return [Ran(*row[2:]) for row in rows], int(rows[0][0])
 
@@ -326,7 +325,7 @@ class HogwildLearner(SingleLearner):
         }
 
     def part(self) -> dict[str, Any]:
-        """The optimizers of the workers that live here."""
+        """Return the optimizer states of the workers of this process."""
         return {"optimizers": [to_cpu(hog.optimizer.state_dict()) for hog in self.hogs]}
 
     def restore(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
@@ -343,37 +342,37 @@ class HogwildLearner(SingleLearner):
 
 @torch.no_grad()
 def share_weights(model: nn.Module, group: Group) -> Tensor:
-    """Moves the model's parameters into memory that all ranks map; they have rank 0's values.
+    """Move the model's parameters to memory that all ranks map, with the values of rank 0.
 
-    Returns one more number there, int64 of shape (1,), which begins at 0. All ranks call it
-    together. The memory is gone with the last rank, however they end. Raises ValueError if the
-    ranks do not share a host.
+    Returns a further number in this memory, int64 of shape (1,), which begins at 0. All ranks call
+    this function together. The memory is released with the last rank, even if a rank is killed.
+    Raises ValueError if the ranks are on several hosts.
     """
     if group.size > 1 and len(group.hosts()) > 1:
         raise ValueError(
             "Hogwild's processes share the weights in memory: all ranks have to be on one machine"
         )
     sizes = [-(-parameter.nbytes // _LINE) * _LINE for parameter in model.parameters()]
-    # The others open rank 0's file by its process; it has no name that could be left behind.
+    # The others open rank 0's file through its process: an anonymous file leaves nothing behind.
     file = os.memfd_create("dure-weights") if group.rank == 0 else -1
     own = f"/proc/{os.getpid()}/fd/{file}".encode() if group.rank == 0 else None
     path = group.broadcast_bytes(own).decode()
     if group.rank == 0:
         os.ftruncate(file, sum(sizes) + _LINE)
-    # Nobody maps the file before it has its length.
+    # No rank maps the file before its length is set.
     group.all_gather_values([0.0], "sharing the weights")
-    # shared: writes go to the file that all map, not to a private copy
+    # shared: writes go to the common file, not to a private copy
     storage = torch.UntypedStorage.from_file(path, True, sum(sizes) + _LINE)
-    # The number has the first line to itself: all workers read it after each of their steps.
+    # The number has a separate cache line: all workers read it after each of their steps.
     start = _LINE
     for parameter, size in zip(model.parameters(), sizes, strict=True):
         shared = _tensor_in(storage, start, parameter)
         if group.rank == 0:
-            # Only rank 0 writes, and the others see it when all have met below.
+            # Only rank 0 writes, and the others read after the exchange below.
             shared.copy_(parameter)
         parameter.data = shared
         start += size
-    # Rank 0 closes the file when all have mapped it.
+    # Rank 0 closes the file after all ranks have mapped it.
     group.all_gather_values([0.0], "sharing the weights")
     if group.rank == 0:
         os.close(file)
@@ -381,6 +380,6 @@ def share_weights(model: nn.Module, group: Group) -> Tensor:
 
 
 def _tensor_in(storage: Any, start: int, like: Tensor) -> Tensor:
-    """The contiguous tensor at `start` of a storage, of the dtype and shape of `like`."""
+    """Return the contiguous tensor at byte `start` of a storage, with dtype and shape of `like`."""
     empty = torch.empty(0, dtype=like.dtype)
     return empty.set_(storage, start // like.element_size(), like.shape)  # type: ignore[call-overload, no-any-return]

@@ -1,25 +1,25 @@
 """Layers per core: a pipeline of threads in one process.
 
 The layers of a chain l_L(… l_2(l_1(x)) …) are divided over S threads, a stage of neighbouring
-layers each, and the batch into M micro-batches, which pass through the stages one after the other:
+layers each, and the batch into M micro-batches, which pass through the stages in order:
 
     all forward:   stage s computes micro-batch m while stage s-1 computes m+1
     the loss       of the joint batch, from the outputs of all micro-batches, in the last stage
     all backward:  stage s computes micro-batch m while stage s+1 computes m+1
 
-So every step ends with the gradient of the joint batch, whatever the loss, and the path is that of
-one worker. Stages are idle while the pipeline fills and empties: of S stages that take equally long
-a share of (S-1)/(M+S-1) of the time. Larger M makes that less, but every micro-batch smaller, and
-operators are less efficient on small ones.
+Every step therefore ends with the gradient of the joint batch, for any loss, and the weights are
+those of one worker. Stages are idle while the pipeline fills and empties: with S equal stages for a
+share of (S-1)/(M+S-1) of the time. A larger M reduces this share, but makes micro-batches smaller,
+and operators are less efficient on small ones.
 
-Layers are divided so that the most expensive stage is as cheap as can be (`divided_layers`): by
-counted operations, or by measured time; either way the numbers that are computed are the same.
-Dropout is drawn from (seed, step, micro-batch), by generators that go with the micro-batch from
-stage to stage. So it does not matter which layer is in which stage either, as long as all stages
-are on one device. Batch norm sees a micro-batch.
+Layers are divided to minimise the cost of the most expensive stage (`divided_layers`): by counted
+operations, or by measured time; the results are the same. Dropout is drawn from (seed, step,
+micro-batch), by generators that pass with the micro-batch from stage to stage. The results
+therefore do not depend on the division either, if all stages are on one device. Batch norm sees a
+micro-batch.
 
-What is handed over is counted as if memory were not shared: a stage hands its outputs on and the
-gradients of its inputs back, each once for every example (`handed_over`).
+Transfers are counted as if memory were not shared: a stage sends its outputs forwards and the
+gradients of its inputs backwards, each once for every example (`handed_over`).
 
 Source: Huang et al. 2019, "GPipe: Efficient Training of Giant Neural Networks using Pipeline
 Parallelism", here without recomputation, within a process.
@@ -75,11 +75,11 @@ Draw = AbstractContextManager[Any]
 
 @dataclass(frozen=True)
 class LayersPerCore(Strategy):
-    """Layers are divided over threads, micro-batches pass through them.
+    """Layers are divided over threads, and micro-batches pass through them.
 
     Args:
         batch_size: examples of a step; None is all the data.
-        microbatches: M, the parts of a batch that pass through the stages one after the other.
+        microbatches: M, the parts of a batch that pass through the stages in order.
         balance: how layers are divided over stages: by counted operations, or by measured time.
     """
 
@@ -122,11 +122,11 @@ class LayersPerCore(Strategy):
 
 
 _FAILED = object()
-"""What a stage that has failed puts on all lines, so that no other stage waits for it."""
+"""Item that a failed stage puts into all queues, so that no other stage waits for it."""
 
 
 class Span(NamedTuple):
-    """What a stage did, and when."""
+    """Work of a stage from `start` to `end`, in seconds of `time.perf_counter`."""
 
     name: str
     start: float
@@ -135,9 +135,9 @@ class Span(NamedTuple):
 
 @dataclass
 class Work:
-    """A stage's part of a step: what it did, and the bytes that it handed on and back.
+    """Record of a stage's part of a step: timed work, and bytes sent forwards and backwards.
 
-    loss: in the last stage, that of the joint batch; None where nothing in it counts.
+    loss: in the last stage, the loss of the joint batch; None if its denominator is 0.
     """
 
     spans: list[Span] = field(default_factory=list)
@@ -146,7 +146,7 @@ class Work:
     loss: float | None = None
 
     def timed(self, name: str, work: Callable[[], Value]) -> Value:
-        """Does `work`, and notes from when to when."""
+        """Run `work`, and record its start and end."""
         started = time.perf_counter()
         value = work()
         self.spans.append(Span(name, started, time.perf_counter()))
@@ -154,33 +154,36 @@ class Work:
 
 
 class Belt:
-    """What passes between the stages in one pass: outputs forwards, their gradients backwards."""
+    """Queues between the stages in a pass: outputs forwards, gradients backwards."""
 
     def __init__(self, stages: int) -> None:
-        # Stage s takes from the lines s; micro-batches come in their order.
+        # Stage s takes from the queues s; micro-batches come in order.
         self.forwards: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in range(stages)]
         self.backwards: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in range(stages)]
 
     def taken(self, line: queue.SimpleQueue[Any]) -> Any:
-        """What comes next. Raises AbandonedError if a stage has failed."""
-        # waits for the stage before, however long it takes
+        """Wait for the next item of a queue, and return it.
+
+        Raises AbandonedError if a stage has failed.
+        """
+        # without a timeout: the previous stage may take any time
         item = line.get()
         if item is _FAILED:
             raise AbandonedError
         return item
 
     def stop(self) -> None:
-        """A stage has failed: no other one waits for it any more."""
-        # All lines: nobody knows which one a stage is waiting at.
+        """Make all stages stop waiting after a stage has failed."""
+        # All queues: each stage may be waiting for any of its queues.
         for line in (*self.forwards, *self.backwards):
             line.put(_FAILED)
 
 
 class Chain(nn.Module):
-    """The stages one after the other, each on its device: the whole model, as it is evaluated.
+    """The stages in order, each on its device: the whole model for evaluation.
 
-    writing: the stages with layers that write into what they are given, which may be a view of the
-    stage's inputs.
+    writing: stages with layers that write into their inputs, which may be views of the stage's
+    inputs.
     """
 
     def __init__(
@@ -202,13 +205,13 @@ class Chain(nn.Module):
         return inputs
 
     def stage(self, number: int, inputs: Any) -> Any:
-        """What the layers of one stage make of `inputs`, which are on its device."""
+        """Return the output of a stage's layers for `inputs`, which are on its device."""
         layers: Any = self.stages[number]
         return run(layers, copied(inputs) if number in self.writing else inputs)
 
 
 class PipelineLearner(SingleLearner):
-    """SGD whose gradient is made by threads, each of them with some of the layers."""
+    """SGD whose gradient is computed by threads, each with some of the layers."""
 
     def __init__(self, task: Task, place: Place, seed: int, strategy: LayersPerCore) -> None:
         super().__init__(task, place, seed, strategy.batch_size)
@@ -223,7 +226,7 @@ class PipelineLearner(SingleLearner):
         if strategy.balance == "counted":
             costs = counted_costs(layers, self.train_examples)
         else:
-            # on a micro-batch, since operators are less efficient on small ones
+            # on a micro-batch, because operators are less efficient on small batches
             costs = measured_costs(layers, self.train_examples, self.size)
         self.division = divided_layers(costs, stages)
         writes = writers(layers, self.train_examples)
@@ -232,11 +235,11 @@ class PipelineLearner(SingleLearner):
         for stage, numbers in enumerate(self.division):
             own = slice(numbers.start, numbers.stop)
             of_stages.append(layers[own])
-            # Such a stage gets copies, or it would write into what another thread still needs.
+            # Such a stage gets copies; otherwise it would overwrite inputs that another thread
+            # still needs.
             if any(writes[own]):
                 writing.add(stage)
-        # The same modules as the model's, so that the optimizer and checkpoints know nothing of
-        # stages.
+        # The model's own modules, so that the optimizer and checkpoints are independent of stages.
         self.chain = Chain(of_stages, place.devices, writing)
         self.team = team_at(place, self.flops_per_step() / stages, "stage")
         self.sheets = [
@@ -259,7 +262,7 @@ class PipelineLearner(SingleLearner):
         return progress
 
     def gradients(self, indices: Tensor, wish: int) -> Progress:
-        """Leaves the joint batch's gradient in the parameters; the master only waits."""
+        """Compute the joint batch's gradient in the stages and store it in the parameters."""
         inputs, targets = self.read(indices)
         sizes = [len(part) for part in indices.tensor_split(self.microbatches) if len(part)]
         microbatches = parts.divided(inputs, sizes)
@@ -272,11 +275,11 @@ class PipelineLearner(SingleLearner):
     def _pass(
         self, microbatches: list[Any], sizes: list[int], targets: Any, own: Own
     ) -> list[Work]:
-        """All micro-batches forward and backward; leaves the gradients in the parameters."""
-        # here, since a pass may be done twice (`Draws.run`)
+        """Run all micro-batches forward and backward, and store the gradients in the parameters."""
+        # here, because a pass may run twice (`Draws.run`)
         self.optimizer.zero_grad(set_to_none=True)
         belt = Belt(len(self.division))
-        # All at once: the first stage never waits for the master.
+        # All micro-batches at once: the first stage never waits for the master.
         for microbatch in microbatches:
             belt.forwards[0].put(microbatch)
         draws = self._draws(len(sizes), own)
@@ -287,10 +290,13 @@ class PipelineLearner(SingleLearner):
         return [one.value for one in done]
 
     def _draws(self, microbatches: int, own: Own) -> list[list[Draw]]:
-        """For each stage those of each micro-batch; stages on one device share them."""
+        """Return generators for each stage and micro-batch.
+
+        Stages on the same device share them.
+        """
         of_device: dict[torch.device, list[Draw]] = {}
         for place, device in enumerate(dict.fromkeys(self.chain.devices)):
-            # From one seed two GPUs would draw the same numbers, so the later ones add their place.
+            # With the same seed two GPUs would draw equal numbers, so later GPUs add their index.
             own_place = (place,) if place else ()
             of_device[device] = []
             for number in range(microbatches):
@@ -301,12 +307,12 @@ class PipelineLearner(SingleLearner):
     def _stage(
         self, stage: int, belt: Belt, draws: Sequence[Draw], sizes: list[int], targets: Any
     ) -> Work:
-        """The life of a stage in a pass."""
+        """Run a stage in a pass: all forward, the loss in the last stage, all backward."""
         try:
             work = Work()
             begun = []
-            # All forward, then all backward, as in GPipe: the graphs of all micro-batches are held
-            # in between.
+            # All forward, then all backward, as in GPipe: the graphs of all micro-batches are
+            # stored in between.
             for number, draw in enumerate(draws):
                 begun.append(self._forward(stage, number, belt=belt, work=work, draw=draw))
             # The last stage has all outputs now; the loss may be any function of the joint batch.
@@ -319,19 +325,23 @@ class PipelineLearner(SingleLearner):
                 self._backward(stage, number, graph, belt=belt, work=work)
             return work
         except BaseException:
-            # The other stages would wait for this one for ever.
+            # The other stages would wait for this stage forever.
             belt.stop()
             raise
 
     def _forward(
         self, stage: int, number: int, belt: Belt, work: Work, draw: Draw
     ) -> tuple[Any, Any]:
-        """One micro-batch: (its inputs, where this stage's graph begins; its outputs).
+        """Run a micro-batch forward; return (inputs, where this stage's graph begins; outputs).
 
-        draw: inside it the micro-batch's generators are drawn from, where those of the stage before
-        have stopped.
+        Args:
+            stage: Number of the stage.
+            number: Number of the micro-batch.
+            belt: Queues of the pass.
+            work: Record of the stage.
+            draw: Context of the micro-batch's generators, which continue from the previous stage.
         """
-        # This stage's graph begins here: two threads must not go backward through one graph.
+        # This stage's graph begins here: two threads must not run backward through the same graph.
         leaves = parts.detached(belt.taken(belt.forwards[stage]))
 
         def compute() -> Any:
@@ -341,12 +351,15 @@ class PipelineLearner(SingleLearner):
         outputs = work.timed(f"forward of micro-batch {number}", compute)
         if stage + 1 < len(self.division):
             work.handed_on += parts.nbytes(outputs)
-            # with its graph; the next stage cuts it, and begins one of its own
+            # with its graph; the next stage detaches the outputs and begins a new graph
             belt.forwards[stage + 1].put(outputs)
         return leaves, outputs
 
     def _loss(self, outputs: list[Any], sizes: list[int], targets: Any, work: Work) -> list[Any]:
-        """The loss of the joint batch; the gradients of each micro-batch's outputs."""
+        """Compute the loss of the joint batch.
+
+        Return the gradients of each micro-batch's outputs.
+        """
         leaves = [parts.detached(one) for one in outputs]
         device = self.chain.devices[-1]
         with computing(self.task, device):
@@ -363,7 +376,7 @@ class PipelineLearner(SingleLearner):
     def _backward(
         self, stage: int, number: int, graph: tuple[Any, Any], belt: Belt, work: Work
     ) -> None:
-        """One micro-batch. graph: what `_forward` returned."""
+        """Run a micro-batch backward. graph: the result of `_forward`."""
         leaves, outputs = graph
         grads = belt.taken(belt.backwards[stage])
         work.timed(f"backward of micro-batch {number}", lambda: parts.backward(outputs, grads))
@@ -373,7 +386,7 @@ class PipelineLearner(SingleLearner):
             belt.backwards[stage - 1].put(back)
 
     def _account(self, works: list[Work]) -> None:
-        """Puts down what the stages have done and handed over."""
+        """Report the work and the transfers of the stages to the meters."""
         for stage, (sheet, work) in enumerate(zip(self.sheets, works, strict=True)):
             for name, start, end in work.spans:
                 sheet.did(name, start, end, self.step + 1)
@@ -391,14 +404,14 @@ class PipelineLearner(SingleLearner):
 
 
 def name_of(stage: int, layers: range) -> str:
-    """What reports call a stage: "stage 1, layers 2-4"."""
+    """Return a stage's name in reports: "stage 1, layers 2-4"."""
     if len(layers) == 1:
         return f"stage {stage}, layer {layers[0]}"
     return f"stage {stage}, layers {layers[0]}-{layers[-1]}"
 
 
 def handed_over(widths: Sequence[int], examples: int) -> list[int]:
-    """Elements that each stage hands over in a step: outputs on, and inputs' gradients back.
+    """Return the elements that each stage sends in a step: outputs, and gradients of inputs.
 
     widths: elements of an example at each of the S-1 cuts.
     """

@@ -1,7 +1,7 @@
-"""Inputs and outputs of a model, divided over workers and put together again.
+"""Inputs and outputs of a model, divided over workers and joined again.
 
-They are tensors in any structure. Every tensor has the examples along its first dimension; tuples,
-lists, dicts and what else torch's pytrees know are kept as they are.
+They are tensors in any structure that torch's pytrees know, such as tuples, lists and dicts. Every
+tensor has the examples along its first dimension.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from dure.tensors.backward import backward_from
 
 
 def divided(tree: Any, sizes: Sequence[int]) -> list[Any]:
-    """The first sizes[0] examples of every tensor in `tree`, the next sizes[1], and so on.
+    """Return views of the first sizes[0] examples of every tensor, the next sizes[1], and so on.
 
-    They are views, in one structure for each size. Raises ValueError for what is no tensor, and
-    RuntimeError for a tensor of another number of examples.
+    Each size gets a copy of the structure. Raises ValueError for a leaf that is no tensor, and
+    RuntimeError for a tensor with another number of examples.
     """
     leaves, structure = tree_flatten(tree)
     for leaf in leaves:
@@ -37,10 +37,10 @@ def divided(tree: Any, sizes: Sequence[int]) -> list[Any]:
 
 
 def joined(trees: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """The inverse of `divided`: tensors end to end. What is no tensor has to be the same in all.
+    """Concatenate the tensors of `trees`, the inverse of `divided`.
 
-    Raises ValueError for outputs that cannot be put together: numbers without examples, structures
-    that differ.
+    Leaves that are no tensors must be equal in all trees. Raises ValueError for outputs that cannot
+    be joined: numbers without examples, structures that differ.
     """
     flat = [tree_flatten(tree) for tree in trees]
     structure = flat[0][1]
@@ -56,7 +56,7 @@ def joined(trees: Sequence[Any], sizes: Sequence[int]) -> Any:
 
 def _joined_leaf(parts: list[Any], sizes: Sequence[int]) -> Any:
     if not all(isinstance(part, Tensor) for part in parts):
-        # A number, such as a width, that all workers return alike needs no putting together.
+        # A number, such as a width, that is equal on all workers is not joined.
         if any(part != parts[0] for part in parts):
             raise ValueError(
                 f"the model returned {parts}, one a worker, which cannot be put together: return "
@@ -75,24 +75,27 @@ def _joined_leaf(parts: list[Any], sizes: Sequence[int]) -> Any:
 
 
 def detached(tree: Any) -> Any:
-    """The same values, as the beginning of another graph; what had a gradient asks for one."""
+    """Return the same values as leaves of a new graph.
+
+    Tensors that required a gradient require a gradient again.
+    """
 
     def cut(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        # only what had a gradient: integers cannot have one, and others need none
+        # only tensors that required a gradient: integers cannot, and others need none
         return leaf.detach().requires_grad_(leaf.requires_grad)
 
     return tree_map(cut, tree)
 
 
 def gradients(tree: Any) -> list[Tensor | None]:
-    """The gradient of every tensor in `tree`, None where there is none."""
+    """Return the gradient of every tensor in `tree`; None for a tensor without a gradient."""
     return [leaf.grad for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def backward(tree: Any, gradients: Sequence[Tensor | None]) -> None:
-    """Backward from the tensors in `tree` that have a gradient in `gradients`."""
+    """Run backward from the tensors in `tree` that have a gradient in `gradients`."""
     leaves = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
     pairs = [(leaf, grad) for leaf, grad in zip(leaves, gradients, strict=True) if grad is not None]
     if pairs:
@@ -100,7 +103,7 @@ def backward(tree: Any, gradients: Sequence[Tensor | None]) -> None:
 
 
 def nbytes(tree: Any) -> int:
-    """Bytes of the tensors in `tree`; of sparse ones those of their indices and values."""
+    """Return the bytes of the tensors in `tree`; for sparse tensors of their indices and values."""
     return sum(_nbytes(leaf) for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
 
 

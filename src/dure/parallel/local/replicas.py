@@ -1,28 +1,26 @@
-"""Data parallel in one process: a master divides each batch over replicas in worker threads.
+"""Data parallelism in one process: a master divides each batch over replicas in worker threads.
 
 In a step the master
 
     scatters  the inputs, examples b_1 … b_N of the joint batch, to N workers, whose replicas run
-              forward at once;
+              forward at the same time;
     gathers   the outputs, and computes the loss of the whole batch and its gradient with respect to
               the outputs;
-    scatters  these gradients to the workers, whose replicas run backward at once;
+    scatters  these gradients to the workers, whose replicas run backward at the same time;
     reduces   the gradients of the weights, g = g_1 + … + g_N in this order, and updates.
 
-Since the loss is the master's, it may be any function of the whole batch, and N workers walk the
-path of one. While the master works the workers wait: that is its extra load, which
-`dure.parallel.data.strategy`, where all ranks do the same, does not have.
+The master computes the loss, which may therefore be any function of the whole batch, and N workers
+compute the same weights as a single worker. Workers are idle while the master works: this is its
+extra load, which `dure.parallel.data.strategy`, where all ranks do the same work, does not have.
 
-Replicas on the master's device use the weights in its memory; there a gradient for each worker is
-all they add. Replicas on other devices get a copy of the weights in every step. Batch norm sees a
-worker's own part, and the buffers of worker 0, which works on the model itself, are those that
-stay; the others begin each step with a copy. Dropout is drawn from (seed, step, worker), as by
-ranks.
+Replicas on the master's device share the weights in its memory; there each worker adds only memory
+for a gradient. Replicas on other devices get a copy of the weights in every step. Batch norm sees a
+worker's own part. The buffers of worker 0, which uses the model itself, are saved; the others begin
+each step with a copy. Dropout is drawn from (seed, step, worker), as by ranks.
 
-What is handed over is counted as if memory were not shared, for each worker: its inputs, and the
-gradients of its outputs, from the master; its outputs, and d gradients, to the master
-(`handed_over`). So are the buffers, for all but worker 0, and the weights, for workers on other
-devices.
+Transfers are counted as if memory were not shared, for each worker: its inputs, and the gradients
+of its outputs, from the master; its outputs, and d gradients, to the master (`handed_over`). The
+buffers are counted for all workers except worker 0, and the weights for workers on other devices.
 
 Source: the data-parallel scheme of torch.nn.DataParallel; Krizhevsky 2014, "One weird trick for
 parallelizing convolutional neural networks" (its section on data parallelism).
@@ -56,20 +54,20 @@ from dure.tasks.loss_shares import Computed
 from dure.tensors.buffers import common
 
 COMPILES_ALONE = "torch's compiler works for one thread of a process, and here several compute"
-"""Why systems of threads compile nothing."""
+"""Reason why systems of threads do not compile."""
 
 
 def handed_over(inputs: int, outputs: int, parameters: int, workers: int) -> tuple[int, int]:
-    """Elements that the master hands to all workers in a step, and that it gets from them.
+    """Return the elements that the master sends to all workers in a step, and receives from them.
 
-    inputs, outputs: elements of the joint batch; the outputs all have a gradient. For models
-    without buffers, on one device.
+    inputs, outputs: elements of the joint batch; all outputs have a gradient. For models without
+    buffers, on one device.
     """
     return inputs + outputs, outputs + workers * parameters
 
 
 class Worker:
-    """A worker as its master sees it: the replica, what it was handed, and what it did."""
+    """A worker's replica, its inputs and outputs, and its times, as used by the master."""
 
     def __init__(self, model: nn.Module, device: torch.device, meter: Meter) -> None:
         self.model = model
@@ -81,20 +79,23 @@ class Worker:
         self.leaves: Any = None
 
     def forward(self) -> None:
-        """From `inputs` to `outputs` and their values `leaves`: the master's graph begins there."""
+        """Compute `outputs` from `inputs`.
+
+        Detach them as `leaves`, the start of the master's graph.
+        """
         # A model may write into its inputs, which are views of the batch.
         self.outputs = self.model(copied(self.inputs))
         self.leaves = parts.detached(self.outputs)
 
     def backward(self) -> None:
-        """From the gradients of `leaves` to those of the replica's weights."""
+        """Compute the gradients of the replica's weights from the gradients of `leaves`."""
         parts.backward(self.outputs, parts.gradients(self.leaves))
-        # lets go of the graph
+        # releases the graph
         self.inputs = self.outputs = self.leaves = None
 
 
 class ReplicasLearner(SingleLearner):
-    """SGD whose gradient is made by replicas in worker threads."""
+    """SGD whose gradient is computed by replicas in worker threads."""
 
     def __init__(
         self,
@@ -105,19 +106,19 @@ class ReplicasLearner(SingleLearner):
     ) -> None:
         super().__init__(task, place, seed, batch_size)
         self.where = "master"
-        # the most examples that one worker gets
+        # the largest number of examples of a worker
         self.share = -(-self.batches.batch_size // len(place.devices))
         self.team = team_at(place, self.flops_per_step())
         self.workers: list[Worker] = []
         for number, device in enumerate(place.devices):
-            # Worker 0 computes on the model itself: no copy, and its gradients are in place.
+            # Worker 0 uses the model itself: no copy, and its gradients are in place.
             own = self.model
             if number > 0:
                 own = replica(self.model, another(self.model, task, seed), device)
             meter = Meter(f"worker {number}", place.trace)
             self.workers.append(Worker(own, device, meter))
         self.draws = Draws(place.devices, [worker.model for worker in self.workers])
-        # One worker alone may change its weights.
+        # A single worker may change its weights in forward.
         models = [worker.model for worker in self.workers] if len(self.workers) > 1 else []
         self.still = Still(named for model in models for named in model.named_parameters())
 
@@ -135,15 +136,15 @@ class ReplicasLearner(SingleLearner):
         return progress
 
     def gradients(self, indices: Tensor, wish: int) -> Progress:
-        """Leaves the joint batch's gradient in the model's parameters, which are worker 0's."""
+        """Compute the joint batch's gradient and store it in the model's parameters."""
         inputs, targets = self.read(indices)
         sizes = [len(part) for part in indices.tensor_split(len(self.workers)) if len(part)]
         busy = self._scatter(inputs, sizes)
         self.still.begin()
-        # around forward and loss, as autograd follows what they did; workers take it over
-        # (`Team.each`)
+        # around forward and loss only: backward uses the dtypes of forward; workers inherit the
+        # mode (`Team.each`)
         with self.computing():
-            # Forward may be done twice, if it shows that the model draws; backward comes after it.
+            # Forward may run twice, if it shows that the model draws; backward comes after it.
             self.draws.run(lambda own: self._forward_all(busy, own))
             self.still.end()
             found = self._loss(busy, sizes, targets)
@@ -153,7 +154,7 @@ class ReplicasLearner(SingleLearner):
         return Progress(float(found.loss.item()) if found.counted else None, len(indices), wish)
 
     def _scatter(self, inputs: Any, sizes: list[int]) -> list[Worker]:
-        """Hands each worker its inputs and the weights; the workers that got some."""
+        """Send each worker its inputs and the weights; return the workers that got inputs."""
         started = time.perf_counter()
         # A small batch leaves the last workers without examples.
         busy = self.workers[: len(sizes)]
@@ -174,7 +175,7 @@ class ReplicasLearner(SingleLearner):
             self.workers[number].forward()
 
     def _at_once(self, name: str, busy: list[Worker], work: Callable[[int], None]) -> None:
-        """Has the workers do `work` at the same time; the master waits."""
+        """Run `work` in the workers at the same time; the master waits."""
         started = time.perf_counter()
         done = self.team.each(work, self.group.step, range(len(busy)))
         self.group.meter.idle("wait for the workers", started, time.perf_counter(), self.step + 1)
@@ -182,11 +183,11 @@ class ReplicasLearner(SingleLearner):
             worker.sheet.did(name, one.start, one.end, self.step + 1)
 
     def _loss(self, busy: list[Worker], sizes: list[int], targets: Any) -> Computed:
-        """Gathers the outputs; the loss of the batch."""
+        """Gather the outputs, and return the loss of the batch."""
         started = time.perf_counter()
         for worker in busy:
             self._from(worker, parts.nbytes(worker.leaves))
-        # The loss sees the batch as one, in the order of its examples.
+        # The loss sees the whole batch, in the order of its examples.
         outputs = parts.joined([to_device(worker.leaves, self.device) for worker in busy], sizes)
         gathered = self._moved("gather", started)
         found = self.losses.mean(outputs, targets, sum(sizes))
@@ -197,7 +198,7 @@ class ReplicasLearner(SingleLearner):
         return found
 
     def _begin_backward(self, loss: Tensor, busy: list[Worker]) -> None:
-        """Leaves the gradients of the outputs in the workers' `leaves`."""
+        """Compute the gradients of the outputs and store them in the workers' `leaves`."""
         started = time.perf_counter()
         loss.backward()  # type: ignore[no-untyped-call]
         self.group.meter.compute("loss", started, time.perf_counter(), self.step + 1)
@@ -206,17 +207,17 @@ class ReplicasLearner(SingleLearner):
 
     @torch.no_grad()
     def _reduce(self, busy: list[Worker]) -> None:
-        """Adds the replicas' gradients to those of the model, in order of worker."""
+        """Add the replicas' gradients to the gradients of the model, in order of worker."""
         started = time.perf_counter()
         for worker in busy:
             self._from(worker, parts.nbytes([weight.grad for weight in worker.model.parameters()]))
-        # Worker 0 works on the model itself, whose gradients are there.
+        # Worker 0 uses the model itself, whose gradients are in place.
         for worker in busy[1:]:
             weights = zip(self.model.parameters(), worker.model.parameters(), strict=True)
             for weight, mine in weights:
                 if mine.grad is not None:
                     add_gradient(weight, mine.grad.to(weight.device))
-                    # dropped at once: by the next step it would only hold memory
+                    # dropped at once: it would only occupy memory until the next step
                     mine.grad = None
         self._moved("reduce", started)
 
@@ -229,7 +230,7 @@ class ReplicasLearner(SingleLearner):
         self.group.meter.received(nbytes)
 
     def _moved(self, name: str, started: float) -> float:
-        """Puts down what the master has done since `started` to move data; returns the time."""
+        """Record the time since `started` as communication of the master; return the time."""
         now = time.perf_counter()
         self.group.meter.communication(name, started, now, self.step + 1)
         return now
@@ -239,7 +240,7 @@ class ReplicasLearner(SingleLearner):
 
 
 def replica(model: nn.Module, fresh: nn.Module, device: torch.device) -> nn.Module:
-    """`fresh` as a replica of `model` on `device`.
+    """Prepare `fresh` as a replica of `model` on `device`, and return it.
 
     Raises ValueError if they have a parameter in common.
     """
@@ -255,10 +256,10 @@ def replica(model: nn.Module, fresh: nn.Module, device: torch.device) -> nn.Modu
 
 @torch.no_grad()
 def refresh(replica: nn.Module, model: nn.Module) -> int:
-    """Gives a replica the weights and buffers of its model, and no gradients.
+    """Give a replica the weights and buffers of its model, and clear its gradients.
 
-    Returns how many bytes it was given. On the model's device the replica uses the weights where
-    they are, also those that an optimizer has put elsewhere.
+    Returns the number of bytes copied. On the model's device the replica shares the weights, also
+    weights that an optimizer has moved to other memory.
     """
     given = 0
     for mine, weight in zip(replica.parameters(), model.parameters(), strict=True):
@@ -272,18 +273,18 @@ def refresh(replica: nn.Module, model: nn.Module) -> int:
         if own is buffer:
             continue
         given += buffer.nbytes
-        # A buffer that is expanded could not be written; nothing changes it, so it is equal.
+        # An expanded buffer could not be written; no forward pass changes it, so it is equal.
         if own.device != buffer.device or not torch.equal(own, buffer):
             own.copy_(buffer)
     return given
 
 
 def add_gradient(weight: Tensor, gradient: Tensor) -> None:
-    """Adds to a weight's gradient; those of embeddings may be sparse."""
+    """Add a gradient to a weight's gradient; gradients of embeddings may be sparse."""
     if weight.grad is None:
         weight.grad = gradient
     elif weight.grad.is_sparse:
-        # a sparse tensor cannot take a dense one in place
+        # a dense tensor cannot be added in place to a sparse tensor
         weight.grad = weight.grad + gradient
     else:
         weight.grad.add_(gradient)

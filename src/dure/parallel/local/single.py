@@ -1,16 +1,16 @@
-"""One worker: stochastic gradient descent; with a full batch, gradient descent.
+"""A single worker: stochastic gradient descent; with a full batch, gradient descent.
 
 It is the baseline of all systems:
 
     w <- w - step(mean gradient over the batch)        by the task's optimizer
 
-Nothing travels. The worker computes on the CPU or on one GPU. Loaders may read batches ahead, so
-that all cores feed it (`dure.data.prefetch`); they change no bit of what it computes.
+Nothing is sent. The worker computes on the CPU or on one GPU. Loaders may read batches ahead, so
+that all cores supply data (`dure.data.prefetch`); the results are the same, bit for bit.
 
-With `privacy` the gradient is DP-SGD's (`dure.privacy.example_level`). With `offload` what a step
-needs only now and then lies in files (`dure.memory.offload`), with the same bits. With `recompute`
-or `memory` modules are computed again for backward (`dure.parallel.recomputing`), with the same
-bits too.
+With `privacy` the gradient is that of DP-SGD (`dure.privacy.example_level`). With `offload` memory
+that a step needs only at times is in files (`dure.memory.offload`). With `recompute` or `memory`
+modules are recomputed in backward (`dure.parallel.recomputing`). Neither changes a bit of the
+results.
 
 Source: Robbins and Monro 1951 (SGD); Cauchy 1847 (gradient descent).
 """
@@ -73,27 +73,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SingleWorker(Strategy):
-    """One worker trains alone.
+    """A single worker trains without communication.
 
     Args:
         batch_size: examples of a step; None is all the data in every step (gradient descent).
-        device: where it computes: cpu, cuda, or cuda:1.
-        loaders: how many threads read batches ahead, or processes where the dataset has
+        device: device of the computation: cpu, cuda, or cuda:1.
+        loaders: number of threads that read batches ahead, or processes if the dataset has
             transforms; with 0 each batch is read when it is needed.
-        accumulate: pieces in which a batch is computed, one after another: less memory, the same
+        accumulate: number of micro-batches in which a batch is computed: less memory, the same
             gradient.
         privacy: differential privacy of examples, such as dp-sgd:1:1.1: the largest norm of an
             example's gradient, and the noise multiplier; none by default.
-        epsilon: the budget of differential privacy: the run ends before it tells more. Where the
-            privacy names no noise, the least noise that keeps to it for all steps of the run.
+        epsilon: the budget of differential privacy, at which the run ends. If privacy has no noise
+            multiplier, the least noise is used that keeps the whole run within the budget.
         delta: the probability that the epsilon does not hold; well below 1 / examples.
-        offload: what lies in files while it is not needed, such as optimizer,activations: of
+        offload: parts in files while they are not needed, such as optimizer,activations: of
             optimizer, parameters, gradients and activations.
-        offload_folder: of these files, on a disk; by default the first of the usual ones that is.
-        recompute: modules that are computed again for backward, and keep their inputs alone, such
-            as layers.*; or all, those with which a step takes the least memory; none by default.
-        memory: that a step may take, such as 2GB: weights, gradients, optimizer's state and
-            activations. As few modules are computed again as that needs.
+        offload_folder: of these files, on a disk; by default the first usual folder on a disk.
+        recompute: modules that are recomputed in backward, and store only their inputs, such as
+            layers.*; or all, the choice with the smallest peak memory of a step; none by default.
+        memory: limit of the memory in a step, such as 2GB: weights, gradients, optimizer state and
+            activations. As few modules are recomputed as this limit needs.
     """
 
     batch_size: int | None = 64
@@ -151,7 +151,7 @@ class SingleWorker(Strategy):
         return bool(self.offload)
 
     def holds_parts(self, workers: int | None) -> bool:
-        """Offloaded parameters need no memory either."""
+        """Return whether parameters are offloaded, which then need no memory either."""
         return "parameters" in self.offload
 
     @property
@@ -159,7 +159,7 @@ class SingleWorker(Strategy):
         return example_level.wanted(self.privacy, self.epsilon, self.delta)
 
     def planned(self, task: Task, stop: Stop) -> Self:
-        """Chooses the noise that an epsilon asks for."""
+        """Return the strategy with the noise that its epsilon requires for this run."""
         budget = Budget(self.epsilon, self.delta)
         examples = len(task.train)
         privacy = example_level.planned(self.privacy, budget, stop, examples, self.batch_size)
@@ -207,14 +207,14 @@ class SingleWorker(Strategy):
         return Asked(self.recompute, self.memory, part, WHOLE.without(self.offload.parts))
 
     def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
-        """Raises ValueError for batches that the model cannot train on."""
+        """Check that the model can train on batches of this size. Raises ValueError otherwise."""
         if self.privacy is not None:
             check_layers(model)
         check_optimizer(self.offload, task, model)
         check_pieces(task, model, self.batch_size, workers, self.accumulate)
 
     def prove(self, task: Task, model: nn.Module, workers: int | None) -> Proof | None:
-        """Tries how the gradients of single examples are clipped, where that is wanted."""
+        """Try per-example clipping or recomputation on a few examples, if the strategy uses it."""
         self.check_model(task, model, workers)
         if self.privacy is not None:
             return example_level.proven(task, model)
@@ -237,7 +237,10 @@ class SingleWorker(Strategy):
 
 
 def check_private(task: Task) -> None:
-    """Raises ValueError for what differential privacy of examples does not go together with."""
+    """Check that the task's settings work with differential privacy of examples.
+
+    Raises ValueError for reduced precision and for compilation.
+    """
     if task.precision != "full":
         raise ValueError(
             f"dp-sgd: with the precision {task.precision} norms have three digits, and do not "
@@ -251,9 +254,10 @@ def check_private(task: Task) -> None:
 
 
 class SingleLearner(Learner):
-    """SGD at work.
+    """Training loop of SGD on a rank.
 
-    Ranks share its loop and replace how a step's gradient is made (`dure.parallel.data.strategy`).
+    Ranks share this loop and override the computation of a step's gradient
+    (`dure.parallel.data.strategy`).
     """
 
     unit = "step"
@@ -313,8 +317,8 @@ class SingleLearner(Learner):
             Meter(f"loader {loader}", place.trace, is_worker=False) for loader in range(loaders)
         ]
         self.prefetch: Prefetch | None = None
-        # Each batch is read under its step's seed, so that its draws are the same whoever reads it,
-        # and when.
+        # Each batch is read under its step's seed, so that its draws do not depend on the loader or
+        # the time.
         if loaders:
             self.prefetch = prefetch(
                 self.train_examples,
@@ -323,7 +327,7 @@ class SingleLearner(Learner):
                 device=self.device,
                 seed=self._seed_step,
             )
-            # Loaders end with the run, however it ends.
+            # Loaders end with the run, even after an error.
             place.ending.callback(self.prefetch.close)
 
     def flops_per_step(self) -> float:
@@ -332,7 +336,7 @@ class SingleLearner(Learner):
         )
 
     def advance(self, wish: int) -> Progress:
-        """One step of the optimizer on the next joint batch."""
+        """Make a step of the optimizer on the next joint batch."""
         self._seed_step(self.step)
         if self.private is not None:
             self.private.begin()
@@ -344,13 +348,13 @@ class SingleLearner(Learner):
             self.rates.at(self.step)
         self.optimizer.step()
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # so that the time of a step is that of its work
+            torch.cuda.synchronize(self.device)  # so that the measured time includes the kernels
         self.group.meter.compute("update", started, time.perf_counter(), self.step + 1)
         self.step += 1
         return progress
 
     def trim(self) -> None:
-        """What the task asks for of a gradient before the optimizer has it."""
+        """Clip and freeze gradients as the task requires, before the optimizer's step."""
         if self.trimming.asked:
             started = time.perf_counter()
             # Ranks have the same sums, and so the same norm: nothing is sent.
@@ -363,7 +367,7 @@ class SingleLearner(Learner):
         )
 
     def gradients(self, indices: Tensor, wish: int) -> Progress:
-        """Leaves the mean gradient over the joint batch `indices` in the parameters."""
+        """Compute the mean gradient over the joint batch `indices`, stored in the parameters."""
         if self.private is not None:
             return self._private_gradients(self.private, indices, wish)
         self.optimizer.zero_grad(set_to_none=True)
@@ -394,7 +398,7 @@ class SingleLearner(Learner):
         return Progress(found.loss if found.counted else None, len(indices), wish)
 
     def computing(self) -> AbstractContextManager[object]:
-        """Around forward and loss: the precision that the task asks for."""
+        """Return a context for forward and loss: the precision of the task."""
         return computing(self.task, self.device)
 
     @contextmanager
@@ -423,21 +427,30 @@ class SingleLearner(Learner):
         indices: Tensor,
         wish: int,
     ) -> Progress:
-        """Leaves the noised gradient of a whole batch, whose losses add up to `loss`."""
+        """Store the noised gradient of a whole batch in the parameters.
+
+        Args:
+            private: DP-SGD.
+            sums: Sums of the clipped per-example gradients.
+            loss: Sum of the losses of the batch.
+            indices: Examples of the batch.
+            wish: Control flags for the returned progress.
+        """
         if not math.isfinite(loss):
             raise LossNotFiniteError(loss, self.where, f"step {self.step + 1}")
         started = time.perf_counter()
         private.gradients(sums, self.step)
         self.group.meter.compute("noise", started, time.perf_counter(), self.step + 1)
         mean = loss / len(indices) if len(indices) else None
-        # How many examples were in the batch is not told.
-        # What costs more than many a step is told once in an epoch, and at evaluations.
+        # The actual number of examples is secret: only the expected number is reported.
+        # The epsilon takes longer to compute than a small step: it is reported once an epoch and at
+        # evaluations.
         done = self.step + 1
         numbers = self.numbers() if done % self.units_per_epoch == 0 else None
         return Progress(mean, private.expected, wish, numbers)
 
     def numbers(self) -> dict[str, float]:
-        # Rank 0 writes it down; the others need not compute it too.
+        # Rank 0 records the epsilon; the others need not compute it.
         if self.private is None or self.group.rank:
             return {}
         return {"epsilon": self.private.epsilon}
@@ -457,7 +470,7 @@ class SingleLearner(Learner):
             self.private.count.settle()
 
     def read(self, indices: Tensor) -> tuple[Any, Any]:
-        """The inputs and targets of a batch, where the model is."""
+        """Return the inputs and targets of a batch, on the model's device."""
         started = time.perf_counter()
         if self.prefetch is None:
             inputs, targets = self.train_examples.batch(indices)
@@ -467,7 +480,7 @@ class SingleLearner(Learner):
             return inputs, targets
         loaded = self.prefetch.at(self.step)
         self.group.meter.idle("wait for a batch", started, time.perf_counter(), self.step + 1)
-        # the loader's time, not this worker's, which was idle if it waited
+        # the time counts for the loader: this worker was idle while it waited
         self.loaders[loaded.loader].compute("read", loaded.start, loaded.end, self.step + 1)
         return loaded.batch
 

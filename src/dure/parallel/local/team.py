@@ -1,12 +1,11 @@
-"""Worker threads of one process, each with its number and its device, that live as long as a run.
+"""Worker threads of one process, each with a number and a device, that exist during a run.
 
-`each` has all of them do their part of a work at the same time and waits for the last. torch lets
-go of Python's lock inside its operators, so the workers compute in parallel; Python code of theirs
-runs one at a time.
+`each` runs a function in all workers at the same time and waits for the last. torch releases
+Python's lock inside its operators, so the workers compute in parallel; their Python code does not.
 
-How many threads an operator uses is a property of the thread that calls it
-(`dure.machine.threads.set_own_threads`), so every worker says it for itself, once, and the caller's
-number stays what it was.
+The number of threads of an operator is a property of the calling thread
+(`dure.machine.threads.set_own_threads`). Every worker therefore sets its number once, and the
+caller's number does not change.
 """
 
 from __future__ import annotations
@@ -29,20 +28,25 @@ from dure.record.meter import Meter
 Value = TypeVar("Value")
 
 CLOSE_SECONDS = 5.0
-"""How long `close` waits for a worker that is still at work. It is a daemon: it does not keep the
-process alive."""
+"""Seconds that `close` waits for a running worker.
+
+Workers are daemons, which do not keep the process alive.
+"""
 
 
 LOOK_UP_SECONDS = 0.2
-"""How long the caller of `each` waits at a time."""
+"""Seconds between checks for signals while the caller of `each` waits."""
 
 
 class AbandonedError(Exception):
-    """A worker stopped because another one had failed; that one's error is what the user gets."""
+    """A worker stopped because another worker failed.
+
+    The user gets the error of the failed worker.
+    """
 
 
 class Done(NamedTuple, Generic[Value]):
-    """What a worker returned, and when it worked (seconds of `time.perf_counter`)."""
+    """Result of a worker, with its start and end in seconds of `time.perf_counter`."""
 
     value: Value
     start: float
@@ -56,16 +60,16 @@ class _Outcome(NamedTuple):
 
 
 class Team:
-    """The worker threads 0 … n-1, one for each of `devices`.
+    """Worker threads 0 … n-1, one for each of `devices`.
 
-    threads: how many threads an operator of a worker uses. name: who they are, for errors.
+    threads: threads that an operator of a worker uses. name: name of the workers in errors.
     """
 
     def __init__(self, devices: Sequence[torch.device], threads: int, name: str = "worker") -> None:
         self.devices = tuple(devices)
         self.name = name
-        # One inbox a worker, so that each gets its own job; one outbox, since whoever is done first
-        # is heard first.
+        # An inbox for each worker, so that each gets its own job; a common outbox, in the order of
+        # completion.
         self._inboxes: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in self.devices]
         self._outbox: queue.SimpleQueue[_Outcome] = queue.SimpleQueue()
         self._members = [
@@ -86,43 +90,45 @@ class Team:
         return len(self.devices)
 
     def set_threads(self, threads: int) -> None:
-        """How many threads an operator of a worker uses from now on."""
+        """Set the number of threads that an operator of a worker uses from now on."""
         mine = torch.get_num_threads()
         self.each(lambda worker: set_own_threads(threads), "the start")
-        # A thread that says its number says it for threads that are yet to come, too.
+        # A thread that sets its number also sets the number of threads created later.
         torch.set_num_threads(mine)
 
     def each(
         self, work: Callable[[int], Value], step: str, workers: Iterable[int] | None = None
     ) -> list[Done[Value]]:
-        """work(worker) of all workers, or of these, at the same time: what they returned, in order.
+        """Run work(worker) in all workers at the same time; return the results in order.
 
-        step: what they work on, for errors. Raises, when all have ended, the first worker's error:
-        WorkerFailedError for what is not dure's own.
+        workers: run only in these workers, by number.
+
+        step: name of the step, for errors. After all workers have ended, raises the first worker's
+        error; an error that is not dure's becomes a WorkerFailedError.
         """
         asked = list(range(len(self)) if workers is None else workers)
-        # as the caller has it now
+        # the caller's present autocast dtype
         shorter = _autocast_dtype(self.devices[0].type)
         for worker in asked:
             self._inboxes[worker].put((work, shorter))
         outcomes: dict[int, _Outcome] = {}
-        # All are waited for, also after a failure: no worker of this call is at work when it
+        # Wait for all workers, also after a failure: no worker of this call is running when it
         # returns.
         for _ in asked:
             outcome = self._next()
             outcomes[outcome.worker] = outcome
         failed = [outcomes[worker] for worker in asked if outcomes[worker].error is not None]
         if failed:
-            # stable: the first worker's own error comes before those of workers that only gave up
+            # a stable sort: a worker's own error comes before errors of workers that only stopped
             # because of it
             failed.sort(key=lambda outcome: isinstance(outcome.error, AbandonedError))
             self._fail(failed[0], step)
         return [done for worker in asked if (done := outcomes[worker].done) is not None]
 
     def _next(self) -> _Outcome:
-        """What the next worker that is done says."""
-        # A main thread that waits without a timeout does not see signals that the system has given
-        # to another thread.
+        """Return the outcome of the next worker that ends."""
+        # A main thread that waits without a timeout does not handle signals that the system
+        # delivered to another thread.
         while True:
             try:
                 return self._outbox.get(timeout=LOOK_UP_SECONDS)
@@ -132,7 +138,7 @@ class Team:
     def _fail(self, outcome: _Outcome, step: str) -> None:
         error = outcome.error
         assert error is not None
-        # dure's own errors say enough; an interrupt is not a failure of the worker
+        # dure's own errors need no context; an interrupt is not a failure of the worker
         if isinstance(error, (DureError, KeyboardInterrupt)):
             raise error
         who = f"{self.name} {outcome.worker}"
@@ -143,7 +149,7 @@ class Team:
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             while (job := self._inboxes[worker].get()) is not None:
                 self._outbox.put(self._do(worker, *job))
-                # What the run gives up must not live on here until the next job comes.
+                # Objects of the job must not stay alive here until the next job comes.
                 del job
 
     def _do(
@@ -158,16 +164,16 @@ class Team:
             with nullcontext() if shorter is None else torch.autocast(device.type, shorter):
                 value = work(worker)
             if device.type == "cuda":
-                # else `Done.end` would tell when the work was queued
+                # otherwise `Done.end` would be the time when the kernels were queued
                 torch.cuda.synchronize(device)
         except BaseException as error:
             return _Outcome(worker, None, error)
         return _Outcome(worker, Done(value, start, time.perf_counter()), None)
 
     def close(self) -> None:
-        """Ends the threads."""
+        """End the threads."""
         for inbox in self._inboxes:
-            # what ends `_live`
+            # ends `_live`
             inbox.put(None)
         until = time.monotonic() + CLOSE_SECONDS
         for member in self._members:
@@ -175,7 +181,7 @@ class Team:
 
 
 class TimeSheet:
-    """When a worker computed; the rest of a step it was idle, waiting for `others`."""
+    """Times of a worker: when it computed, and when it was idle in a step, waiting for `others`."""
 
     def __init__(self, meter: Meter, others: str) -> None:
         self.meter = meter
@@ -183,26 +189,26 @@ class TimeSheet:
         self._free = 0.0
 
     def begin(self, now: float) -> None:
-        """A step begins (seconds of `time.perf_counter`)."""
+        """Begin a step at `now`, in seconds of `time.perf_counter`."""
         self._free = now
 
     def did(self, name: str, start: float, end: float, step: int) -> None:
-        """It computed from `start` to `end`."""
+        """Record a computation from `start` to `end`."""
         self.end(start, step)
         self.meter.compute(name, start, end, step)
         self._free = end
 
     def end(self, now: float, step: int) -> None:
-        """It has had nothing to do until now."""
+        """Record the worker as idle since its last computation until `now`."""
         if now > self._free:
             self.meter.idle(f"wait for {self.others}", self._free, now, step)
 
 
 def team_at(place: Place, flops: float, name: str = "worker") -> Team:
-    """The worker threads of a place, which end with its run. flops: of a worker's step.
+    """Return the worker threads of a place, which end with its run.
 
-    They divide the cores; an operator of theirs uses one thread if their steps are small
-    (`dure.machine.threads`).
+    flops: operations of a worker's step. The workers divide the cores; their operators use one
+    thread if steps are small (`dure.machine.threads`).
     """
     # Workers compute at the same time, and must not use more threads than there are cores.
     share = max(1, torch.get_num_threads() // len(place.devices))
@@ -212,5 +218,8 @@ def team_at(place: Place, flops: float, name: str = "worker") -> Team:
 
 
 def _autocast_dtype(kind: str) -> torch.dtype | None:
-    """The caller's autocast, which is a thread's own, for the workers; None where there is none."""
+    """Return the caller's autocast dtype, which is a property of its thread.
+
+    None without autocast.
+    """
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None

@@ -1,1 +1,1 @@
-"""Data, pipeline and tensor parallelism on one mesh of ranks, and the meshes of one axis."""
+"""Data, pipeline and tensor parallelism on a mesh of ranks, and meshes with a single axis."""

@@ -1,6 +1,6 @@
-"""Whether a model, its examples and its optimizer fit a mesh: found out before any work.
+"""Checks whether a model, its examples and its optimizer fit a mesh, before any work.
 
-Each raises ValueError with what does not fit, and what to do.
+Each check raises ValueError with the cause and a remedy.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from dure.parallel.tensor.plan import Plan, divides_sequences
 from dure.randomness.seeds import generators_state, restore_generators
 
 EVALUATED = 2
-"""Examples on which evaluation is tried: batches of it have lengths of their own."""
+"""Number of examples on which evaluation is checked: batches of evaluation have other lengths."""
 
 
 def check_optimizer(optimizer: Optimizer, mesh: Mesh, zero: int) -> None:
-    """The optimizer.
+    """Check that the optimizer can work on a mesh.
 
-    What is divided inside of parameters wants one that treats every element for itself; stages want
-    one that treats every parameter for itself.
+    A division inside parameters needs an optimizer that updates every element independently; stages
+    need an optimizer that updates every parameter independently.
     """
     if mesh.tensor > 1 or zero:
         check_element_wise(optimizer)
@@ -39,7 +39,7 @@ def check_optimizer(optimizer: Optimizer, mesh: Mesh, zero: int) -> None:
 def check_layers(
     model: nn.Module, plan: Plan, degree: int, examples: Sequence[Examples | None]
 ) -> None:
-    """The layers, and where sequences are divided, the lengths of the examples."""
+    """Check that the plan fits the layers, and divided sequences the lengths of the examples."""
     check_plan(model, plan, degree)
     if not divides_sequences(plan):
         return
@@ -49,24 +49,24 @@ def check_layers(
 
 
 def check_cut(cut: CutModel, replicas: int, recompute: bool, evaluates: bool) -> None:
-    """A cut that is decided: parameters that forward passes change, and evaluation's trace."""
+    """Check a decided cut: parameters that forward passes change, and evaluation's trace."""
     if cut.changed and (replicas > 1 or recompute):
         what = "replicas would go apart" if replicas > 1 else "recomputation would change it again"
         raise ValueError(f"{cut.changed[0]} changes in a forward pass (as by max_norm), and {what}")
     if evaluates:
         try:
-            # raises where the traces of evaluation and of training do not go together
+            # raises ValueError if the traces of evaluation and of training need different cuts
             cut.homes(EVALUATED, False)
         except ValueError as error:
             raise ValueError(f"in evaluation, {error}") from error
 
 
 def sample(examples: Examples, count: int, backwards: bool = False) -> Any:
-    """Inputs of so many examples, the first ones; no generator is advanced.
+    """Return the inputs of the first `count` examples; generators do not advance.
 
-    backwards: the last ones, from the last on.
+    backwards: take the last examples in reverse order.
     """
-    # Reading may draw, such as for augmentation, and must not change what training draws.
+    # Reading may draw, for example for augmentation, and must not change the draws of training.
     before = generators_state()
     indices = torch.arange(count) % len(examples)
     inputs, _ = examples.batch(len(examples) - 1 - indices if backwards else indices)

@@ -1,10 +1,10 @@
-"""The checkpoint of a run on a mesh: that of the undivided model, which loads onto any other mesh.
+"""Checkpoint of a run on a mesh: the checkpoint of the undivided model, which loads onto any mesh.
 
-weights     each from the first stage that holds it, its parts joined over the tensor group
+weights     each from the first stage that stores it, its parts joined over the tensor group
 optimizer   the state of each parameter, by its name, undivided
 
-It is put together tensor by tensor, in files (`dure.memory.shelf`), and each rank reads its part
-out of it: nobody needs memory for more than its part and one tensor.
+The checkpoint is built tensor by tensor, in files (`dure.memory.shelf`), and each rank reads its
+part from it: no rank needs memory for more than its part and one tensor.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from dure.tensors.optimizer_state import load_optimizer
 
 
 def weights_of(held: Held) -> Mapping[str, Tensor]:
-    """The undivided model's state_dict, on rank 0; all ranks call it."""
+    """Return the undivided model's state_dict on rank 0; all ranks call this function together."""
     shelf = Shelf(held.folder)
     found: dict[str, Leaf] = {}
     for part in gathered(held.group, _weights_here(held, shelf), shelf.place):
         found |= part
-    # In the model's order, whichever stage an entry is from.
+    # In the model's order, not in the order of stages.
     names = held.model.state_dict(keep_vars=True) if found else ()
     return TensorsOnDisk({name: found[name] for name in names})
 
 
 @torch.no_grad()
 def _weights_here(held: Held, shelf: Shelf) -> dict[str, Leaf]:
-    """What this rank writes of the undivided model's state_dict."""
+    """Return the entries of the undivided model's state_dict that this rank writes."""
     own: dict[str, Any] = held.model.state_dict(keep_vars=True)
     if held.zero is not None and held.zero.stage > 1:
         own = leaves_of(held.zero.weights(shelf))
-    # Elsewhere there is the same, or what was just gathered to the first of a data group.
+    # Other data groups have equal tensors, or have just gathered them to the first data group.
     if held.at.data:
         return {}
     divided = divisions(held.model)
@@ -63,9 +63,9 @@ def _weights_here(held: Held, shelf: Shelf) -> dict[str, Leaf]:
 
 
 def _joined(value: Leaf, how: tuple[Division, Group] | None, shelf: Shelf, keeps: bool) -> Leaf:
-    """A tensor of which this rank may hold a part, undivided and on the shelf.
+    """Return a tensor, of which this rank may hold a part, undivided and in a file.
 
-    keeps: whether this rank needs it. All tensor neighbours call it.
+    keeps: whether this rank needs the result. All tensor neighbours call this function together.
     """
     if how is None and isinstance(value, OnDisk):
         return value
@@ -76,27 +76,27 @@ def _joined(value: Leaf, how: tuple[Division, Group] | None, shelf: Shelf, keeps
 
 
 def _writes(held: Held) -> bool:
-    """Whether this rank writes what its stages hold: one of those that hold the same does."""
+    """Return whether this rank writes its stages' tensors, for all ranks with the same tensors."""
     return held.at.data == 0 and held.at.tensor == 0
 
 
 def _keeper(held: Held, name: str) -> int:
-    """The stage's rank from which an entry of the state_dict is taken."""
-    # What a module adds to the state_dict by itself is no parameter or buffer: all ranks have it.
+    """Return the pipeline rank from which an entry of the state_dict is taken."""
+    # Extra state of a module is no parameter or buffer: all ranks have it.
     return held.keepers.get(held.first_name[name], [0])[0]
 
 
 def state_of(held: Held) -> dict[str, Any]:
-    """What all ranks have alike."""
+    """Return the state that is equal on all ranks: step and buffers."""
     return {"step": held.step, "buffers": _passing_buffers(held)}
 
 
 def _passing_buffers(held: Held) -> dict[str, Tensor]:
-    """Those of all stages that a state_dict leaves out, on rank 0; all ranks call it."""
+    """Return all stages' buffers that a state_dict omits, on rank 0; all ranks call it together."""
     divided = divisions(held.model)
     own = {}
     for name, value in passing_buffers(held.model).items():
-        # Every tensor neighbour takes part in the joining, though only the first one writes.
+        # Every tensor neighbour takes part in the all-gather, although only the first one writes.
         own[name] = _whole(value, divided.get(name)) if name in held.names else value
     mine = {name: value for name, value in own.items() if held.is_first(name)}
     mine = mine if _writes(held) else {}
@@ -107,7 +107,7 @@ def _passing_buffers(held: Held) -> dict[str, Tensor]:
 
 
 def _whole(tensor: Tensor, how: tuple[Division, Group] | None) -> Tensor:
-    """A tensor of which this rank may hold a part; all tensor neighbours call it."""
+    """Return a whole tensor from the ranks' parts; all tensor neighbours call it together."""
     if how is None:
         return tensor
     division, group = how
@@ -115,7 +115,7 @@ def _whole(tensor: Tensor, how: tuple[Division, Group] | None) -> Tensor:
 
 
 def part_of(held: Held) -> dict[str, Any]:
-    """The optimizer's state of what this rank holds, by name."""
+    """Return the optimizer's state of the parameters on this rank, by name."""
     if held.optimizer is None:
         return {"groups": [], "state": {}}
     shelf = Shelf(held.folder)
@@ -123,12 +123,12 @@ def part_of(held: Held) -> dict[str, Any]:
         written = held.zero.optimizer_state_dict(shelf)
     else:
         written = held.optimizer.state_dict()
-    # torch numbers parameters through all groups; names hold on any other mesh.
+    # torch numbers parameters through all groups; names are valid on any mesh.
     names = list(chain.from_iterable(_names_in_the_optimizer(held)))
     groups = []
     for group in written["param_groups"]:
         groups.append({**group, "params": [names[index] for index in group["params"]]})
-    # Other data groups have the same.
+    # Other data groups have equal states.
     if held.at.data:
         return {"groups": to_cpu(groups), "state": {}}
     divided = divisions(held.model)
@@ -147,7 +147,7 @@ def _state_joined(
     how: tuple[Division, Group] | None,
     shelf: Shelf,
 ) -> dict[str, Any]:
-    """An optimizer's state of one parameter, undivided; all tensor neighbours call it."""
+    """Return the undivided state of a parameter; all tensor neighbours call it together."""
     if how is None:
         return dict(state)
     return {
@@ -157,12 +157,12 @@ def _state_joined(
 
 
 def _is_of(value: Any, shape: Sequence[int]) -> bool:
-    """Whether it is a tensor of this shape, which is divided as its parameter is."""
+    """Return whether a value is a tensor of this shape, which is divided like its parameter."""
     return isinstance(value, (Tensor, OnDisk)) and tuple(value.shape) == tuple(shape)
 
 
 def _names_in_the_optimizer(held: Held) -> list[list[str]]:
-    """The parameters' names, for each group of the optimizer, in the order of its numbers."""
+    """Return the parameters' names for each group of the optimizer, in the optimizer's order."""
     assert held.optimizer is not None
     names = {id(parameter): name for name, parameter in held.parameters.items()}
     groups = [group["params"] for group in held.optimizer.param_groups]
@@ -181,8 +181,11 @@ def _own_part(
     how: tuple[Division, Group] | None,
     shelf: Shelf,
 ) -> dict[str, Any]:
-    """The inverse of `_state_joined`. All is in memory, unless ZeRO divides it further."""
-    # the undivided shape, by which tensors that are to be cut are told from numbers
+    """Return this rank's part of an optimizer's state: the inverse of `_state_joined`.
+
+    The result is in memory, unless ZeRO divides it further.
+    """
+    # the undivided shape, which distinguishes tensors to be cut from numbers
     shape = list(held.parameters[name].shape)
     if how is not None:
         shape[how[0].dim] = how[0].length
@@ -196,14 +199,14 @@ def _own_part(
 
 
 def _cut(value: Leaf, how: tuple[Division, Group] | None, shelf: Shelf) -> Leaf:
-    """What this rank holds of a tensor; what lies in a file stays in one."""
+    """Return this rank's part of a tensor; the part of a file is in a file."""
     if how is None or not isinstance(value, OnDisk):
         return _part(in_memory(value), how)
     return shelved(_part(value.mapped(), how), shelf)
 
 
 def _part(whole: Tensor, how: tuple[Division, Group] | None) -> Tensor:
-    """What this rank holds of a tensor."""
+    """Return this rank's part of a tensor."""
     if how is None:
         return whole
     division, group = how
@@ -211,7 +214,7 @@ def _part(whole: Tensor, how: tuple[Division, Group] | None) -> Tensor:
 
 
 def restore(held: Held, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-    """Takes this rank's part of a checkpoint, of this mesh or another."""
+    """Load this rank's part of a checkpoint of this mesh or another mesh."""
     _restore_weights(held, weights)
     divided = divisions(held.model)
     buffers = {}
@@ -234,18 +237,18 @@ def _restore_weights(held: Held, weights: Mapping[str, Tensor]) -> None:
             {name: _cut(leaf, divided.get(name), shelf) for name, leaf in leaves.items()}
         )
         return
-    # What ZeRO divides it takes itself.
+    # ZeRO loads its divided parameters itself.
     taken = set() if held.zero is None else set(held.parameters)
     for name in leaves:
         module, _, entry = name.rpartition(".")
-        # What a module adds by itself is no tensor of the model, and goes through its own method.
+        # Extra state of a module is no tensor of the model, and has a separate method.
         if entry == "_extra_state":
             held.model.get_submodule(module).set_extra_state(weights[name])
         # Other stages' parameters have no memory here (`forget`).
         elif held.first_name[name] in held.names - taken:
             own[name].copy_(_part(weights[name], divided.get(name)))
     if held.zero is not None:
-        # It knows the parameters by their places.
+        # In stage 1 ZeRO names parameters by their index.
         here = {}
         for place, name in enumerate(held.parameters):
             here[str(place)] = _cut(leaves[name], divided.get(name), shelf)
@@ -253,7 +256,7 @@ def _restore_weights(held: Held, weights: Mapping[str, Tensor]) -> None:
 
 
 def _restore_optimizer(held: Held, parts: Sequence[Mapping[str, Any]]) -> None:
-    """Takes what this rank trains out of what all ranks of the run before have written."""
+    """Load the state of this rank's parameters from the parts of all ranks of the earlier run."""
     if held.optimizer is None:
         return
     states: dict[str, Any] = {}
@@ -261,8 +264,8 @@ def _restore_optimizer(held: Held, parts: Sequence[Mapping[str, Any]]) -> None:
     divided = divisions(held.model)
     shelf = Shelf(held.folder)
     for part in parts:
-        # The run before may have had another mesh: a parameter's state is looked for in what all of
-        # its ranks have written.
+        # The earlier run may have had another mesh: search the parts of all its ranks for a
+        # parameter's state.
         for name in part["state"].keys() & held.parameters.keys():
             state = part["state"][name]
             states[name] = _own_part(held, name, state, divided.get(name), shelf)
@@ -272,8 +275,8 @@ def _restore_optimizer(held: Held, parts: Sequence[Mapping[str, Any]]) -> None:
     now = held.zero.division.groups() if held.zero else held.optimizer.state_dict()["param_groups"]
     groups = []
     for own, group in zip(names, now, strict=True):
-        # A group may be empty, such as that of biases where a stage has none, or unknown, where
-        # no rank trained it: then it has the settings that it was made with.
+        # A group may be empty, such as a group of biases in a stage without biases, or unknown, if
+        # no rank trained it. Then the group's initial settings stay.
         known = next((settings[name] for name in own if name in settings), group)
         groups.append({**known, "params": group["params"]})
     numbered = enumerate(chain.from_iterable(names))

@@ -1,4 +1,4 @@
-"""Evaluation on a mesh: each data group takes its share of the test examples, and all sum up."""
+"""Evaluation on a mesh: each data group evaluates a share of the examples; all results add up."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from dure.tasks.modes import in_mode
 
 @torch.no_grad()
 def evaluate(held: Held, task: Task, examples: Examples) -> dict[str, float]:
-    """test_loss and test_<metric>, the same on every rank; all ranks call it.
+    """Return test_loss and test_<metric>, equal on every rank; all ranks call it together.
 
-    Of a validation set that comes with them likewise, by its own name.
+    The examples of a validation set are evaluated likewise, under that set's name.
     """
     found: dict[str, float] = {}
     for which, some in examples.sets().items():
@@ -31,21 +31,21 @@ def evaluate(held: Held, task: Task, examples: Examples) -> dict[str, float]:
 
 
 def _of_one(held: Held, task: Task, examples: Examples) -> dict[str, float]:
-    """The loss and every metric over one set of examples."""
+    """Return the loss and every metric over a single set of examples."""
     started = time.perf_counter()
-    # Every rank knows all shares, so that it knows how many chunks the others have.
+    # Every rank computes all shares, so that it knows the other ranks' numbers of chunks.
     shares = torch.arange(len(examples)).tensor_split(held.mesh.data)
     share = shares[held.at.data]
     chunks = [chunks_of(share, task, held.cut.stages) for share in shares]
-    # Tensor neighbours compute the same examples; the first one's count.
+    # Tensor neighbours compute the same examples; only the first neighbour's results count.
     measurement = Measurement(task, len(examples), len(share), counts=held.at.tensor == 0)
-    # Neither what divided layers exchange is counted, nor what ZeRO gathers.
+    # The meter counts neither the messages of divided layers nor the gathers of ZeRO.
     gathering = held.zero.uncounted() if held.zero is not None else nullcontext()
     with in_mode(held.model, training=False), gathering, held.groups.tensor.uncounted():
         _measure(held, examples, chunks[held.at.data], measurement)
         if held.zero is not None and held.zero.stage > 1:
-            # Forward gathers units, in which the whole data group takes part: a rank with fewer
-            # chunks computes an example again, which nobody counts.
+            # Forward gathers units, and the whole data group must take part: a rank with fewer
+            # chunks repeats an example, whose result does not count.
             missing = max(map(len, chunks)) - len(chunks[held.at.data])
             nothing = Measurement(task, len(examples), 0, counts=False)
             _measure(held, examples, [shares[0][:1]] * missing, nothing)

@@ -1,17 +1,17 @@
-"""What a rank of a mesh holds, and what crosses the boundaries of its stages, for the report.
+"""Facts about a rank of a mesh for the report: memory of its tensors, and traffic of its stages.
 
     at        its data, pipeline and tensor index
     schedule  of a full step, as text (rank 0 alone)
-    stages    of each: its number, the module in which it begins, its parameters, and the bytes
-              that cross the boundary after it in a full step: values there, gradients back;
-              0 where the next stage is on the same rank
-    held      bytes of parameters, gradients, the optimizer's state and buffers, as the memory in
-              which they lie
-    inside    seconds of collectives inside of layers, waiting for neighbours included, and the
-              steps that had any
+    stages    for each: its number, its first module, its parameters, and the bytes that cross the
+              boundary after it in a full step: values there, gradients back; 0 if the next stage is
+              on the same rank
+    held      bytes of parameters, gradients, the optimizer's state and buffers, as the memory that
+              they occupy
+    inside    seconds of collectives inside layers, including waits for neighbours, and the number
+              of steps with such collectives
 
-In ZeRO's stages 2 and 3 the buffers of its messages count among the buffers. Gradients are those
-that the last step has left. Tensors that share memory count once.
+In ZeRO's stages 2 and 3 the buffers of its messages count as buffers. Gradients are those that the
+last step has left. Tensors that share memory count once.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from dure.parallel.zero.away import gradient_of
 
 
 def facts_of(held: Held, batch_size: int, carried: bool) -> dict[str, Any]:
-    """Of one rank, as JSON.
+    """Return the facts of this rank, as JSON.
 
     batch_size: examples of a full step, over all data groups. carried: whether the state of a
     random generator travels with the values from stage to stage.
@@ -42,18 +42,18 @@ def facts_of(held: Held, batch_size: int, carried: bool) -> dict[str, Any]:
 
 
 def bytes_in_memory(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the memory in which these lie; what several share counts once."""
+    """Return the bytes of the tensors' memory; shared memory counts once."""
     nbytes: dict[int, int] = {}
     for tensor in tensors:
         for part in _parts(tensor):
-            # Several views of one memory have one address.
+            # Several views of a storage have the same address.
             storage = part.untyped_storage()
             nbytes[storage.data_ptr()] = storage.nbytes()
     return sum(nbytes.values())
 
 
 def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
-    """What a sparse tensor consists of; any other is one."""
+    """Return the tensors of which a sparse tensor consists; a dense tensor itself."""
     return (tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,)
 
 
@@ -62,7 +62,7 @@ def _bytes_held(held: Held) -> dict[str, int]:
         buffer for name, buffer in held.model.named_buffers() if name in held.names
     )
     if held.zero is not None and held.zero.stage > 1:
-        # The model's parameters have no memory between steps, or only views of what ZeRO holds.
+        # Between steps the model's parameters have no memory, or are views of ZeRO's memory.
         divided = held.zero.memory()
         return {
             "parameters": divided.parameters,
@@ -75,7 +75,7 @@ def _bytes_held(held: Held) -> dict[str, int]:
     ]
     optimized: list[Tensor] = []
     for group in held.optimizer.param_groups if held.optimizer is not None else ():
-        # With ZeRO these are parts of parameters, which have gradients of their own.
+        # With ZeRO these are parts of parameters, which have separate gradients.
         optimized += group["params"]
     gradients = [gradient_of(parameter) for parameter in [*parameters, *optimized]]
     states = tree_flatten(dict(held.optimizer.state))[0] if held.optimizer is not None else []
@@ -100,7 +100,7 @@ def _stage(held: Held, number: int, batch_size: int, carried: bool) -> dict[str,
 
 
 def _crossing(held: Held, number: int, batch_size: int, carried: bool) -> tuple[int, int]:
-    """Bytes of a full step over the boundary after a stage."""
+    """Return the bytes of a full step over the boundary after a stage: values, gradients."""
     home = held.schedule.home
     if number + 1 >= len(home) or home[number] == home[number + 1]:
         return 0, 0
@@ -110,7 +110,7 @@ def _crossing(held: Held, number: int, batch_size: int, carried: bool) -> tuple[
     there = 0
     back = 0
     for place in range(held.schedule.microbatches):
-        # Micro-batches may differ by one example, and messages with them.
+        # Micro-batches may differ by an example, and so may their messages.
         length = part_length(examples, held.schedule.microbatches, place)
         if length:
             values, gradients = held.cut.message_bytes(number, length)
@@ -120,5 +120,5 @@ def _crossing(held: Held, number: int, batch_size: int, carried: bool) -> tuple[
 
 
 def part_length(length: int, parts: int, place: int) -> int:
-    """How long a part is that `tensor_split` makes: the first ones are one longer than others."""
+    """Return the length of a part of `tensor_split`, whose first parts may be longer by 1."""
     return length // parts + (place < length % parts)

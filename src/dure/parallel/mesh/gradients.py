@@ -1,9 +1,9 @@
-"""What ranks of a mesh hold alike, and how it stays alike: gradients, their norm, and buffers.
+"""Synchronisation of replicated tensors on a mesh: gradients, their norm, and buffers.
 
-stages       a parameter that several of them use: its gradient is the sum of theirs, on each
+stages       the gradient of a parameter that several stages use is the sum of the stages' gradients
 data groups  the gradient of every parameter is the sum over the group; buffers that a step changes
-             are the first's
-norm         of the whole gradient: what several ranks hold alike counts once
+             are taken from the first group
+norm         of the whole gradient: tensors that several ranks have count once
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ from dure.parallel.zero.away import gradient_of, set_gradient
 
 @torch.no_grad()
 def sum_tied(held: Held) -> None:
-    """Gradients of parameters that several stages use are the sums of theirs, on each of them."""
+    """Sum gradients of parameters that several stages use; each of these stages gets the sum.
+
+    Each rank with such a parameter sends its gradient to the other ranks with that parameter.
+    """
     group = held.groups.pipeline
     for name in held.tied:
         parameter = held.parameters[name]
@@ -35,14 +38,14 @@ def sum_tied(held: Held) -> None:
         mine = as_dense(found) if found is not None else torch.zeros_like(parameter)
         others = [rank for rank in ranks if rank != group.rank]
         arrived = {rank: torch.empty_like(mine) for rank in others}
-        # Sends and receives at once: two ranks that both send first could wait for each other.
+        # Begin sends and receives together: two ranks that both send first could deadlock.
         end = group.begin_transfer(
             f"sum of the gradients of {name}",
             [(mine.contiguous(), rank) for rank in others],
             [(arrived[rank], rank) for rank in others],
         )
         end()
-        # All add in the order of stages, so that each has the same bits.
+        # All ranks add in the order of stages, so that their sums have equal bits.
         total = arrived.get(ranks[0], mine).clone()
         for rank in ranks[1:]:
             total += arrived.get(rank, mine)
@@ -51,19 +54,18 @@ def sum_tied(held: Held) -> None:
 
 @torch.no_grad()
 def sum_over_replicas(held: Held) -> None:
-    """Gradients are the sums over the data group; with ZeRO each rank keeps those of its part."""
+    """Sum gradients over the data group; with ZeRO each rank gets the sums of its part."""
     group = held.groups.data
     if group.size == 1 or not held.parameters:
         return
     if held.zero is not None:
-        # Only stage 1 has something left to send here: in stages 2 and 3 gradients were reduced
-        # during backward.
+        # Only stage 1 sends here: in stages 2 and 3 gradients were reduced during backward.
         held.zero.reduce()
         account(held, computing=False)
         return
     started = time.perf_counter()
     parameters = list(held.parameters.values())
-    # A parameter that no rank of the group has used keeps no gradient, as with one worker.
+    # A parameter that no rank of the group has used gets no gradient, as on a single worker.
     used = [float(parameter.grad is not None) for parameter in parameters]
     counts = [sum(column) for column in zip(*group.all_gather_values(used), strict=True)]
     summed = [parameter for parameter, count in zip(parameters, counts, strict=True) if count]
@@ -75,7 +77,7 @@ def sum_over_replicas(held: Held) -> None:
 
 
 def _sum_flat(parameters: Sequence[Tensor], group: Group) -> None:
-    """Sums the gradients of parameters of one dtype and device, as one message."""
+    """Sum the gradients of parameters of equal dtype and device, in a single message."""
     gradients = [
         as_dense(p.grad) if p.grad is not None else torch.zeros_like(p) for p in parameters
     ]
@@ -83,21 +85,22 @@ def _sum_flat(parameters: Sequence[Tensor], group: Group) -> None:
     all_reduce(flat, algorithm="native", group=group)
     pieces = torch.split(flat, [parameter.numel() for parameter in parameters])
     for parameter, piece in zip(parameters, pieces, strict=True):
-        # a view of the message, which stays as long as its gradients do
+        # a view of the message, whose memory is freed with its last gradient
         parameter.grad = piece.view(parameter.shape)
 
 
 def share_buffers(held: Held) -> None:
-    """Buffers that a step changes, such as running statistics, are those of the first data group.
+    """Copy buffers that a step changes, such as running statistics, from the first data group.
 
-    In this way they are the same in all groups, though each has seen other examples.
+    All data groups then have equal buffers, although they have seen different examples.
     """
     group = held.groups.data
     if group.size == 1 or not held.written:
         return
     started = time.perf_counter()
     if held.speaking is not None:
-        # No trace says what forward passes write, so the first rank says what they have changed.
+        # Without a trace the written buffers are unknown, so the first rank sends which ones have
+        # changed.
         changed = [float(one) for one in held.speaking.changed()]
         flags = group.all_gather_values(changed, "changed buffers")
         held.speaking.take(group, [flag > 0 for flag in flags[0]])
@@ -110,24 +113,24 @@ def share_buffers(held: Held) -> None:
 
 
 def clip(held: Held, largest: float) -> None:
-    """Scales the gradient so that its norm over the whole model is at most `largest`.
+    """Scale the gradient so that its norm over the whole model is at most `largest`.
 
-    What several stages or tensor neighbours hold alike counts once.
+    Gradients that several stages or tensor neighbours share count once.
     """
     divided = divisions(held.model)
     for parameter in held.parameters.values() if held.zero is None else ():
         if parameter.grad is not None and parameter.grad.is_sparse:
-            # An element that is there several times is one, the square of a sum.
+            # Repeated indices must be summed before squaring.
             parameter.grad = parameter.grad.coalesce()
     squares = [
         _square(gradient.values() if gradient.is_sparse else gradient)
         for name, gradient in summed_gradients(held)
-        # What several stages, or all tensor neighbours, have alike is counted by the first of them.
+        # The first stage or tensor neighbour counts a gradient that several of them share.
         if held.is_first(name) and (name in divided or held.at.tensor == 0)
     ]
-    # One number a rank, over the whole mesh; in float64, since squares of many elements add up.
+    # A number from each rank of the mesh; in float64, because many squares are summed.
     rows = held.group.all_gather_values([sum(squares)], "the norm of the gradient")
-    # Without ZeRO every replica has the whole gradient, and has sent its square.
+    # Without ZeRO every replica has the whole gradient, and contributes its square.
     alike = 1 if held.zero is not None else held.mesh.data
     total = sum(row[0] for row in rows) / alike
     scale = min(1.0, largest / (math.sqrt(total) + 1e-6))
@@ -141,7 +144,7 @@ def _square(gradient: Tensor) -> float:
 
 
 def summed_gradients(held: Held) -> Iterator[tuple[str, Tensor]]:
-    """The gradients that the optimizer will use here, by name: with ZeRO this rank's parts."""
+    """Yield the gradients for the optimizer here, by name: with ZeRO this rank's parts."""
     if held.zero is None:
         for name, parameter in held.parameters.items():
             if parameter.grad is not None:

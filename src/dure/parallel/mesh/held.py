@@ -1,13 +1,13 @@
-"""What one rank of a mesh holds: the state that its gradients, checkpoints and report work on.
+"""State of a rank of a mesh, which its gradients, checkpoints and report use.
 
-    model, cut, schedule     the model, where it is cut, and who computes its stages
-    names, keepers           the parameters and buffers kept here, and which ranks keep each
-    parameters, tied         those that are trained, and those of them that several stages use
+    model, cut, schedule     the model, its cut into stages, and the schedule of its stages
+    names, keepers           the parameters and buffers stored here, and the ranks that store each
+    parameters, tied         the trained parameters, and those of them that several stages use
     optimizer, zero          the optimizer of these parameters, and its division over the data group
-    written, speaking        buffers that a step changes, to be the same in all data groups
+    written, speaking        buffers that a step changes, to be synchronised between data groups
 
-A rank makes it once, before the first step. Only `step`, the optimizer and the tensors change
-afterwards.
+A rank builds the state once, before the first step. Only `step`, the optimizer and the tensors
+change afterwards.
 """
 
 from __future__ import annotations
@@ -31,19 +31,26 @@ from dure.parallel.zero.redundancy import ZeroRedundancy
 
 @dataclass
 class Held:
-    """What this rank holds.
+    """State of this rank.
 
-    group: all ranks of the mesh; groups: those along each of its axes.
-    names: of the parameters and buffers that are kept here.
-    parameters: those of them that are trained, by name.
-    keepers: for each name the pipeline's ranks that keep it, in ascending order.
-    tied: the trained parameters here that other ranks of the pipeline use as well.
-    first_name: for each name of the state_dict the first name of the same tensor.
-    written: the buffers here that a forward pass changes, as far as traces show it.
-    optimizer: None where nothing is trained here. zero: None where it is whole.
-    speaking: for a model that nobody has traced, which of its buffers forward passes have changed.
-    step: steps of the optimizer that are done.
-    folder: of the run, on whose disk checkpoints are put together; None: on any disk.
+    Args:
+        mesh: the degrees.
+        group: all ranks of the mesh.
+        groups: the ranks along each axis.
+        model: the model; parameters of other ranks' stages have no memory.
+        cut: the model in stages.
+        schedule: the schedule of a full batch.
+        names: names of the parameters and buffers stored here.
+        parameters: trained parameters among these, by name.
+        keepers: for each name the pipeline ranks that store the tensor, in ascending order.
+        tied: trained parameters here that other pipeline ranks use as well.
+        first_name: for each name of the state_dict the first name of the same tensor.
+        written: buffers here that a forward pass changes, according to the traces.
+        optimizer: None if nothing is trained here.
+        zero: the division of the optimizer by ZeRO; None without ZeRO.
+        speaking: detector of changed buffers, for a model without a trace.
+        step: completed steps of the optimizer.
+        folder: the run folder, on whose disk checkpoints are built; None for any disk.
     """
 
     mesh: Mesh
@@ -66,18 +73,18 @@ class Held:
 
     @property
     def at(self) -> Coordinates:
-        """Where this rank is on the mesh."""
+        """Position of this rank on the mesh."""
         return self.groups.at
 
     @property
     def own(self) -> tuple[int, ...]:
-        """The stages that are computed here."""
+        """Stages that this rank computes."""
         return self.schedule.stages_of(self.at.pipeline)
 
     def is_first(self, name: str) -> bool:
-        """Whether no earlier stage's rank keeps `name`.
+        """Return whether no earlier pipeline rank stores `name`.
 
-        What several ranks keep counts once, and is written once: by the first of them.
+        The first of several ranks that store a tensor counts and writes it.
         """
         return self.keepers[name][0] == self.at.pipeline
 
@@ -91,10 +98,19 @@ def hold(
     schedule: Schedule,
     zero: int = 0,
 ) -> Held:
-    """Keeps what this rank's stages use in training, and what none uses, and lets go of the rest.
+    """Store the tensors that this rank's stages or no stages use in training; free all others.
 
-    What training does not use evaluation may, in any stage. What is kept moves into memory, where
-    the undivided model lies in files. zero: the stage of ZeRO that will divide it.
+    Tensors that training does not use may be used in evaluation, by any stage. Stored tensors move
+    into memory if the undivided model is in files.
+
+    Args:
+        mesh: the degrees.
+        group: all ranks of the mesh.
+        groups: the ranks along each axis.
+        model: the model; other ranks' tensors become zeros without memory (`forget`).
+        cut: the model in stages.
+        schedule: the schedule of a full batch.
+        zero: the stage of ZeRO that will divide the tensors.
     """
     known = [name for name, _ in [*model.named_parameters(), *model.named_buffers()]]
     keepers = keepers_of(known, cut, schedule)
@@ -102,7 +118,7 @@ def hold(
     kept = frozenset(name for name in known if mine in keepers[name])
     if mesh.pipeline > 1:
         forget(model, [name for name in known if name not in kept])
-    # What ZeRO divides moves into memory when it is divided.
+    # Tensors that ZeRO divides move into memory when they are divided.
     bring(model.buffers() if zero == 3 else tensors_of(model))
     parameters = {
         name: parameter
@@ -127,31 +143,31 @@ def hold(
 def keepers_of(
     names: Iterable[str], cut: CutModel | UncutModel, schedule: Schedule
 ) -> dict[str, list[int]]:
-    """The pipeline's ranks that keep each parameter or buffer: all, where no stage uses it."""
+    """Return the pipeline ranks that store each tensor by name: all ranks if no stage uses it."""
     everywhere = list(range(schedule.ranks))
     keepers: dict[str, list[int]] = {}
     for name in names:
         stages = cut.holders.get(name)
-        # what no stage uses in training may still be used in evaluation, by any stage
+        # a tensor that no stage uses in training may be used in evaluation, by any stage
         ranks = everywhere if stages is None else [schedule.home[stage] for stage in stages]
-        # a rank with several stages that use it is there once
+        # a rank may have several stages that use the tensor; list it once
         keepers[name] = sorted(set(ranks))
     return keepers
 
 
 def optimizer_of(held: Held, make: Callable[[list[nn.Parameter]], Optimizer]) -> Optimizer | None:
-    """The optimizer of what this rank trains; None where it trains nothing."""
-    # What no gradient reaches is not trained, though it may ask for gradients.
+    """Return the optimizer of this rank's trained parameters; None without trained parameters."""
+    # Parameters that no gradient reaches are not trained, even if they require gradients.
     if not held.cut.learned & held.parameters.keys():
         return None
-    # It is made of all parameters, for a user's function may group them by their places.
+    # Pass all parameters, because a user's function may group them by their position.
     with aside(held.mesh.pipeline > 1):
         optimizer = make(list(held.model.parameters()))
-    # All groups stay, also empty ones, so that each keeps its number and its settings.
+    # All groups stay, also empty groups, so that each has an unchanged number and settings.
     mine = {id(parameter) for parameter in held.parameters.values()}
     for group in optimizer.param_groups:
         group["params"] = [parameter for parameter in group["params"] if id(parameter) in mine]
-    # Some optimizers make their state when they are made.
+    # Some optimizers create their state in the constructor.
     for parameter in list(optimizer.state):
         if id(parameter) not in mine:
             del optimizer.state[parameter]
@@ -161,7 +177,7 @@ def optimizer_of(held: Held, make: Callable[[list[nn.Parameter]], Optimizer]) ->
 
 
 def first_names(model: nn.Module) -> dict[str, str]:
-    """Each name of the state_dict to the first name of its tensor, where several share it."""
+    """Return for each name of the state_dict the first name of its tensor."""
     # named_parameters gives a shared tensor once, by its first name.
     firsts = {
         id(tensor): name for name, tensor in [*model.named_parameters(), *model.named_buffers()]

@@ -1,11 +1,11 @@
-"""A mesh: ranks arranged along three axes, each of which divides something else.
+"""Mesh: ranks arranged along three axes, each for another kind of division.
 
     rank = (data index x pipeline + pipeline index) x tensor + tensor index
 
-    data      groups of ranks that hold the same parameters and see other examples
-    pipeline  groups that hold the stages of one model
-    tensor    groups that hold the parts of the same layers: neighbours in rank, for they speak
-              most, so that they share a host wherever launchers fill hosts one after another
+    data      groups of ranks that store the same parameters and see different examples
+    pipeline  groups that store the stages of a model
+    tensor    groups that store the parts of the same layers. They communicate most and have
+              consecutive ranks, so that they share a host if launchers fill hosts one after another
 
 Source: Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using
 Megatron-LM".
@@ -24,7 +24,7 @@ AXES: tuple[Axis, ...] = ("data", "pipeline", "tensor")
 
 
 class Coordinates(NamedTuple):
-    """Where a rank is on the mesh."""
+    """Position of a rank on the mesh: its index along each axis."""
 
     data: int
     pipeline: int
@@ -33,12 +33,12 @@ class Coordinates(NamedTuple):
 
 @dataclass(frozen=True)
 class Mesh:
-    """The degrees: how many ranks lie along each axis.
+    """Degrees: the number of ranks along each axis.
 
-    data: ranks that divide each batch. pipeline: ranks that hold stages of the model. tensor: ranks
-    that divide its layers.
+    data: ranks that divide each batch. pipeline: ranks that store stages of the model. tensor:
+    ranks that divide its layers.
 
-    Raises ValueError for degrees below one.
+    Raises ValueError for degrees below 1.
     """
 
     data: int = 1
@@ -54,19 +54,19 @@ class Mesh:
 
     @property
     def size(self) -> int:
-        """How many ranks it has."""
+        """Number of ranks."""
         return self.data * self.pipeline * self.tensor
 
     @property
     def degrees(self) -> tuple[int, ...]:
-        """How many ranks lie along each axis, in the order of `AXES`."""
+        """Number of ranks along each axis, in the order of `AXES`."""
         return self.data, self.pipeline, self.tensor
 
     def __str__(self) -> str:
         return f"data {self.data} x pipeline {self.pipeline} x tensor {self.tensor}"
 
     def check(self, workers: int) -> None:
-        """Raises ValueError unless the mesh has as many ranks as there are workers."""
+        """Raise ValueError unless the mesh has as many ranks as there are workers."""
         if self.size != workers:
             raise ValueError(
                 f"{self} are {self.size} ranks, but the world has {workers}: choose degrees whose "
@@ -74,28 +74,28 @@ class Mesh:
             )
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Where a rank is on the mesh."""
+        """Return the position of a rank on the mesh."""
         # the tensor index runs fastest, so that neighbours have consecutive ranks
         rest, tensor = divmod(rank, self.tensor)
         return Coordinates(*divmod(rest, self.pipeline), tensor)
 
     def rank(self, at: Coordinates) -> int:
-        """The rank that is there: the inverse of `coordinates`."""
+        """Return the rank at a position: the inverse of `coordinates`."""
         return (at.data * self.pipeline + at.pipeline) * self.tensor + at.tensor
 
     def groups(self, axis: Axis) -> list[list[int]]:
-        """The ranks that differ along `axis` alone, a list for each group."""
+        """Return the groups of ranks that differ along `axis` alone, each as a list."""
         place = AXES.index(axis)
         found: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.size):
             at = self.coordinates(rank)
-            # Ranks that agree in the other two coordinates are one group; in order of rank, and so
+            # Ranks that agree in the other two coordinates form a group, in order of rank, and so
             # of the index along the axis.
             found.setdefault((*at[:place], *at[place + 1 :]), []).append(rank)
         return list(found.values())
 
     def check_hosts(self, hosts: Sequence[int]) -> None:
-        """Raises ValueError if tensor neighbours do not share a host.
+        """Raise ValueError if tensor neighbours do not share a host.
 
         hosts: the host of each rank, by number.
         """
@@ -109,7 +109,7 @@ class Mesh:
                 )
 
     def table(self) -> str:
-        """For people: a row for each data and pipeline index, a column for each tensor index."""
+        """Return a table of ranks: rows by data and pipeline index, columns by tensor index."""
         rows = [["", *(f"tensor {index}" for index in range(self.tensor))]]
         for data in range(self.data):
             for stage in range(self.pipeline):
@@ -122,14 +122,14 @@ class Mesh:
 
 
 def _padded(cells: Sequence[str]) -> list[str]:
-    """All as long as the longest."""
+    """Return all cells padded to the length of the longest cell."""
     width = max(map(len, cells))
     return [cell.ljust(width) for cell in cells]
 
 
 @dataclass(frozen=True)
 class Groups:
-    """The groups of one rank on a mesh; those of one rank have size 1."""
+    """Groups of a rank on a mesh; a group along an axis of degree 1 has size 1."""
 
     at: Coordinates
     data: Group
@@ -137,14 +137,14 @@ class Groups:
     tensor: Group
 
     def at_step(self, step: str) -> None:
-        """What they do from now on belongs to `step`, for errors."""
+        """Set the step that errors of later operations name."""
         for group in (self.data, self.pipeline, self.tensor):
             group.step = step
 
 
 def groups_on(mesh: Mesh, group: Group) -> Groups:
-    """The groups of this rank; all ranks of `group` call it together."""
-    # In the order of AXES on every rank: to make a group is collective.
+    """Return the groups of this rank; all ranks of `group` call it together."""
+    # In the order of AXES on every rank: making a group is a collective operation.
     made = {axis: group.parted(mesh.groups(axis)) for axis in AXES}
     return Groups(
         at=mesh.coordinates(group.rank),

@@ -1,14 +1,14 @@
-"""Pipeline parallelism: the mesh of one axis on which ranks hold stages of the model.
+"""Pipeline parallelism: a mesh with a single axis, on which ranks store stages of the model.
 
     stage s computes micro-batch m while stage s-1 computes m+1
 
-The model is divided between layers, and micro-batches pass through the stages. Every step ends
-with the gradient of the joint batch, whatever the schedule, so the path is that of one worker. What
-schedules change is how long a rank has nothing to do (the bubble) and how many micro-batches it
-keeps: see `dure.parallel.pipeline.builders`.
+The model is divided between layers, and micro-batches pass through the stages. Every step computes
+the gradient of the joint batch with any schedule, so training follows that of a single worker.
+Schedules differ in the idle time of ranks (the bubble) and in the number of micro-batches whose
+activations are stored: see `dure.parallel.pipeline.builders`.
 
-Over each boundary travel the values that cross it, once there, and their gradients, once back, for
-every example.
+For every example, the values at each boundary cross it once forward, and their gradients cross it
+once backward.
 
 Sources: Huang et al. 2019, "GPipe"; Narayanan et al. 2019, "PipeDream", and 2021, "Efficient
 Large-Scale Language Model Training on GPU Clusters Using Megatron-LM"; Qi et al. 2023, "Zero Bubble
@@ -39,21 +39,22 @@ from dure.settings import parse_fields
 
 @dataclass(frozen=True)
 class Pipeline(Strategy):
-    """Ranks hold stages of the model.
+    """Pipeline parallelism: ranks store stages of the model.
 
     Args:
         batch_size: examples of a step; None is all the data.
         microbatches: M, the parts of a batch that pass through the stages one after the other.
         schedule: naive, gpipe, 1f1b, interleaved, zero-bubble or zero-bubble-v; or a list of your
             own, as text.
-        stages_per_rank: of the interleaved schedule; by default two.
+        stages_per_rank: stages on each rank in the interleaved schedule; by default two.
         cut: names of the modules at which the stages after the first begin; by default dure cuts
-            in balance.
-        balance: what is balanced: estimated or measured time, or memory.
-        recompute: stages keep their inputs alone, and compute the rest again for backward.
-        offload: what lies in files while it is not needed, such as optimizer,activations: of
+            the model into balanced stages.
+        balance: quantity that stages balance: estimated or measured time, or memory.
+        recompute: stages store their inputs alone, and recompute the rest for backward.
+        offload: tensors in files while they are not needed, such as optimizer,activations: of
             optimizer and activations.
-        offload_folder: of these files, on a disk; by default the first of the usual ones that is.
+        offload_folder: folder of these files, on a disk; by default the first usual folder on a
+            disk.
     """
 
     batch_size: int | None = 64
@@ -95,11 +96,11 @@ class Pipeline(Strategy):
 
     @property
     def deterministic(self) -> bool:
-        # Another cut adds what stages share, and the norm of a gradient, in other groups.
+        # Another cut adds shared gradients, and the norm of the gradient, in another order.
         return self.balance != "measured"
 
     def on(self, workers: int) -> Parallel:
-        """The same on a mesh."""
+        """Return this strategy on a mesh."""
         return Parallel(
             mesh=Mesh(pipeline=workers),
             batch_size=self.batch_size,

@@ -1,8 +1,8 @@
-"""The layers of a mesh are tried before they train: the plan that divides them, on one micro-batch.
+"""Check of a mesh's plan before training: the divided layers on a micro-batch.
 
-Every tensor group tries the same examples, the first micro-batch of the run, before the model is
-cut into stages or its parameters are divided: what `dure.parallel.tensor.proof` says of a plan does
-not depend on the other axes.
+Every tensor group runs the same examples, the first micro-batch of the run, before the model is cut
+into stages or its parameters are divided. The result of `dure.parallel.tensor.proof` does not
+depend on the other axes.
 """
 
 from __future__ import annotations
@@ -45,11 +45,24 @@ def prove_layers(
     indices: Tensor,
     device: torch.device,
 ) -> Proof:
-    """Tries the plan on the examples of `indices`; all ranks of the mesh call it together.
+    """Check the plan on the examples of `indices`; all ranks of the mesh call it together.
 
-    Rank 0's weights are afterwards those of its tensor group, also where nothing could be tried.
+    Afterwards a tensor group has its rank 0's weights, also if memory did not suffice for the
+    check.
 
-    group: all ranks. Raises PlanError where the divided model computes something else.
+    Args:
+        model: the undivided model.
+        plan: the plan to check.
+        task: source of the loss, and of a second model if the model cannot be copied.
+        seed: seed of the second model.
+        group: all ranks of the mesh.
+        groups: the groups of this rank.
+        examples: the training examples.
+        indices: the examples to run on.
+        device: the device of the model.
+
+    Raises:
+        PlanError: the divided model computes something else.
     """
     started = time.perf_counter()
     missing = _missing(model, group, groups.tensor.size, device)
@@ -71,14 +84,14 @@ def prove_layers(
         agreeing=group,
     )
     group.step = groups.tensor.step = at
-    # The run is measured as if nothing had been tried.
+    # The measurements of the run must not include the check.
     give_back()
     reset_peak_memory()
     return Proof(PROVEN, time.perf_counter() - started)
 
 
 def _missing(model: nn.Module, group: Group, degree: int, device: torch.device) -> str | None:
-    """Why there is not enough memory, if so: the same on all ranks."""
+    """Return why memory does not suffice; None if it suffices. The result is equal on all ranks."""
     here = next(ranks for ranks in group.hosts() if group.rank in ranks)
     if device.type == "cuda":
         free: float = torch.cuda.mem_get_info(device)[0]
@@ -96,11 +109,11 @@ def _missing(model: nn.Module, group: Group, degree: int, device: torch.device) 
 
 
 def needed_bytes(model: nn.Module, degree: int) -> int:
-    """What a rank may need beside the undivided model.
+    """Return the bytes that a rank may need in addition to the undivided model.
 
-    Its parts of weights and gradients, the largest whole gradient, and another undivided model,
-    where it cannot be copied; of a model in files two of its largest parameters alone, for the rest
-    lies in files as well. Activations come on top; they are those of one micro-batch.
+    They are its parts of weights and gradients, the largest whole gradient, and another undivided
+    model, in case it cannot be copied. For a model in files they are two of its largest parameters,
+    because the rest is in files as well. Activations of a micro-batch are not included.
     """
     sizes = [parameter.nbytes for parameter in model.parameters()]
     if lies_in_files(model):
@@ -110,7 +123,8 @@ def needed_bytes(model: nn.Module, degree: int) -> int:
 
 
 def _read(examples: Examples, indices: Tensor, device: torch.device) -> tuple[Any, Any]:
-    # Reading may draw, such as for augmentation: all ranks read alike, and the run feels nothing.
+    # Reading may draw, for example for augmentation: all ranks read with the same seed, and the
+    # generators of the run are restored.
     before = generators_state()
     torch.default_generator.manual_seed(0)
     content: tuple[Any, Any] = to_device(examples.batch(indices), device)
@@ -119,7 +133,7 @@ def _read(examples: Examples, indices: Tensor, device: torch.device) -> tuple[An
 
 
 def _own(loss: Loss) -> Loss:
-    """The loss, with a state of its own where it is a module that can be copied."""
+    """Return a copy of a loss that is a module and can be copied; otherwise the loss itself."""
     if isinstance(loss, nn.Module):
         return copy_of(loss) or loss
     return loss

@@ -1,9 +1,9 @@
-"""Which examples a rank of a mesh computes in a step, and how it reads them as micro-batches.
+"""Examples that a rank of a mesh computes in a step, read as micro-batches.
 
     a batch is split over the data groups, and in each into at most `most` micro-batches
 
-The first stage uses the inputs of a micro-batch and the last one its targets; both read it, from
-the same random numbers where the examples draw (augmentation).
+The first stage uses the inputs of a micro-batch and the last stage its targets; both read the
+micro-batch, with the same random numbers if the examples draw (augmentation).
 """
 
 from __future__ import annotations
@@ -25,10 +25,18 @@ from dure.tasks.loss_shares import NOTHING, CountedLoss
 
 @dataclass
 class Reading:
-    """Makes a rank's micro-batches of a step.
+    """Reader of a rank's micro-batches of a step.
 
-    most: micro-batches of a batch that is large enough. begins: whether this rank has the first
-    stage. alike: whether all ranks of a data group need as many micro-batches as the first has.
+    Args:
+        examples: the training examples.
+        losses: the loss, which determines a micro-batch's share of its batch.
+        seed: seed of the run.
+        mesh: the degrees.
+        at: position of this rank on the mesh.
+        device: device of the micro-batches.
+        most: number of micro-batches of a batch that is large enough.
+        begins: whether this rank has the first stage.
+        alike: whether all ranks of a data group need as many micro-batches as the first rank.
     """
 
     examples: Examples
@@ -42,14 +50,14 @@ class Reading:
     alike: bool
 
     def microbatches(self, indices: Tensor, step: int) -> list[Microbatch]:
-        """Those of this rank of the joint batch `indices`; there may be none in a small batch."""
+        """Return this rank's micro-batches of the joint batch `indices`; none if it is small."""
         parts = indices.tensor_split(self.mesh.data)
         part = parts[self.at.data]
         pieces = part.tensor_split(min(self.most, len(part))) if len(part) else []
         made = [self._one(piece, number, indices, step) for number, piece in enumerate(pieces)]
         if self.alike:
-            # `tensor_split` gives the first ranks the most examples, so rank 0's count is the
-            # largest. The ones that are missing here count nothing.
+            # `tensor_split` gives the first ranks the most examples, so rank 0's number of
+            # micro-batches is the largest. Missing micro-batches are filled with a zero share.
             for number in range(len(made), min(self.most, len(parts[0]))):
                 # Any example will do.
                 made.append(replace(self._one(indices[:1], number, indices, step), share=NOTHING))
@@ -60,8 +68,8 @@ class Reading:
             content: tuple[Any, Any] = to_device(self.examples.batch(piece), self.device)
             return content
 
-        # A single micro-batch is read as one worker reads its batch, and the model draws from where
-        # reading has stopped. In all other cases reading leaves the generators as they were.
+        # A single micro-batch is read like the batch of a single worker, and the model continues to
+        # draw after the reads. In all other cases the generators are restored after reading.
         if not self.examples.draws or (self.most == 1 and self.begins):
             return Microbatch(len(piece), self.losses.share(piece, batch), read)
         return Microbatch(
@@ -71,9 +79,9 @@ class Reading:
     def _seeded(
         self, read: Callable[[], tuple[Any, Any]], number: int, step: int
     ) -> tuple[Any, Any]:
-        """What `read` gives under this micro-batch's seed, the same in the first and last stage."""
+        """Return the result of `read` with a seed that is equal in the first and last stage."""
         before = generators_state()
-        # as one worker seeds a step
+        # the seed of a single worker's step
         if self.most == 1:
             seed_generators(self.seed, "step", step, self.at.data, everything=True)
         else:

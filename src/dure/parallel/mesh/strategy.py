@@ -1,13 +1,13 @@
-"""Data, pipeline and tensor parallelism at once, on a mesh of ranks.
+"""Data, pipeline and tensor parallelism combined on a mesh of ranks.
 
     data      a batch is divided over the data groups;
     pipeline  in each group its micro-batches pass through the stages of a pipeline;
     tensor    the layers of a stage are divided over the ranks of a tensor group
 
-A step is: every pipeline computes its examples' gradients; parameters that several stages use sum
-theirs; data groups sum what their ranks hold alike; every rank updates what it holds. So every
-degree may be one, and what is left is one of the systems alone. All of them compute what one worker
-does on the joint batch.
+In a step every pipeline computes the gradients of its examples. Stages sum the gradients of
+parameters that they share, and data groups sum replicated gradients. Then every rank updates its
+parameters. Any degree may be 1, so each of the three systems is a special case. All combinations
+compute the steps of a single worker on the joint batch.
 
 Sources: Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using
 Megatron-LM"; each system's own page.
@@ -113,14 +113,14 @@ from dure.tensors.flat import check_apart
 from dure.tensors.optimizer_state import forget
 
 EVERY = (1 << 48) - 1
-"""As many bits as a float64 keeps, and some less: values that the last stage may receive."""
+"""Bit mask of all values that the last stage may receive: 48 bits, which a float64 represents."""
 
 TRAINS_WITH: frozenset[Part] = frozenset({"clip_norm", "ema", "unfreeze"})
-"""Of what a task may ask for, what ranks of a mesh can do."""
+"""Parts of learning that a task may request and that ranks of a mesh support."""
 
 
 def cannot(part: Part) -> str | None:
-    """Why ranks of a mesh cannot do a part of learning; None if they can."""
+    """Return why ranks of a mesh cannot do a part of learning; None if they can."""
     if part == "precision":
         return "its layers and stages are divided, and proved, in the precision of the weights"
     if part == "compile":
@@ -130,32 +130,33 @@ def cannot(part: Part) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class Parallel(Strategy):
-    """Strategies combined on a mesh.
+    """Data, pipeline and tensor parallelism combined on a mesh.
 
     Args:
-        mesh: how many ranks lie along each axis.
+        mesh: number of ranks along each axis.
         batch_size: examples of a step over all workers together; None is all the data.
         microbatches: M, the parts of a pipeline's batch that pass through the stages one after the
             other.
         schedule: naive, gpipe, 1f1b, interleaved, zero-bubble or zero-bubble-v; or a list of your
             own, as text.
-        stages_per_rank: of the interleaved schedule; by default two.
+        stages_per_rank: stages on each rank in the interleaved schedule; by default two.
         cut: names of the modules at which the stages after the first begin; by default dure cuts
-            in balance.
-        balance: what is balanced: estimated or measured time, or memory.
-        recompute: stages keep their inputs alone, and compute the rest again for backward; in one
-            stage the modules do with which a step takes the least memory.
-        memory: that a worker's step may take in one stage, such as 2GB: its parts of weights,
-            gradients and optimizer's state, and activations. As few modules are computed again as
-            that needs.
+            the model into balanced stages.
+        balance: quantity that stages balance: estimated or measured time, or memory.
+        recompute: stages store their inputs alone, and recompute the rest for backward; with a
+            single stage, modules are recomputed such that a step takes the least memory.
+        memory: limit of a worker's step with a single stage, such as 2GB: its parts of weights,
+            gradients and optimizer's state, and activations. As few modules as possible are
+            recomputed.
         sequence: tensor neighbours hold shards of the sequence between the layers that they divide.
-        zero: 1 divides the optimizer's state over the ranks of a data group; in one stage 2 divides
-            the gradients too, 3 the parameters too.
-        plan: which layers are divided, and how (docs/tensor-parallel.md): ready (the model's own),
-            rows, columns or alternating (of a chain of linear layers), or a plan of your own.
-        offload: what lies in files while it is not needed, such as optimizer,activations: of
+        zero: 1 divides the optimizer's state over the ranks of a data group; with a single stage 2
+            divides the gradients too, 3 the parameters too.
+        plan: division of the layers (docs/tensor-parallel.md): ready (the model's own), rows,
+            columns or alternating (of a chain of linear layers), or a plan of your own.
+        offload: tensors in files while they are not needed, such as optimizer,activations: of
             optimizer and activations.
-        offload_folder: of these files, on a disk; by default the first of the usual ones that is.
+        offload_folder: folder of these files, on a disk; by default the first usual folder on a
+            disk.
     """
 
     mesh: Mesh = Mesh()  # noqa: RUF009
@@ -184,7 +185,7 @@ class Parallel(Strategy):
     )
 
     def __post_init__(self) -> None:
-        # A frozen dataclass: settings may give the plan as text, and from here on it is a value.
+        # The dataclass is frozen. Settings may contain the plan as text; store it as a value.
         object.__setattr__(self, "plan", TensorPlan(self.plan))
         parse_fields(self, {"offload": parse_offload})
 
@@ -198,7 +199,7 @@ class Parallel(Strategy):
 
     @property
     def deterministic(self) -> bool:
-        # Another cut adds what stages share, and the norm of a gradient, in other groups.
+        # Another cut adds shared gradients, and the norm of the gradient, in another order.
         return self.balance != "measured"
 
     def shares(self, workers: int | None) -> Shares | None:
@@ -208,9 +209,9 @@ class Parallel(Strategy):
         return cannot(part)
 
     def list_for(self, microbatches: int) -> Schedule:
-        """The schedule for so many micro-batches. Raises ValueError if there is none."""
-        # A smaller batch has fewer micro-batches than the user's list: it goes through the same
-        # homes in the plain order.
+        """Return the schedule for a number of micro-batches; raise ValueError if impossible."""
+        # A smaller batch has fewer micro-batches than the user's list: it uses the same placement
+        # of stages with all forwards first.
         if is_own(self.schedule):
             own = Schedule.parse(self.schedule)
             if own.ranks != self.mesh.pipeline:
@@ -226,8 +227,8 @@ class Parallel(Strategy):
             made = make(self.schedule, self.mesh.pipeline, microbatches, per_rank)
         if self.zero < 2:
             return made
-        # There is one stage, in which each micro-batch goes forward and backward at once, so that
-        # its gradients can be reduced; what was made was only checked.
+        # There is a single stage. Each micro-batch runs forward and backward before the next, so
+        # that its gradients can be reduced. The requested schedule was made only to check it.
         return make("1f1b", self.mesh.pipeline, microbatches, 1)
 
     @property
@@ -244,7 +245,7 @@ class Parallel(Strategy):
 
     @property
     def most(self) -> int:
-        """Micro-batches of a batch that is large enough."""
+        """Number of micro-batches of a batch that is large enough."""
         if is_own(self.schedule):
             return Schedule.parse(self.schedule).microbatches
         return 1 if self.schedule == "naive" else self.microbatches
@@ -277,7 +278,7 @@ class Parallel(Strategy):
             )
 
     def again(self, task: Task) -> Asked:
-        """What is computed again by modules; traced stages have a way of their own."""
+        """Return the request for recomputation by modules; traced stages ignore it."""
         whole = Recompute((ALL,)) if self.recompute and self.memory is None else NO_RECOMPUTE
         if not self.uncut:
             return NOT_ASKED
@@ -285,11 +286,11 @@ class Parallel(Strategy):
         return Asked(whole, self.memory, self.examples(len(task.train)), shares)
 
     def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
-        """Divides a copy of the model, and runs it on one micro-batch."""
+        """Check the model on a copy: divide the copy and run it on a micro-batch."""
         self.checked(task, model)
 
     def checked(self, task: Task, model: nn.Module) -> CutModel | None:
-        """A copy of the model that was cut; None where it is one stage, computed as it is."""
+        """Return a copy of the model that was cut; None for a single stage without a trace."""
         check_apart(model)
         check_pieces(task, model, self.batch_size, self.mesh.data, self.most)
         # A copy, since the checks divide it and run it.
@@ -310,7 +311,7 @@ class Parallel(Strategy):
         return None
 
     def _checked_cut(self, model: nn.Module, train: Examples, test: Examples | None) -> CutModel:
-        """The model cut, as far as one process can tell."""
+        """Cut the model and check the cut, as far as possible in a single process."""
         tests = partial(sample, test) if test is not None and len(test) else None
         cut = CutModel(
             model,
@@ -325,15 +326,19 @@ class Parallel(Strategy):
         return cut
 
     def prove(self, task: Task, model: nn.Module, workers: int | None) -> Proof | None:
-        """Runs the stages and the undivided model side by side, on one micro-batch."""
-        # The copy that was cut for the checks: to trace a model takes longest of all.
+        """Compare the stages with the undivided model on a micro-batch.
+
+        Returns None if there is no second model to compare with. For a single stage without a
+        trace, the requested recomputation is compared instead.
+        """
+        # Reuse the copy that was cut for the checks, because tracing takes longest.
         cut = self.checked(task, model)
         if cut is None:
             return prove_recompute(self.again(task), task, model)
         started = time.perf_counter()
         twin = another(model, task, 0)
-        # A task may give one and the same model, of which there is no copy: then there is nothing
-        # to run beside the stages.
+        # A task may return the same model each time, and it may have no copy: then there is no
+        # second model to compare with.
         if twin is cut.model or twin is model:
             return None
         train, test = examples_for(task)
@@ -350,15 +355,15 @@ class Parallel(Strategy):
 
     @property
     def uncut(self) -> bool:
-        """Whether the model is computed as it is, in one stage."""
-        # What is computed again are modules, of which a trace has none. With one micro-batch both
-        # draw the same random numbers.
+        """Whether the model is computed in a single stage, without a trace."""
+        # Recomputation by modules needs modules, which a trace does not have. With a single
+        # micro-batch both draw the same random numbers.
         again = self.most == 1 and (self.recompute or self.memory is not None)
         apart = self.mesh.tensor > 1 or self.zero > 1 or again
         return apart and self.list_for(self.most).stages == 1
 
     def examples(self, of: int) -> int:
-        """In a micro-batch, at most, if so many are to be learned."""
+        """Return the largest number of examples in a micro-batch, for `of` training examples."""
         # The first data group, and its first micro-batch, have the most: both are rounded up.
         batch = of if self.batch_size is None else min(self.batch_size, of)
         return -(-batch // (self.mesh.data * self.most))
@@ -368,7 +373,15 @@ class Parallel(Strategy):
 
 
 class ParallelLearner(Learner):
-    """One rank of a mesh at work."""
+    """Training on a single rank of a mesh.
+
+    Args:
+        task: the task.
+        place: this rank's group, devices and folder.
+        seed: seed of the run.
+        strategy: the strategy's settings.
+        again: the request for recomputation; None is the strategy's request.
+    """
 
     unit = "step"
     parted = True
@@ -406,23 +419,23 @@ class ParallelLearner(Learner):
         self.offloaded = Offloaded(
             strategy.offload, strategy.offload_folder, place, self.device, divided=True
         )
-        # Chosen of the undivided model, so that all ranks choose the same.
+        # Choose on the undivided model, so that all ranks make the same choice.
         asked = strategy.again(task) if again is None else again
         chosen_again = chosen(asked, task, model, place.check)
-        # The parts of layers lie in files too until it is known which of them are kept (`hold`).
+        # Parts of layers are in files too, until `hold` decides which of them this rank stores.
         with beside(model):
             self._divide_layers(model, place.check)
         if chosen_again is not None:
             compute_again(model, chosen_again.choice.names)
         self._draws = draws_of(model)
         self.units_per_epoch = self.batches.steps_per_epoch
-        # Before `hold`, which lets go of the parameters of other stages.
-        # They are counted in a forward pass, whose messages are no part of the training.
+        # Before `hold`, which frees the parameters of other stages. A forward pass counts the
+        # operations, and its messages are not part of training.
         with self.groups.tensor.uncounted():
             self._flops = (
                 flops_per_step(model, self.train_examples, self._share()) / strategy.mesh.pipeline
             )
-        # The schedule of a full batch; smaller ones have an engine of their own (`_engine`).
+        # The schedule of a full batch; smaller batches have separate engines (`_engine`).
         self.schedule = strategy.list_for(strategy.most)
         self.stream = Stream(derive(seed, "draws", self.at.data), False, self._own_draws)
         self.held = hold(
@@ -441,7 +454,7 @@ class ParallelLearner(Learner):
         self._without: dict[int, list[str]] = {}
         self._make_optimizer()
         if strategy.uncut:
-            # Nobody has traced this model: what its forward passes change is found by comparing.
+            # Without a trace, changed buffers are found by comparing values.
             self.held.speaking = Speaker(model)
         self.reading = Reading(
             examples=self.train_examples,
@@ -452,12 +465,13 @@ class ParallelLearner(Learner):
             device=self.device,
             most=strategy.most,
             begins=0 in self.held.own,
-            # Every micro-batch gathers units and reduces gradients, with the whole data group.
+            # Every micro-batch gathers units and reduces gradients over the whole data group, so
+            # all its ranks need equally many.
             alike=self.held.zero is not None and self.held.zero.stage > 1,
         )
 
     def _divide_layers(self, model: nn.Module, check: bool) -> None:
-        """Divides the layers over the tensor group. check: whether the plan is tried before."""
+        """Divide the layers over the tensor group. check: whether to prove the plan first."""
         mesh = self.strategy.mesh
         if mesh.tensor == 1:
             return
@@ -486,7 +500,7 @@ class ParallelLearner(Learner):
         divide(model, plan, self.groups.tensor)
 
     def _cut(self, model: nn.Module) -> CutModel | UncutModel:
-        """The model, cut where rank 0 says: measured times differ between ranks."""
+        """Return the model with rank 0's cut, because measured times differ between ranks."""
         kind = UncutModel if self.strategy.uncut else CutModel
         cut = kind(
             model,
@@ -503,18 +517,18 @@ class ParallelLearner(Learner):
         return cut
 
     def _stages(self) -> dict[int, Stage]:
-        """The stages of this rank, by number; `held` learns which buffers they write."""
+        """Return the stages of this rank, by number; set `held.written` to changed buffers."""
         held = self.held
         strategy = self.strategy
         # Several micro-batches draw at the same time, and so do ranks that divide a sequence: each
-        # operation has a number, and draws from a seed of its own.
+        # operation then has a number and its own seed.
         on_shards = bool(modules_on_shards(held.model)) and not strategy.uncut
         numbered = strategy.most > 1 or on_shards
         self.stream.carried = not numbered and held.cut.draws
         # The loss may draw too; -1 is a number that no operation of the model has.
         part = self.losses.part
         self._loss = self.stream.drawing(part, -1) if numbered else part
-        # A schedule that computes weight gradients apart finds them on this list; else they are
+        # A schedule with separate weight gradients defers them to this list; otherwise they are
         # computed at once.
         self.remaining: Remaining | None = [] if self.schedule.parts_gradients else None
         self.later = now if self.remaining is None else self.remaining.append
@@ -527,7 +541,7 @@ class ParallelLearner(Learner):
         return stages
 
     def _make_optimizer(self) -> None:
-        """The optimizer of what this rank holds, its state divided if that is asked for."""
+        """Create the optimizer of this rank's parameters, divided by ZeRO if requested."""
         held = self.held
         held.optimizer = optimizer_of(held, self.task.optimizer)
         if held.optimizer is not None:
@@ -537,7 +551,7 @@ class ParallelLearner(Learner):
         self._watch_passes()
 
     def _watch_passes(self) -> None:
-        """For activations that are offloaded: what is here in any case is not kept once more."""
+        """Configure offloading of activations to skip tensors that stay in memory anyway."""
         zero, model = self.held.zero, self.held.model
         if zero is None or zero.stage == 1:
             self.offloaded.keep_activations(lambda: (*model.parameters(), *model.buffers()))
@@ -547,14 +561,14 @@ class ParallelLearner(Learner):
             zero.keep_activations(self.offloaded.activations)
 
     def _share(self) -> int:
-        """Examples of a step in this pipeline."""
+        """Return the examples of a step in this pipeline."""
         return -(-self.batches.batch_size // self.strategy.mesh.data)
 
     def flops_per_step(self) -> float:
         return self._flops
 
     def _own_draws(self, on_shards: bool) -> int | None:
-        """This rank's place in its tensor group, in a divided region or on a shard; else None."""
+        """Return this rank's tensor index inside a divided region or on a shard; otherwise None."""
         # In a divided region, or on a shard of a sequence, neighbours compute different elements,
         # and must not draw the same numbers for them.
         inside = on_shards or any(draws.inside for draws in self._draws)
@@ -584,7 +598,10 @@ class ParallelLearner(Learner):
     # A step.
 
     def advance(self, wish: int) -> Progress:
-        """One step of the optimizer on the next joint batch."""
+        """Run a step of the optimizer on the next joint batch.
+
+        wish: the control flags of this rank.
+        """
         held = self.held
         indices = self.batches.at(held.step)
         mean, _, wish = self.compute(indices, wish)
@@ -600,20 +617,20 @@ class ParallelLearner(Learner):
         return Progress(mean, len(indices), wish)
 
     def compute(self, indices: Tensor, wish: int) -> tuple[float | None, float, int]:
-        """Leaves the gradient of the mean loss of the joint batch in the parameters.
+        """Compute the gradient of the joint batch's mean loss, in the parameters' gradients.
 
-        Returns that loss, what it counts, and rank 0's wish. Raises LossNotFiniteError on all
-        ranks.
+        Returns that loss, the number that the loss counts, and rank 0's control flags. Raises
+        LossNotFiniteError on all ranks.
         """
         held = self.held
         self.groups.at_step(self.group.step)
-        # All ranks of a data group seed alike: stages and tensor neighbours compute one model.
+        # The ranks of a pipeline and its tensor groups use equal seeds: they compute one model.
         seed_generators(
             self.seed, "step", held.step, self.at.data, everything=self.train_examples.draws
         )
         if held.optimizer is not None:
             held.optimizer.zero_grad(set_to_none=True)
-        # All ranks hear of a loss that is not finite before any of them updates.
+        # All ranks learn of a loss that is not finite before any rank updates.
         losses, count, wish, missed = self._agree(*self.gradients(indices), wish)
         loss = sum(losses)
         if not math.isfinite(loss):
@@ -628,16 +645,17 @@ class ParallelLearner(Learner):
         return mean, count, wish
 
     def gradients(self, indices: Tensor) -> tuple[float, float]:
-        """Leaves the joint batch's gradient in the parameters.
+        """Compute the joint batch's gradient, in the parameters' gradients.
 
-        Returns what this rank adds to the batch's loss, and to what that counts.
+        Returns this rank's contributions to the batch's loss and to the number that the loss
+        counts.
         """
         batches = self.reading.microbatches(indices, self.held.step)
         if batches:
             with self.offloaded.saving():
                 self._engine(len(batches)).run(self.held.step, batches)
         account(self.held, computing=True)
-        # First over stages, then over replicas: each replica then adds whole gradients.
+        # Sum over stages first, so that the replicas sum whole gradients.
         sum_tied(self.held)
         sum_over_replicas(self.held)
         last = self.stages.get(self.schedule.stages - 1)
@@ -648,6 +666,7 @@ class ParallelLearner(Learner):
         return sum(last.losses[n] for n in numbers), sum(last.counts[n] for n in numbers)
 
     def _engine(self, microbatches: int) -> Engine:
+        """Return the engine for this number of micro-batches, made at first use."""
         if microbatches not in self._engines:
             schedule = self.strategy.list_for(microbatches)
             self._engines[microbatches] = Engine(
@@ -660,10 +679,10 @@ class ParallelLearner(Learner):
         return self._engines[microbatches]
 
     def _agree(self, loss: float, count: float, wish: int) -> tuple[list[float], float, int, int]:
-        """What all ranks know of the step.
+        """Exchange the results of the step between all ranks.
 
-        What each of them adds to the batch's loss, and all of them to what that counts; rank 0's
-        wish; and what got no gradient (`_missed`).
+        Returns each rank's contribution to the batch's loss; the number that the loss counts; rank
+        0's control flags; and the values without a gradient (`_missed`).
         """
         # Tensor neighbours have the same loss, and stages before the last have none.
         said = [loss, count] if self.at.tensor == 0 else [0.0, 0.0]
@@ -674,9 +693,9 @@ class ParallelLearner(Learner):
         return [row[0] for row in rows], sum(row[1] for row in rows), int(rows[0][2]), missed
 
     def _missed(self) -> int:
-        """The values that the last stage has received and that got no gradient, as bits.
+        """Return a bit mask of the values that the last stage received and that got no gradient.
 
-        All of them on a rank that does not know. A loss may not depend on all outputs.
+        The mask is `EVERY` on a rank that does not know. A loss may not depend on all outputs.
         """
         last = self.stages.get(self.schedule.stages - 1)
         if last is None or not last.losses or self.schedule.stages == 1:
@@ -684,12 +703,13 @@ class ParallelLearner(Learner):
         return EVERY & ~sum(1 << place for place in last.reached)
 
     def _drop_gradients(self, missed: int) -> None:
-        """Takes away the zeros that came where one worker has no gradient.
+        """Drop gradients of zeros for parameters that have no gradient on a single worker.
 
-        An optimizer leaves a parameter without a gradient alone, and one with zeros not.
+        An optimizer skips a parameter without a gradient, but updates a parameter with a gradient
+        of zeros.
         """
         cut = self.held.cut
-        # Parts of an optimizer's state that are divided are updated together.
+        # With ZeRO the divided state is updated as a whole, so single gradients cannot be dropped.
         if isinstance(cut, UncutModel) or self.schedule.stages == 1 or self.held.zero is not None:
             return
         if missed not in self._without:
@@ -699,7 +719,7 @@ class ParallelLearner(Learner):
                 self.held.parameters[name].grad = None
 
     def _drop_frozen(self) -> None:
-        """Takes the gradients of what is not yet trained."""
+        """Set the gradients of parameters that are not yet trained to None."""
         if not self._trained_from:
             return
         for name, part in trained_parts(self.held).items():
@@ -713,13 +733,13 @@ class ParallelLearner(Learner):
         return parts_changed(self.held)
 
     def evaluate(self) -> dict[str, float]:
-        """The test examples, forward through the pipelines; each takes its share."""
+        """Evaluate the test examples through the pipelines; each data group takes a share."""
         if self.test_examples is None:
             return {}
         self.groups.at_step(self.group.step)
         return evaluate(self.held, self.task, self.test_examples)
 
-    # What is kept.
+    # Checkpoints and facts.
 
     def weights(self) -> Mapping[str, Tensor]:
         return weights_of(self.held)
@@ -741,7 +761,7 @@ class ParallelLearner(Learner):
             self.held.speaking = Speaker(self.held.model)
 
     def facts(self) -> dict[str, Any]:
-        """What this rank holds, for the report: see `dure.parallel.mesh.facts`."""
+        """Return the facts of this rank for the report: see `dure.parallel.mesh.facts`."""
         return facts_of(self.held, self.batches.batch_size, self.stream.carried)
 
     def meters(self) -> Sequence[Meter]:
@@ -749,6 +769,6 @@ class ParallelLearner(Learner):
 
 
 def _not_finite(losses: Sequence[float]) -> str:
-    """On which rank the loss is not finite: the first of them."""
+    """Return the first rank on which the loss is not finite, in words."""
     ranks = (f"rank {rank}" for rank, loss in enumerate(losses) if not math.isfinite(loss))
     return next(ranks, "all ranks together")

@@ -1,14 +1,15 @@
-"""Tensor parallelism: the mesh of one axis on which ranks divide the matrices of every layer.
+"""Tensor parallelism: a mesh with a single axis, on which ranks divide the matrices of every layer.
 
-    MLP        Y = GELU(X A) B     A by columns, B by rows: one all-reduce of Y forward, one of ∂X
-                                   backward
+    MLP        Y = GELU(X A) B     A by columns, B by rows: an all-reduce of Y forward, an
+                                   all-reduce of ∂X backward
     attention  its heads           the same: query, key and value by columns, the projection by rows
 
-So a layer of a transformer sums 2 b s h numbers forward and 2 b s h backward over the ranks, for b
-sequences of length s and width h; by a ring or the backend's own all-reduce a rank sends 2(N-1)/N
-of each. That is why tensor neighbours share a host.
+So a transformer's layer sums 2 b s h numbers forward and 2 b s h backward over the ranks, for b
+sequences of length s and width h. With a ring or the backend's own all-reduce a rank sends 2(N-1)/N
+of each. For this reason tensor neighbours share a host.
 
-All ranks see every example, hold 1/N of each divided layer, and walk the path of one worker.
+All ranks see every example and store 1/N of each divided layer; training follows that of a single
+worker.
 
 Source: Shoeybi et al. 2019, "Megatron-LM: Training Multi-Billion Parameter Language Models Using
 Model Parallelism".
@@ -38,22 +39,23 @@ from dure.settings import parse_fields
 
 @dataclass(frozen=True)
 class TensorParallel(Strategy):
-    """Ranks divide the layers of the model.
+    """Tensor parallelism: ranks divide the layers of the model.
 
     Args:
         batch_size: examples of a step; None is all the data.
         sequence: between divided layers ranks hold shards of the sequence (reduce-scatter and
             all-gather in place of all-reduce).
-        plan: which layers are divided, and how (docs/tensor-parallel.md): ready (the model's own),
-            rows, columns or alternating (of a chain of linear layers), or a plan of your own.
-        offload: what lies in files while it is not needed, such as optimizer,activations: of
+        plan: division of the layers (docs/tensor-parallel.md): ready (the model's own), rows,
+            columns or alternating (of a chain of linear layers), or a plan of your own.
+        offload: tensors in files while they are not needed, such as optimizer,activations: of
             optimizer and activations.
-        offload_folder: of these files, on a disk; by default the first of the usual ones that is.
-        recompute: modules that are computed again for backward, and keep their inputs alone, such
-            as layers.*; or all, those with which a step takes the least memory; none by default.
-        memory: that a worker's step may take, such as 2GB: its parts of weights, gradients and
-            optimizer's state, and the activations of the undivided model. As few modules are
-            computed again as that needs.
+        offload_folder: folder of these files, on a disk; by default the first usual folder on a
+            disk.
+        recompute: modules that are recomputed for backward and store their inputs alone, such as
+            layers.*; or all, those with which a step takes the least memory; none by default.
+        memory: limit of a worker's step, such as 2GB: its parts of weights, gradients and
+            optimizer's state, and the activations of the undivided model. As few modules as
+            possible are recomputed.
     """
 
     batch_size: int | None = 64
@@ -87,7 +89,7 @@ class TensorParallel(Strategy):
         return bool(self.offload)
 
     def on(self, workers: int) -> Parallel:
-        """The same on a mesh."""
+        """Return this strategy on a mesh."""
         return Parallel(
             mesh=Mesh(tensor=workers),
             batch_size=self.batch_size,
@@ -121,7 +123,7 @@ class TensorParallel(Strategy):
         self.on(1 if workers is None else workers).check_model(task, model, workers)
 
     def prove(self, task: Task, model: nn.Module, workers: int | None) -> Proof | None:
-        """Tries what is computed again, where that is asked for; the layers the ranks try."""
+        """Check the requested recomputation; the ranks check the divided layers."""
         self.check_model(task, model, workers)
         return prove_recompute(self._again(task, workers), task, model)
 

@@ -1,15 +1,15 @@
-"""ZeRO on a mesh: what the ranks of a data group would hold alike is divided over them.
+"""ZeRO on a mesh: state that the ranks of a data group would replicate is divided over them.
 
-    1      the optimizer's state, of whatever stages and parts of layers a rank holds
-    2, 3   the gradients too, and the parameters too, of a model in one stage; its layers may be
-           divided over a tensor group, so that each parameter is cut twice: along its rows or
-           columns, and what is left over the data group
+    1      the optimizer's state, of the stages and parts of layers on a rank
+    2, 3   the gradients too, and the parameters too, of a model in a single stage; its layers may
+           be divided over a tensor group, so that each parameter is divided twice: along its rows
+           or columns, and then over the data group
 
 In a pipeline the gradients of a batch's micro-batches add up on the rank of their stage, whole, so
-that to divide them would save no memory; there it is stage 1. In stages 2 and 3 micro-batches
-follow one another, each forward and backward at once, and the gradients of each are reduced. A rank
-that has fewer micro-batches than others of its data group computes an example that counts nothing,
-so that all gather the same units in the same order, whatever the model does with them.
+dividing them would save no memory; pipelines support stage 1 only. In stages 2 and 3 micro-batches
+follow one another, each forward and backward, and the gradients of each are reduced. A rank with
+fewer micro-batches than others of its data group computes an example with zero weight. So all ranks
+gather the same units in the same order.
 
 Sources: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter
 Models"; Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using
@@ -30,13 +30,13 @@ from dure.parallel.speaker import check_weights_stay
 from dure.parallel.zero.redundancy import ZeroRedundancy
 
 Stage = Literal[0, 1, 2, 3]
-"""What is divided; 0 is nothing."""
+"""Stage of ZeRO; 0 divides nothing."""
 
 
 def check(stage: Stage, mesh: Mesh, stages: int, model: nn.Module) -> None:
-    """Raises ValueError where ZeRO does not fit the mesh or the model.
+    """Raise ValueError if ZeRO does not fit the mesh or the model.
 
-    stages: into how many the model is cut.
+    stages: the number of stages of the cut model.
     """
     if stage not in (0, 1, 2, 3):
         raise ValueError(f"zero is {stage}, but ZeRO has the stages 1, 2 and 3; 0 divides nothing")
@@ -51,18 +51,18 @@ def check(stage: Stage, mesh: Mesh, stages: int, model: nn.Module) -> None:
 
 
 def zero_of(held: Held, stage: Stage) -> ZeroRedundancy | None:
-    """Divides what this rank trains, in place; returns None where nothing is divided."""
+    """Divide this rank's trained parameters in place; return None if nothing is divided."""
     group = held.groups.data
-    # A data group of one has nobody to divide with.
+    # A data group of size 1 cannot divide.
     if stage == 0 or held.optimizer is None or group.size == 1:
         return None
-    # In stage 1 a rank may hold some stages' parameters alone, which are no module: a list of them.
+    # In stage 1 a rank may have the parameters of some stages only, which form no module.
     divided = nn.ParameterList(held.parameters.values()) if stage == 1 else held.model
     return ZeroRedundancy(divided, held.optimizer, stage, group, reduce="sum", prefetch=0)
 
 
 def names_of(held: Held) -> dict[str, str]:
-    """The model's names of its parameters, by ZeRO's names: in stage 1 the places in a list."""
+    """Return the model's parameter names by ZeRO's names, which are list indices in stage 1."""
     assert held.zero is not None
     names = list(held.parameters)
     # An nn.ParameterList calls its parameters "0", "1", …
@@ -71,7 +71,7 @@ def names_of(held: Held) -> dict[str, str]:
 
 
 def trained_parts(held: Held) -> dict[str, nn.Parameter]:
-    """What is updated on this rank, by the model's names: parameters, or pieces of them."""
+    """Return the tensors updated on this rank, by the model's names: parameters or their parts."""
     if held.zero is None:
         return held.parameters
     names = names_of(held)
@@ -80,7 +80,7 @@ def trained_parts(held: Held) -> dict[str, nn.Parameter]:
 
 @contextmanager
 def parts_changed(held: Held) -> Iterator[None]:
-    """Around a change of `trained_parts`, by all ranks together; what travels is not counted."""
+    """Context manager for a change of `trained_parts` on all ranks; transfers do not count."""
     if held.zero is None:
         yield
         return
@@ -90,7 +90,7 @@ def parts_changed(held: Held) -> Iterator[None]:
 
 @contextmanager
 def whole(held: Held) -> Iterator[None]:
-    """Inside, the parameters here are whole, but for their division over the tensor group."""
+    """Context manager: parameters are whole, except for their division over the tensor group."""
     if held.zero is None or held.zero.stage == 1:
         yield
         return
@@ -99,9 +99,9 @@ def whole(held: Held) -> Iterator[None]:
 
 
 def account(held: Held, computing: bool) -> None:
-    """Tells the meter what was sent since the last call.
+    """Report the traffic since the last call to the meter.
 
-    computing: whether the meter has counted these waits as computing; they are taken out there.
+    computing: whether the meter has counted the waits as computing time; they are then subtracted.
     """
     if held.zero is not None:
         waited = held.zero.wire.account(held.step + 1)

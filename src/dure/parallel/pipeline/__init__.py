@@ -1,14 +1,15 @@
 """Pipeline parallelism: a model is traced, cut into stages, scheduled, and run by micro-batches.
 
-    trace, unseen, memory     the model as a list of operations, and what such a list must not lose
-    whole, untraced, stand_in modules that cannot be traced, each as one operation;
-    observed, choosing        found by running the model, also blocks that LayerDrop leaves out
-    balance, cut, program     where to cut, the model that is cut, and what a stage computes;
-                              uncut is a model in one stage
-    schedule, builders        who computes what when, as data; zero_bubble_v is one of the builders
-    validate, simulate, draw  whether a schedule can run, how long it takes, and its picture
-    stage, apart, draws       a stage at work, gradients of weights apart, and random numbers
-    runtime, evaluation       a rank that follows its list, in training and in evaluation
+    `trace`, `unseen`, `memory`     the model as a list of operations, and side effects that such a
+                                    list must not lose
+    `whole`, `untraced`, `stand_in` modules that cannot be traced, each as a single operation;
+    `observed`, `choosing`          found by running the model, also blocks that LayerDrop skips
+    `balance`, `cut`, `program`     the positions of the cuts, the model that is cut, and the
+                                    operations of a stage; `uncut` is a model in a single stage
+    `schedule`, `builders`          the order in which ranks compute, as data; also `zero_bubble_v`
+    `validate`, `simulate`, `draw`  whether a schedule can run, how long it takes, and its picture
+    `stage`, `apart`, `draws`       execution of a stage, separate weight gradients, random numbers
+    `runtime`, `evaluation`         a rank that follows its list, in training and in evaluation
 
-The strategy that does so in `dure.train` is `dure.parallel.mesh.pipeline`.
+The strategy for `dure.train` is `dure.parallel.mesh.pipeline`.
 """

@@ -1,17 +1,17 @@
-"""Gradients of inputs and of weights apart, and weight gradients added inside the product.
+"""Separate gradients of inputs and of weights, and weight gradients accumulated inside the product.
 
-    y = x wᵀ:   backward gives  ∂x = ∂y w  at once, and leaves  ∂w += ∂yᵀ x  for later, as
-                zero-bubble schedules want it: no other rank waits for ∂w
-                (of complex numbers: the conjugates of w and x)
+    y = x wᵀ:   backward computes  ∂x = ∂y w  at once, and defers  ∂w += ∂yᵀ x , as zero-bubble
+                schedules require: no other rank waits for ∂w
+                (for complex numbers: the conjugates of w and x)
 
-The operations that hold nearly all of a model's weight gradients have such a form here: linear
-layers, products with a weight, convolutions. All other gradients are computed at once. What is left
-keeps x and ∂y alive until it is done.
+Three kinds of operations hold nearly all of a model's weight gradients and are split here: linear
+layers, products with a weight, convolutions. All other gradients are computed at once. A deferred
+gradient keeps x and ∂y alive until it is computed.
 
-Where nothing is left for later, long weights of products have that form all the same: a micro-batch
-adds its part of ∂w inside the product. Autograd makes a matrix of its own and adds that, which for
-micro-batches of few rows takes as long as a good part of the product: it is written, read, and
-added to what is read and written.
+If nothing is deferred, products with large weights are split all the same: a micro-batch adds its
+part of ∂w inside the product. Autograd allocates a separate matrix and adds it. For micro-batches
+of few rows that addition takes a good part of the time of the product, because the matrix is
+written, read, and added to a sum that is read and written.
 
 Source: Qi et al. 2023, "Zero Bubble Pipeline Parallelism".
 """
@@ -32,23 +32,23 @@ Remaining = list[Callable[[], None]]
 """Weight gradients that are still to be computed, in the order of backward."""
 
 Later = Callable[[Callable[[], None]], None]
-"""What is done with a weight gradient: `Remaining.append`, or `now`."""
+"""Handler of a weight gradient: `Remaining.append` defers it, `now` computes it at once."""
 
 LONG = 1 << 15
-"""Elements of a weight from which on it pays to add inside the product."""
+"""Smallest number of elements of a weight for which adding inside the product pays."""
 
 aten = torch.ops.aten
 
 
 def now(compute: Callable[[], None]) -> None:
-    """Computes a weight gradient when backward comes to it."""
+    """Compute a weight gradient as soon as backward reaches it."""
     compute()
 
 
 def pays(operation: Any, weight: Tensor, later: Later) -> bool:
-    """Whether the form of `apart` is of use.
+    """Return whether splitting the operation's backward with `apart` is of use.
 
-    Where nothing is left for later, it is of use for long weights of products alone.
+    If nothing is deferred, splitting is of use only for products with large weights.
     """
     return later is not now or (
         weight.numel() >= LONG and operation in (aten.linear.default, aten.addmm.default)
@@ -56,14 +56,15 @@ def pays(operation: Any, weight: Tensor, later: Later) -> bool:
 
 
 def apart(operation: Any, later: Later) -> tuple[int, Callable[..., Any] | None]:
-    """The operation with its weight's gradient apart, and the weight's place in its arguments.
+    """Return the position of the weight in the operation's arguments, and the split operation.
 
-    (0, None) for operations that have no such form.
+    The split operation hands its weight's gradient to `later`. The result is (0, None) for an
+    operation without a split form.
     """
 
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
-        # Asked anew in every call: hooks may have been added, or the weight frozen, since the
-        # program was made.
+        # Checked in every call: hooks may have been added, or the weight frozen, since the program
+        # was made.
         if weight.dim() != 2 or not _is_ours(weight):
             return operation(x, weight, bias)
         return _Product.apply(x, weight, bias, True, later)  # type: ignore[no-untyped-call]
@@ -104,7 +105,7 @@ def apart(operation: Any, later: Later) -> tuple[int, Callable[..., Any] | None]
 
 
 def _is_ours(weight: Tensor) -> bool:
-    """Whether it has a gradient that no hook looks at; that may change from step to step."""
+    """Return whether the weight requires a gradient and has no hooks; both can change by step."""
     return weight.requires_grad and not has_hooks(weight)
 
 
@@ -114,23 +115,24 @@ def _each(value: Any, dimensions: int) -> list[int]:
 
 
 def _add(weight: Tensor, gradient: Tensor) -> None:
-    # Not `weight.grad`: with ZeRO that is refused to everybody else.
+    # Not `weight.grad`: with ZeRO, access to that attribute raises an error.
     before = gradient_of(weight)
     set_gradient(weight, gradient if before is None else before.add_(gradient))
 
 
 def _add_product(weight: Tensor, one: Tensor, other: Tensor) -> None:
+    """Add `one @ other` to a weight's gradient, inside the product if possible."""
     before = gradient_of(weight)
-    # Only a dense gradient of one dtype can be added to inside the product.
+    # Only a dense gradient of the same dtype can be the accumulator of the product.
     if before is None or before.dtype != one.dtype or before.layout is not torch.strided:
         _add(weight, one @ other)
     else:
-        # The sum is written once; a product of its own would be written, read and added.
+        # The sum is written once; a separate product would be written, read and added.
         before.addmm_(one, other)
 
 
 class _Product(torch.autograd.Function):
-    """x w + b with w of shape (in, out), or (out, in) if `across`."""
+    """Product x w + b with w of shape (in, out), or (out, in) if `across`."""
 
     @staticmethod
     def forward(
@@ -139,7 +141,7 @@ class _Product(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.across = across
         ctx.later = later
-        # What is saved may come back as another tensor; the gradient belongs to this one.
+        # `saved_tensors` may return another tensor object; the gradient belongs to this object.
         ctx.parameter = weight
         return F.linear(x, weight if across else weight.T, bias)
 
@@ -147,7 +149,7 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         (g,) = gradients
         x, weight = ctx.saved_tensors
-        # as one matrix: batch and sequence are rows alike
+        # as a matrix: batch and sequence dimensions are flattened to rows
         outs = g.reshape(-1, g.shape[-1])
 
         def compute() -> None:
@@ -164,7 +166,7 @@ class _Product(torch.autograd.Function):
 
 
 class _Convolution(torch.autograd.Function):
-    """settings: stride, padding and dilation, each by dimension, and groups."""
+    """Split convolution; settings: stride, padding, dilation per dimension, and groups."""
 
     @staticmethod
     def forward(

@@ -1,19 +1,19 @@
-"""Where to cut a model: so that the stages take equally long, or need equally much memory.
+"""Positions at which to cut a model, so that stages take equal time or need equal memory.
 
-With c(i, j) the cost of a stage of operations i … j-1, and of the message that leaves it, the best
-cut has the least
+With c(i, j) the cost of a stage of operations i … j-1 and of the message that leaves the stage, the
+best cut minimises
 
     max over stages of c(i, j)
 
-found exactly by dynamic programming over all positions, O(stages x operations^2), one vector
-operation a position. Among the cuts that are within 2 % of the best the one is taken over whose
-boundaries the fewest bytes travel.
+Dynamic programming over all positions finds the minimum exactly in O(stages x operations^2), with a
+single vector operation per position. Among the cuts within 2 % of the minimum, the cut that sends
+the fewest bytes over its boundaries is taken.
 
 Costs of an operation:
-    estimated  floating-point operations, counted, and what its output takes to write, at 30 GFLOP/s
-    measured   seconds, forward and backward, on one micro-batch: the best of three
+    estimated  floating-point operations, counted, and the time to write its output, at 30 GFLOP/s
+    measured   seconds, forward and backward, on a micro-batch: the best of three
     memory     bytes: parameters four times (gradient, two states of Adam), outputs once for each
-               micro-batch that is under way in 1F1B
+               micro-batch that is in flight in 1F1B
 
 A message takes its bytes at 1 GB/s.
 
@@ -41,21 +41,21 @@ from dure.randomness.seeds import generators_state, restore_generators
 Balance = Literal["estimated", "measured", "memory"]
 
 SPEED = 3e10
-"""Floating-point operations a second."""
+"""Floating-point operations per second."""
 LINK = 1e9
-"""Bytes of a message a second."""
+"""Bytes of a message per second."""
 WORK_OF_AN_ELEMENT = 10
-"""Floating-point operations in whose time an element of an output is written."""
+"""Floating-point operations that take as long as writing an element of an output."""
 SLACK = 1.02
-"""How much dearer than the best a cut may be that sends fewer bytes."""
+"""Largest ratio to the minimal cost of a cut that is chosen because it sends fewer bytes."""
 
 
 @dataclass(frozen=True)
 class Costs:
     """Costs of each operation of `Trace.moving`.
 
-    crossing: bytes that would travel if the cut were before it. link: what a byte of a message
-    costs.
+    own: cost of each operation. crossing: bytes that would travel if the model were cut before the
+    operation. link: cost of a byte of a message.
     """
 
     own: tuple[float, ...]
@@ -64,11 +64,14 @@ class Costs:
 
 
 IMPOSSIBLE = 1 << 60
-"""Bytes that cross where a model must not be cut."""
+"""Bytes that stand for a position at which the model must not be cut."""
 
 
 def costs_of(trace: Trace, balance: Balance, inputs: Sequence[Any]) -> Costs:
-    """inputs: the leaves of a micro-batch's inputs, for measuring."""
+    """Return the costs of a trace's operations.
+
+    inputs: the leaves of a micro-batch's inputs; only "measured" uses them.
+    """
     if balance == "memory":
         return Costs(tuple(_memory(trace)), tuple(crossing_bytes(trace)), 0.0)
     own = (
@@ -80,7 +83,7 @@ def costs_of(trace: Trace, balance: Balance, inputs: Sequence[Any]) -> Costs:
 
 
 def crossing_bytes(trace: Trace) -> list[int]:
-    """For each place in `trace.moving`: bytes of the values made before and used from there on."""
+    """Return for each position in `trace.moving` the bytes made before and used from there on."""
     place = {node: index for index, node in enumerate(trace.moving)}
     last: dict[fx.Node, int] = {}
     for node in trace.moving:
@@ -90,12 +93,12 @@ def crossing_bytes(trace: Trace) -> list[int]:
     for leaf in trace.outputs:
         if isinstance(leaf, fx.Node) and leaf in place:
             last[leaf] = len(place)
-    # Each value adds its bytes where it is made and takes them off after its last use; the running
-    # sum of these steps is what crosses.
+    # Each value adds its bytes at its creation and subtracts them after its last use; the running
+    # sum of these steps is the traffic at each position.
     steps = numpy.zeros(len(place) + 2, dtype=numpy.int64)
     for node, until in last.items():
         if isinstance(node.meta["val"], Tensor):
-            # What is taken out of a tuple was made when the tuple was.
+            # An element of a tuple was made when the tuple was made.
             made = place[origin_of(node)]
             steps[made + 1] += trace.value(node).nbytes
             steps[until + 1] -= trace.value(node).nbytes
@@ -108,25 +111,27 @@ def crossing_bytes(trace: Trace) -> list[int]:
 
 
 def inside_divided(trace: Trace) -> list[bool]:
-    """For each place in `trace.moving`: whether a cut there would be inside a divided region."""
+    """Return for each position in `trace.moving` whether a cut there is inside a divided region."""
     inside = []
     open_ = False
     for node in trace.moving:
         inside.append(open_)
         change = opens(node)
-        # An operation that neither opens nor closes leaves it as it was.
+        # An operation that neither opens nor closes a region leaves the state unchanged.
         open_ = change > 0 or (open_ and change == 0)
     return inside
 
 
 def _estimated(trace: Trace, node: fx.Node) -> float:
-    """Seconds, forward and backward."""
+    """Return the estimated seconds of an operation, forward and backward."""
     elements = sum(leaf.numel() for leaf in _tensors(node.meta["val"]))
-    # Backward computes two products for each one of forward, so three in all.
+    # Backward computes two products for each product of forward, so three in all.
     return 3 * (_flops(trace, node) + WORK_OF_AN_ELEMENT * elements) / SPEED
 
 
 def _flops(trace: Trace, node: fx.Node) -> float:
+    """Return the floating-point operations of an operation's forward."""
+
     def without_data(leaf: Any) -> Any:
         found = trace.tensor(leaf) if isinstance(leaf, fx.Node) and leaf.op == "get_attr" else leaf
         found = found.meta["val"] if isinstance(found, fx.Node) else found
@@ -156,19 +161,19 @@ def _flops(trace: Trace, node: fx.Node) -> float:
 
 
 def _products(trace: Trace, node: fx.Node) -> float:
-    """Of matrix products of an operation's weights with its rows."""
+    """Return the floating-point operations of products of an operation's weights with its rows."""
     used = map(trace.tensor, trace.attributes(node))
     weights = [tensor for tensor in used if isinstance(tensor, nn.Parameter)]
     ends = _tensors(node.meta["val"])[:1]
     if is_opaque(node):
-        # Of a divided layer one end may be a shard of the sequence; the other has all rows.
+        # The input or the output of a divided layer may be a shard; the other one has all rows.
         ends += _tensors(node.all_input_nodes[0].meta["val"])
     rows = max((leaf.numel() / leaf.shape[-1] for leaf in ends if leaf.dim()), default=1)
     return 2 * rows * sum(weight.numel() for weight in weights if weight.dim() > 1)
 
 
 def measured(trace: Trace, inputs: Sequence[Any], repeats: int = 3) -> list[float]:
-    """Seconds of each operation, forward and backward, on this micro-batch: best of `repeats`."""
+    """Return the seconds of each operation, forward and backward: the best of `repeats` runs."""
     before = generators_state()
     # Measuring must change nothing: neither buffers nor generators.
     buffers = {name: buffer.clone() for name, buffer in trace.module.named_buffers()}
@@ -176,8 +181,7 @@ def measured(trace: Trace, inputs: Sequence[Any], repeats: int = 3) -> list[floa
     for _ in range(repeats):
         timer = _Timer(trace)
         with torch.no_grad():
-            # Leaves go in as they are: the trace's own flattening of inputs and outputs is left
-            # out.
+            # The inputs are leaves already, so skip the trace's flattening of inputs and outputs.
             timer.run(*inputs, enable_io_processing=False)
         seconds = [timer.seconds[node] for node in trace.moving]
         best = list(map(min, best, seconds))
@@ -189,7 +193,7 @@ def measured(trace: Trace, inputs: Sequence[Any], repeats: int = 3) -> list[floa
 
 
 class _Timer(fx.Interpreter):
-    """Runs a trace, each operation on its own, and notes how long it takes forward and backward."""
+    """Interpreter of a trace that times each operation separately, forward and backward."""
 
     def __init__(self, trace: Trace) -> None:
         super().__init__(trace.module)
@@ -198,7 +202,7 @@ class _Timer(fx.Interpreter):
         self.seconds: dict[fx.Node, float] = {}
 
     def run_node(self, n: fx.Node) -> Any:
-        """One operation, forward and backward, on values of its own; no gradient is left."""
+        """Run and time an operation, forward and backward, on copies; no gradient is left."""
         if n.op != "call_function" or takes_apart(n):
             self.seconds[n] = 0.0
             return super().run_node(n)
@@ -223,7 +227,7 @@ class _Timer(fx.Interpreter):
 
 
 def _alone(leaf: Any) -> Any:
-    """A value as an operation may have it to itself: cut from the graph, and free to be written."""
+    """Return a copy of a value that an operation may write to, detached from the graph."""
     if not isinstance(leaf, Tensor) or isinstance(leaf, nn.Parameter):
         return leaf
     if not leaf.is_floating_point():
@@ -233,10 +237,11 @@ def _alone(leaf: Any) -> Any:
 
 
 def _memory(trace: Trace) -> list[float]:
+    """Return the bytes that each operation adds to its stage, as the module describes."""
     counted: set[fx.Node] = set()
     costs = []
     for node in trace.moving:
-        # A parameter that several operations use is held once; the first of them pays.
+        # A parameter that several operations use is stored once; its first operation is charged.
         new = [source for source in trace.attributes(node) if source not in counted]
         counted.update(new)
         weights = sum(t.nbytes for t in map(trace.tensor, new) if isinstance(t, nn.Parameter))
@@ -251,9 +256,9 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def best_starts(costs: Costs, stages: int) -> list[int]:
-    """Where stages 1 … begin, so that the dearest stage is as cheap as can be.
+    """Return the start positions of stages 1 … that minimise the cost of the dearest stage.
 
-    There have to be as many operations as stages, at least.
+    There must be at least as many operations as stages.
     """
     n = len(costs.own)
     sums = numpy.concatenate([[0.0], numpy.cumsum(costs.own)])
@@ -266,12 +271,12 @@ def best_starts(costs: Costs, stages: int) -> list[int]:
         )
         return result
 
-    # First the least that the dearest stage can cost, then among all cuts whose stages cost at most
-    # a little more the one that sends the fewest bytes.
+    # First find the lowest possible cost of the most expensive stage. Then, among all cuts whose
+    # stages cost at most `SLACK` times that, take the cut that sends the fewest bytes.
     bound = SLACK * _path(n, stages, dearest)[0]
 
     def bytes_within(least: numpy.ndarray, end: int, start: slice) -> numpy.ndarray:
-        # a stage that is too dear makes its division infinitely bad
+        # a stage above the bound makes its division infinitely expensive
         fits = sums[end] - sums[start] + costs.link * leaving[end] <= bound
         result: numpy.ndarray = numpy.where(fits, least[start] + leaving[end], numpy.inf)
         return result
@@ -280,7 +285,7 @@ def best_starts(costs: Costs, stages: int) -> list[int]:
 
 
 def _path(n: int, stages: int, join: Any) -> tuple[float, list[int]]:
-    """The least value of a division of n operations, and where its stages 1 … begin.
+    """Return the least value of a division of n operations, and the starts of its stages 1 ….
 
     join(least, end, start): the values of divisions whose last stage begins at each of `start` and
     ends before `end`.
@@ -292,11 +297,11 @@ def _path(n: int, stages: int, join: Any) -> tuple[float, list[int]]:
     for stage in range(1, stages + 1):
         following = numpy.full(n + 1, numpy.inf)
         origin = numpy.zeros(n + 1, dtype=int)
-        # Every stage has an operation at least: so many are before this one, so many come after it.
+        # Every stage has at least one operation, which bounds where this stage may end.
         for end in range(stage, n - (stages - stage) + 1):
             start = slice(stage - 1, end)
             values = join(least, end, start)
-            # the first of equal ones, so that the same costs give the same cut
+            # argmin returns the first of equal values, so that equal costs give equal cuts
             best = int(values.argmin())
             following[end] = values[best]
             origin[end] = best + stage - 1

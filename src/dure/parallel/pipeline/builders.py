@@ -1,4 +1,6 @@
-"""The schedules that pipelines are known by. Where all stages take as long and messages no time:
+"""Builders of the known pipeline schedules.
+
+For stages that take equal time and messages that take none, with p ranks and m micro-batches:
 
     schedule       stages a rank  idle over busy, x
     naive          1              p - 1, as m = 1
@@ -9,16 +11,16 @@
                                   (2p-1-m)/(3m), if m < p and F = I = W
     zero-bubble-v  2              (p-1)/(6m) to (2p-3)/(6m), if m ≥ 2p and F = I = W
 
-As a share of all time that is x/(1+x): (p-1)/p for the naive schedule, whose one batch passes
-through one rank after the other, and (p-1)/(m+p-1) for gpipe and 1f1b.
+As a share of all time the idle time is x/(1+x): (p-1)/p for the naive schedule, whose single batch
+passes through one rank after the other, and (p-1)/(m+p-1) for gpipe and 1f1b.
 
-    schedule       most activations that a rank holds, of m micro-batches
+    schedule       most activations that a rank stores, of m micro-batches
     naive          1
     gpipe          m
     1f1b           p - rank
-    interleaved    2(p-rank-1) + (v-1)p + 1, of a v-th each
+    interleaved    2(p-rank-1) + (v-1)p + 1, each a v-th of a rank's layers
     zero-bubble    p
-    zero-bubble-v  2p, of a half each
+    zero-bubble-v  2p, each half of a rank's layers
 
 Sources: Huang et al. 2019, "GPipe: Efficient Training of Giant Neural Networks using Pipeline
 Parallelism"; Narayanan et al. 2019, "PipeDream: Generalized Pipeline Parallelism for DNN Training"
@@ -47,17 +49,17 @@ def _backwards(stage: int, microbatches: int) -> list[Action]:
 def _alternating(
     forwards: Sequence[Action], backwards: Sequence[Action], warm_up: int
 ) -> list[Action]:
-    """`warm_up` forwards, then a forward and a backward in turn, then what backwards are left."""
+    """Return `warm_up` forwards, then forwards and backwards in turn, then the other backwards."""
     warm_up = min(warm_up, len(forwards))
     actions = list(forwards[:warm_up])
     for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
         actions += [forward, backward]
-    # one backward for each forward of the warm-up is left
+    # a backward is left for each forward of the warm-up
     return [*actions, *backwards[len(forwards) - warm_up :]]
 
 
 def gpipe(ranks: int, microbatches: int) -> Computing:
-    """All forwards, then all backwards, the last micro-batch's first."""
+    """Return GPipe: all forwards, then all backwards in reverse order of micro-batches."""
     return [
         [*_forwards(rank, microbatches), *reversed(_backwards(rank, microbatches))]
         for rank in range(ranks)
@@ -65,9 +67,9 @@ def gpipe(ranks: int, microbatches: int) -> Computing:
 
 
 def one_f_one_b(ranks: int, microbatches: int) -> Computing:
-    """p - rank - 1 forwards to warm up, then a forward and a backward in turn.
+    """Return 1F1B: p - rank - 1 forwards to warm up, then a forward and a backward in turn.
 
-    A rank holds p - rank activations.
+    A rank stores at most p - rank activations.
     """
     return [
         _alternating(
@@ -78,11 +80,11 @@ def one_f_one_b(ranks: int, microbatches: int) -> Computing:
 
 
 def interleaved(ranks: int, microbatches: int, stages_per_rank: int) -> Computing:
-    """1F1B with v stages a rank, s on rank s mod p, each for p micro-batches in turn.
+    """Return 1F1B with v stages a rank: stage s on rank s mod p, each for p micro-batches in turn.
 
-    A rank warms up with 2(p-rank-1) + (v-1)p forwards. If p does not divide m, it is the schedule
-    of the next multiple of p without the micro-batches that are too many: each needs its own only,
-    so no action waits for one left out. With v = 1 it is 1F1B.
+    A rank warms up with 2(p-rank-1) + (v-1)p forwards. If p does not divide m, the schedule is that
+    of the next multiple of p with the surplus micro-batches left out. A micro-batch depends only on
+    its own actions, so no action waits for a surplus micro-batch. With v = 1 the schedule is 1F1B.
     """
     if stages_per_rank == 1:
         return one_f_one_b(ranks, microbatches)
@@ -98,8 +100,8 @@ def interleaved(ranks: int, microbatches: int, stages_per_rank: int) -> Computin
             Action("backward", (stages_per_rank - 1 - chunk) * ranks + rank, number)
             for chunk, number in turns
         ]
-        # Before a rank's first backward: two forwards for every rank after it, and those of p
-        # micro-batches in each of its chunks but the last.
+        # Before a rank's first backward: two forwards for every later rank, and the forwards of p
+        # micro-batches in each of its chunks except the last.
         actions = _alternating(
             forwards, backwards, 2 * (ranks - rank - 1) + (stages_per_rank - 1) * ranks
         )
@@ -108,10 +110,10 @@ def interleaved(ranks: int, microbatches: int, stages_per_rank: int) -> Computin
 
 
 def zero_bubble(ranks: int, microbatches: int) -> Computing:
-    """ZB-H1: 1F1B with I in B's place, and W `rank` micro-batches later.
+    """Return ZB-H1: 1F1B with I in place of B, and each W `rank` micro-batches later.
 
-    The gradient that the rank before waits for leaves earlier by W, and what W would have delayed
-    is done at the end, where 1F1B waits. Each rank holds p activations.
+    The gradient that the previous rank waits for leaves earlier by the time of W. The deferred W
+    run at the end, while 1F1B is idle. Each rank stores p activations.
     """
     return [
         _with_weights_later(actions, delay=rank)
@@ -120,8 +122,9 @@ def zero_bubble(ranks: int, microbatches: int) -> Computing:
 
 
 def _with_weights_later(actions: Iterable[Action], delay: int) -> list[Action]:
+    """Split each backward into I and W, and delay each W by `delay` micro-batches."""
     done: list[Action] = []
-    # weight gradients that are put off, oldest first
+    # deferred weight gradients, oldest first
     left: list[Action] = []
     for action in actions:
         if action.kind != "backward":
@@ -135,12 +138,15 @@ def _with_weights_later(actions: Iterable[Action], delay: int) -> list[Action]:
 
 
 def round_robin(ranks: int, stages_per_rank: int = 1) -> tuple[int, ...]:
-    """Homes of v·p stages: 0 … p-1, and again."""
+    """Return the rank of each of v·p stages: 0 … p-1, repeated v times."""
     return tuple(range(ranks)) * stages_per_rank
 
 
 def in_order(home: Sequence[int], microbatches: int) -> Schedule:
-    """All forward, then all backward, for stages that live anywhere."""
+    """Return a schedule with all forwards, then all backwards, for any placement of stages.
+
+    home: the rank of each stage.
+    """
     computing: list[list[Action]] = [[] for _ in range(max(home) + 1)]
     for stage, rank in enumerate(home):
         computing[rank] += _forwards(stage, microbatches)
@@ -150,14 +156,14 @@ def in_order(home: Sequence[int], microbatches: int) -> Schedule:
 
 
 def forward_only(home: Sequence[int], microbatches: int) -> Schedule:
-    """Forwards alone, for evaluation.
+    """Return a schedule of forwards alone, for evaluation.
 
-    Of those that can be next a rank takes the one nearest to the end.
+    Among the forwards that are ready, a rank takes the forward of the latest stage.
     """
     order: list[Action] = []
     for stage in range(len(home)):
         order += _forwards(stage, microbatches)
-    # A micro-batch is in stage s at time m + s; of those at one time the oldest comes first.
+    # Micro-batch m is in stage s at time m + s; at equal times the oldest micro-batch comes first.
     order.sort(key=lambda action: (action.stage + action.microbatch, action.microbatch))
     computing: list[list[Action]] = [[] for _ in range(max(home) + 1)]
     for action in order:
@@ -176,7 +182,7 @@ SCHEDULES: dict[str, str] = {
 """Schedules: name to summary."""
 
 _ONE_STAGE: dict[str, Callable[[int, int], Computing]] = {
-    # with one micro-batch GPipe is the naive schedule
+    # with a single micro-batch GPipe is the naive schedule
     "naive": gpipe,
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
@@ -185,9 +191,9 @@ _ONE_STAGE: dict[str, Callable[[int, int], Computing]] = {
 
 
 def make(name: str, ranks: int, microbatches: int, stages_per_rank: int = 1) -> Schedule:
-    """The schedule of that name, with transfers.
+    """Return the schedule of that name, with transfers.
 
-    Raises ValueError for a name or numbers for which there is none.
+    Raises ValueError for an unknown name or for numbers that the schedule does not support.
     """
     if name not in SCHEDULES:
         raise ValueError(f"there is no schedule {name!r}{suggestion(name, SCHEDULES)}")

@@ -1,19 +1,19 @@
-"""Blocks that a model leaves out by chance, as LayerDrop does.
+"""Blocks that a model skips at random, as LayerDrop does.
 
     for block in self.layers:
         if self.training and torch.rand([]) < self.layerdrop:
             continue
         hidden = block(hidden)
 
-Whether a block is called depends on a number in a tensor, which a trace does not have. So the trace
-has both: the number and the comparison as operations, which draw from where the model draws, and
-the block as one operation (`dure.parallel.pipeline.untraced`) that is told the outcome. Where the
-block is not called, what it is given first stands for its result; or zeros, as where a model
-computes hidden + block(hidden).
+Whether a block is called depends on a number in a tensor, and a trace does not have that number. So
+the trace contains both: the number and the comparison as operations, which draw from the model's
+generator, and the block as a single operation (`dure.parallel.pipeline.untraced`) that takes the
+outcome as an input. If the block is not called, its first input of the same shape replaces its
+result; or zeros do, for a model that computes hidden + block(hidden).
 
-That this is what the model does is tried on the model itself, with outcomes that are forced: all
-the other way, and every second one. It has to give the same as with these blocks replaced by what
-stands for them. A module of which that does not hold decides something else.
+The model itself is run to check this interpretation, with forced outcomes: all blocks skipped, and
+every second block skipped. The outputs must equal the outputs of a run in which the replacement
+stands for these blocks. A module that fails this check decides something else and is no chooser.
 
 Source: Fan et al. 2019, "Reducing Transformer Depth on Demand with Structured Dropout".
 """
@@ -39,15 +39,16 @@ from dure.parallel.proof import first_difference, once_more
 from dure.randomness.seeds import generators_state, restore_generators
 
 Outcome = Callable[[int], bool]
-"""The outcome of a decision, by its number in a pass."""
+"""Outcome of a decision as a function of the decision's number in a pass."""
 
 
 @dataclass(frozen=True)
 class Chooser:
-    """A module that decides which of its blocks it calls.
+    """Module that decides which of its blocks it calls.
 
-    called_if: the outcome of a decision with which its block is called. guards: the decision before
-    each call that depends on one, by the block's name and the call's number among its own.
+    name: the module's name. called_if: the outcome of a decision with which its block is called.
+    skip: the replacement of a skipped block's result. guards: the decision before each call that
+    depends on a decision, by the block's name and the call's number among the calls of that block.
     """
 
     name: str
@@ -67,27 +68,27 @@ def _(value: Tensor) -> Tensor:
 
 
 class Decisions:
-    """What the code of one module asks of tensors in one pass, and is told."""
+    """Decisions of a module's code on tensors in a pass, and their prescribed outcomes."""
 
     def __init__(self, module: nn.Module, outcome: Outcome) -> None:
         self.module = module
         self.values: list[Tensor] = []
-        """The tensors on which was decided, in order."""
+        """Tensors on which the module decided, in order."""
         self._outcome = outcome
         self._numbers: dict[int, int] = {}
         self._asked: list[Tensor] = []
 
     def decide(self, tensor: Tensor) -> bool:
-        """The outcome for a tensor: the same if it is asked again."""
+        """Return the outcome for a tensor; repeated calls return the same outcome."""
         if id(tensor) not in self._numbers:
-            # A tensor that is gone would leave its id to another one.
+            # Keep a reference: a freed tensor would leave its id to another tensor.
             self._asked.append(tensor)
             self._numbers[id(tensor)] = len(self.values)
             self.values.append(torch.ops.dure.decision(tensor))
         return self._outcome(self._numbers[id(tensor)])
 
     def forget(self) -> None:
-        """A pass is over."""
+        """Clear the state at the end of a pass."""
         self.values.clear()
         self._numbers.clear()
         self._asked.clear()
@@ -95,7 +96,7 @@ class Decisions:
 
 @contextmanager
 def taken(all_decisions: Sequence[Decisions]) -> Iterator[None]:
-    """Inside, what the code of these modules asks of a tensor is a decision."""
+    """Context manager: `bool` or `item` of a tensor in the code of these modules is a decision."""
     by_module = {id(decisions.module): decisions for decisions in all_decisions}
     before = {name: vars(Tensor).get(name) for name in ("__bool__", "item")}
     ask = Tensor.__bool__
@@ -115,12 +116,12 @@ def taken(all_decisions: Sequence[Decisions]) -> Iterator[None]:
         yield
     finally:
         for name, method in before.items():
-            # Tensor inherits both.
+            # Tensor inherits both methods, so its own dictionary has neither unless it was patched.
             delattr(Tensor, name) if method is None else setattr(Tensor, name, method)
 
 
 class _Number:
-    """The number in a tensor, which can be compared and nothing else: a trace does not have it."""
+    """Number in a tensor of a trace; only comparisons work, as the value is unknown."""
 
     def __init__(self, tensor: Tensor, decisions: Decisions) -> None:
         self._tensor = tensor
@@ -143,15 +144,16 @@ class _Number:
 
 
 Made = list[tuple[str, int, int]]
-"""Calls that a module's code makes: of which module, how many decisions were made, and the number
-of the call among those of that module."""
+"""Calls that a module's code makes: the called module's name, the number of decisions made before,
+and the number of the call among the calls of that module.
+"""
 
 
 def chooser(model: nn.Module, inputs: Any, name: str) -> Chooser | None:
-    """How a module chooses among its blocks; None if that is not what it decides."""
+    """Return how a module chooses among its blocks; None if its decisions do not choose blocks."""
     try:
         return _chooser(model, inputs, name)
-    except Exception:  # with other outcomes than its own a module may fail in any way
+    except Exception:  # with forced outcomes a module may fail in any way
         return None
 
 
@@ -176,14 +178,14 @@ def _chooser(model: nn.Module, inputs: Any, name: str) -> Chooser | None:
 
 @dataclass
 class _Run:
-    """What a pass has given, and which calls the module's code has made."""
+    """Outputs of a pass, and the calls that the module's code made."""
 
     outputs: Any
     made: Made
 
     @property
     def made_at(self) -> list[tuple[str, int]]:
-        """The calls by name and decisions."""
+        """Return the calls as pairs of name and number of decisions before."""
         return [(block, decisions) for block, decisions, _ in self.made]
 
 
@@ -195,12 +197,21 @@ def _run(
     tried: Chooser | None = None,
     skips: Outcome = lambda _: False,
 ) -> _Run:
-    """One pass. skips: the decisions whose block is not called, by a chooser to be tried."""
+    """Run a pass with the given outcomes.
+
+    Args:
+        model: the model to run.
+        inputs: inputs of the model.
+        name: name of the module that decides.
+        outcome: outcome of each decision.
+        tried: a chooser to check; None runs the blocks as the model does.
+        skips: the decisions whose block is replaced according to `tried`.
+    """
     module = model.get_submodule(name)
     decisions = Decisions(module, outcome)
     made: Made = []
     counts: dict[str, int] = {}
-    # the modules that are at work, the innermost last
+    # the modules that are running, the innermost last
     stack: list[str] = []
 
     def around(child: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -232,7 +243,7 @@ def _run(
 
 
 def _stand_in(skip: Skip, args: Any, kwargs: Any, outputs: Any) -> Any:
-    """What stands for a block's result."""
+    """Return the replacement of a block's result."""
     given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     leaves, structure = tree_flatten(outputs)
     likes = tuple(Like.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
@@ -244,7 +255,7 @@ def _stand_in(skip: Skip, args: Any, kwargs: Any, outputs: Any) -> Any:
 
 
 def _holds(model: nn.Module, inputs: Any, found: Chooser, all_skipped: Any) -> bool:
-    """Whether the model gives without its blocks what it gives with what stands for them."""
+    """Return whether skipping blocks and replacing their results give equal outputs."""
 
     def every(_: int) -> bool:
         return True
@@ -274,7 +285,7 @@ def _holds(model: nn.Module, inputs: Any, found: Chooser, all_skipped: Any) -> b
 
 
 def always(outcome: bool, _: int) -> bool:
-    """The same outcome for all decisions."""
+    """Return `outcome` for every decision."""
     return outcome
 
 

@@ -1,8 +1,9 @@
-"""A model that is cut into stages: by the names of modules, or by itself, in balance.
+"""A model that is cut into stages: at named modules, or automatically with balanced stages.
 
-All ranks make the same model and trace it; each keeps the parameters of its own stages and lets go
-of the rest. Rank 0's cut is that of all. A cut is made on one trace, in training mode, and followed
-by those of other sizes and of evaluation, whose operations go where their parameters are.
+All ranks build the same model and trace it; each rank keeps the parameters of its own stages and
+frees the others. All ranks use rank 0's cut. The cut is made on a single trace, in training mode.
+Traces of other sizes and of evaluation follow it: their operations go to the stages of their
+parameters.
 """
 
 from __future__ import annotations
@@ -37,9 +38,11 @@ from dure.tasks.modes import in_mode
 
 @dataclass(frozen=True)
 class StageSize:
-    """A stage for tables.
+    """Size of a stage, for tables.
 
-    share: of the cost of all stages. message: bytes that leave it for one micro-batch.
+    first: module of its first operation. operations: their number. parameters: number of elements.
+    share: fraction of the cost of all stages. message: bytes that leave the stage for one
+    micro-batch.
     """
 
     first: str
@@ -50,7 +53,7 @@ class StageSize:
 
 
 def named_starts(trace: Trace, names: Sequence[str]) -> list[int]:
-    """Where the stages begin that begin with these modules.
+    """Return the positions of the first operations of stages that begin with these modules.
 
     Raises ValueError for a module that computes nothing, or modules that are not in the order of
     their computation.
@@ -78,7 +81,7 @@ def named_starts(trace: Trace, names: Sequence[str]) -> list[int]:
                 f"no operation belongs to a module {name!r}, where a stage was to begin; there are "
                 f"{known}"
             )
-        # It would begin with the stage before it, or earlier; the first stage begins at 0.
+        # The stage would begin at or before the preceding stage; the first stage begins at 0.
         if places[0] <= (starts[-1] if starts else 0):
             before = names[len(starts) - 1] if starts else "the first operation"
             raise ValueError(
@@ -95,25 +98,31 @@ def named_starts(trace: Trace, names: Sequence[str]) -> list[int]:
 
 
 def kinds_of(trace: Trace) -> list[tuple[str, list[str]]]:
-    """What each operation is, with the names of the parameters and buffers that it uses.
+    """Return each operation's target and the names of the parameters and buffers that it uses.
 
-    Two traces of which these are equal can be cut at the same places.
+    Two traces with equal results can be cut at the same positions.
     """
     return [(str(node.target), _names_used(trace, node)) for node in trace.moving]
 
 
 def _names_used(trace: Trace, node: fx.Node) -> list[str]:
-    """The names of the parameters and buffers that an operation uses."""
+    """Return the names of the parameters and buffers that an operation uses."""
     return [trace.names[source] for source in trace.attributes(node) if source in trace.names]
 
 
 class CutModel:
-    """`model` in `stages` stages, for micro-batches of `examples` examples.
+    """Model in `stages` stages.
 
-    sample: gives inputs of so many examples; test: those of evaluation, by default the same.
-    costs: of the operations, where `choose` has needed them.
-    After `decide`: starts, where stages 1 … begin; names, the parameters and buffers of each stage;
-    holders, the stages of each parameter and buffer.
+    Args:
+        model: the model.
+        sample: returns inputs of training for a number of examples.
+        stages: the number of stages.
+        examples: the number of examples of a micro-batch on which the cut is made.
+        test: returns inputs of evaluation for a number of examples; by default `sample`.
+
+    costs: costs of the operations, None until `choose` needs them. After `decide`: starts, the
+    positions at which stages 1 … begin; names, the parameters and buffers of each stage; holders,
+    the stages of each parameter and buffer.
     """
 
     def __init__(
@@ -138,10 +147,10 @@ class CutModel:
         self.reference = self._traced(examples, True)
 
     def trace(self, examples: int, training: bool) -> Trace:
-        """The trace of a micro-batch of so many examples.
+        """Return the trace of a micro-batch of `examples` examples.
 
-        Raises ValueError where it cannot be traced, such as a single example where batch norm
-        wants several.
+        Raises ValueError if the model cannot be traced with them, for example a single example if
+        batch norm needs several.
         """
         try:
             return self._traced(examples, training)
@@ -154,7 +163,7 @@ class CutModel:
             ) from error
 
     def inputs(self, examples: int, training: bool) -> Any:
-        """Those on which so many examples are traced."""
+        """Return the inputs on which a micro-batch of `examples` examples is traced."""
         # Examples of evaluation may have other shapes.
         return (self._sample if training else self._test)(examples)
 
@@ -165,8 +174,8 @@ class CutModel:
             # Tracing leaves the model's mode and the generators as they were.
             inputs = self.inputs(examples, training)
             try:
-                # Without gradients torch computes some of its layers as one operation, which could
-                # not be cut, and whose parameters would lie in several stages.
+                # Without gradients torch computes some of its layers as a single operation, which
+                # could not be cut although its parameters belong to several stages.
                 with (
                     in_mode(self.model, training),
                     torch.enable_grad(),
@@ -178,7 +187,11 @@ class CutModel:
         return self._traces[key]
 
     def choose(self, names: Sequence[str] | None, balance: Balance) -> list[int]:
-        """Where stages 1 … should begin."""
+        """Return the positions at which stages 1 … should begin.
+
+        names: the modules at which they begin; None balances the stages. Raises ValueError if the
+        number of names does not fit, or if the model has fewer operations than stages.
+        """
         if names is not None:
             if len(names) != self.stages - 1:
                 raise ValueError(
@@ -195,7 +208,7 @@ class CutModel:
         return best_starts(self.costs, self.stages)
 
     def decide(self, starts: Sequence[int]) -> None:
-        """Cuts there. Raises ValueError where a model cannot be cut so."""
+        """Cut the model at these positions. Raises ValueError if the model cannot be cut there."""
         self._untraced.close()
         self.starts = list(starts)
         self._kinds = kinds_of(self.reference)
@@ -213,16 +226,16 @@ class CutModel:
         self.holders: dict[str, list[int]] = {}
         for stage, names in enumerate(self.names):
             for name in names:
-                # A tied parameter lies in several stages, in ascending order.
+                # A tied parameter is in several stages, in ascending order.
                 self.holders.setdefault(name, []).append(stage)
 
     def homes(self, examples: int, training: bool) -> dict[fx.Node, int]:
-        """The stage of every operation of a trace."""
+        """Return the stage of every operation of a trace."""
         key = (examples, training)
         if key not in self._homes:
             trace = self.trace(examples, training)
-            # The same operations on the same parameters: the same places fit. A trace of another
-            # mode may lack some, such as dropout.
+            # Equal operations on equal parameters can be cut at equal positions. A trace of another
+            # mode may lack operations, such as dropout.
             if kinds_of(trace) == self._kinds:
                 self._homes[key] = stages_of(trace, self.starts)
             else:
@@ -232,7 +245,7 @@ class CutModel:
     def program(
         self, stage: int, examples: int, training: bool, stream: Stream, later: Later | None
     ) -> Program:
-        """The program of a stage for micro-batches of so many examples."""
+        """Return the program of a stage for micro-batches of `examples` examples."""
         key = (stage, examples, training)
         if key not in self._programs:
             trace = self.trace(examples, training)
@@ -243,19 +256,20 @@ class CutModel:
         return self._programs[key]
 
     def structure(self, examples: int, training: bool) -> TreeSpec:
-        """Of the model's outputs."""
+        """Return the structure of the model's outputs."""
         return self.trace(examples, training).structure
 
     @property
     def learned(self) -> frozenset[str]:
-        """The parameters to which a gradient's path leads."""
+        """Parameters that the gradient reaches."""
         return self.reference.learned
 
     def without_gradient(self, missed: int) -> list[str]:
-        """The parameters that have no gradient because the loss does not depend on all outputs.
+        """Return the parameters without a gradient because the loss does not depend on all outputs.
 
-        missed: as bits, which of the values that the last stage receives, and through which a
-        gradient may go, got none. The last stage's own parameters are not named: it knows itself.
+        missed: a bit mask of the differentiable values that the last stage receives; a bit is set
+        if the value got no gradient. The last stage's own parameters are not listed, because that
+        stage finds them itself.
         """
         trace = self.reference
         arriving = crossing(trace, self.homes(self.examples, True), self.stages)[-1]
@@ -271,7 +285,7 @@ class CutModel:
 
     @property
     def changed(self) -> list[str]:
-        """The parameters that a forward pass changes."""
+        """Parameters that a forward pass changes."""
         trace = self.reference
         changed = [value for value in trace.names if value in trace.changed]
         return sorted(
@@ -284,14 +298,14 @@ class CutModel:
         return bool(self.reference.numbers_of_draws())
 
     def message_bytes(self, boundary: int, examples: int, training: bool = True) -> tuple[int, int]:
-        """Bytes of a micro-batch that cross the boundary after a stage: of values, of gradients."""
+        """Return bytes of a micro-batch's values and gradients at the boundary after a stage."""
         trace = self.trace(examples, training)
         nodes = crossing(trace, self.homes(examples, training), self.stages)[boundary]
         values = [trace.value(node) for node in nodes]
         return sum(v.nbytes for v in values), sum(v.nbytes for v in values if v.differentiable)
 
     def sizes(self) -> list[StageSize]:
-        """The stages, for a table."""
+        """Return the sizes of the stages, for a table."""
         moving = self.reference.moving
         # A cut by names has needed no costs: then shares are nan.
         costs = self.costs.own if self.costs is not None else []
@@ -318,61 +332,61 @@ class CutModel:
 
 
 def stages_by_parameters(trace: Trace, holders: Mapping[str, Sequence[int]]) -> dict[fx.Node, int]:
-    """The stages of a trace of another size or mode: operations go where their parameters are.
+    """Return the stages of another trace's operations: each goes to its parameters' stage.
 
-    Stages come in their order; an operation without parameters goes where the one before it is.
-    Raises ValueError if an operation would have to go back to an earlier stage.
+    Stages are in ascending order; an operation without parameters goes to the stage of the
+    operation before. Raises ValueError if an operation would have to go back to an earlier stage.
     """
     stage_of: dict[fx.Node, int] = {}
     stage = 0
     for place, node in enumerate(trace.moving):
         names = _names_used(trace, node)
         homes = {name: holders[name] for name in names if name in holders}
-        # On to the next stage that has this parameter, until all parameters of the operation are
-        # here.
+        # Advance to the next stage that has this parameter, until the stage has all parameters of
+        # the operation.
         while any(stage not in stages for stages in homes.values()):
             name, stages = next(item for item in homes.items() if stage not in item[1])
             later = [home for home in stages if home > stage]
-            # No stage can begin inside of what has to stay together.
+            # No stage can begin inside operations that must stay together.
             if not later or place in trace.inseparable:
                 raise ValueError(
                     f"{name} lies in stage {stages[-1]}, but in this mode or size the model uses "
                     f"it together with or after what lies in stage {stage}: cut it elsewhere"
                 )
             stage = later[0]
-        # What takes a result apart stays with the operation that made it.
+        # An operation that unpacks a result stays with the operation that made the result.
         stage_of[node] = stage_of.get(origin_of(node), stage)
     return stage_of
 
 
 def forget(model: nn.Module, names: Sequence[str]) -> None:
-    """Lets go of the memory of these parameters and buffers; names, shapes and strides stay.
+    """Free the memory of these parameters and buffers; names, shapes and strides stay.
 
-    They are zeros from here on. With other strides than on the ranks that hold them, traces to come
-    would differ from theirs.
+    The values are zeros from then on. Strides must equal those on the ranks that keep the tensors;
+    otherwise later traces would differ between ranks.
     """
     own = set(names)
     gone = [parameter for name, parameter in model.named_parameters() if name in own]
-    # All of them are one stretch of zeros, so that they take little of what a process may address.
+    # All of them share a single range of zeros, which takes little of the address space.
     shared = _zeros(max((one.nbytes for one in gone if one.device.type == "cpu"), default=0))
     with torch.no_grad():
-        # The objects stay, for the optimizer and the trace hold them.
+        # The objects stay, because the optimizer and the trace refer to them.
         for parameter in gone:
             parameter.data = _untouched(parameter, shared)
         for name, buffer in model.named_buffers():
-            # Passes may write into buffers, so that each has zeros of its own.
+            # Passes may write into buffers, so each buffer gets separate zeros.
             if name in own:
                 buffer.data = _untouched(buffer, _zeros(buffer.nbytes))
 
 
 def _zeros(nbytes: int) -> Tensor:
-    """Bytes that take no memory until somebody writes there."""
+    """Return bytes that take no memory until they are written to."""
     # numpy asks the system for zeroed pages; torch.zeros writes.
     return torch.from_numpy(numpy.zeros(nbytes, numpy.uint8))
 
 
 def _untouched(like: Tensor, zeros: Tensor) -> Tensor:
-    """Zeros of this shape, there; on a GPU one zero, expanded."""
+    """Return zeros of this shape, as a view of `zeros`; on a GPU a single zero, expanded."""
     if like.device.type != "cpu":
         return torch.zeros((), dtype=like.dtype, device=like.device).expand(like.shape)
     own = zeros[: like.nbytes].view(like.dtype)

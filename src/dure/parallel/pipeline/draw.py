@@ -1,13 +1,13 @@
-"""What the ranks of a pipeline do when, as a picture: a row for each rank, time from left to right.
+"""Gantt chart of a pipeline: a row for each rank, time from left to right.
 
     gantt_text(simulation.spans)                                        for a terminal
     gantt_svg([("measured", spans), ("simulated", others)], unit="s")   for a page, panels on one
                                                                         time axis
 
-In a terminal a column is the action that computes in its middle, by the last digit of its
-micro-batch: 3 for a forward, ₃ below the line for a backward or an input gradient, ³ above it for a
-weight gradient. In the picture these are three colours, which follow the reader's light or dark
-scheme; where a rank has several stages, those after its first are fainter.
+In a terminal a column shows the action that computes in the middle of that column, by the last
+digit of its micro-batch: 3 for a forward, ₃ below the line for a backward or an input gradient, ³
+above the line for a weight gradient. In the SVG these are three colours, which follow the reader's
+light or dark scheme; if a rank has several stages, its later stages are fainter.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ _AXIS = 40
 _CHARACTER = 6.2
 """Width of a digit of a label, in pixels."""
 _INSET = 4
-"""What a label needs on both sides together, in pixels."""
+"""Horizontal space around a label, both sides together, in pixels."""
 
 
 def gantt_text(spans: Sequence[Span], width: int = 100) -> str:
-    """A row for each rank and a line on what its digits mean.
+    """Return a row for each rank and a line that explains the digits.
 
     width: columns in all. Raises ValueError below 20.
     """
@@ -65,7 +65,7 @@ def gantt_text(spans: Sequence[Span], width: int = 100) -> str:
     rows = [[" "] * columns for _ in names]
     for span in spans:
         digit = DIGITS[span.action.kind][span.action.microbatch % 10]
-        # A column belongs to the action in whose time its middle lies.
+        # A column belongs to the action that is running at the column's middle.
         first, last = (
             math.ceil((time - start) / (end - start) * columns - 0.5)
             for time in (span.start, span.end)
@@ -84,19 +84,25 @@ def gantt_svg(
     names: Sequence[str] | None = None,
     inside: bool = False,
 ) -> str:
-    """An SVG of panels below one another, on the same time axis.
+    """Return an SVG of panels below one another, on the same time axis.
 
-    panels: titles and spans. unit: of their times. names: of the ranks, up to ten letters; by
-    default "rank 0". inside: for an element of an HTML page, whose style sheet gives the classes
-    their colours; else the picture brings its own, and stands alone.
+    Each panel begins with its first action.
 
-    Each panel begins with its first action. Raises ValueError if there is nothing to draw.
+    Args:
+        panels: titles and spans.
+        unit: unit of the spans' times.
+        names: names of the ranks, up to ten letters; by default "rank 0", ….
+        inside: whether the SVG is an element of an HTML page, whose style sheet defines the colours
+            of the classes; otherwise the SVG contains a style sheet and a namespace of its own.
+
+    Raises:
+        ValueError: no panel has an action that computes.
     """
     drawn = [(title, _computing(spans)) for title, spans in panels]
     if not any(spans for _, spans in drawn):
         raise ValueError("there is nothing to draw: give spans of actions that compute")
     longest = max(_length(spans) for _, spans in drawn)
-    # the same for all panels, so that their lengths can be compared
+    # a common scale, so that the lengths of panels can be compared
     scale = (_WIDTH - _LEFT - _RIGHT) / longest
     parts = _legend(list(chain.from_iterable(spans for _, spans in drawn)))
     top = 40.0
@@ -174,7 +180,7 @@ def _drawn(span: Span, start: float, y: float, scale: float, faint: bool) -> str
     kind = _CLASSES[span.action.kind] + (" faint" if faint else "")
     times = f"{_number(span.start - start)} to {_number(span.end - start)}"
     said = f"{span.action}, rank {span.rank}, {times}"
-    # A line of the page's colour between neighbours, where there is room for it.
+    # Leave a line of the page's colour between neighbours if there is space.
     inner = width - 1 if width > 3 else width
     box = f'<rect x="{x:.2f}" y="{y:.1f}" width="{inner:.2f}" height="{_ROW}" class="{kind}"/>'
     number = str(span.action.microbatch)
@@ -209,10 +215,10 @@ def _legend(spans: Sequence[Span]) -> list[str]:
 
 
 def _ticks(longest: float) -> list[float]:
-    """At most nine, at multiples of 1, 2, 2.5 or 5 times a power of ten."""
+    """Return at most nine ticks, at multiples of 1, 2, 2.5 or 5 times a power of ten."""
     power = 10.0 ** math.floor(math.log10(longest / 8))
     steps = [nice * power for nice in (1, 2, 2.5, 5, 10)]
-    # Rounding must not turn a length that is eight steps into one that needs the next step.
+    # Without the tolerance, rounding could make a length of exactly eight steps need a larger step.
     step = next(step for step in steps if step >= longest / 8 * (1 - 1e-9))
     return [number * step for number in range(math.floor(longest / step + 1e-9) + 1)]
 

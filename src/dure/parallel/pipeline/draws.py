@@ -1,15 +1,16 @@
-"""Random numbers of a model that is cut: the same for every cut, schedule and number of stages.
+"""Random numbers of a model that is cut: equal for every cut, schedule and number of stages.
 
-One micro-batch (the naive schedule): the bits of the undivided model. It draws from one generator,
-operation after operation, so the generator's state travels with the values from stage to stage
-(5,056 bytes on the CPU).
+A single micro-batch (the naive schedule) draws the bits of the undivided model. That model draws
+from one generator, operation after operation, so the generator's state travels with the values from
+stage to stage (5,056 bytes on the CPU).
 
-Several micro-batches: stages draw at the same time, so no one generator can serve them in the order
-of one model. Here each operation that draws, number k in the model, draws from a seed of its own:
+With several micro-batches, stages draw at the same time, so a single generator cannot serve them in
+the order of the undivided model. Each operation that draws, number k in the model, then uses its
+own seed:
 
     derive(seed, "micro-batch", step, m, k)
 
-so that the bits depend on m and k alone, and recomputation finds them again.
+The bits depend on m and k alone, so recomputation reproduces them.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ STATE_BYTES = torch.default_generator.get_state().numel()
 
 
 class Stream:
-    """From where the operations of this rank's stages draw.
+    """Source of random numbers for the operations of this rank's stages.
 
-    carried: whether one generator serves the whole model, its state going with the values.
-    own: gives the rank's number among its tensor neighbours where each draws for itself, inside a
-    divided layer or on a shard of a sequence, and None elsewhere; it is told whether an operation
-    is on a shard.
+    carried: whether one generator serves the whole model and its state travels with the values.
+    own: takes whether an operation is on a shard of a sequence. Returns the rank's index among its
+    tensor neighbours if each neighbour draws different numbers (inside a divided layer or on a
+    shard), otherwise None.
     """
 
     def __init__(
@@ -43,20 +44,24 @@ class Stream:
         self._position = (0, 0)
 
     def at(self, step: int, microbatch: int) -> None:
-        """The operations that follow belong to this micro-batch."""
+        """Set the step and micro-batch of the operations that follow."""
         self._position = step, microbatch
 
     def drawing(
         self, operation: Callable[..., Any], number: int, on_shards: bool = False
     ) -> Callable[..., Any]:
-        """The operation, drawing from where it has to. on_shards: each rank for itself."""
-        # It draws from the one generator, whose state has come with the values.
+        """Return the operation with the right source of random numbers.
+
+        number: the operation's number among the operations that draw. on_shards: whether each rank
+        draws different numbers.
+        """
+        # The operation draws from the global generator, whose state arrived with the values.
         if self.carried:
             return operation
 
         def drawn(*args: Any, **kwargs: Any) -> Any:
             own = self._own(on_shards)
-            # a number more in the seed where tensor neighbours must differ
+            # an additional number in the seed if tensor neighbours must draw different numbers
             position = (*self._position, number) if own is None else (*self._position, number, own)
             seed = derive(self.seed, "micro-batch", *position)
             torch.default_generator.manual_seed(seed)
@@ -69,10 +74,10 @@ class Stream:
 
     @staticmethod
     def state() -> Tensor:
-        """The generator's state, as it travels: uint8 of shape (STATE_BYTES,)."""
+        """Return the generator's state as it travels: uint8 of shape (STATE_BYTES,)."""
         return torch.default_generator.get_state()
 
     @staticmethod
     def go_on_from(state: Tensor) -> None:
-        """Draws on from a state that `state` has given."""
+        """Continue drawing from a state that `state` returned."""
         torch.default_generator.set_state(state)

@@ -1,4 +1,4 @@
-"""Evaluation through a pipeline: the test examples, forward alone, chunk after chunk."""
+"""Evaluation through a pipeline: forward passes of the test examples, in chunks."""
 
 from __future__ import annotations
 
@@ -24,13 +24,12 @@ from dure.tasks.loss_shares import NOTHING, Computed, Share
 from dure.tasks.measurement import Measurement
 
 ROUND = 32
-"""Chunks that are in the pipeline together."""
+"""Number of chunks that are in the pipeline at the same time."""
 
 
 def chunks_of(share: Tensor, task: Task, stages: int) -> list[Tensor]:
-    """The examples `share`, in chunks that pass through the stages one after the other."""
-    # At least two chunks a stage where there are enough examples, so that stages work at the same
-    # time.
+    """Return the indices `share` in chunks that pass through the stages one after the other."""
+    # At least two chunks per stage if there are enough examples, so that stages work in parallel.
     longest = max(1, min(task.eval_batch_size, -(-len(share) // (2 * stages))))
     return list(share.split(longest)) if len(share) else []  # type: ignore[no-untyped-call]
 
@@ -44,23 +43,31 @@ def measure(
     home: Sequence[int],
     group: Group,
 ) -> None:
-    """Adds the examples of all chunks to the measurement, on the rank of the last stage.
+    """Add the examples of all chunks to the measurement, on the rank of the last stage.
 
-    home: the rank of each stage. The meter does not count the transfers.
+    The meter does not count the transfers.
+
+    Args:
+        measurement: sums of the evaluation; only the last stage's rank changes it.
+        examples: the test examples.
+        chunks: indices of the examples of each chunk.
+        cut: the model in stages.
+        home: the rank of each stage.
+        group: the ranks of the pipeline.
     """
 
-    # The "loss" of evaluation: it measures on the last stage, and gives a number that nobody uses.
+    # The "loss" of evaluation measures on the last stage and returns a number that is not used.
     def add(outputs: Any, targets: Any, length: int, share: Share) -> Computed:
         measurement.add(outputs, targets, length)
         return Computed(torch.zeros(()), 0.0)
 
     device = next((parameter.device for parameter in cut.model.parameters()), torch.device("cpu"))
-    # In evaluation nothing draws.
+    # Evaluation draws no random numbers, so any seed will do.
     stream = Stream(0, carried=False)
     mine = [stage for stage, rank in enumerate(home) if rank == group.rank]
     # Round by round, so that the values of all test examples are never in memory together.
     for start in range(0, len(chunks), ROUND):
-        # Chunks of one length share a program; only the last one may be shorter.
+        # Chunks of equal length share a program; only the last chunk may be shorter.
         for length, alike in groupby(chunks[start : start + ROUND], len):
             batches = [
                 Microbatch(length, NOTHING, partial(_read, examples, chunk, device))

@@ -1,6 +1,7 @@
-"""Which module computes what a trace does not, found by comparing all that both compute.
+"""Search for the module that computes values that a trace does not compute.
 
-Slow, and asked only where the two are known to differ.
+All tensors that the model and the trace compute are compared. The search is slow and runs only if
+the outputs of the two are known to differ.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from dure.randomness.seeds import generators_state, restore_generators
 
 @torch.no_grad()
 def first_foreign(model: nn.Module, trace: Trace, inputs: Any) -> str | None:
-    """The module in which first something is computed that no operation of the trace gives.
+    """Return the first module that computes a value that no operation of the trace computes.
 
-    None if there is none. Both draw from the generators as they are.
+    None if there is no such module. Both draw from the generators in their present state.
     """
     before = generators_state()
     passed = _passed(model, inputs)
@@ -39,7 +40,7 @@ def first_foreign(model: nn.Module, trace: Trace, inputs: Any) -> str | None:
 
 
 def _users(model: nn.Module, name: str) -> str:
-    """The module itself, or the one around it whose code is not torch's: what differs is there."""
+    """Return the module, or the innermost module around it with code from outside torch."""
     around = name
     while type(model.get_submodule(around)).__module__.startswith("torch."):
         if not around:
@@ -49,7 +50,7 @@ def _users(model: nn.Module, name: str) -> str:
 
 
 def _passed(model: nn.Module, inputs: Any) -> list[tuple[str, Tensor]]:
-    """What modules are given and give, in order, with the name of the module whose code made it."""
+    """Return inputs and outputs of modules, in order, with the module that made each."""
     found: list[tuple[str, Tensor]] = []
     hooks: list[Any] = []
 
@@ -58,7 +59,7 @@ def _passed(model: nn.Module, inputs: Any) -> list[tuple[str, Tensor]]:
         found.extend((name, tensor.clone()) for tensor in tensors)
 
     def watch(name: str, module: nn.Module) -> None:
-        # What a module is given was made by the code around it.
+        # The code of the enclosing module made the module's inputs.
         around = name.rpartition(".")[0]
         hooks.append(module.register_forward_pre_hook(lambda _, given: note(around, given)))
         hooks.append(module.register_forward_hook(lambda _, __, given: note(name, given)))
@@ -74,20 +75,20 @@ def _passed(model: nn.Module, inputs: Any) -> list[tuple[str, Tensor]]:
 
 
 class _Recorded(fx.Interpreter):
-    """Runs a trace, and keeps every tensor that an operation gives."""
+    """Interpreter of a trace that records every tensor that an operation computes."""
 
     def __init__(self, trace: Trace) -> None:
         super().__init__(trace.module)
         self._trace = trace
 
     def values_of(self, leaves: list[Any]) -> list[Tensor]:
-        """Copies, in the order of the operations."""
+        """Return copies of all computed tensors, in the order of the operations."""
         self._values: list[Tensor] = []
         self.run(*leaves)
         return self._values
 
     def run_node(self, node: fx.Node) -> Any:
-        """One operation."""
+        """Run an operation and record its tensors."""
         value = self._value(node)
         tensors = (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
         self._values += [tensor.clone() for tensor in tensors]

@@ -1,16 +1,16 @@
-"""Which operations of a trace change memory, and which of its values share it.
+"""Operations of a trace that change memory, and values that share memory.
 
-A value that travels is copied. A change of one copy would not be seen in the others, so that a cut
-would change what the model computes. Therefore a trace is rewritten (`settle`):
+A value that travels is copied. The other copies would not see a change of one copy, so a cut would
+change the result of the model. Therefore a trace is rewritten (`settle`):
 
-    h.relu_()           gives h itself: what uses the result uses h
-    inputs.add_(1)      inputs that change are copied first, as every stage reads its own
-    self.count += 1     buffers are written where they are computed, not at the end, where
+    h.relu_()           returns h itself: users of the result use h
+    inputs.add_(1)      inputs that change are copied first, because every stage reads them itself
+    self.count += 1     buffers are written when they are computed, not at the end, where
                         `torch.export` writes them
 
-and places are found between which the model is not cut (`inseparable`): where two names of the same
-memory would travel though one of them is still to be changed, such as in x[:, 0] = y, and where a
-buffer that changes is used.
+and positions at which the model must not be cut are found (`inseparable`): positions at which two
+names of the same memory would travel before a change of that memory, for example in x[:, 0] = y,
+and positions between uses of a buffer that changes.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ aten = torch.ops.aten
 
 NORMS = (aten.batch_norm.default, aten.instance_norm.default)
 DROPOUTS = (aten.dropout.default, aten.alpha_dropout.default, aten.feature_dropout.default)
-"""They give back the very tensor that they get where they do nothing."""
+"""Operations that return their input tensor itself if they do nothing."""
 
 
 def attribute(node: fx.Node) -> Any:
-    """The parameter, buffer, constant or part of the graph that a get_attr node stands for."""
+    """Return the parameter, buffer, constant or subgraph that a get_attr node stands for."""
     found: Any = node.graph.owning_module
     for name in str(node.target).split("."):
         found = getattr(found, name)
@@ -40,8 +40,11 @@ def attribute(node: fx.Node) -> Any:
 
 
 def part_of(node: fx.Node) -> tuple[fx.Graph, Sequence[Any]] | None:
-    """The graph inside an operation, such as a region without gradients, and what it is given."""
-    # Such an operation is given the graph as an argument, and after it the values for the graph's
+    """Return the graph inside an operation, for example a no_grad region, and the graph's inputs.
+
+    None for an operation without a graph.
+    """
+    # The arguments of such an operation contain the graph, followed by the values for the graph's
     # inputs.
     for place, argument in enumerate(node.args):
         if isinstance(argument, fx.Node) and argument.op == "get_attr":
@@ -52,13 +55,13 @@ def part_of(node: fx.Node) -> tuple[fx.Graph, Sequence[Any]] | None:
 
 
 def changed_by(node: fx.Node) -> list[fx.Node]:
-    """The arguments that an operation changes."""
+    """Return the arguments that an operation changes."""
     if node.op != "call_function":
         return []
     if is_untraced(node):
         return changed_of(node)
     if node.target in NORMS:
-        # Running statistics, arguments 3 and 4, which change in training; schemas do not say so.
+        # Running statistics, arguments 3 and 4, change in training; the schema does not declare it.
         return [buffer for buffer in node.args[3:5] if isinstance(buffer, fx.Node) and node.args[5]]
     if isinstance(node.target, torch._ops.OpOverload):
         # a quick no for nearly all operations
@@ -78,7 +81,7 @@ def changed_by(node: fx.Node) -> list[fx.Node]:
 
 
 def _arguments(node: fx.Node) -> Iterable[tuple[fx.Node, Any]]:
-    """The values that an operation is given, with what its schema says of their memory."""
+    """Return the values that an operation takes, each with the alias information of its schema."""
     assert isinstance(node.target, torch._ops.OpOverload)
     for position, argument in enumerate(node.target._schema.arguments):
         given = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
@@ -88,14 +91,14 @@ def _arguments(node: fx.Node) -> Iterable[tuple[fx.Node, Any]]:
 
 
 def families(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """For each value the one whose memory it may share: itself, or what it is a view of."""
+    """Return for each value the value whose memory it may share: itself, or the base of a view."""
     root: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         shared: list[fx.Node] = []
         if node.op == "call_function":
             if is_untraced(node):
                 shared = shared_of(node)
-            # Their schemas do not say that the result may be the argument itself.
+            # Their schemas do not declare that the result may be the argument itself.
             elif node.target in DROPOUTS:
                 shared = node.all_input_nodes[:1]
             elif isinstance(node.target, torch._ops.OpOverload):
@@ -103,21 +106,21 @@ def families(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
             elif node.target is operator.getitem:
                 shared = node.all_input_nodes[:1]
             else:
-                # An operation with a graph inside may give back what it changes.
+                # An operation with a graph inside may return a value that it changes.
                 shared = changed_by(node)
         root[node] = root[shared[0]] if shared else node
     return root
 
 
 def settle(module: fx.GraphModule) -> None:
-    """Rewrites a trace so that what changes memory can be cut."""
+    """Rewrite a trace so that operations that change memory can be cut."""
     graph = module.graph
     root = families(graph)
     changed: set[fx.Node] = set()
     for node in graph.nodes:
         changed.update(root[value] for value in changed_by(node))
-    # Three passes: inputs that change are copied; names of one memory become one; buffers are
-    # written early.
+    # Three passes: inputs that change are copied; several names of the same memory become a single
+    # name; buffers are written early.
     for node in list(graph.nodes):
         if node.op == "placeholder" and node in changed:
             with graph.inserting_after(node):
@@ -140,10 +143,10 @@ def settle(module: fx.GraphModule) -> None:
 
 
 def _gives_what_it_changes(node: fx.Node) -> bool:
-    """Whether an operation's result is, in shape too, the one argument that it changes."""
+    """Return whether an operation's result is, also in shape, the only argument that it changes."""
     if not isinstance(node.target, torch._ops.OpOverload) or node.target in NORMS:
         return False
-    # such as transpose_, whose result has another shape than what was there
+    # for example transpose_, whose result has another shape than the argument had
     if torch.Tag.inplace_view in node.target.tags:
         return False
     changed = changed_by(node)
@@ -151,10 +154,10 @@ def _gives_what_it_changes(node: fx.Node) -> bool:
 
 
 def _write_earlier(graph: fx.Graph, copy: fx.Node) -> None:
-    """Writes a buffer as soon as it can be: its new value is complete, its old one is not needed.
+    """Move the write of a buffer to the first position at which it is safe.
 
     `copy` writes the value into the buffer at the end of the graph. It is moved to right after the
-    last operation that reads the old value, or makes or changes the new one.
+    last operation that reads the old value, or that makes or changes the new value.
     """
     root = families(graph)
     buffer, value = copy.args[:2]
@@ -173,9 +176,9 @@ def _write_earlier(graph: fx.Graph, copy: fx.Node) -> None:
 
 
 def mapped_regions(operations: Sequence[fx.Node]) -> list[list[fx.Node]]:
-    """What `torch.vmap` has computed, from where a dimension is hidden to where all are back."""
+    """Return the regions that `torch.vmap` computed: the operations with hidden dimensions."""
     regions: list[list[fx.Node]] = []
-    # vmaps may be nested: a region ends when the outermost one does
+    # vmaps may be nested: a region ends with the outermost vmap
     depth = 0
     for node in operations:
         name = getattr(node.target, "__name__", "")
@@ -193,9 +196,10 @@ def mapped_regions(operations: Sequence[fx.Node]) -> list[list[fx.Node]]:
 def company(
     operations: Sequence[fx.Node], root: Mapping[fx.Node, fx.Node]
 ) -> dict[fx.Node, list[fx.Node]]:
-    """For each operation those that have to be computed wherever it is.
+    """Return for each operation the operations that the same stage must compute.
 
-    They are those that write into its memory, and those that `torch.vmap` has computed with it.
+    They are the operations that write into its memory, and the operations of the same `torch.vmap`
+    region.
     """
     writers: dict[fx.Node, list[fx.Node]] = {}
     for node in operations:
@@ -204,7 +208,7 @@ def company(
     found = {node: list(writers.get(root[node], [])) for node in operations}
     for region in mapped_regions(operations):
         for node in region:
-            # Inside a region values have a hidden dimension, and mean nothing apart.
+            # Inside a region values have a hidden dimension and no meaning outside the region.
             found[node] += region
     return found
 
@@ -212,7 +216,7 @@ def company(
 def inseparable(
     moving: Sequence[fx.Node], root: Mapping[fx.Node, fx.Node], outputs: Sequence[Any]
 ) -> frozenset[int]:
-    """The places in `moving` at which no stage may begin."""
+    """Return the positions in `moving` at which no stage may begin."""
     made = {node: place for place, node in enumerate(moving)}
     last: dict[fx.Node, int] = {}
     changes: dict[fx.Node, list[int]] = {}
@@ -225,16 +229,16 @@ def inseparable(
             changes.setdefault(root[value], []).append(place)
     # The model's outputs are used after everything.
     last |= {leaf: len(moving) for leaf in outputs if isinstance(leaf, fx.Node)}
-    # What takes a result apart stays with the operation that made it.
+    # An operation that unpacks a result stays with the operation that made the result.
     found = {place for place, node in enumerate(moving) if node.target is operator.getitem}
     for region in mapped_regions(moving):
         found.update(range(made[region[0]] + 1, made[region[-1]] + 1))
     for family, places in changes.items():
-        # A buffer that changes is used by one stage alone.
+        # Only a single stage may use a buffer that changes.
         if family.op == "get_attr" and not isinstance(attribute(family), nn.Parameter):
             found.update(range(uses[family][0] + 1, uses[family][-1] + 1))
             continue
-        # Up to its last change no two names of the same memory may travel, each as a copy.
+        # Before its last change, two names of the same memory must not travel, each as a copy.
         lives = [(made[node], last.get(node, 0)) for node in moving if root[node] is family]
         if len(lives) > 1:
             for place in range(min(lives)[0] + 1, places[-1] + 1):

@@ -1,8 +1,8 @@
-"""What modules that are not traced are given and give: seen in one run of the model.
+"""Inputs and outputs of modules that are not traced, observed in a run of the model.
 
 The model runs forward once, on copies of its parameters and buffers, with the inputs on which it is
-traced; generators are put back. It needs the memory of one more model, and the time of a forward
-pass.
+traced; generators are restored. The run needs the memory of a second model and the time of a
+forward pass.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from dure.randomness.seeds import generators_state, restore_generators
 
 
 def run_copy(model: nn.Module, inputs: Any) -> Any:
-    """What the model gives, run on copies of its parameters, its buffers and the inputs."""
+    """Return the model's output for copies of its parameters, its buffers and the inputs."""
     before = generators_state()
     left = left_in(model)
     try:
@@ -45,7 +45,7 @@ def run_copy(model: nn.Module, inputs: Any) -> Any:
 
 @contextmanager
 def _on_copies(model: nn.Module) -> Iterator[None]:
-    """Inside, parameters and buffers are copies: forward passes may change both."""
+    """Context manager: parameters and buffers are copies, as forward passes may change both."""
     copies: dict[int, Tensor] = {}
     before: list[tuple[dict[str, Any], dict[str, Any]]] = []
     for module in model.modules():
@@ -54,7 +54,7 @@ def _on_copies(model: nn.Module) -> Iterator[None]:
             before.append((held, dict(held)))
             for name, tensor in held.items():
                 if tensor is not None:
-                    # A tensor that has several names is one here too.
+                    # A tensor with several names has a single copy.
                     held[name] = copies.setdefault(id(tensor), _copy(tensor))
     try:
         yield
@@ -72,16 +72,17 @@ def _copy(tensor: Tensor) -> Tensor:
 def observed(
     model: nn.Module, inputs: Any, names: Collection[str], entirely: Collection[str]
 ) -> list[Call]:
-    """The calls of these modules in a forward pass, in order; but for those inside of another.
+    """Return the calls of these modules in a forward pass, in order, without nested calls.
 
-    entirely: those of which more than forward is looked at (`dure.parallel.pipeline.stand_in`).
+    entirely: the modules of which all methods are observed, not forward alone
+    (`dure.parallel.pipeline.stand_in`).
     """
     calls: list[Call] = []
     own = {
         name: [known for known, _ in _tensors_of(model.get_submodule(name), name)] for name in names
     }
     first = {id(tensor): name for name, tensor in _tensors_of(model)}
-    # names of a tensor that has several are those of the first
+    # every name of a tensor maps to the tensor's first name
     alias = {name: first[id(tensor)] for name, tensor in _tensors_of(model, every=True)}
     known: dict[int, str] = dict(first)
     inside: list[str] = []
@@ -91,7 +92,7 @@ def observed(
             if inside:
                 return function(*args, **kwargs)
             if len(known) == len(first):
-                # here, for the copies are in the model only while it runs
+                # added here, because the copies are in the model only while it runs
                 known.update((id(tensor), at) for at, tensor in _tensors_of(model))
             inside.append(name)
             try:
@@ -112,20 +113,21 @@ def observed(
 
 
 def is_steady(model: nn.Module, inputs: Any, names: Collection[str]) -> bool:
-    """Whether these modules give values of the same form and number for other examples.
+    """Return whether these modules return values of equal form and number for other examples.
 
-    An expert gets the rows that its router has chosen, and so many are what it gives.
+    False for example for an expert, which takes and returns as many rows as its router chooses.
+    True if the model fails on the other examples.
     """
     first = observed(model, inputs, names, ())
     try:
         others = observed(model, tree_map_only(Tensor, _other, inputs), names, ())
-    except Exception:  # not every model takes examples that nobody has given it
+    except Exception:  # a model may reject examples that are not from the data set
         return True
     return [call.form for call in first] == [call.form for call in others]
 
 
 def _other(leaf: Tensor) -> Tensor:
-    """The first example, backwards, in the place of all."""
+    """Return a tensor of the same shape in which every example is the first example reversed."""
     first = leaf[:1].flip(-1) if leaf.dim() > 1 else leaf[:1]
     return first.expand_as(leaf) if leaf.dim() else leaf
 
@@ -133,7 +135,7 @@ def _other(leaf: Tensor) -> Tensor:
 def _tensors_of(
     model: nn.Module, prefix: str = "", every: bool = False
 ) -> list[tuple[str, Tensor]]:
-    """The parameters and buffers, by name. every: also further names of the same tensor."""
+    """Return the parameters and buffers by name. every: also further names of the same tensor."""
     unique: Any = {"prefix": prefix, "remove_duplicate": not every}
     return [*model.named_parameters(**unique), *model.named_buffers(**unique)]
 
@@ -141,7 +143,7 @@ def _tensors_of(
 def _noted(
     name: str, module: nn.Module, call: partial[Any], known: Mapping[int, str]
 ) -> tuple[Call, Any]:
-    """Calls a module, and looks at what it does. known: parameters and buffers by id."""
+    """Call a module and record its effects. known: parameters and buffers by id."""
     given = tensors_by_place(call.args, call.keywords)
     versions = {place: tensor._version for place, tensor in given.items()}
     used = _Used(known)
@@ -185,18 +187,18 @@ def _noted(
 
 
 def _generators() -> list[Tensor]:
-    """The states of torch's generators."""
+    """Return the states of torch's generators."""
     cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if cuda else [])]
 
 
 def _share(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors lie in the same memory."""
+    """Return whether two tensors share memory."""
     return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr() != 0
 
 
 class _Used(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes which parameters and buffers operations are given, and which of them they change."""
+    """Dispatch mode that records the parameters and buffers that operations use and change."""
 
     def __init__(self, known: Mapping[int, str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -213,12 +215,12 @@ class _Used(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if isinstance(leaf, nn.Parameter):
                     self._parameters[name] = leaf, leaf._version
                 else:
-                    # Not its version: batch norm changes its buffers unseen.
+                    # Not the version counter: batch norm changes its buffers without increasing it.
                     self._buffers[name] = leaf, leaf.clone()
         return func(*args, **(kwargs or {}))
 
     def written(self) -> list[str]:
-        """The names of those that were changed."""
+        """Return the names of the changed parameters and buffers."""
         changed = [
             name for name, (now, before) in self._parameters.items() if now._version != before
         ]

@@ -1,8 +1,8 @@
-"""Where in a model something happens: module, file, line and what is written there.
+"""Position in a model's code at which something happens: module, file, line and source text.
 
     module decoder.layers.0 at opt.py:123, `if torch.rand([]) < self.layerdrop:`
 
-Torch's own lines are left out, where there are others: nobody can change them.
+Lines of torch itself are left out if there are others, because users cannot change them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 Line = tuple[FrameType, int]
-"""A frame, and the number of the line at which it is."""
+"""Frame, and the number of its current line."""
 
 _PRINTED = re.compile(r'File "([^"]+)", line (\d+)')
 _TORCH = str(Path(torch.__file__).parent)
@@ -29,24 +29,24 @@ _HERE = str(Path(__file__).parent)
 
 
 def place_of(error: BaseException, model: nn.Module) -> str | None:
-    """Where in the model an error was raised; None if that was not in the model."""
+    """Return the position in the model at which an error was raised; None outside the model."""
     return _told(_lines_of(error), model)
 
 
 def modules_of(error: BaseException, model: nn.Module) -> list[str]:
-    """The names of the modules in whose code an error was raised, the innermost last."""
+    """Return the names of the modules in whose code an error was raised, the innermost last."""
     return _modules(_lines_of(error), model)
 
 
 def modules_here(model: nn.Module) -> list[str]:
-    """The names of the modules whose code called the caller, the innermost last."""
+    """Return the names of the modules whose code called the caller, the innermost last."""
     return _modules(_lines_here(), model)
 
 
 def place_in(stack: str, name: str) -> str:
-    """The innermost line of the user's in a stack that is printed as Python does it.
+    """Return the innermost line of the user's code in a stack trace in Python's format.
 
-    name: of the module. The module alone where no line is the user's.
+    name: the module's name. Without a line of the user's code the result is the module alone.
     """
     lines = [(file, int(number)) for file, number in _PRINTED.findall(stack)]
     own = [(file, number) for file, number in lines if _is_users_file(file)]
@@ -54,27 +54,27 @@ def place_in(stack: str, name: str) -> str:
 
 
 def place_here(model: nn.Module) -> str | None:
-    """Where in the model the caller was called from; None if it was not."""
+    """Return the position in the model from which the caller was called; None outside the model."""
     return _told(_lines_here(), model)
 
 
 def _lines_here() -> list[Line]:
-    """Of the caller's caller and all around it, the innermost last."""
+    """Return the lines of the caller's caller and of all frames around it, the innermost last."""
     frame = sys._getframe(2)
     return [*_outside(frame), (frame, frame.f_lineno)]
 
 
 def place_where(changes: Callable[[], bool], run: Callable[[], Any], model: nn.Module) -> str:
-    """Where in the model's code `changes` begins to hold while `run` calls the model.
+    """Return the position in the model at which `changes` becomes true while `run` calls the model.
 
-    Only the model itself is named where no line can be told. Slow: every line is looked at.
+    The result is the model itself if no line is known. Slow: `changes` is called after every line.
     """
     last: list[Line] = []
     found: list[str | None] = []
 
     def look(frame: FrameType, event: str, _: Any) -> Any:
         if not found and changes():
-            # It was the line before, which has just been done.
+            # The previous line, which has just been executed, caused the change.
             found.append(_told(last, model))
         last[:] = [*_outside(frame), (frame, frame.f_lineno)]
         return look
@@ -86,7 +86,7 @@ def place_where(changes: Callable[[], bool], run: Callable[[], Any], model: nn.M
     sys.settrace(enter)
     try:
         run()
-    except Exception:  # what it does is asked here, and not whether it fails
+    except Exception:  # only the position of the change matters here, not a failure of the run
         pass
     finally:
         sys.settrace(before)
@@ -96,7 +96,7 @@ def place_where(changes: Callable[[], bool], run: Callable[[], Any], model: nn.M
 
 
 def module_at(model: nn.Module, name: str) -> str:
-    """A module with its class, and where the forward of that class is written."""
+    """Return a module's name with its class, and the file and line of that class's forward."""
     kind = type(model.get_submodule(name))
     code = getattr(kind.forward, "__code__", None)
     at = f" at {Path(code.co_filename).name}:{code.co_firstlineno}" if code is not None else ""
@@ -104,20 +104,20 @@ def module_at(model: nn.Module, name: str) -> str:
 
 
 def _lines_of(error: BaseException) -> list[Line]:
-    """Of the error and of those that it was raised from, the innermost last."""
+    """Return the lines of the error and of its causes, the innermost last."""
     cause = error.__cause__ or error.__context__
     lines = []
     trace = error.__traceback__
     while trace is not None:
         lines.append((trace.tb_frame, trace.tb_lineno))
         trace = trace.tb_next
-    # The first error is the one that was raised in the model.
+    # The first error of the chain was raised in the model.
     inner = _lines_of(cause) if cause is not None else []
     return [*lines, *inner]
 
 
 def _outside(frame: FrameType) -> list[Line]:
-    """The frames around one, the outermost first."""
+    """Return the lines of the frames around a frame, the outermost first."""
     lines = []
     around = frame.f_back
     while around is not None:
@@ -127,14 +127,14 @@ def _outside(frame: FrameType) -> list[Line]:
 
 
 def _modules(lines: Iterable[Line], model: nn.Module) -> list[str]:
-    """The names of the modules whose code these lines are, in their order."""
+    """Return the names of the modules whose code contains these lines, in their order."""
     names = {id(module): name for name, module in model.named_modules()}
     own = (names.get(id(module_of(frame))) for frame, _ in lines)
     return list(dict.fromkeys(name for name in own if name is not None))
 
 
 def _told(lines: Iterable[Line], model: nn.Module) -> str | None:
-    """The innermost line of a module's code that is the user's; else of torch's modules."""
+    """Return the innermost line of the user's code in a module; otherwise of torch's modules."""
     names = {id(module): name for name, module in model.named_modules()}
     inside: str | None = None
     users: str | None = None
@@ -142,7 +142,7 @@ def _told(lines: Iterable[Line], model: nn.Module) -> str | None:
     for frame, number in lines:
         own = module_of(frame)
         inside = names.get(id(own), inside)
-        # Before the model was called there is nothing of it.
+        # Frames before the call of the model do not belong to the model.
         if inside is None or frame.f_code.co_filename.startswith(_HERE):
             continue
         if _is_users(frame):
@@ -153,10 +153,10 @@ def _told(lines: Iterable[Line], model: nn.Module) -> str | None:
 
 
 def module_of(frame: FrameType) -> Any:
-    """What the method is called of, whose frame this is: the first argument, whatever its name."""
+    """Return the first argument of the frame's function: the module, if it is a module's method."""
     code = frame.f_code
     own: Any = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
-    # While it traces, torch stands in for a module by another object.
+    # While tracing, torch replaces a module by a proxy object.
     return own.get_base() if hasattr(type(own), "get_base") else own
 
 

@@ -1,12 +1,12 @@
-"""What one stage computes: its operations of a trace, as a module of its own.
+"""Computation of a single stage: the stage's operations of a trace, as a separate module.
 
-    (received values, inputs) -> (leaving values)       the last stage gives the model's outputs
+    (received values, inputs) -> (leaving values)       the last stage returns the model's outputs
 
-What travels from stage s to stage s+1 is what operations of stages 0 … s have made and operations
-of stages s+1 … use. A value that skips stages is carried past them, and counts as traffic at every
-boundary. Inputs do not travel: a stage that uses them reads them. Constants, such as masks, are
-computed where they are used. A parameter that several stages use lies in each of them; its gradient
-is the sum of theirs.
+The values that travel from stage s to stage s+1 are those that operations of stages 0 … s make and
+operations of stages s+1 … use. A value that skips stages passes through them, and counts as traffic
+at every boundary. Inputs do not travel: a stage that uses them reads them. Constants, such as
+masks, are computed in each stage that uses them. A parameter that several stages use is stored in
+each of them; its gradient is the sum of the stages' gradients.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from dure.tensors.hooks import has_hooks
 
 @dataclass
 class Program:
-    """One stage of a trace.
+    """A single stage of a trace.
 
-    module: called with the received values and the inputs, as one list of tensors; returns a tuple.
-    inputs: which leaves of the model's inputs it reads. received, leaving: what travels; the last
-        stage's leaving is empty.
+    module: called with the received values and the inputs, as a list of tensors; returns a tuple.
+    inputs: indices of the leaves of the model's inputs that the stage reads. received, leaving: the
+    values that travel; the last stage's leaving is empty.
     """
 
     module: nn.Module
@@ -41,22 +41,22 @@ class Program:
     received: tuple[Value, ...]
     leaving: tuple[Value, ...]
     written: tuple[str, ...] = ()
-    """The buffers that it changes."""
+    """Names of the buffers that the stage changes."""
     shapes: tuple[torch.Size | None, ...] = ()
-    """Of the inputs that it reads, for which alone it holds; empty where it holds for any."""
+    """Shapes of inputs for which alone the program is valid; empty if any shape is valid."""
 
 
 def stages_of(trace: Trace, starts: Sequence[int]) -> dict[fx.Node, int]:
-    """The stage of every operation that is not constant.
+    """Return the stage of every operation that is not constant.
 
-    starts: the places in `trace.moving` where stages 1 … begin; a stage begins a little later where
-    what lies there has to stay together.
+    starts: the positions in `trace.moving` at which stages 1 … begin; a stage begins later if the
+    operations at that position are inseparable.
     """
     stage_of: dict[fx.Node, int] = {}
     stage = 0
     for place, node in enumerate(trace.moving):
-        # Several stages may begin at one place if that could not be parted; those are then empty,
-        # and refused (`CutModel.decide`).
+        # Several stages may begin at the same position if operations are inseparable; such stages
+        # are empty, and `CutModel.decide` rejects them.
         while stage < len(starts) and place >= starts[stage] and place not in trace.inseparable:
             stage += 1
         stage_of[node] = stage_of.get(origin_of(node), stage)
@@ -64,21 +64,21 @@ def stages_of(trace: Trace, starts: Sequence[int]) -> dict[fx.Node, int]:
 
 
 def parameters_of(trace: Trace, stage_of: Mapping[fx.Node, int], stages: int) -> list[list[str]]:
-    """The names of the parameters and buffers that each stage uses."""
+    """Return the names of the parameters and buffers that each stage uses."""
     names: list[dict[str, None]] = [{} for _ in range(stages)]
     for node in trace.moving:
         for source in trace.attributes(node):
             if source in trace.names:
                 names[stage_of[node]][trace.names[source]] = None
     for leaf in trace.outputs:
-        # A model may give back a parameter as it is; the last stage then needs it.
+        # A model may return a parameter unchanged; the last stage then needs it.
         if isinstance(leaf, fx.Node) and leaf in trace.names:
             names[stages - 1][trace.names[leaf]] = None
     return [list(own) for own in names]
 
 
 def check_buffers(trace: Trace, stage_of: Mapping[fx.Node, int]) -> None:
-    """Raises ValueError if one stage changes a buffer or parameter that another one uses."""
+    """Raise ValueError if a stage changes a buffer or parameter that another stage uses."""
     users: dict[str, set[int]] = {}
     changed: set[str] = set()
     for node in trace.moving:
@@ -98,18 +98,18 @@ def check_buffers(trace: Trace, stage_of: Mapping[fx.Node, int]) -> None:
 
 
 def crossing(trace: Trace, stage_of: Mapping[fx.Node, int], stages: int) -> list[list[fx.Node]]:
-    """The values that travel over each boundary, from stage s to s+1, in the order of making."""
+    """Return the values that travel from each stage s to s+1, in order of creation."""
     last_use: dict[fx.Node, int] = {}
     for node in trace.moving:
         for source in _moving_sources(trace, node):
             last_use[source] = max(last_use.get(source, 0), stage_of[node])
     for leaf in trace.outputs:
         if isinstance(leaf, fx.Node) and leaf in stage_of:
-            # The last stage gives the model's outputs, wherever they were made.
+            # The last stage returns the model's outputs, whichever stage made them.
             last_use[leaf] = stages - 1
     crossed: list[list[fx.Node]] = [[] for _ in range(stages - 1)]
     for node in trace.moving:
-        # over every boundary from where it is made to where it is used last
+        # over every boundary between the stage that makes the value and its last user
         for boundary in range(stage_of[node], last_use.get(node, 0)):
             crossed[boundary].append(node)
     return crossed
@@ -127,10 +127,15 @@ def program(
     stream: Stream,
     later: Later | None = None,
 ) -> Program:
-    """The program of `stage`.
+    """Return the program of `stage`.
 
-    later: what is done with weight gradients; None where autograd is left to it, or nothing goes
-        backward.
+    Args:
+        trace: the trace of the model.
+        stage_of: the stage of every operation.
+        stages: the number of stages.
+        stage: the stage to build.
+        stream: the source of random numbers.
+        later: handler of weight gradients; None if autograd computes them, or without backward.
     """
     over = crossing(trace, stage_of, stages)
     received = over[stage - 1] if stage > 0 else []
@@ -148,13 +153,13 @@ def program(
 
 
 def _shape(placeholder: fx.Node) -> torch.Size | None:
-    """Of an input; None of one that is no tensor."""
+    """Return the shape of an input; None for an input that is no tensor."""
     value = placeholder.meta["val"]
     return value.shape if isinstance(value, torch.Tensor) else None
 
 
 class _Builder:
-    """Copies operations of a trace into a graph of their own."""
+    """Builder that copies operations of a trace into a separate graph."""
 
     def __init__(self, trace: Trace, stream: Stream, later: Later | None) -> None:
         self.trace = trace
@@ -174,22 +179,27 @@ class _Builder:
         results: Sequence[fx.Node],
         last: bool,
     ) -> Program:
-        """The program of these operations.
+        """Return the program of these operations.
 
-        own: the stage's operations. results: what it gives on; in the last stage these are the
-        model's outputs.
+        Args:
+            own: the stage's operations.
+            received: the values from the stage before.
+            leaving: the values for the stage after.
+            results: the values that the stage returns; in the last stage these are the model's
+                outputs.
+            last: whether this is the last stage.
         """
         trace = self.trace
         graph = self.graph
-        # What is given on may be constant: then it is computed here, with its company.
+        # A result may be constant: then it is computed here, with the operations of its company.
         ends = [node for node in results if node in trace.constant]
         for node in list(ends):
             ends += trace.company.get(node, [])
         needed = {*trace.ancestors([*own, *ends]), *ends, *results}
         # only the inputs that this stage reads; a rank may read none
         inputs = [index for index, node in enumerate(trace.placeholders) if node in needed]
-        # What is changed in place. Buffers and parameters have names; any other value may share its
-        # memory with what was received.
+        # Values changed in place. Buffers and parameters have names; any other value may share its
+        # memory with a received value.
         changed: set[fx.Node] = set()
         for node in own:
             changed.update(trace.root[value] for value in changed_by(node))
@@ -197,14 +207,14 @@ class _Builder:
         for node in [*received, *(trace.placeholders[index] for index in inputs)]:
             self.copies[node] = graph.placeholder(node.name)
         if changes:
-            # What was received is kept for backward as it came, so copies are changed.
+            # Received values are stored unchanged for backward, so operations change copies.
             for node in received:
                 self.copies[node] = graph.call_function(torch.clone, (self.copies[node],))
         for node in trace.module.graph.nodes:
             if node.op == "get_attr" and node in needed:
                 self._attribute(node)
         own_set = set(own)
-        # In the order of the trace: an operation may change memory that a later one reads.
+        # In the order of the trace: an operation may change memory that a later operation reads.
         for node in trace.operations:
             if node in own_set or (node in trace.constant and node in needed):
                 self._operation(node)
@@ -212,7 +222,7 @@ class _Builder:
         graph.output(
             tuple(self.copies[leaf] if isinstance(leaf, fx.Node) else leaf for leaf in given)
         )
-        # The parameters themselves, not copies: gradients arrive in the model's.
+        # The parameters themselves, not copies, so that the model's parameters get the gradients.
         module = fx.GraphModule(self.attributes, graph)
         own_names = [value for value in changed if value in trace.names]
         return Program(
@@ -227,15 +237,16 @@ class _Builder:
         )
 
     def _attribute(self, node: fx.Node) -> None:
-        # by the model's name, so that tied parameters are one attribute
+        # named by the model's name, so that tied parameters share an attribute
         target = self.trace.names.get(node, str(node.target))
         self.attributes[target] = self.trace.tensor(node)
         self.copies[node] = self.graph.create_node("get_attr", target, name=node.name)
 
     def _operation(self, node: fx.Node) -> None:
+        """Copy an operation into the graph, with its final target."""
         copy = self.graph.node_copy(node, lambda source: self.copies[source])
         self.copies[node] = copy
-        # the divided layer itself, in the place of the operation that stood for it
+        # the divided layer itself replaces the operation that represents it in the trace
         if is_opaque(node):
             copy.target = behind(node, self.trace.layers)
             return
@@ -248,9 +259,9 @@ class _Builder:
             copy.target = self._apart(node, copy.target, self.later)
 
     def _apart(self, node: fx.Node, target: Any, later: Later) -> Any:
-        """The same operation, its weight's gradient apart where that is a parameter and it pays."""
+        """Return the operation, with a split weight gradient if that is possible and pays."""
         place, deferred = apart(target, later)
-        # An operation whose weight is not where it is expected stays as it is.
+        # An operation whose weight is not at the expected position stays unchanged.
         if deferred is None or place >= len(node.args) or node.kwargs:
             return target
         weight = node.args[place]

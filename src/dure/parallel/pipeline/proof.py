@@ -1,23 +1,23 @@
-"""A cut model tried beside the model itself, before the first step.
+"""Comparison of a cut model with the model itself, before the first step.
 
-A trace is believed to compute what the model computes: forward and backward, in training and in
-evaluation, in the first pass and in all later ones. What a model does apart from operations on
-tensors is not in it: what it keeps in Python, what it does only while it is traced, or not then, a
-gradient of its own. So the model and the stages, one after another in this process, run on the same
-examples with the same random numbers:
+A trace is expected to compute the results of the model: forward and backward, in training and in
+evaluation, in the first pass and in all later passes. A trace contains operations on tensors only.
+State that a model keeps in Python, code that runs only during tracing or only outside it, and
+custom gradients are not in it. So the model and the stages, one after another in this process, run
+on the same examples with the same random numbers:
 
     model     a training pass with its gradients, the same pass again, an evaluation pass and the
               same again, and a training pass on other examples and with other parameters
     stages    the first of each
 
-The model has to repeat itself: what a pass leaves in Python that the same pass did not leave before
-is state that a trace does not have (`dure.tensors.kept`). The stages have to give the
-model's outputs, gradients, parameters and buffers, but for rounding (`dure.parallel.proof`).
+The model must repeat itself: Python state that differs after two equal passes is state that a trace
+does not have (`dure.tensors.kept`). The stages must reproduce the model's outputs, gradients,
+parameters and buffers up to rounding (`dure.parallel.proof`).
 
-Gradients are those of a sum of the outputs with random weights: each output has its part, and the
-task's loss is not called.
+The gradients are those of a sum of the outputs with random weights: each output contributes, and
+the task's loss is not called.
 
-Cost: three steps of one worker on a micro-batch (three passes forward and one backward of the
+Cost: three steps of a worker on a micro-batch (three passes forward and one backward of the
 model, two and one of the stages), evaluation of two examples, building the stages and comparing:
 docs/pipeline.md has figures.
 """
@@ -60,9 +60,11 @@ ADVICE = "or trust the trace with check=False (--no-check)"
 
 
 class On(NamedTuple):
-    """What a pass runs on.
+    """Inputs and conditions of a pass.
 
-    when: in words. examples: how many. draws: a number, from which its random numbers follow.
+    when: the pass in words, for messages. inputs: the model's inputs. examples: the number of
+    examples. training: whether the model is in training mode. draws: a number that seeds the random
+    numbers.
     """
 
     when: str
@@ -73,7 +75,7 @@ class On(NamedTuple):
 
 
 class Given(NamedTuple):
-    """What a pass has given: the leaves of the outputs, what they make up, and gradients."""
+    """Result of a pass: the leaves of the outputs, the structure of the outputs, and gradients."""
 
     leaves: Sequence[Any]
     structure: TreeSpec
@@ -88,11 +90,15 @@ def prove_cut(
     parts_gradients: bool,
     recompute: bool,
 ) -> None:
-    """Raises ValueError, in one line, where the stages do not compute what the model computes.
+    """Raise ValueError, in one line, if the stages do not compute the results of the model.
 
-    cut: decided. model: another one like the cut one, which was not used yet; both are used up.
-    others: inputs of a second micro-batch. evaluation: examples of an evaluation; 0 for none.
-    parts_gradients, recompute: as the stages will be run.
+    Args:
+        cut: the cut model, after `decide`; this check leaves it changed.
+        model: a second, unused model equal to the cut model; this check leaves it changed.
+        others: inputs of a second micro-batch.
+        evaluation: the number of examples of an evaluation; 0 for none.
+        parts_gradients: whether the stages will split gradients of inputs and weights.
+        recompute: whether the stages will recompute activations.
     """
     count = cut.examples
     first = On("training", cut.inputs(count, True), count, True, 0)
@@ -109,8 +115,9 @@ def prove_cut(
 
 
 def _prove(whole: _Whole, stages: _Stages, first: On, tests: On | None, last: On) -> None:
-    # The model first, whose first pass is then really its first; and all of it before the stages,
-    # for these hold the weights of the beginning until they run.
+    """Run the passes of the model, then of the stages; raise ValueError at a difference."""
+    # The model runs first, so that its first pass really is its first. All its passes precede those
+    # of the stages, because the stages keep the initial weights until they run.
     passes = [(first, whole.run(first, descends=True))]
     whole.repeat(*passes[0])
     if tests is not None:
@@ -121,7 +128,7 @@ def _prove(whole: _Whole, stages: _Stages, first: On, tests: On | None, last: On
     for on, right in passes:
         if on is last:
             _update(stages.cut.model)
-        # In evaluation, without gradients, torch may take one operation for several.
+        # In evaluation, without gradients, torch may fuse several operations.
         outputs = same_operations if on.training else tolerance_of
         tried = stages.run(on, descends=bool(right.gradients))
         found = _difference(right, tried, outputs)
@@ -137,12 +144,12 @@ def _prove(whole: _Whole, stages: _Stages, first: On, tests: On | None, last: On
 
 
 class _Whole:
-    """The model itself."""
+    """Passes of the model itself."""
 
     def __init__(self, model: nn.Module, cut: CutModel) -> None:
         self.model = model
         self.cut = cut
-        # Where each buffer lies, for a pass may put another tensor in its place.
+        # The owner of each buffer, because a pass may replace the buffer by another tensor.
         self._places = [
             (module, name, tensor)
             for module in model.modules()
@@ -154,9 +161,9 @@ class _Whole:
         _copy_weights(self.cut.model, model)
 
     def run(self, on: On, descends: bool = False) -> Given:
-        """One pass; with gradients of the parameters if it `descends`.
+        """Run a pass; with gradients of the parameters if it `descends`.
 
-        Afterwards the buffers are noted as they were before, and what is kept in Python as it is.
+        Records the buffers' values from before the pass, and the Python state after the pass.
         """
         self._before = [module._buffers[name].clone() for module, name, _ in self._places]  # type: ignore[union-attr]
         self.model.train(on.training)
@@ -169,8 +176,9 @@ class _Whole:
         return Given([_detached(leaf) for leaf in leaves], structure, gradients)
 
     def repeat(self, on: On, before: Given) -> None:
-        """Raises ValueError where the pass before, run again, gives or leaves something else."""
-        # A backward pass, which is not run again, may change buffers too: by forward once more.
+        """Raise ValueError if a repetition of pass `before` gives other results or state."""
+        # A backward pass may change buffers too, by recomputing forward. It is not repeated, so
+        # save the present values here and restore them below.
         left = [module._buffers[name].clone() for module, name, _ in self._places]  # type: ignore[union-attr]
         for (module, name, tensor), value in zip(self._places, self._before, strict=True):
             module._buffers[name] = tensor
@@ -199,10 +207,11 @@ class _Whole:
             module._buffers[name].data.copy_(value)  # type: ignore[union-attr]
 
     def refusal(self, why: str) -> ValueError:
+        """Return the error that rejects the model for the reason `why`, with advice."""
         return ValueError(f"a {type(self.model).__name__} cannot be cut, for {why}, {ADVICE}")
 
     def foreign(self, on: On) -> str:
-        """In which module a pass first computes what its trace does not, after a comma."""
+        """Return the first module that differs from the trace, as ", first in …"; "" if none."""
         _copy_weights(self.cut.model, self.model)
         self.model.train(on.training)
         seed_generators(0, "proof", on.draws, everything=True)
@@ -212,6 +221,7 @@ class _Whole:
         return f", first in {module}" if module else ""
 
     def _outputs(self, on: On) -> tuple[list[Any], TreeSpec]:
+        """Return the model's outputs for seeded random numbers, as leaves and their structure."""
         seed_generators(0, "proof", on.draws, everything=True)
         try:
             with without_cache(self.model):
@@ -226,16 +236,16 @@ class _Whole:
 
 
 WHOLE = Share(1.0, 1.0)
-"""A micro-batch that is its batch."""
+"""Share of a micro-batch that is the whole batch."""
 
 
 class _Stages:
-    """The stages, one after another in this process."""
+    """Passes of the stages, one after another in this process."""
 
     def __init__(self, cut: CutModel, parts_gradients: bool, recompute: bool) -> None:
         self.cut = cut
         self._recompute = recompute
-        # One generator serves the whole model: so the stages draw what the model draws.
+        # A single generator serves all stages, so the stages draw the numbers that the model draws.
         self._stream = Stream(0, carried=True)
         self._remaining: Remaining | None = [] if parts_gradients else None
         self._stages = {training: self._all(training) for training in (True, False)}
@@ -260,7 +270,7 @@ class _Stages:
         )
 
     def run(self, on: On, descends: bool) -> Given:
-        """One pass; with gradients of the parameters if it `descends`."""
+        """Run a pass; with gradients of the parameters if it `descends`."""
         self._returns = False
         stages = self._stages[on.training]
         batch = Microbatch(on.examples, WHOLE, lambda: (_fresh(on.inputs), None))
@@ -277,7 +287,7 @@ class _Stages:
         return Given([_detached(leaf) for leaf in self._leaves], self._structure, gradients)
 
     def _end(self, outputs: Any, targets: Any, examples: int, share: Share) -> Computed:
-        """The "loss" of the last stage."""
+        """Return the random weighted sum of the outputs, in place of the last stage's loss."""
         self._leaves, self._structure = tree_flatten(outputs)
         end = _weighed(self._leaves)
         self._returns = end is not None
@@ -285,7 +295,7 @@ class _Stages:
 
 
 def _weighed(leaves: Sequence[Any]) -> Tensor | None:
-    """The outputs that have a gradient, added up with random weights; None if there are none."""
+    """Return the randomly weighted sum of the differentiable outputs; None without any."""
     weights = torch.Generator().manual_seed(0)
     ends = []
     for leaf in leaves:
@@ -299,7 +309,7 @@ def _weighed(leaves: Sequence[Any]) -> Tensor | None:
 
 
 def _taken_gradients(model: nn.Module) -> dict[str, Tensor | None]:
-    """The parameters' gradients, which are taken away."""
+    """Return the parameters' gradients and remove them from the model."""
     gradients = {
         name: None
         if (gradient := parameter.grad) is None
@@ -313,7 +323,7 @@ def _taken_gradients(model: nn.Module) -> dict[str, Tensor | None]:
 
 
 def _fresh(inputs: Any) -> Any:
-    """Copies: a model may write into what it is given."""
+    """Return copies of the inputs, because a model may write into its inputs."""
     return tree_map_only(Tensor, torch.clone, inputs)
 
 
@@ -325,14 +335,14 @@ def _detached(leaf: Any) -> Any:
 def _copy_weights(source: nn.Module, model: nn.Module) -> None:
     theirs = dict(source.named_parameters())
     for name, mine in model.named_parameters():
-        # A pass may have made one that was not there.
+        # A pass may have created a parameter.
         if name in theirs:
             mine.data.copy_(theirs[name])
 
 
 @torch.no_grad()
 def _update(model: nn.Module) -> None:
-    """Changes the parameters, the same in every model: training will."""
+    """Change the parameters, equally in every model, as training would."""
     for parameter in model.parameters():
         if parameter.requires_grad and parameter.is_floating_point():
             # each element by another factor, of its sign, and none of them by much
@@ -341,9 +351,9 @@ def _update(model: nn.Module) -> None:
 
 
 def _difference(right: Given, tried: Given, outputs: Callable[[torch.dtype], float]) -> str | None:
-    """The first thing that differs, in words; None where nothing does.
+    """Return the first difference of two results, in words; None without a difference.
 
-    outputs: by how much these may differ, by dtype.
+    outputs: the tolerance of outputs, by dtype.
     """
     if right.structure != tried.structure:
         return "outputs of another form"
@@ -364,12 +374,12 @@ def _difference(right: Given, tried: Given, outputs: Callable[[torch.dtype], flo
 
 
 def _state_difference(model: nn.Module, cut: nn.Module) -> str | None:
-    """The first parameter or buffer that differs after all passes, in words."""
+    """Return the first parameter or buffer that differs after all passes, in words."""
     for right, tried in (
         (dict(model.named_parameters()), dict(cut.named_parameters())),
         (dict(model.named_buffers()), dict(cut.named_buffers())),
     ):
-        # A buffer that a pass has made is kept by the model alone (`dure.tensors.buffers`).
+        # A buffer that a pass has created exists in the model alone (`dure.tensors.buffers`).
         both = [name for name in right if name in tried]
         found = first_difference(
             {name: right[name] for name in both}, {name: tried[name] for name in both}

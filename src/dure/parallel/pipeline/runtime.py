@@ -1,15 +1,16 @@
-"""One rank's list of actions, executed.
+"""Execution of a rank's list of actions.
 
-Receives are begun ahead, so that the next two messages come in while this one is worked on. They
-are not begun ahead where the transport takes so many messages at once and keeps them with their
-receiver: then a rank asks when it needs one, and is not disturbed before. Sends go on during the
-computation, and are waited for at the end of the step. Stages of one rank hand over directly. The
-lists decide everything else (`dure.parallel.pipeline.schedule`).
+Receives begin ahead, so that the next two messages arrive during the work on the current message.
+They do not begin ahead if the transport accepts that many messages at once and stores them at their
+receiver: then a rank fetches a message when it needs the message, without earlier interruptions.
+Sends continue during the computation, and the rank waits for them at the end of the step. Stages on
+the same rank pass tensors directly. The lists decide everything else
+(`dure.parallel.pipeline.schedule`).
 
-A message over the boundary after stage s holds the values that cross it, in their order, and on
-the way back a gradient for each that has one. So a micro-batch costs 4 b e bytes there and back
-each, for e float32 numbers an example; and STATE_BYTES more on the way there where the generator's
-state travels (`dure.parallel.pipeline.draws`).
+A message over the boundary after stage s holds the values that cross the boundary, in their order,
+and on the way back a gradient for each differentiable value. So a micro-batch costs 4 b e bytes in
+each direction, for b examples and e float32 numbers per example; STATE_BYTES are added on the way
+forward if the generator's state travels (`dure.parallel.pipeline.draws`).
 """
 
 from __future__ import annotations
@@ -30,16 +31,21 @@ from dure.parallel.pipeline.stage import Microbatch, Stage
 from dure.parallel.pipeline.trace import Value
 
 AHEAD = 3
-"""Receives that are under way when one is waited for."""
+"""Number of receives that are in progress while a rank waits for the first of them."""
 
 Place = tuple[int, int]
-"""A stage and a micro-batch."""
+"""Stage and micro-batch."""
 
 
 class Engine:
-    """The stages of this rank, driven by its list.
+    """The stages of this rank, driven by the rank's list of actions.
 
-    group: the ranks of the pipeline, as the schedule numbers them. device: where messages arrive.
+    Args:
+        group: the ranks of the pipeline, as the schedule numbers them.
+        schedule: the actions of all ranks.
+        stages: the stages of this rank by number.
+        stream: the source of random numbers.
+        device: the device on which messages arrive.
     """
 
     def __init__(
@@ -57,23 +63,22 @@ class Engine:
         self._device = device
         self.actions = schedule.actions[group.rank]
         self.spans: list[tuple[Action, float, float]] = []
-        """What was computed in the last step, with seconds of `time.perf_counter`."""
+        """Computations of the last step, with start and end in seconds of `time.perf_counter`."""
 
     def run(self, step: int, batches: Sequence[Microbatch]) -> None:
-        """One step. Gradients are added to those of the parameters.
+        """Run a step. Gradients are added to the parameters' gradients.
 
         Raises PeerLostError if another rank is lost.
         """
         self._step = step
         self._batches = batches
-        # What has come or was handed over, until it is used; and what was computed, until it is
-        # sent.
+        # Values and gradients that arrived, until they are used; and results, until they are sent.
         self._inputs: dict[Place, list[Tensor]] = {}
         self._gradients: dict[Place, list[Tensor]] = {}
         self._results: dict[Place, list[Tensor]] = {}
         self._sends: list[Callable[[], None]] = []
-        # Receives that are not begun, and those that are: both in the order of the list, which is
-        # that of the senders.
+        # Receives that have not begun, and receives in progress: both in the order of the list,
+        # which is the order of the senders.
         self._expected = deque(action for action in self.actions if action.kind in RECEIVES)
         self._coming: deque[tuple[list[Tensor], Callable[[], None]]] = deque()
         self._ahead = 1 if self._device.type == "cpu" and self._lie_here() else AHEAD
@@ -83,8 +88,7 @@ class Engine:
         for action in self.actions:
             self._do(action)
         started = time.perf_counter()
-        # No rank waits at a send before this, which is what `validate` relies on to exclude
-        # deadlocks.
+        # No rank waits for a send before this line; `validate` relies on that to exclude deadlocks.
         for end in self._sends:
             end()
         if self._sends:
@@ -111,25 +115,25 @@ class Engine:
             self._compute(action, place)
 
     def _compute(self, action: Action, place: Place) -> None:
-        """Works on a micro-batch in a stage, and hands the result on where that is on this rank."""
+        """Compute a micro-batch in a stage, and pass the result on within this rank."""
         kind, number, microbatch = action
         stage = self.stages[number]
         batch = self._batches[microbatch]
         started = time.perf_counter()
         if kind == "forward":
             received = self._inputs.pop(place, [])
-            # The state of the stage before comes last in its message.
+            # The generator state of the preceding stage is the last tensor of its message.
             if self._stream.carried and number > 0:
                 self._stream.go_on_from(received.pop())
             results = stage.forward(microbatch, batch, received)
             if self._stream.carried:
-                # also from the last stage, where `_hand_over` drops it
+                # also in the last stage, whose results `_hand_over` drops
                 results.append(self._stream.state())
             self._hand_over(place, number + 1, results, self._inputs)
         elif kind == "weight_gradient":
             stage.weight_gradient(microbatch)
         else:
-            # An input gradient is sent at once; the weight gradient is an action of its own, later.
+            # An input gradient is sent at once; the weight gradient is a separate, later action.
             descend = stage.backward if kind == "backward" else stage.input_gradient
             results = descend(microbatch, batch, self._gradients.pop(place, []))
             self._hand_over(place, number - 1, results, self._gradients)
@@ -158,14 +162,14 @@ class Engine:
         # A conjugate or negative view has a flag, which does not travel with its memory.
         sends = [(tensor.resolve_conj().resolve_neg().contiguous(), to) for tensor in tensors]
         end = self.group.begin_transfer(_words(action), sends, [])
-        # What has left at once needs no wait.
+        # A send that has already completed needs no wait.
         if end is not done_already:
             self._sends.append(end)
 
     def _receive(self, action: Action) -> list[Tensor]:
-        """The message that `action` waits for.
+        """Return the message that `action` waits for.
 
-        Receives ahead are begun before it waits: after the wait they would delay its work.
+        Further receives begin before the wait: after it they would delay the work on this message.
         """
         while self._expected and len(self._coming) < self._ahead:
             self._coming.append(self._begin(self._expected.popleft()))
@@ -183,7 +187,7 @@ class Engine:
         if action.kind == "receive_input" and self._stream.carried:
             tensors.append(torch.empty(STATE_BYTES, dtype=torch.uint8))
         receives = [(tensor, source) for tensor in tensors]
-        # It is asked for only in the wait: until then it lies here, and disturbs nobody.
+        # The message is fetched only in the wait; until then the transport stores it.
         if self._ahead == 1:
             return tensors, partial(self._fetch, action, receives)
         return tensors, self.group.begin_transfer(_words(action), [], receives)
@@ -193,15 +197,15 @@ class Engine:
             self.group.transfer([], receives)
 
     def _values(self, action: Action) -> Sequence[Value]:
-        """What comes with a message."""
+        """Return descriptions of the values in a message."""
         program = self._program(action.stage, action.microbatch)
         if action.kind == "receive_input":
             return program.received
         return [value for value in program.leaving if value.differentiable]
 
     def _lie_here(self) -> bool:
-        """Whether `AHEAD` of the longest messages expected here lie here until this rank asks."""
-        # Messages of one kind, stage and number of examples are alike: one of each is looked at.
+        """Return whether the transport stores `AHEAD` of the longest messages at this rank."""
+        # Messages of equal kind, stage and number of examples have equal size: check one of each.
         kinds = {(a.kind, a.stage, self._batches[a.microbatch].examples): a for a in self._expected}
         tensors = 0
         nbytes = 0
@@ -209,7 +213,7 @@ class Engine:
             values = self._values(action)
             tensors = max(tensors, len(values))
             nbytes = max(nbytes, sum(value.nbytes for value in values))
-        # The state of a generator may come with each, as one tensor more.
+        # The state of a generator may come with each message, as an additional tensor.
         tensors += 1
         nbytes += STATE_BYTES
         return self.group.holds(AHEAD * tensors, AHEAD * nbytes)

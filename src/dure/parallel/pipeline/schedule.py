@@ -1,22 +1,21 @@
-"""Who computes what when in a pipeline: a schedule, as data.
+"""Pipeline schedules as data: the order in which each rank computes and communicates.
 
-A model is cut into stages 0 … S-1, a batch into micro-batches 0 … m-1; stage s lives on rank
-`home[s]`. A schedule is a list of actions for each of the p ranks, in the order in which it does
-them:
+A model is cut into stages 0 … S-1, a batch into micro-batches 0 … m-1; stage s is placed on rank
+`home[s]`. A schedule is a list of actions for each of the p ranks, in the order of execution:
 
     F            forward
-    B            backward, or in its place
-    I, W         the gradient of the inputs and, later, that of the weights
+    B            backward, or instead of it
+    I, W         the gradient of the inputs and, later, the gradient of the weights
     SO, RI       an output goes from stage s to stage s+1: send_output of s, receive_input of s+1
     SG, RG       a gradient goes from stage s to stage s-1: send_gradient of s, receive_gradient of
                  s-1
 
-An action is written as its letters, its stage and its micro-batch: F0.3. Stages of one rank hand
-over directly. Sends do not wait, receives do. Every boundary between stages on different ranks is
-crossed by an output and by a gradient for each micro-batch.
+An action is written as its letters, its stage and its micro-batch: F0.3. Stages on the same rank
+pass tensors directly. Sends do not wait, receives do. An output and a gradient of each micro-batch
+cross every boundary between stages on different ranks.
 
-Which schedules there are: `dure.parallel.pipeline.builders`. Whether one can run:
-`dure.parallel.pipeline.validate`.
+`dure.parallel.pipeline.builders` builds the known schedules. `dure.parallel.pipeline.validate`
+checks whether a schedule can run.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ COMPUTING: tuple[Kind, ...] = ("forward", "backward", "input_gradient", "weight_
 SENDS: tuple[Kind, ...] = ("send_output", "send_gradient")
 RECEIVES: tuple[Kind, ...] = ("receive_input", "receive_gradient")
 
-# the other end of each message: its kind, and how far its stage is from this one
+# the other end of each message: its kind, and the difference of the stages' numbers
 _COUNTERPARTS: dict[Kind, tuple[Kind, int]] = {
     "send_output": ("receive_input", 1),
     "receive_input": ("send_output", -1),
@@ -64,7 +63,7 @@ _COUNTERPARTS: dict[Kind, tuple[Kind, int]] = {
 
 
 class Action(NamedTuple):
-    """One thing that a rank does: as text F0.3, of stage 0 and micro-batch 3."""
+    """Single action of a rank: as text F0.3, a forward of stage 0 and micro-batch 3."""
 
     kind: Kind
     stage: int
@@ -75,7 +74,7 @@ class Action(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """The action that is written so. Raises ValueError if none is."""
+        """Return the action with this text. Raises ValueError for any other text."""
         found = re.fullmatch(r"([A-Z]{1,2})([0-9]+)\.([0-9]+)", text)
         if not found or found[1] not in KINDS:
             raise ValueError(
@@ -86,12 +85,12 @@ class Action(NamedTuple):
 
     @property
     def computes(self) -> bool:
-        """Whether it computes, and is no transfer."""
+        """Whether the action is a computation, not a transfer."""
         return self.kind in COMPUTING
 
     @property
     def counterpart(self) -> Action:
-        """Of a send what receives it, of a receive what sends it.
+        """Receive that belongs to a send, or send that belongs to a receive.
 
         Raises ValueError for an action that computes.
         """
@@ -102,18 +101,18 @@ class Action(NamedTuple):
 
 
 Computing = Sequence[Sequence[Action]]
-"""What each rank computes, in its order, without transfers."""
+"""Computations of each rank, in order, without transfers."""
 
 
 def foreign(home: Sequence[int], stage: int, other: int) -> bool:
-    """Whether both stages exist, on different ranks: what goes between them is a message."""
+    """Return whether both stages exist on different ranks, so that they exchange messages."""
     return 0 <= other < len(home) and home[stage] != home[other]
 
 
 def send_after(action: Action, home: Sequence[int]) -> Action | None:
-    """The message that an action makes, if it makes one."""
+    """Return the send that follows an action; None if the action makes no message."""
     kind, stage, microbatch = action
-    # A weight gradient makes no message: nobody else needs it.
+    # A weight gradient makes no message: no other stage needs it.
     if kind == "forward" and foreign(home, stage, stage + 1):
         return Action("send_output", stage, microbatch)
     if kind in ("backward", "input_gradient") and foreign(home, stage, stage - 1):
@@ -122,7 +121,7 @@ def send_after(action: Action, home: Sequence[int]) -> Action | None:
 
 
 def receive_before(action: Action, home: Sequence[int]) -> Action | None:
-    """The message that an action needs, if it needs one."""
+    """Return the receive that an action needs first; None if the action needs no message."""
     kind, stage, microbatch = action
     if kind == "forward" and foreign(home, stage, stage - 1):
         return Action("receive_input", stage, microbatch)
@@ -133,12 +132,12 @@ def receive_before(action: Action, home: Sequence[int]) -> Action | None:
 
 @dataclass(frozen=True)
 class Schedule:
-    """What each rank does.
+    """Actions of each rank.
 
     home: the rank of each stage. microbatches: their number. actions: a list per rank.
 
-    Nothing is checked here: `dure.parallel.pipeline.validate.check` says whether it is a schedule
-    that can run.
+    The constructor checks nothing: `dure.parallel.pipeline.validate.check` checks whether the
+    schedule can run.
     """
 
     name: str
@@ -148,31 +147,33 @@ class Schedule:
 
     @property
     def ranks(self) -> int:
+        """Number of ranks."""
         return len(self.actions)
 
     @property
     def stages(self) -> int:
+        """Number of stages."""
         return len(self.home)
 
     @property
     def computing(self) -> tuple[tuple[Action, ...], ...]:
-        """The actions that compute, for each rank."""
+        """Actions that compute, for each rank."""
         return tuple(tuple(filter(_computes, actions)) for actions in self.actions)
 
     @property
     def parts_gradients(self) -> bool:
-        """Whether gradients of inputs and of weights are computed apart somewhere."""
+        """Whether any stage computes gradients of inputs and of weights separately."""
         kinds: set[Kind] = set()
         for actions in self.actions:
             kinds.update(action.kind for action in actions)
         return "weight_gradient" in kinds
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages that live on a rank, in ascending order."""
+        """Return the stages on a rank, in ascending order."""
         return tuple(stage for stage, home in enumerate(self.home) if home == rank)
 
     def text(self) -> str:
-        """As a file has it: name, homes, micro-batches, and a line of actions for each rank."""
+        """Return the text form: name, homes, micro-batches, and a line of actions per rank."""
         head = [
             f"schedule: {self.name}",
             f"home: {_row(self.home)}",
@@ -183,10 +184,10 @@ class Schedule:
 
     @classmethod
     def parse(cls, text: str) -> Schedule:
-        """The schedule in a text as `text` writes it, without empty lines and what follows a #.
+        """Return the schedule in a text like that of `text`, without empty lines and # comments.
 
-        Transfers are as written: `with_transfers` adds them to a schedule that has none. Raises
-        ValueError for what is missing, there twice, or not understood.
+        Transfers are taken from the text: `with_transfers` adds them to a schedule without
+        transfers. Raises ValueError for lines that are missing, repeated, or malformed.
         """
         fields: dict[str, str] = {}
         for number, line in enumerate(text.splitlines(), 1):
@@ -199,7 +200,7 @@ class Schedule:
                     f"line {number}: {line[:40]!r} is not understood: write 'schedule:', 'home:', "
                     "'microbatches:' or 'rank 0:' and what belongs there"
                 )
-            # the second one would silently replace the first
+            # a repeated line would silently replace the first
             if key in fields:
                 raise ValueError(f"line {number}: {key!r} is there twice: keep one of them")
             fields[key] = value
@@ -207,7 +208,7 @@ class Schedule:
 
 
 def is_own(schedule: str) -> bool:
-    """Whether a setting is a user's own schedule as text: names have no colon."""
+    """Return whether a setting is a user-defined schedule as text: names have no colon."""
     return ":" in schedule
 
 
@@ -247,21 +248,21 @@ def _of_fields(fields: dict[str, str]) -> Schedule:
 def with_transfers(
     name: str, home: Sequence[int], microbatches: int, computing: Computing
 ) -> Schedule:
-    """The schedule that computes so, with the messages this needs.
+    """Return the schedule of these computations, with the messages that they need.
 
-    Each is sent right after it was made and received right before it is needed, or earlier: those
-    that the same rank has sent before are received first, so that any two ranks' messages arrive in
-    the order in which they are sent. That costs no time, as they were made earlier too, and adds no
-    deadlock.
+    A message is sent right after the action that makes it. It is received right before the action
+    that needs it, or earlier: messages that the same rank has sent before are received first, so
+    that messages between any two ranks arrive in the order in which they are sent. Early receives
+    cost no time, because the earlier messages were made earlier too, and they add no deadlock.
     """
-    # Receives from one rank on another, in the order in which they are sent.
+    # Receives of each pair of ranks, in the order in which the messages are sent.
     coming: dict[tuple[int, int], deque[Action]] = defaultdict(deque)
     for rank, actions in enumerate(computing):
         for action in actions:
             # in the order in which this rank makes them
             if send := send_after(action, home):
                 coming[rank, home[send.counterpart.stage]].append(send.counterpart)
-    # what is sent at all; a computation may need what no action makes
+    # all messages that are sent; a computation may need a message that no action makes
     made = set().union(*coming.values())
     lists = []
     for rank, actions in enumerate(computing):
@@ -269,13 +270,13 @@ def with_transfers(
         received: set[Action] = set()
         for action in actions:
             needed = receive_before(action, home)
-            # What the same rank has sent before is received before; a receive that no action makes
-            # is put in all the same, and refused by `validate`.
+            # Messages that the same rank has sent before are received before. A receive without a
+            # send is added all the same, and `validate` rejects it.
             while needed and needed not in received:
                 queue = coming[home[needed.counterpart.stage], rank]
-                # oldest first, until the needed one was received
+                # oldest first, until the needed message is received
                 receive = queue.popleft() if needed in made else needed
-                # Received ahead of its use, it is not received again.
+                # A message received ahead of its use is not received again.
                 received.add(receive)
                 done.append(receive)
             done.append(action)

@@ -1,20 +1,20 @@
-"""How long a schedule takes, and what it holds: its actions run with given times, on no machine.
+"""Simulation of a schedule with given times of actions: duration, idle time and stored activations.
 
-A rank does its actions one after another. A message is there `send` seconds after it was sent,
-whatever the ranks do meanwhile, and a receive waits for it:
+A rank executes its actions one after another. A message arrives `send` seconds after it was sent,
+independently of the ranks' work, and a receive waits for its message:
 
-    start(a)     = end of the action before it on its rank
+    start(a)     = end of the preceding action on the rank
     end(a)       = start(a) + time(a), if a computes
     end(receive) = max(start(receive), end(its send) + send)
 
     bubble            = 1 - busy / (p · makespan)     the share of the ranks' time that is idle
-    idle_over_busy    = bubble / (1 - bubble)         the same over the time in which they compute
-    bubble_over_ideal = (makespan - ideal) / ideal    ideal: the computing of the rank that computes
-                                                      longest
+    idle_over_busy    = bubble / (1 - bubble)         idle time over computing time
+    bubble_over_ideal = (makespan - ideal) / ideal    ideal: the computing time of the rank that
+                                                      computes longest
 
-A forward's activations are held from its start until its backward, or its weight gradient, has
-ended. With the times of a measured run, action by action, this gives what that run would have been
-without disturbances.
+A forward's activations are stored from its start until the end of its backward, or of its weight
+gradient. With the times of a measured run, action by action, the simulation shows that run without
+disturbances.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from dure.record.idleness import over_busy
 
 
 class Span(NamedTuple):
-    """An action that computed, with its rank, from start to end in seconds."""
+    """Action that computed, with its rank, from start to end in seconds."""
 
     rank: int
     action: Action
@@ -41,11 +41,17 @@ class Span(NamedTuple):
 class Times:
     """Seconds of each stage's actions, and of a message, which occupies no rank.
 
-    measured: of single actions; these go before all others.
+    `backward` is used only if input and weight gradients are not separate, and `input_gradient` and
+    `weight_gradient` only if they are. A receive takes no time but waiting, unless it is measured.
+    The measured time of a send is the time until its message arrives.
 
-    backward is not used where input and weight gradients are apart, and the other way round. A
-    receive takes no time but waiting, unless it is measured; of a send it is what its message takes
-    that is measured.
+    Args:
+        forward: seconds of a forward, by stage.
+        backward: seconds of a backward, by stage.
+        input_gradient: seconds of an input gradient, by stage.
+        weight_gradient: seconds of a weight gradient, by stage.
+        send: seconds from a send until its message arrives.
+        measured: seconds of single actions, which override all others.
     """
 
     forward: tuple[float, ...]
@@ -59,7 +65,7 @@ class Times:
     def uniform(
         cls, stages: int, forward: float = 1, backward: float = 2, send: float = 0
     ) -> Times:
-        """All stages alike; input and weight gradients are half a backward each."""
+        """Return equal times for all stages, with half a backward for each kind of gradient."""
         half = (backward / 2,) * stages
         return cls(
             forward=(forward,) * stages,
@@ -80,8 +86,8 @@ class Times:
         }
 
     def of(self, action: Action) -> float:
-        """Seconds of an action: on its rank, or of a send until its message is there."""
-        # What was measured of this very action goes before the times of its stage.
+        """Return the seconds of an action on its rank; of a send, until the message arrives."""
+        # A measured time of this action overrides the times of its stage.
         if action in self.measured:
             return self.measured[action]
         if action.kind in SENDS:
@@ -93,10 +99,10 @@ class Times:
 
 @dataclass(frozen=True)
 class Simulation:
-    """What came of it, or of a measured run.
+    """Result of a simulation, or of a measured run.
 
-    spans: of the actions that compute. peak_activations: of each rank, the most forwards, of one
-    stage and one micro-batch each, whose activations were held at once.
+    spans: spans of the actions that compute. peak_activations: for each rank, the largest number of
+    forwards (of a stage and a micro-batch each) whose activations were stored at the same time.
     """
 
     ranks: int
@@ -105,7 +111,7 @@ class Simulation:
 
     @property
     def makespan(self) -> float:
-        """Seconds from the first action's start to the last one's end."""
+        """Seconds from the start of the first action to the end of the last action."""
         if not self.spans:
             return 0.0
         return max(span.end for span in self.spans) - min(span.start for span in self.spans)
@@ -120,27 +126,27 @@ class Simulation:
 
     @property
     def ideal(self) -> float:
-        """Seconds that it would take if the rank that computes longest never waited."""
+        """Seconds that the schedule would take if the rank that computes longest never waited."""
         return max(self.busy)
 
     @property
     def bubble(self) -> float:
-        """The share of the ranks' time in which they are idle."""
+        """Share of the ranks' time in which they are idle."""
         return 1 - sum(self.busy) / (self.ranks * self.makespan) if self.makespan else 0.0
 
     @property
     def idle_over_busy(self) -> float | None:
-        """Seconds in which the ranks are idle, over those in which they compute."""
+        """Idle seconds of all ranks, over their computing seconds."""
         return over_busy(self.bubble)
 
     @property
     def bubble_over_ideal(self) -> float:
-        """Seconds more than `ideal`, as a share of it."""
+        """Seconds above `ideal`, as a share of `ideal`."""
         return (self.makespan - self.ideal) / self.ideal if self.ideal else 0.0
 
 
 def simulate(schedule: Schedule, times: Times) -> Simulation:
-    """Runs a schedule that `check` has passed.
+    """Simulate a schedule that has passed `check`.
 
     Raises ScheduleError at a deadlock, and ValueError if times are missing.
     """
@@ -153,7 +159,7 @@ def simulate(schedule: Schedule, times: Times) -> Simulation:
     clocks = [0.0] * schedule.ranks
     arrivals: dict[Action, float] = {}
     spans = []
-    # In an order that can happen, so each send comes before its receive, and one walk is enough.
+    # `running_order` puts each send before its receive, so that a single pass is enough.
     for rank, action in running_order(schedule):
         if action.kind in SENDS:
             # A send takes none of the rank's time.
@@ -165,13 +171,13 @@ def simulate(schedule: Schedule, times: Times) -> Simulation:
         clocks[rank] = start + times.of(action)
         if action.computes:
             spans.append(Span(rank, action, start, clocks[rank]))
-    # by time, whichever rank was walked first
+    # by time, independent of the order of ranks in the loop
     spans.sort(key=lambda span: (span.start, span.rank))
     return Simulation(schedule.ranks, tuple(spans), tuple(map(peak_of, schedule.actions)))
 
 
 def peak_of(actions: Sequence[Action]) -> int:
-    """The most activations that a rank holds at once."""
+    """Return the largest number of activations that a rank stores at the same time."""
     held = most = 0
     for action in actions:
         held += action.kind == "forward"

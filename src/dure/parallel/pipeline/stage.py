@@ -1,15 +1,15 @@
-"""A stage at work: forward and backward of its micro-batches, with what it keeps between the two.
+"""Execution of a stage: forward and backward of its micro-batches, and the state between the two.
 
     forward   values received, inputs  ->  values leaving
-              keeps the graph, or, to recompute it, what was received
-    backward  gradients of the leaving ones  ->  those of the received ones, and of the weights
+              stores the graph, or the received values in order to recompute the graph
+    backward  gradients of the leaving values  ->  gradients of the received values and the weights
 
-A value that is only carried past is received and leaves, and so is its gradient. The last stage
-computes the loss, of which a micro-batch adds its share (`dure.tasks.loss_shares`), so that the sum
-of the gradients is that of the batch.
+A value that passes through a stage is both received and leaving, and so is its gradient. The last
+stage computes the loss. A micro-batch adds its share of the loss (`dure.tasks.loss_shares`), so
+that the sum of the gradients is the gradient of the batch.
 
 Batch normalisation sees a micro-batch, as it does with accumulated gradients, and updates its
-running statistics with each; recomputation leaves them alone.
+running statistics with each micro-batch; recomputation leaves them unchanged.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from dure.tensors.backward import backward_from
 
 @dataclass
 class Microbatch:
-    """A micro-batch of so many examples. share: of its batch.
+    """Micro-batch of `examples` examples. share: its share of the batch.
 
-    read: gives inputs and targets; called once, by the stages that use them.
+    read: returns inputs and targets; called once, by the stages that use them.
     """
 
     examples: int
@@ -44,22 +44,23 @@ class Microbatch:
 
     @cached_property
     def content(self) -> tuple[Any, Any]:
-        """Inputs and targets, as they were read."""
+        """Inputs and targets; read at the first access."""
         return self.read()
 
     @cached_property
     def inputs(self) -> list[Any]:
-        """The leaves of the model's inputs."""
+        """Leaves of the model's inputs."""
         return leaves_of(self.content[0])
 
     @property
     def targets(self) -> Any:
+        """Targets of the examples."""
         return self.content[1]
 
 
 @dataclass
 class _Kept:
-    """What a micro-batch needs for its backward pass."""
+    """Tensors that a micro-batch needs for its backward pass."""
 
     received: list[Tensor]
     ends: list[Tensor] = field(default_factory=list)
@@ -68,16 +69,20 @@ class _Kept:
 
 
 class Stage:
-    """One stage.
+    """A single stage of a model.
 
-    program_for: its program for a micro-batch of so many examples.
-    structure_for: of the model's outputs; loss: of outputs, targets, so many examples and their
-        share, what they add to the loss of the batch; both are the last stage's.
-    stream: from where its operations draw.
-    remaining: where weight gradients are left for later; None where they are computed at once.
-    recompute: keeps what was received and computes the rest again for backward, but not in the last
-        stage, which goes backward at once.
-    trains: False where nothing goes backward, and nothing is kept.
+    Args:
+        number: the stage's number.
+        last: whether this is the last stage.
+        program_for: returns the stage's program for a number of examples.
+        structure_for: returns the structure of the model's outputs; only the last stage uses it.
+        loss: takes outputs, targets, the number of examples and their share, and returns their part
+            of the batch's loss; only the last stage uses it.
+        stream: source of random numbers.
+        remaining: list to which weight gradients are deferred; None computes them at once.
+        recompute: whether to store only the received values and to recompute the graph for
+            backward; ignored in the last stage, which runs backward right after forward.
+        trains: False for forward alone, without a graph and without stored values.
     """
 
     def __init__(
@@ -95,7 +100,7 @@ class Stage:
         self.number = number
         self.last = last
         self.trains = trains
-        # In 1F1B the last stage goes backward right after forward: to compute again would save
+        # In 1F1B the last stage runs backward right after forward, so recomputation would save
         # nothing.
         self.recompute = recompute and not last
         self.program_for = program_for
@@ -108,10 +113,10 @@ class Stage:
         self.losses: dict[int, float] = {}
         self.counts: dict[int, float] = {}
         self.reached: set[int] = set()
-        """Which of the received values that have a gradient got one in this step, by place."""
+        """Indices of the differentiable received values that got a gradient in this step."""
 
     def begin(self, step: int) -> None:
-        """A step begins; what an interrupted one has left is dropped."""
+        """Begin a step; drop the state of an interrupted step."""
         self.step = step
         self._kept.clear()
         self._weights.clear()
@@ -122,9 +127,13 @@ class Stage:
         self.reached.clear()
 
     def forward(self, number: int, batch: Microbatch, received: Sequence[Tensor]) -> list[Tensor]:
-        """Computes micro-batch `number`; returns what leaves, cut from the graph."""
+        """Compute micro-batch `number`; return the leaving values, detached from the graph.
+
+        Raises ValueError if the shape of the inputs is not the shape of the trace.
+        """
         program = self.program_for(batch.examples)
-        # What was received begins this stage's graph; backward leaves in its `grad` what goes back.
+        # Received values are the leaves of this stage's graph; backward leaves their gradients in
+        # `grad`.
         values = [
             tensor.detach().requires_grad_(value.differentiable and self.trains)
             for tensor, value in zip(received, program.received, strict=True)
@@ -141,7 +150,7 @@ class Stage:
             kept.buffers = {
                 name: program.module.get_buffer(name).clone() for name in program.written
             }
-            # no graph: only what was received is held until backward
+            # no graph: only received values are stored until backward
             with torch.no_grad():
                 ends = self._run(program, number, batch, values)
         else:
@@ -149,15 +158,15 @@ class Stage:
         if self.last:
             self.losses[number] = float(ends[0].item())
             return []
-        # The graph stays here; only values go on.
+        # The graph stays here; only values travel.
         return [end.detach() for end in ends]
 
     def _run(
         self, program: Program, number: int, batch: Microbatch, values: Sequence[Tensor]
     ) -> list[Tensor]:
         inputs = [batch.inputs[index] for index in program.inputs] if program.inputs else []
-        # A trace holds for one shape; what it would compute for another is wrong, and maybe no
-        # error.
+        # A trace is valid for a single shape; for another shape it may compute wrong values without
+        # an error.
         for given, shape in zip(inputs, program.shapes, strict=False):
             if shape is not None and given.shape != shape:
                 raise ValueError(
@@ -167,14 +176,14 @@ class Stage:
         results = program.module(*values, *inputs)
         if not self.last:
             return list(results)
-        # the loss takes what the model gives, not leaves
+        # the loss takes the model's outputs, not leaves
         outputs = tree_unflatten(list(results), self._structure_for(batch.examples))
         found = self._loss(outputs, batch.targets, batch.examples, batch.share)
         self.counts[number] = found.counted
         return [found.loss]
 
     def backward(self, number: int, batch: Microbatch, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """Computes all gradients; returns those that the stage before waits for."""
+        """Compute all gradients; return those of the received values."""
         self._descend(number, batch, gradients)
         self.weight_gradient(number)
         return self._returned(number, batch)
@@ -182,17 +191,18 @@ class Stage:
     def input_gradient(
         self, number: int, batch: Microbatch, gradients: Sequence[Tensor]
     ) -> list[Tensor]:
-        """Like `backward`, but leaves the gradients of long weights to `weight_gradient`."""
+        """Compute all but the deferred gradients; return those of the received values."""
         self._descend(number, batch, gradients)
         return self._returned(number, batch)
 
     def weight_gradient(self, number: int) -> None:
-        """Computes the gradients of long weights that `input_gradient` has left."""
+        """Compute the weight gradients that `input_gradient` deferred."""
         for compute in self._weights.pop(number, []):
             with torch.no_grad():
                 compute()
 
     def _descend(self, number: int, batch: Microbatch, gradients: Sequence[Tensor]) -> None:
+        """Run autograd from the stage's outputs or loss, and collect deferred weight gradients."""
         kept = self._kept[number]
         program = self.program_for(batch.examples)
         if self.recompute:
@@ -203,21 +213,21 @@ class Stage:
         else:
             leaving = zip(kept.ends, program.leaving, strict=True)
             ends = [end for end, value in leaving if value.differentiable]
-            # A frozen stage's ends have no graph, though a gradient comes for each.
+            # A frozen stage's outputs have no graph, although a gradient arrives for each.
             pairs = zip(ends, gradients, strict=True)
             wanted = [(end, gradient) for end, gradient in pairs if end.requires_grad]
-        # A stage may have nothing that learns, and nothing before it.
+        # A stage may have no trainable parameters and no differentiable inputs.
         if wanted:
             backward_from(wanted)
         if self._remaining is not None:
-            # The list is that of all stages of the rank; these belong to this micro-batch.
+            # All stages of the rank share the list; its entries belong to this micro-batch.
             self._weights[number] = list(self._remaining)
             self._remaining.clear()
 
     def _compute_again(self, kept: _Kept, number: int, batch: Microbatch, program: Program) -> None:
-        """Forward once more, with the buffers and the random numbers of the first time.
+        """Recompute forward with the buffers and the random numbers of the first forward.
 
-        Afterwards buffers and generators are as they were before it.
+        Buffers and generators are restored afterwards.
         """
         before = self._stream.state()
         buffers = {name: program.module.get_buffer(name) for name in program.written}
@@ -230,16 +240,17 @@ class Stage:
         kept.ends = self._run(program, number, batch, kept.received)
         self._stream.go_on_from(before)
         for name, buffer in buffers.items():
-            # By way of data, which autograd does not see: it would refuse a backward pass that has
-            # kept a buffer which was written since.
+            # Write through `data`, which autograd does not track: otherwise a backward pass that
+            # saved the buffer would fail because the buffer changed.
             buffer.data.copy_(now[name])
 
     def _returned(self, number: int, batch: Microbatch) -> list[Tensor]:
-        """The gradients of what was received; zeros where nothing depends on it."""
+        """Return the gradients of the received values; zeros for values without a gradient."""
         kept = self._kept.pop(number)
         program = self.program_for(batch.examples)
         pairs = zip(kept.received, program.received, strict=True)
         tensors = [tensor for tensor, value in pairs if value.differentiable]
         self.reached.update(place for place, each in enumerate(tensors) if each.grad is not None)
-        # The stage before waits for a gradient of each, whether there is one or not.
+        # The preceding stage waits for a gradient of each value, so send zeros for a missing
+        # gradient.
         return [torch.zeros_like(each) if each.grad is None else each.grad for each in tensors]

@@ -1,6 +1,7 @@
-"""Another function in a module's place, for a while: of its forward, or of all of its call.
+"""Temporary replacement of a module's function: of its forward, or of its whole call.
 
-Calling a module may do more than its forward: hooks, or a checkpoint that its class puts around it.
+A call of a module may do more than forward: run hooks, or a checkpoint that the module's class puts
+around forward.
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ from torch import nn
 Function = Callable[..., Any]
 
 Around = Callable[[str, Function], Function]
-"""Makes of a module's name and its function the one that stands in."""
+"""Function that takes a module's name and its function, and returns the replacement."""
 
 
 @contextmanager
 def standing_in(
     model: nn.Module, names: Iterable[str], around: Around, entirely: Collection[str] = ()
 ) -> Iterator[None]:
-    """Inside, what `around` makes stands in for these modules.
+    """Context manager: functions made by `around` replace these modules' functions.
 
-    entirely: those of which it stands in for the call, and not for forward alone.
+    entirely: modules of which the call is replaced, not forward alone.
     """
     with ExitStack() as stack:
         for name in names:
@@ -36,7 +37,7 @@ def standing_in(
 
 @contextmanager
 def _for_forward(module: nn.Module, around: Callable[[Function], Function]) -> Iterator[None]:
-    # The model's own code may have put another forward into the instance.
+    # The instance may have its own forward already, set by the model's code.
     before = vars(module).get("forward")
     module.forward = around(module.forward)
     try:

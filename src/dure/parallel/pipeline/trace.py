@@ -1,22 +1,22 @@
-"""What a model computes, as a list of operations: the form in which any model can be cut.
+"""Operations of a model as a list: the form in which any model can be cut.
 
-`torch.export` runs the model once on tensors without data and writes down every operation, with the
-parameters, the buffers and the earlier values that it uses. Control flow that depends on shapes,
-tuples, dicts, attention masks, skip connections and shared weights are all resolved by that: what
-is left are operations in an order in which values flow forward only. So any position in the list is
-a place where the model can be cut.
+`torch.export` runs the model once on tensors without data and records every operation, with the
+parameters, the buffers and the earlier values that it uses. This resolves control flow that depends
+on shapes, tuples, dicts, attention masks, skip connections and shared weights: the result is a list
+of operations in which values flow forward only. So the model can be cut at any position in the
+list.
 
-Operations that change memory are settled first (`dure.parallel.pipeline.memory`).
+Operations that change memory are rewritten first (`dure.parallel.pipeline.memory`).
 
-A module that cannot be traced is one operation (`dure.parallel.pipeline.whole`).
+A module that cannot be traced is a single operation (`dure.parallel.pipeline.whole`).
 
-A trace holds for the shapes and the mode (training or evaluation) in which it was made. What a
-model does apart from its operations is not in it; where that can be seen
-(`dure.parallel.pipeline.unseen`) the module is one operation, or the model refused.
+A trace is valid for the shapes and the mode (training or evaluation) in which it was made. It
+contains operations and no other effects. If such an effect is detected
+(`dure.parallel.pipeline.unseen`), the module becomes a single operation, or the model is rejected.
 
     random     operations that draw: dropout, attention and recurrent layers with dropout, …
-    constant   operations without parameters and inputs in their ancestry, such as positions and
-               masks: every stage that needs one computes it anew, so that it does not travel
+    constant   operations whose ancestors contain no parameters and inputs, such as positions and
+               masks: every stage that uses a constant computes it, so that it does not travel
 """
 
 from __future__ import annotations
@@ -56,21 +56,21 @@ from dure.parallel.tensor.opaque import Layers, hidden
 from dure.randomness.seeds import generators_state, restore_generators
 
 TRACES = "torch.export._trace"
-"""The module that traces. It takes seconds to import."""
+"""Module of torch that traces; importing it takes seconds."""
 
 _SYMBOLS = logging.getLogger("torch.fx.experimental.symbolic_shapes")
 
 PLAIN = (Tensor, int, float, bool, type(None))
-"""What an operation may give."""
+"""Types of values that an operation may return."""
 
 
 @dataclass(frozen=True)
 class Value:
-    """A tensor without its data. differentiable: whether a gradient may come back for it.
+    """Shape and type of a tensor without its data. differentiable: whether it may get a gradient.
 
-    order: its dimensions as they lie in memory in this trace, the last the closest. A view of a
-    permuted tensor is possible only where memory is in that order, so the receiver lays out anew
-    what came as it is indexed.
+    order: its dimensions in the order of memory in this trace, the fastest last. Some views of a
+    permuted tensor are possible only in that order, so the receiver restores the order of memory of
+    a message that arrives in the order of indices.
     """
 
     shape: tuple[int, ...]
@@ -80,27 +80,28 @@ class Value:
 
     @classmethod
     def of(cls, tensor: Tensor, differentiable: bool) -> Value:
-        """That of a tensor, which may be without data."""
+        """Return the value of a tensor, which may be without data."""
         return cls(tuple(tensor.shape), tensor.dtype, differentiable, _order(tensor))
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the tensor."""
         return self.dtype.itemsize * torch.Size(self.shape).numel()
 
     def empty(self, device: torch.device) -> Tensor:
-        """Room for it, as it travels."""
+        """Return an uninitialised tensor for the value as it travels."""
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
     def laid_out(self, tensor: Tensor) -> Tensor:
-        """The same value, in the order of memory."""
+        """Return the same tensor with its memory in the order of `order`."""
         inverse = [self.order.index(dimension) for dimension in range(len(self.order))]
         return tensor.permute(self.order).contiguous().permute(inverse)
 
 
 def _order(tensor: Tensor) -> tuple[int, ...]:
-    """The dimensions of a tensor as they lie in memory; as they are indexed, where it has gaps."""
+    """Return a tensor's dimensions in the order of memory; in index order if it has gaps."""
     strides: tuple[int, ...] = tensor.stride()
-    # largest stride first; of equal ones the first dimension
+    # largest stride first; for equal strides the first dimension
     order = sorted(range(tensor.dim()), key=lambda d: (-strides[d], d))
     expected = 1
     for dimension in reversed(order):
@@ -113,26 +114,26 @@ def _order(tensor: Tensor) -> tuple[int, ...]:
 
 
 class Trace:
-    """The operations of `model` for inputs like `inputs`, in the mode in which it is.
+    """Operations of `model` for inputs like `inputs`, in the model's present mode.
 
-    untraced: the modules that are one operation; more are added where the model cannot be traced
-    without. Raises ValueError if it cannot be traced.
+    untraced: the modules that are a single operation; more are added if the model cannot be traced
+    otherwise. Raises ValueError if the model cannot be traced.
     """
 
     def __init__(self, model: nn.Module, inputs: Any, untraced: Untraced | None = None) -> None:
         self.module, self.layers, self.blocks = traced(model, inputs, untraced or Untraced())
-        # First, for it rewrites the graph that all of the following look at.
+        # First, because it rewrites the graph that all following lines read.
         settle(self.module)
         self._on_shards = modules_on_shards(model)
         nodes = list(self.module.graph.nodes)
         self.root = families(self.module.graph)
         self.changed: set[fx.Node] = set()
         for node in nodes:
-            # Memory that some operation changes, by the value that it belongs to.
+            # Memory that an operation changes, by the value that owns the memory.
             self.changed.update(self.root[value] for value in changed_by(node))
         self.placeholders = [node for node in nodes if node.op == "placeholder"]
         self.operations = [node for node in nodes if node.op == "call_function"]
-        # torch.export keeps how the outputs' leaves make up the outputs
+        # torch.export records the structure of the outputs
         self.structure: TreeSpec = self.module.graph._codegen.pytree_info.out_spec  # type: ignore[attr-defined]
         self.outputs: list[Any] = list(self.module.graph.output_node().args[0])  # type: ignore[arg-type]
         self.names = names_of(model, self.module, nodes)
@@ -140,11 +141,11 @@ class Trace:
         self._find_constants()
 
     def _find_constants(self) -> None:
-        """Which values depend on nothing but constants."""
-        # All are taken for constant at first; those that need something else are taken out until
-        # nothing changes, for an operation's company may come after it.
+        """Find the values that depend on nothing but constants."""
+        # Begin with all operations, and remove those that need a non-constant value until nothing
+        # changes. A single pass is not enough: an operation's company may come after it.
         constant = {node for node in self.operations if not (draws(node) or is_untraced(node))}
-        # Of what the model holds: all but parameters, which are learned, and memory that changes.
+        # Attributes are constant, except parameters, which are trained, and memory that changes.
         constant.update(
             node
             for node in self.module.graph.nodes
@@ -156,29 +157,29 @@ class Trace:
         while len(constant) != before:
             before = len(constant)
             for node in self.operations:
-                # A value that others write into is constant only if they are.
+                # A value that other operations write into is constant only if they are.
                 needed = [*node.all_input_nodes, *self.company[node]]
                 if node in constant and not all(source in constant for source in needed):
                     constant.remove(node)
         self.constant = frozenset(constant)
 
     def tensor(self, node: fx.Node) -> Any:
-        """The parameter, buffer, constant or part of the graph that a get_attr node stands for."""
+        """Return the parameter, buffer, constant or subgraph that a get_attr node stands for."""
         return attribute(node)
 
     @cached_property
     def moving(self) -> list[fx.Node]:
-        """The operations that belong to one place: all but constants."""
+        """Operations that belong to a single stage: all but constants."""
         return [node for node in self.operations if node not in self.constant]
 
     @cached_property
     def inseparable(self) -> frozenset[int]:
-        """The places in `moving` at which no stage may begin."""
+        """Positions in `moving` at which no stage may begin."""
         return inseparable(self.moving, self.root, self.outputs)
 
     @cached_property
     def _differentiable(self) -> frozenset[fx.Node]:
-        """What a gradient goes through, with what shares memory into which such a value goes."""
+        """Nodes on a gradient's path, including views of memory that such a node is written to."""
         found: set[fx.Node] = set()
         written: set[fx.Node] = set()
         for node in self.module.graph.nodes:
@@ -195,14 +196,14 @@ class Trace:
                 written.update(
                     self.root[value] for value in changed_by(node) if value.op != "get_attr"
                 )
-        # A view that was made before the write shows what was written.
+        # A view that was made before the write shows the written value.
         found |= {node for node in self.operations if self.root[node] in written and _floats(node)}
         return frozenset(found & self._wanted(found, self.outputs))
 
     def _wanted(self, found: Set[fx.Node], ends: Iterable[Any]) -> set[fx.Node]:
-        """Of these values those from which a gradient's path leads to the `ends`."""
-        # Backwards from the ends: an operation is wanted if its result is, or if it writes into
-        # memory of which a wanted value is a view.
+        """Return the nodes of `found` from which a gradient's path leads to the `ends`."""
+        # Walk backwards from the ends: an operation is wanted if its result is wanted, or if it
+        # writes into memory of which a wanted value is a view.
         wanted = {leaf for leaf in ends if leaf in found}
         families = {self.root[node] for node in wanted}
         for node in reversed(self.operations):
@@ -219,26 +220,26 @@ class Trace:
 
     @property
     def learned(self) -> frozenset[str]:
-        """The names of the parameters to which a gradient's path leads."""
+        """Names of the parameters that a gradient reaches."""
         return frozenset(self.names[node] for node in self._differentiable if node in self.names)
 
     def learned_from(self, ends: Iterable[fx.Node]) -> frozenset[str]:
-        """The names of the parameters from which a gradient's path leads to one of the `ends`."""
+        """Return the names of the parameters that a gradient from any of the `ends` reaches."""
         wanted = self._wanted(self._differentiable, ends)
         return frozenset(self.names[node] for node in wanted if node in self.names)
 
     def value(self, node: fx.Node) -> Value:
-        """What a node that gives one tensor gives."""
+        """Return the value of a node with a single tensor."""
         return Value.of(node.meta["val"], node in self._differentiable)
 
     def attributes(self, node: fx.Node) -> list[fx.Node]:
-        """The get_attr nodes that an operation reads, through constants too."""
+        """Return the get_attr nodes that an operation reads, directly or through constants."""
         return [source for source in self.ancestors([node]) if source.op == "get_attr"]
 
     def ancestors(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
-        """What these operations use, and what that uses, as far as it is constant."""
+        """Return the inputs of these operations, and recursively those of constant inputs."""
         seen: dict[fx.Node, None] = {}
-        # A stack of our own: chains of operations are longer than Python recurses.
+        # An explicit stack: chains of operations exceed Python's recursion limit.
         stack: list[fx.Node] = []
         for node in nodes:
             stack += node.all_input_nodes
@@ -251,39 +252,39 @@ class Trace:
         return list(seen)
 
     def is_on_shards(self, node: fx.Node) -> bool:
-        """Whether in this operation's module every rank of a tensor group draws for itself."""
+        """Return whether the ranks of a tensor group draw different numbers in this module."""
         return any(path in self._on_shards for path in _modules_around(node))
 
     def numbers_of_draws(self) -> dict[fx.Node, int]:
-        """The random operations, numbered through the model."""
+        """Return the number of each random operation, counted through the model."""
         return {node: number for number, node in enumerate(filter(draws, self.operations))}
 
 
 def leaves_of(inputs: Any) -> list[Any]:
-    """The tensors of a model's inputs, in the order of a trace."""
-    # To take apart what has no parts takes longer than many an operation.
+    """Return the tensors of a model's inputs, in the order of a trace."""
+    # Flattening a single tensor would take longer than many operations.
     return [inputs] if isinstance(inputs, Tensor) else list(tree_flatten(((inputs,), {}))[0])
 
 
 def traced(
     model: nn.Module, inputs: Any, untraced: Untraced
 ) -> tuple[fx.GraphModule, Layers, list[Block]]:
-    """The graph, what its opaque operations stand for, and what its untraced ones do.
+    """Return the graph, the layers behind its opaque operations, and its untraced modules.
 
-    Where the model cannot be traced, the module that is the reason becomes one operation.
+    A module that prevents tracing becomes a single operation.
     """
     while True:
         try:
             return exported(model, inputs, untraced)
         except UntraceableError as caught:
             error = caught
-        # Not while that is handled, for an error of the model's own would be said to come from it.
+        # Outside the except block, so that an error of the model is not chained to this error.
         if not _widened(untraced, model, inputs, error):
             raise error
 
 
 def _widened(untraced: Untraced, model: nn.Module, inputs: Any, error: UntraceableError) -> bool:
-    """Whether a module more is one operation, which is tried on the model as it runs."""
+    """Return whether another module was made a single operation, found by running the model."""
     try:
         with without_cache(model):
             return untraced.widen(model, inputs, error)
@@ -301,12 +302,12 @@ def _widened(untraced: Untraced, model: nn.Module, inputs: Any, error: Untraceab
 def exported(
     model: nn.Module, inputs: Any, untraced: Untraced, places: bool = False
 ) -> tuple[fx.GraphModule, Layers, list[Block]]:
-    """The same with the modules that are one operation so far.
+    """Return the result of `traced` with the present set of untraced modules.
 
-    places: each operation has a "stack_trace", with the lines from which it was called. Raises
+    places: whether each operation has a "stack_trace", the lines from which it was called. Raises
     UntraceableError.
     """
-    # torch.export runs the model, which may draw; what comes after must not notice.
+    # torch.export runs the model, which may draw; restore the generators afterwards.
     before = generators_state()
     kind = type(model).__name__
     try:
@@ -319,7 +320,7 @@ def exported(
                 unseen(model, inputs) as lost,
             ):
                 module = torch.export.export(model, (inputs,), strict=False).module()
-    # These say already what is wrong, and callers tell them from the rest.
+    # These errors have a complete message, and callers distinguish them from the rest.
     except (LengthError, UntraceableError):
         raise
     except Exception as error:
@@ -330,7 +331,7 @@ def exported(
     if lost:
         raise UntraceableError(kind, lost[0].said, lost[0].modules, of_data=False)
     for node in list(module.graph.nodes):
-        # The one module called checks the shapes of inputs; each shape has a trace of its own.
+        # The only called module checks the shapes of inputs; each shape has a separate trace.
         if node.op == "call_module":
             module.graph.erase_node(node)
     if not places:
@@ -341,7 +342,10 @@ def exported(
 def _check_numbers(
     module: fx.GraphModule, model: nn.Module, inputs: Any, untraced: Untraced
 ) -> None:
-    """A number that depends on the data is a symbol here, and would have to travel as one."""
+    """Raise UntraceableError if an operation returns a number that depends on the data.
+
+    Such a number is a symbol in the trace and would have to travel as a symbol.
+    """
     for node in module.graph.nodes:
         if node.op != "call_function":
             continue
@@ -361,7 +365,7 @@ def _is_plain(leaf: Any) -> bool:
 
 
 def _place_of(node: fx.Node, model: nn.Module, inputs: Any, untraced: Untraced) -> str:
-    """Where in the model an operation was called."""
+    """Return the position in the model's code at which an operation was called."""
     module, _, _ = exported(model, inputs, untraced, places=True)
     twins = [other for other in module.graph.nodes if other.name == node.name]
     stack = twins[0].meta.get("stack_trace") if twins else None
@@ -369,20 +373,20 @@ def _place_of(node: fx.Node, model: nn.Module, inputs: Any, untraced: Untraced) 
 
 
 def _why(error: Exception, model: nn.Module) -> tuple[str, bool]:
-    """Why torch.export cannot trace the model, and where, as the end of a sentence.
+    """Return why and where torch.export cannot trace the model, as the end of a sentence.
 
-    With it, whether that is numbers in tensors.
+    The second result is whether control flow on numbers in tensors is the reason.
     """
-    # Here, for they take long to import.
+    # Imported here, because these imports take long.
     from torch._subclasses.fake_tensor import DataDependentOutputException
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-    # what torch raises where a number in a tensor is asked for
+    # torch's errors for code that reads a number in a tensor
     of_data = (GuardOnDataDependentSymNode, DataDependentOutputException)
     place = place_of(error, model)
     at = f" in {place}" if place else ""
     if isinstance(error, of_data) or isinstance(error.__cause__, of_data):
-        # torch tells it by the symbols of its own graph, which say nothing to others
+        # torch's message has symbols of its graph, which mean nothing to users
         return (
             f"what it does{at} depends on numbers in tensors, drawn or computed, which a trace "
             "does not have; make its control flow independent of the data, such as by torch.where"
@@ -396,17 +400,17 @@ def _why(error: Exception, model: nn.Module) -> tuple[str, bool]:
 
 @contextmanager
 def _settings(places: bool) -> Iterator[None]:
-    """Those of torch while it traces, and then what they were."""
+    """Context manager: settings of torch for tracing; the previous settings are restored."""
     _trace = importlib.import_module(TRACES)
 
-    # Settings of the whole process: they are put back, whatever happens.
+    # Settings of the whole process: they are restored in any case.
     fast = torch.backends.mha.get_fastpath_enabled()
     without_stacks = fx.config.do_not_emit_stack_traces
-    # The fast path of a transformer's layer is one operation, in which one cannot cut.
+    # The fast path of a transformer's layer is a single operation that cannot be cut.
     torch.backends.mha.set_fastpath_enabled(False)
-    # Where in a file each operation is takes long to find out, and is seldom asked.
+    # Stack traces of operations take long to collect, and are seldom needed.
     fx.config.do_not_emit_stack_traces = not places
-    # Where it fails torch prints its graph, and warns; what is wrong is said in a line (`_why`).
+    # On failure torch prints its graph and warns; `_why` gives a message of a single line instead.
     _trace.print = _silent  # type: ignore[attr-defined]
     level = _SYMBOLS.level
     _SYMBOLS.setLevel(logging.CRITICAL)
@@ -420,13 +424,13 @@ def _settings(places: bool) -> Iterator[None]:
 
 
 def _silent(*_: Any, **__: Any) -> None:
-    """Prints nothing."""
+    """Print nothing."""
 
 
 def names_of(
     model: nn.Module, module: fx.GraphModule, nodes: Iterable[fx.Node]
 ) -> Mapping[fx.Node, str]:
-    """The names of parameters and buffers in the model: the first, where one has several."""
+    """Return the names of parameters and buffers in the model; the first of several names."""
     known = {
         id(tensor): name for name, tensor in [*model.named_parameters(), *model.named_buffers()]
     }
@@ -435,22 +439,22 @@ def names_of(
     names: dict[fx.Node, str] = {}
     for node in nodes:
         if node.op == "get_attr" and str(node.target) in targets:
-            # A tied parameter has several names in a graph, and one here: the model's first.
+            # A tied parameter has several names in a graph; use the model's first name.
             names[node] = known.get(id(targets[str(node.target)]), str(node.target))
     return names
 
 
 def draws(node: fx.Node) -> bool:
-    """Whether an operation draws random numbers, by its arguments where these decide.
+    """Return whether an operation draws random numbers, by its arguments if they decide.
 
-    Dropout that is off, or has a chance of zero, draws nothing, though its schema says that it may.
+    Dropout that is off, or has probability zero, draws nothing, although its schema allows drawing.
     """
     if node.op != "call_function":
         return False
     if is_untraced(node):
         return draws_of(node)
     if not isinstance(node.target, torch._ops.OpOverload):
-        # an operation with a graph inside draws if something in it does
+        # an operation with a graph inside draws if an operation in the graph does
         inside = part_of(node)
         return inside is not None and any(map(draws, inside[0].nodes))
     schema = node.target._schema
@@ -458,7 +462,7 @@ def draws(node: fx.Node) -> bool:
     given.update(zip((argument.name for argument in schema.arguments), node.args, strict=False))
     for argument in schema.arguments:
         given.setdefault(argument.name, argument.default_value)
-    # attention's dropout_p is 0 where it is off; other dropouts have a flag "train" as well
+    # attention's dropout_p is 0 if dropout is off; other dropouts have a flag "train" as well
     for chance in ("dropout_p", "p", "dropout"):
         if chance in given and ("train" in given or chance == "dropout_p"):
             return bool(given[chance]) and bool(given.get("train", True))
@@ -466,29 +470,30 @@ def draws(node: fx.Node) -> bool:
 
 
 def owner_of(node: fx.Node) -> str:
-    """The name of the module in which an operation was called, "" for the model itself."""
+    """Return the name of the module in which an operation was called, "" for the model itself."""
     around = _modules_around(node)
     return around[-1] if around else ""
 
 
 def _modules_around(node: fx.Node) -> list[str]:
-    """The names of the modules in which an operation was called, the innermost last."""
+    """Return the names of the modules in which an operation was called, the innermost last."""
     stack = node.meta.get("nn_module_stack") or {}
     return [str(path) for path, _ in stack.values()]
 
 
 def takes_apart(node: fx.Node) -> bool:
-    """Whether it picks one value out of several that an operation gave."""
+    """Return whether an operation selects a value from an operation with several results."""
     return node.target is operator.getitem
 
 
 def origin_of(node: fx.Node) -> fx.Node:
-    """The operation itself, or that whose several values it takes apart: the two stay together."""
+    """Return the operation, or for a selected result the operation that made that result."""
     source = node.args[0] if takes_apart(node) else node
     return origin_of(source) if isinstance(source, fx.Node) and source is not node else node
 
 
 def _cuts_gradients(node: fx.Node) -> bool:
+    """Return whether an operation stops gradients: detach, or a no_grad region."""
     if node.target is torch.ops.higher_order.wrap_with_set_grad_enabled:
         return node.args[0] is False
     return node.target in (torch.ops.aten.detach.default, torch.ops.aten.detach_.default)

@@ -1,4 +1,4 @@
-"""A model in one stage, which needs no trace: for layers and parameters that are divided."""
+"""Model in a single stage, which needs no trace: for divided layers and parameters."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dure.parallel.pipeline.program import Program
 
 
 class UncutModel:
-    """A model in one stage, computed as it is, with the face of a `CutModel`: nothing is traced."""
+    """Model in a single stage, computed without a trace, with the interface of a `CutModel`."""
 
     draws = False
 
@@ -34,10 +34,10 @@ class UncutModel:
         names = [name for name, _ in [*model.named_parameters(), *model.named_buffers()]]
         self.holders: dict[str, list[int]] = {name: [0] for name in names}
         self.learned = frozenset(name for name, _ in model.named_parameters())
-        # as a trace flattens them, so that stages treat both models alike
+        # flattened like in a trace, so that stages treat both kinds of models equally
         inputs = tree_flatten(((sample(1),), {}))[1]
         self._flat = _Flat(model, inputs)
-        # any of them, for no trace tells: see `Held.speaking`
+        # all buffers, because without a trace changed buffers are unknown: see `Held.speaking`
         written = tuple(name for name, _ in model.named_buffers())
         self._program = Program(
             module=self._flat,
@@ -48,7 +48,7 @@ class UncutModel:
         )
 
     def choose(self, names: Sequence[str] | None, balance: Balance) -> list[int]:
-        """Nowhere."""
+        """Return no starts. Raises ValueError if `names` has modules of further stages."""
         if names:
             raise ValueError(
                 f"a model in one stage begins nowhere else, but cut names {', '.join(names)}"
@@ -56,30 +56,30 @@ class UncutModel:
         return []
 
     def decide(self, starts: Sequence[int]) -> None:
-        """There is nothing to decide."""
+        """Do nothing: a single stage needs no cut."""
 
     def program(
         self, stage: int, examples: int, training: bool, stream: Stream, later: Later | None
     ) -> Program:
-        """The model itself."""
+        """Return the model itself as a program."""
         return self._program
 
     def structure(self, examples: int, training: bool) -> TreeSpec:
-        """Of the outputs that were computed last."""
+        """Return the structure of the latest outputs."""
         return self._flat.outputs
 
     def message_bytes(self, boundary: int, examples: int, training: bool = True) -> tuple[int, int]:
-        """There is no boundary."""
+        """Raise ValueError: a single stage has no boundary."""
         raise ValueError(f"a model in one stage has no boundary {boundary}")
 
     def sizes(self) -> list[StageSize]:
-        """The one stage."""
+        """Return the size of the only stage."""
         elements = sum(parameter.numel() for parameter in self.model.parameters())
         return [StageSize("", operations=1, parameters=elements, share=1.0, message=0)]
 
 
 class _Flat(nn.Module):
-    """A model that takes and gives leaves."""
+    """Model that takes and returns leaves."""
 
     outputs: TreeSpec
 
@@ -89,8 +89,8 @@ class _Flat(nn.Module):
         self._inputs = inputs
 
     def forward(self, *leaves: Any) -> tuple[Any, ...]:
-        # back to what the model itself takes
+        # restore the structure of the model's inputs
         (inputs,), _ = tree_unflatten(list(leaves), self._inputs)
-        # noted in each pass, for whoever puts the leaves together again (`structure`)
+        # recorded in each pass for `structure`
         outputs, self.outputs = tree_flatten(self.model(inputs))
         return tuple(outputs)

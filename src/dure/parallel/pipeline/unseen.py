@@ -1,16 +1,17 @@
-"""What a model does that a trace would lose: seen while it is traced.
+"""Effects of a model that a trace would lose, detected during tracing.
 
-The module that does it becomes one operation of the trace (`dure.parallel.pipeline.whole`); where
-it is the model itself, or draws numbers that nobody seeds, the model is refused.
+A module with such an effect becomes a single operation of the trace
+(`dure.parallel.pipeline.whole`). The model is rejected if it has the effect itself, or if a module
+draws numbers from unseeded generators.
 
-    gradients of its own  `torch.autograd.Function`, and hooks on tensors: a trace has what forward
-                          computes, from which backward is derived; a gradient that was to be
-                          reversed, or to pass a rounding, would not be
-    numbers drawn         from the generators of Python and numpy: a trace has those that were drawn
-                          when it was made
+    custom gradients      `torch.autograd.Function`, and hooks on tensors: a trace has forward's
+                          operations, from which backward is derived. So a gradient reversal or a
+                          straight-through gradient would be lost
+    numbers drawn         from the generators of Python and numpy: a trace has the numbers of
+                          the time of tracing
 
-Gradients matter in training alone. What forward keeps in Python is tried, and not seen here
-(`dure.parallel.pipeline.proof`).
+Gradients matter in training alone. State that forward stores in Python is not detected here but by
+comparing passes (`dure.parallel.pipeline.proof`).
 """
 
 from __future__ import annotations
@@ -27,17 +28,19 @@ from torch.autograd import Function
 from dure.parallel.pipeline.place import modules_here, place_here, place_where
 
 _TRIES = 3
-"""Passes in all of which something is drawn, until the model is said to draw it."""
+"""Number of passes that must all draw before the model is considered the one that draws."""
 
 TRACING = ("torch._dynamo.", "torch._functorch.", "torch._library.")
-"""Where torch has functions with which it traces, and those of custom operations, which a trace has
-as they are."""
+"""Modules in which torch defines its tracing functions, and functions of custom operations, which a
+trace contains unchanged.
+"""
 
 
 class Lost(NamedTuple):
-    """What a trace loses: said as the end of a sentence, and the modules in whose code it is.
+    """Effect that a trace loses: its description, as the end of a sentence, and its modules.
 
-    modules: the innermost last; none where no module may do so.
+    modules: the modules whose code causes the effect, the innermost last; empty if the model must
+    be rejected.
     """
 
     said: str
@@ -46,15 +49,15 @@ class Lost(NamedTuple):
 
 @contextmanager
 def unseen(model: nn.Module, inputs: Any) -> Iterator[list[Lost]]:
-    """Inside, what a trace of the model loses is put on the list."""
+    """Context manager: append to the returned list each effect that a trace of the model loses."""
     found: list[Lost] = []
-    # What a trace cannot have is seen by comparing before and after.
+    # Draws from Python and numpy are detected by comparing states before and after.
     before = drawn()
     with ExitStack() as patches:
-        # In evaluation nobody goes backward, so own gradients do not matter.
+        # Evaluation has no backward, so custom gradients do not matter.
         if model.training:
             for kind in set(_kinds(Function)):
-                # a forward of its own, not an inherited one, which is replaced where it is defined
+                # only the class that defines forward; an inherited forward is replaced there
                 if "forward" in vars(kind) and not kind.__module__.startswith(TRACING):
                     patches.enter_context(
                         _replaced(kind, "forward", staticmethod(_noticed(kind, model, found)))
@@ -63,19 +66,19 @@ def unseen(model: nn.Module, inputs: Any) -> Iterator[list[Lost]]:
         yield found
     if drawn() != before and _draws(model, inputs):
         now = drawn()
-        # Once more, on the inputs themselves, to say where.
+        # Run once more, on the inputs themselves, to find the position.
         place = place_where(lambda: drawn() != now, lambda: model(inputs), model)
         said = (
             f"it draws random numbers from Python or numpy ({place}), which a trace would repeat; "
             "draw them from torch"
         )
-        # Nobody seeds these generators: such draws are refused wherever they are.
+        # These generators are not seeded, so such draws are rejected in any module.
         found.insert(0, Lost(said, []))
 
 
 @contextmanager
 def _replaced(kind: type[Any], name: str, method: Any) -> Iterator[None]:
-    """A method of a class, for the time inside."""
+    """Context manager: replace a method of a class."""
     before = vars(kind)[name]
     setattr(kind, name, method)
     try:
@@ -122,7 +125,7 @@ def _hooked(model: nn.Module, found: list[Lost]) -> Callable[..., Any]:
 
 
 def _draws(model: nn.Module, inputs: Any) -> bool:
-    """Whether it is the model that draws, in every pass, and not another thread, now and then."""
+    """Return whether the model itself draws in every pass, not another thread now and then."""
     for _ in range(_TRIES):
         before = drawn()
         model(inputs)
@@ -132,7 +135,7 @@ def _draws(model: nn.Module, inputs: Any) -> bool:
 
 
 def drawn() -> tuple[object, ...]:
-    """The state of the generators that a trace does not know."""
+    """Return the state of the generators of Python and numpy, which a trace does not contain."""
     state: Any = numpy.random.get_state()
     return random.getstate(), state[1].tobytes(), *state[2:]
 

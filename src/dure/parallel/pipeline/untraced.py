@@ -1,26 +1,27 @@
-"""Modules that are one operation of a trace: what they compute is not looked into.
+"""Modules that are a single, opaque operation of a trace.
 
 Some modules cannot be traced: a mixture of experts whose router decides which rows each expert
-gets, a gradient of one's own. The model around them can. While it is traced, each of them is
-written down as one operation on the tensors that it is given, with its parameters and buffers; when
-a stage computes, the module itself is called in its place. So a model can be cut before and after
-such a module, and not inside.
+gets, or a module with a custom gradient. The model around them can. During tracing, each such
+module is recorded as a single operation on its input tensors, parameters and buffers; when a stage
+computes, the operation calls the module itself. So a model can be cut before and after such a
+module, but not inside it.
 
     dure::untraced(given, weights, written, changed, shared, decisions, draws, number) -> tensors
 
-    weights    its parameters and buffers, but for those that it changes, which are `written`
-    changed    which of the tensors that it is given it writes into
-    shared     which of them lie in the memory of what it gives
-    decisions  whether it is called at all (`dure.parallel.pipeline.choosing`); mostly none
+    given      the input tensors
+    weights    its parameters and buffers, except those that it changes, which are `written`
+    changed    indices of the input tensors that it writes into
+    shared     indices of the input tensors that share memory with its outputs
+    decisions  whether it is called at all (`dure.parallel.pipeline.choosing`); mostly empty
     draws      whether it draws random numbers
     number     of the call in the trace
 
-What it gives has the shapes that it gave when the model ran (`dure.parallel.pipeline.observed`). If
-it ever gives others, the run ends with an error that names it.
+The outputs have the shapes that they had when the model ran (`dure.parallel.pipeline.observed`). If
+a later call returns other shapes, the run ends with an error that names the module.
 
-Everything that is no tensor is given as it was in the trace: numbers, flags, None. An object, such
-as a cache that is empty yet, is copied for each call; one that holds tensors is refused, as a trace
-would keep those of the first pass.
+Arguments that are not tensors have the values of the trace: numbers, flags, None. An object, such
+as a cache that is still empty, is copied for each call. An object that holds tensors is rejected,
+because a trace would keep the tensors of the first pass.
 """
 
 from __future__ import annotations
@@ -48,12 +49,12 @@ from dure.parallel.pipeline.stand_in import standing_in
 _ATOMS = (bool, int, float, complex, str, bytes, type(None), Enum, torch.dtype, torch.device)
 
 Skip = Literal["given", "zeros"]
-"""What stands for a module's result where it is not called: what it is given first, or zeros."""
+"""Replacement of a skipped module's result: its first input of fitting shape, or zeros."""
 
 
 @dataclass(frozen=True)
 class Like:
-    """A tensor without its data."""
+    """Shape, strides, dtype and device of a tensor."""
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -62,26 +63,33 @@ class Like:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Like:
-        """That of a tensor."""
+        """Return the description of a tensor."""
         return cls(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
 
     def empty(self) -> Tensor:
-        """A tensor like it."""
+        """Return an uninitialised tensor with this description."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
 
     def fits(self, tensor: Tensor) -> bool:
-        """Whether a tensor has its shape and dtype."""
+        """Return whether a tensor has this shape and dtype."""
         return tuple(self.shape) == tuple(tensor.shape) and self.dtype == tensor.dtype
 
 
 @dataclass
 class Call:
-    """A call of a module, as a run of the model has seen it.
+    """Call of a module, as observed in a run of the model.
 
-    name: of the module. leaves, structure: of what it gave, with `Like` for tensors. left: what it
-    left in attributes (`left_in`). uses, written: the names of the parameters and buffers that it
-    uses and changes. changed, shared: where among its arguments the tensors are that it changes,
-    and in whose memory its result lies. flops: of its forward pass.
+    Args:
+        name: name of the module.
+        leaves: leaves of its outputs, with `Like` for tensors.
+        structure: structure of its outputs.
+        left: tensors that the call left in attributes (`left_in`).
+        uses: names of the parameters and buffers that it uses.
+        written: names of the parameters and buffers that it changes.
+        changed: paths of the argument tensors that it changes.
+        shared: paths of the argument tensors that share memory with its outputs.
+        draws: whether it draws random numbers.
+        flops: floating-point operations of its forward pass.
     """
 
     name: str
@@ -97,12 +105,12 @@ class Call:
 
     @property
     def tensors(self) -> list[Like]:
-        """Of what it gave and left."""
+        """Descriptions of the tensors that the call returned and left in attributes."""
         return [*(leaf for leaf in self.leaves if isinstance(leaf, Like)), *self.left.values()]
 
     @property
     def form(self) -> tuple[Any, ...]:
-        """What has to be the same in all calls."""
+        """Parts of the result that must be equal in all calls."""
         leaves = [
             (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Like) else leaf
             for leaf in self.leaves
@@ -112,7 +120,7 @@ class Call:
 
 
 class Decision(NamedTuple):
-    """Whether a module is called: if `value` is `called_if`. Else `skip` stands for its result."""
+    """Decision whether to call a module: if `value` is `called_if`; otherwise `skip` it."""
 
     value: Tensor
     skip: Skip
@@ -124,9 +132,15 @@ Decided = Callable[[Call], Decision | None]
 
 @dataclass
 class Block:
-    """What an operation of a trace stands for: a module, and how it is called.
+    """Module behind an operation of a trace, and the form of its call.
 
-    function: what calls it. leaves, structure: of its arguments, with `Like` for tensors.
+    Args:
+        call: the observed call.
+        module: the module.
+        function: the function that calls the module.
+        leaves: leaves of its arguments, with `Like` for tensors.
+        structure: structure of its arguments.
+        decision: the decision on which the call depends; None if it is always called.
     """
 
     call: Call
@@ -137,7 +151,7 @@ class Block:
     decision: Decision | None
 
     def __post_init__(self) -> None:
-        # A trace holds for the mode in which it was made, and so does what stands in it.
+        # A trace is valid for the mode in which it was made, and so are its blocks.
         self._modes = [(module, module.training) for module in self.module.modules()]
 
     def run(
@@ -151,7 +165,11 @@ class Block:
         draws: bool,
         number: int,
     ) -> list[Tensor]:
-        """Calls the module itself, which has its own parameters. Raises ValueError for a shape."""
+        """Call the module itself, which uses its own parameters; return its output tensors.
+
+        The arguments are those of `dure::untraced`. Raises ValueError if the form of the result
+        changed.
+        """
         if self.decision is not None and bool(decisions[0]) != self.decision.called_if:
             return skipped(self.call, self.decision.skip, given)
         tensors = iter(given)
@@ -172,6 +190,7 @@ class Block:
                 module.training = not mode
 
     def _checked(self, outputs: Any) -> list[Tensor]:
+        """Return the output tensors after a check of the result's form."""
         leaves, structure = tree_flatten(outputs)
         call = self.call
         if structure != call.structure:
@@ -190,7 +209,7 @@ class Block:
         return [*tensors, *self._left()] if call.left else tensors
 
     def _left(self) -> Iterator[Tensor]:
-        """What the call has left in attributes."""
+        """Return the tensors that the call left in attributes."""
         left = left_in(self.module)
         for place, like in self.call.left.items():
             if place not in left or not like.fits(left[place]):
@@ -202,7 +221,7 @@ class Block:
 
 
 def skipped(call: Call, skip: Skip, given: Sequence[Tensor]) -> list[Tensor]:
-    """What stands for a module's result where it is not called."""
+    """Return the replacement of the result of a module that is not called."""
     first, *others = call.tensors
     like = next((tensor for tensor in given if first.fits(tensor)), None)
     if skip == "given" and like is not None:
@@ -211,12 +230,12 @@ def skipped(call: Call, skip: Skip, given: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _own(leaf: Any) -> Any:
-    """A leaf that is no tensor, for one call."""
+    """Return a non-tensor argument for a single call: a copy, unless immutable or callable."""
     return leaf if isinstance(leaf, _ATOMS) or callable(leaf) else copy.deepcopy(leaf)
 
 
 _under_way: list[list[Block]] = []
-"""Of the traces that are being made."""
+"""Blocks of the traces in progress, the innermost trace last."""
 
 
 @torch.library.custom_op("dure::untraced", mutates_args=())
@@ -248,17 +267,17 @@ def _(
 
 
 def is_untraced(node: fx.Node) -> bool:
-    """Whether a node stands for a module that is not looked into."""
+    """Return whether a node stands for an opaque module."""
     return node.target is torch.ops.dure.untraced.default
 
 
 def block_of(node: fx.Node, blocks: Sequence[Block]) -> Block:
-    """What such a node stands for. blocks: of its trace."""
+    """Return the block of such a node. blocks: the blocks of its trace."""
     return blocks[int(str(node.args[7]))]
 
 
 def in_place_of(node: fx.Node, blocks: Sequence[Block]) -> Callable[..., list[Tensor]]:
-    """The module itself, to be called in the place of such an operation."""
+    """Return a function that calls the module itself instead of the operation."""
     block = block_of(node, blocks)
 
     def untraced(*arguments: Any) -> list[Tensor]:
@@ -268,7 +287,7 @@ def in_place_of(node: fx.Node, blocks: Sequence[Block]) -> Callable[..., list[Te
 
 
 def changed_of(node: fx.Node) -> list[fx.Node]:
-    """The values that it changes: buffers, and what it was given."""
+    """Return the values that the operation changes: buffers, and inputs."""
     given: Any = node.args[0]
     written: Any = node.args[2]
     places: Any = node.args[3]
@@ -276,27 +295,28 @@ def changed_of(node: fx.Node) -> list[fx.Node]:
 
 
 def shared_of(node: fx.Node) -> list[fx.Node]:
-    """The values in whose memory its result lies."""
+    """Return the inputs that share memory with the operation's result."""
     given: Any = node.args[0]
     places: Any = node.args[4]
     return [given[place] for place in places]
 
 
 def draws_of(node: fx.Node) -> bool:
-    """Whether it draws random numbers."""
+    """Return whether the operation draws random numbers."""
     return bool(node.args[6])
 
 
 def tensors_by_place(args: Any, kwargs: Any) -> dict[str, Tensor]:
-    """The tensors that a module is given, by where among its arguments they are."""
+    """Return the tensors among a module's arguments, by their path in the arguments."""
     leaves, _ = tree_flatten_with_path((args, kwargs))
     return {keystr(path): leaf for path, leaf in leaves if isinstance(leaf, Tensor)}
 
 
 class UntraceableError(ValueError):
-    """A model cannot be traced. said: why, as the end of a sentence.
+    """Error: a model cannot be traced. said: the reason, as the end of a sentence.
 
-    modules: in whose code, the innermost last. of_data: because of numbers in tensors.
+    modules: the modules whose code is the reason, the innermost last. of_data: whether control flow
+    on numbers in tensors is the reason.
     """
 
     def __init__(self, kind: str, said: str, modules: list[str], of_data: bool) -> None:
@@ -307,21 +327,21 @@ class UntraceableError(ValueError):
 
 
 class NotTheSameError(ValueError):
-    """A trace calls a module otherwise than the run that was observed."""
+    """Error: a trace calls a module differently from the observed run."""
 
 
 @contextmanager
 def in_one_piece(
     model: nn.Module, calls: Sequence[Call], decided: Decided, entirely: Collection[str]
 ) -> Iterator[list[Block]]:
-    """Inside, the modules of these calls are operations; what they stand for is in the list.
+    """Context manager: the modules of these calls are single operations; yields their blocks.
 
-    calls: in order. decided: of a call, whether a decision says if it is made. entirely: the
-    modules of which the operation is more than their forward.
+    calls: in order. decided: returns the decision on which a call depends. entirely: the modules
+    whose whole call is the operation, not forward alone.
     """
     blocks: list[Block] = []
     names = list(dict.fromkeys(call.name for call in calls))
-    # What a module keeps while it is traced has no data.
+    # Tensors that a module stores during tracing have no data, so restore the earlier tensors.
     before = {name: left_in(model.get_submodule(name)) for name in names}
     _under_way.append(blocks)
     stub = partial(_stub, model, blocks, calls, decided)
@@ -377,9 +397,9 @@ def _stub(
 
 
 def left_in(module: nn.Module) -> dict[tuple[str, str], Tensor]:
-    """The tensors in attributes of a module and of those in it, but for parameters and buffers.
+    """Return the tensors in attributes of a module tree, except parameters and buffers.
 
-    A pass may leave there what the model around reads, such as a loss of a router.
+    A pass may leave values there that the enclosing model reads, such as a router's loss.
     """
     return {
         (path, name): value
@@ -390,21 +410,21 @@ def left_in(module: nn.Module) -> dict[tuple[str, str], Tensor]:
 
 
 def put_back(module: nn.Module, before: Mapping[tuple[str, str], Tensor]) -> None:
-    """Makes of the attributes what `left_in` has found before."""
+    """Restore the attributes that `left_in` found before."""
     for path, name in left_in(module).keys() - before.keys():
         del vars(module.get_submodule(path))[name]
     leave_in(module, before)
 
 
 def leave_in(module: nn.Module, values: Mapping[tuple[str, str], Tensor]) -> None:
-    """Puts tensors into attributes."""
+    """Write tensors into attributes."""
     for (path, name), value in values.items():
-        # Not by `setattr`, which may be the user's own.
+        # Not by `setattr`, which the user's class may override.
         vars(module.get_submodule(path))[name] = value
 
 
 def _kept(name: str, leaf: Any) -> Any:
-    """A leaf of what a module is given, as it is kept for later calls."""
+    """Return an argument of a module in the form in which it is stored for later calls."""
     if isinstance(leaf, Tensor):
         return Like.of(leaf)
     if isinstance(leaf, _ATOMS) or callable(leaf):
@@ -418,7 +438,7 @@ def _kept(name: str, leaf: Any) -> Any:
 
 
 def _holds_tensors(value: Any) -> bool:
-    """Whether there is a tensor in an object or what it holds."""
+    """Return whether an object contains a tensor, directly or in other objects."""
     waiting = [value]
     seen: dict[int, Any] = {}
     while waiting:
@@ -438,7 +458,7 @@ def _holds_tensors(value: Any) -> bool:
 
 
 def _tensors(model: nn.Module, names: Sequence[str], without: Sequence[str] = ()) -> list[Tensor]:
-    # The tracer has put its own tensors in their places by now.
+    # By now the tracer has replaced parameters and buffers by its own tensors.
     found = {
         **dict(model.named_parameters(remove_duplicate=False)),
         **dict(model.named_buffers(remove_duplicate=False)),

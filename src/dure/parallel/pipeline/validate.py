@@ -1,19 +1,18 @@
-"""Whether a schedule can run, and computes what training needs: checked before anything is sent.
+"""Check whether a schedule can run and computes everything that training needs.
 
-A schedule is right if
+A schedule is valid if
 
-    homes     every action is of a stage that lives on its rank, and of every stage something is
-              computed;
+    homes     every action belongs to a stage on its rank, and every stage computes something;
     complete  every stage computes every micro-batch forward once and backward once: B, or I and
               then W;
-    order     what an action needs comes before it on its rank: F(s) after F(s-1) or the receive of
-              its output; B(s) and I(s) after F(s), and after B(s+1) or I(s+1) or the receive of its
-              gradient; W(s) after I(s); sends after what they send;
-    messages  every message between ranks is sent once and received once, of each two ranks in the
-              order of sending;
-    end       the ranks, which wait at receives but not at sends, all come to their end.
+    order     the requirements of an action come before it on its rank: F(s) after F(s-1) or the
+              receive of its output; B(s) and I(s) after F(s), and after B(s+1) or I(s+1) or the
+              receive of its gradient; W(s) after I(s); sends after the action that makes the value;
+    messages  every message between ranks is sent once and received once, for each pair of ranks in
+              the order of sending;
+    end       all ranks, which wait at receives but not at sends, reach the end of their lists.
 
-The last is tried: the ranks run, without times. Cost: O(actions).
+The last condition is checked by running the ranks without times. Cost: O(actions).
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ from dure.parallel.pipeline.schedule import (
 
 
 class ScheduleError(ValueError):
-    """A schedule cannot run.
+    """Error: a schedule cannot run.
 
-    rank, place, action: the first thing wrong, and where it is in its rank's list. place is None
-    for what is missing; where no single action is to blame the others are None too.
+    rank, place, action: the first invalid action, and its index in its rank's list. place is None
+    for a missing action; all three may be None if the error belongs to no single action.
     """
 
     def __init__(
@@ -51,11 +50,11 @@ class ScheduleError(ValueError):
 
 
 def check(schedule: Schedule, require_backward: bool = True) -> None:
-    """Raises ScheduleError if the schedule is wrong.
+    """Raise ScheduleError if the schedule is invalid.
 
-    require_backward: False where forwards alone are enough.
+    require_backward: False if forwards alone are enough.
     """
-    # In this order: each check may rely on those before it, and the first thing wrong is told.
+    # In this order: each check may rely on the earlier checks, and the first error is reported.
     _check_homes(schedule)
     for rank in range(schedule.ranks):
         _check_belongs(schedule, rank)
@@ -93,7 +92,7 @@ def _check_homes(schedule: Schedule) -> None:
 
 
 def _check_belongs(schedule: Schedule, rank: int) -> None:
-    """Every action is of a stage of this rank, and of a transfer that there is to make."""
+    """Check that every action is of a stage of this rank, and that every transfer has a message."""
     for place, action in enumerate(schedule.actions[rank]):
         said = _stranger(schedule, rank, action)
         if said is not None:
@@ -101,7 +100,7 @@ def _check_belongs(schedule: Schedule, rank: int) -> None:
 
 
 def _stranger(schedule: Schedule, rank: int, action: Action) -> str | None:
-    """Why an action does not belong on a rank; None where it does."""
+    """Return why an action does not belong on a rank; None if it does."""
     home = schedule.home
     if not 0 <= action.stage < schedule.stages:
         return f"is of a stage that is not there: there are {schedule.stages}"
@@ -136,10 +135,10 @@ def _check_stages(schedule: Schedule) -> None:
 
 
 def _needs(action: Action, home: tuple[int, ...]) -> list[tuple[Action, ...]]:
-    """What has to come before an action on its rank: one of each of these."""
+    """Return the requirements of an action: from each tuple, at least one action before it."""
     kind, stage, microbatch = action
     forward = Action("forward", stage, microbatch)
-    # B and I both give the gradient of the inputs: one of them is enough.
+    # B and I both compute the gradient of the inputs: either is enough.
     gradient = Action("input_gradient", stage, microbatch)
     if kind in RECEIVES:
         return []
@@ -166,7 +165,7 @@ def _needs(action: Action, home: tuple[int, ...]) -> list[tuple[Action, ...]]:
 
 
 def _check_order(schedule: Schedule, rank: int) -> None:
-    """Nothing is there twice, and what an action needs of its own rank comes before it."""
+    """Check that no action is repeated, and that its requirements on its rank come before it."""
     actions = schedule.actions[rank]
     places: dict[Action, int] = {}
     for place, action in enumerate(actions):
@@ -190,7 +189,7 @@ def _check_order(schedule: Schedule, rank: int) -> None:
 
 
 def _twin(action: Action) -> Action | None:
-    """Of B the I, of I the B: the other way to compute a gradient of the inputs."""
+    """Return I for B and B for I: the other action that computes a gradient of the inputs."""
     if action.kind == "backward":
         return action._replace(kind="input_gradient")
     return action._replace(kind="backward") if action.kind == "input_gradient" else None
@@ -204,7 +203,8 @@ def _where(choice: tuple[Action, ...], actions: tuple[Action, ...]) -> str:
 
 
 def _check_complete(schedule: Schedule, require_backward: bool) -> None:
-    # Actions name their stage, and stages have one rank: all ranks' actions can lie in one set.
+    # Actions name their stage, and a stage has a single rank, so a set of all ranks' actions is
+    # unambiguous.
     there = set().union(*schedule.actions)
     for stage, rank in enumerate(schedule.home):
         for number in range(schedule.microbatches):
@@ -229,7 +229,7 @@ def _check_complete(schedule: Schedule, require_backward: bool) -> None:
 
 
 def _check_messages(schedule: Schedule) -> None:
-    """Every message is sent and received, and of each two ranks in one order."""
+    """Check that every message is sent and received, in the same order for each pair of ranks."""
     there = set().union(*schedule.actions)
     sent: dict[tuple[int, int], list[Action]] = {}
     for rank, actions in enumerate(schedule.actions):
@@ -249,8 +249,8 @@ def _check_messages(schedule: Schedule) -> None:
         for place, action in enumerate(actions):
             if action.kind in RECEIVES:
                 source = schedule.home[action.counterpart.stage]
-                # There are as many sends as receives: each has its counterpart, and nothing is
-                # there twice.
+                # There are as many sends as receives: each has its counterpart, and no action is
+                # repeated.
                 send = next(queues[source])
                 if send != action.counterpart:
                     said = (
@@ -261,7 +261,7 @@ def _check_messages(schedule: Schedule) -> None:
 
 
 def running_order(schedule: Schedule) -> list[tuple[int, Action]]:
-    """All actions with their ranks, in an order in which they can happen.
+    """Return all actions with their ranks, in a possible order of execution.
 
     Raises ScheduleError at a deadlock.
     """
@@ -273,11 +273,11 @@ def running_order(schedule: Schedule) -> list[tuple[int, Action]]:
     while ready:
         rank = ready.popleft()
         actions = schedule.actions[rank]
-        # A rank goes on until a receive whose message is not sent yet; that send wakes it again.
+        # A rank runs until a receive whose message is not sent yet; the send makes it ready again.
         while places[rank] < len(actions):
             action = actions[places[rank]]
             if action.kind in RECEIVES and action.counterpart not in sent:
-                # a message has one receiver, so one rank waits for it
+                # a message has a single receiver, so at most one rank waits for it
                 waiting[action.counterpart] = rank
                 break
             if action.kind in SENDS:
@@ -286,25 +286,25 @@ def running_order(schedule: Schedule) -> list[tuple[int, Action]]:
                     ready.append(waiting.pop(action))
             order.append((rank, action))
             places[rank] += 1
-    # All others have come to their end, or wait too: no send is left that could wake anybody.
+    # All other ranks have finished or wait too, so no further send can wake a rank.
     if waiting:
         raise _deadlock(schedule, places, set(waiting.values()))
     return order
 
 
 def _deadlock(schedule: Schedule, places: list[int], stuck: set[int]) -> ScheduleError:
-    """Says who waits for whom: for a send that never comes, or in a circle of ranks.
+    """Return the error that names the waiting ranks: for a send that never comes, or in a cycle.
 
-    places: where each rank has stopped. stuck: the ranks that wait at a receive.
+    places: the index at which each rank has stopped. stuck: the ranks that wait at a receive.
     """
 
     def awaited(rank: int) -> int:
         return schedule.home[schedule.actions[rank][places[rank]].counterpart.stage]
 
     chain = [min(stuck)]
-    # From rank to the rank it waits for, until one comes again: these are the circle.
+    # Follow each rank to the rank that it waits for, until a rank repeats: these form the cycle.
     while awaited(chain[-1]) not in chain:
-        if awaited(chain[-1]) not in stuck:  # it has come to its end without that send
+        if awaited(chain[-1]) not in stuck:  # that rank has finished without the send
             rank = chain[-1]
             send = schedule.actions[rank][places[rank]].counterpart
             return _error(
@@ -312,7 +312,7 @@ def _deadlock(schedule: Schedule, places: list[int], stuck: set[int]) -> Schedul
             )
         chain.append(awaited(chain[-1]))
     circle = chain[chain.index(awaited(chain[-1])) :]
-    # Told from its first rank on, so that the same deadlock is always told in the same words.
+    # Begin with the lowest rank, so that equal deadlocks have equal messages.
     start = circle.index(min(circle))
     circle = circle[start:] + circle[:start]
     steps = []

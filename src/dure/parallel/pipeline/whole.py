@@ -1,13 +1,13 @@
-"""Which modules of a model are one operation of its trace, because they cannot be traced.
+"""Selection of the modules that are a single operation of a trace, because they cannot be traced.
 
-A trace is tried, and where it fails the innermost module of the user's whose code is the reason
-becomes one operation, with all others of its class: a router with its experts, in every layer. What
-it gives must have the same form for other examples; else the module around is taken. Then the trace
-is tried again. A module that leaves out blocks by chance (`dure.parallel.pipeline.choosing`) is
-traced, and the blocks are operations.
+A trace is attempted. If it fails, the innermost user-defined module whose code is the reason
+becomes a single operation, together with all modules of its class: a router with its experts, in
+every layer. Its outputs must have the same form for other examples; otherwise the enclosing module
+is taken. Then the trace is attempted again. A module that skips blocks at random
+(`dure.parallel.pipeline.choosing`) is traced, and its blocks are operations.
 
-What is left is a model that cannot be traced in its own code, outside of all modules: it is
-refused. Modules that are divided over tensor neighbours cannot be inside of such an operation.
+A model that cannot be traced in its own code, outside of all modules, is rejected. Modules that are
+divided over tensor neighbours cannot be inside such an operation.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dure.parallel.tensor.divided import Divided
 
 
 class Untraced:
-    """The modules of a model that are one operation. reasons: why, by name."""
+    """Modules of a model that are a single operation. reasons: the reason by module name."""
 
     def __init__(self) -> None:
         self.reasons: dict[str, str] = {}
@@ -36,11 +36,11 @@ class Untraced:
         self._closed = False
 
     def close(self) -> None:
-        """From here on parameters may be let go of, and no module's choices can be tried."""
+        """Forbid trials of modules' choices: parameters may be freed from now on."""
         self._closed = True
 
     def said(self) -> str:
-        """Which modules are not cut, after a semicolon; nothing where there is none."""
+        """Return the modules that are not cut, after a semicolon; "" if there are none."""
         if not self.reasons:
             return ""
         name, why = next(iter(self.reasons.items()))
@@ -49,14 +49,14 @@ class Untraced:
         return f"; module {name}{more} one operation, for {why}"
 
     def widen(self, model: nn.Module, inputs: Any, error: UntraceableError) -> bool:
-        """Makes of one module more, or of several alike, one operation; False if there is none."""
+        """Make another module, and all of its class, single operations; return False if none."""
         for name in reversed(error.modules):
             if self._is_chooser(model, inputs, name, error):
                 return True
             if not name or not _is_users(model.get_submodule(name)):
                 continue
             if name in self.reasons and name not in self._entirely:
-                # What is wrong is around its forward, such as a hook.
+                # The reason is outside its forward, for example a hook.
                 self._entirely.update(_alike(model, name))
                 return True
             if name not in self.reasons and is_steady(model, inputs, _alike(model, name)):
@@ -67,7 +67,7 @@ class Untraced:
     def _is_chooser(
         self, model: nn.Module, inputs: Any, name: str, error: UntraceableError
     ) -> bool:
-        """Whether a module leaves out blocks by chance, which was not known before."""
+        """Return whether a module, not yet known to, skips blocks at random."""
         innermost = name == error.modules[-1]
         known = name in self._choosers or name in self._no_choosers
         if self._closed or known or not innermost or not error.of_data:
@@ -94,7 +94,7 @@ class Untraced:
 
     @contextmanager
     def hidden(self, model: nn.Module, inputs: Any) -> Iterator[list[Block]]:
-        """Inside, these modules are operations of a trace; what they stand for is in the list."""
+        """Context manager: these modules are operations of a trace; yields their blocks."""
         if not self.reasons:
             yield []
             return
@@ -104,7 +104,7 @@ class Untraced:
                 for one in self._choosers.values()
             ]
             stack.enter_context(taken([decisions for _, decisions in asked]))
-            # With the outcomes of the trace, so that all blocks are called.
+            # Observe with the outcomes of the trace, so that all blocks are called.
             calls = observed(model, inputs, self.reasons, self._entirely)
             for _, decisions in asked:
                 decisions.forget()
@@ -112,7 +112,7 @@ class Untraced:
 
 
 class _Guards:
-    """Tells whether a call depends on a decision."""
+    """Function that returns the decision on which a call depends."""
 
     def __init__(self, asked: list[tuple[Chooser, Decisions]]) -> None:
         self._asked = asked
@@ -121,15 +121,15 @@ class _Guards:
     def __call__(self, call: Call) -> Decision | None:
         number = self._counts[call.name] = self._counts.get(call.name, -1) + 1
         for one, decisions in self._asked:
-            # In evaluation nothing is decided.
+            # Evaluation makes no decisions.
             if (call.name, number) in one.guards and decisions.values:
-                # By the latest: a model may ask less where it is traced.
+                # Use the latest decision: a model may make fewer decisions while it is traced.
                 return Decision(decisions.values[-1], one.skip, one.called_if)
         return None
 
 
 def _alike(model: nn.Module, name: str) -> list[str]:
-    """The names of all modules of the same class."""
+    """Return the names of all modules of the same class."""
     kind = type(model.get_submodule(name))
     return [other for other, module in model.named_modules() if other and type(module) is kind]
 

@@ -1,8 +1,8 @@
-"""Language models without the cache of keys and values that they keep for generating.
+"""Language models without the cache of keys and values that they store for generation.
 
-Hugging Face's models give it beside their scores if their config says `use_cache`, as it does by
-default. Training needs none, and it is an object that no trace has. So a model is traced, and run
-beside its trace, as if it was called with use_cache=False. Its config stays as it is.
+Hugging Face's models return the cache beside their scores if their config has `use_cache`, which is
+the default. Training needs no cache, and a trace cannot contain that object. So a model is traced,
+and compared with its trace, as if it were called with use_cache=False. Its config is unchanged.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NAME = "use_cache"
 
 @contextmanager
 def without_cache(model: nn.Module) -> Iterator[None]:
-    """Call the model, and models in it, with use_cache=False, unless a caller says otherwise."""
+    """Context manager: the model and models in it are called with use_cache=False by default."""
     handles = [
         module.register_forward_pre_hook(partial(_unless_said, place), with_kwargs=True)
         for module in model.modules()
@@ -34,7 +34,7 @@ def without_cache(model: nn.Module) -> Iterator[None]:
 
 
 def _place(module: nn.Module) -> int | None:
-    """The place of the argument in the module's forward; None where nothing is cached."""
+    """Return the position of the argument in the module's forward; None if nothing is cached."""
     if not getattr(getattr(module, "config", None), NAME, False):
         return None
     names = list(inspect.signature(module.forward).parameters)

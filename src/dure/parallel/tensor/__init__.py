@@ -1,4 +1,4 @@
-"""Tensor parallelism: the matrices of one model divided over ranks that compute together.
+"""Tensor parallelism: the matrices of a model divided over ranks that compute together.
 
     model = dure.models.Transformer(...)          # the same on all ranks
     prove_plan(model, plan_for(model), inputs, lambda outputs: loss(outputs, targets), group)
@@ -7,25 +7,25 @@
     clip_gradients(model, 1.0, group)
     optimizer.step()                              # of this rank's parameters
 
-    division    which slice of a parameter which rank holds, as data
-    rooms       memory in which the ranks of a host sum
-    functions   what travels between divided layers, with the derivative of each
-    draws       dropout that differs between ranks inside, and does not outside
-    divided     what divided layers have in common, and which layers can be divided
-    layers      linear layers divided by columns and by rows
-    embedding   embedding divided by columns
-    vocabulary  embedding, output layer and cross-entropy divided by symbols
-    plan        what a plan can say of a module
-    changes     what it does to modules that it does not replace
-    attributes  integers of a module that it divides
-    dividing    a model is divided from outside, by a plan
-    tied        parameters of several modules remain one
-    proof       a plan is tried beside the undivided model
-    chain_plans plans for chains of linear layers: by rows, by columns, alternating
-    ready       plans for models whose layers are known
-    state       the whole model, and the norm of its gradient
+    `division`    the slice of a parameter on each rank, as data
+    `rooms`       memory in which the ranks of a host sum
+    `functions`   communication between divided layers, with the derivative of each
+    `draws`       dropout that differs between ranks inside divided regions, and not outside
+    `divided`     the interface of divided layers, and the layers that can be divided
+    `layers`      linear layers divided by columns and by rows
+    `embedding`   embedding divided by columns
+    `vocabulary`  embedding, output layer and cross-entropy divided by symbols
+    `plan`        the entries of a plan
+    `changes`     entries that change modules without replacing them
+    `attributes`  integers of a module that a plan divides
+    `dividing`    division of a model from outside, by a plan
+    `tied`        parameters that several modules share stay shared
+    `proof`       comparison of a plan with the undivided model
+    `chain_plans` plans for chains of linear layers: by rows, by columns, alternating
+    `ready`       plans for models whose layers are known
+    `state`       the state dict of the whole model, and the norm of its gradient
 
-The strategy that does so in `dure.train` is `dure.parallel.mesh.tensor_parallel`.
+The strategy for `dure.train` is `dure.parallel.mesh.tensor_parallel`.
 
 Sources: Shoeybi et al. 2019, "Megatron-LM: Training Multi-Billion Parameter Language Models Using
 Model Parallelism"; Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer

@@ -1,11 +1,12 @@
-"""Integers of a module that a plan divides, also those in an object that the module holds.
+"""Integers of a module that a plan divides, also integers in an object that the module holds.
 
     Attributes("heads")                                of the module itself
     Attributes("config.num_attention_heads")           of an object that it holds
     Attributes("sizes.heads", "shape.0")               of a mapping, of a tuple or list
 
-What a module holds others may hold as well, as a config that all modules of a model have in common.
-So the module gets a copy of its own, in which the number is divided, and what others see stays.
+Other modules may hold the same object, for example a config that all modules of a model share. So
+the module gets its own copy with the divided number, and the object of the other modules does not
+change.
 """
 
 from __future__ import annotations
@@ -22,23 +23,27 @@ from dure.parallel.tensor.kind import At, Checked, Positive
 
 @dataclass(frozen=True)
 class Attributes(Checked):
-    """Integers of a module are divided.
+    """Plan entry: integers of a module are divided.
 
-    names: of these attributes, with dots where one is in an object that the module holds. units:
-    they are divided by how many ranks share one of so many units, such as the number of queries to
-    a key; None: by the degree.
+    names: names of the attributes, with dots for an attribute of an object that the module holds.
+    units: the number of units, such as key heads. The integers are then divided by the number of
+    ranks that share a unit, as for the number of queries per key; None: by the degree.
     """
 
     names: tuple[str, ...]
     units: Positive | None = None
 
     def __init__(self, *names: str, units: int | None = None) -> None:
-        # `Attributes("heads", "width")`: names by place, which a dataclass would not write so.
+        # `Attributes("heads", "width")`: positional names, which a dataclass does not generate.
         object.__setattr__(self, "names", names)
         object.__setattr__(self, "units", units)
         self.__post_init__()
 
     def change(self, name: str, module: nn.Module, at: At) -> Callable[[], None]:
+        """Check the integers of a module, and return a function that divides them.
+
+        Raises ValueError for a missing integer, or an integer that the divisor does not divide.
+        """
         where = name or "the model"
         parts = {}
         degree = at.group.size
@@ -61,7 +66,7 @@ class Attributes(Checked):
             _check_holders(where, module, each)
             _check_writes(where, module, each, value // degree)
 
-        # Later: a plan is checked as a whole before anything is changed.
+        # Deferred: a plan is checked as a whole before anything is changed.
         def divide() -> None:
             for each, part in parts.items():
                 _put(module, each, part)
@@ -70,7 +75,7 @@ class Attributes(Checked):
 
 
 def _part(holder: Any, name: str) -> Any:
-    """What an object holds by a name; None where there is nothing."""
+    """Return the member of an object with a name or index; None if there is no such member."""
     if isinstance(holder, Mapping):
         return holder.get(name)
     # A named tuple has both: names come first.
@@ -86,7 +91,7 @@ def _reached(holder: Any, path: Sequence[str]) -> Any:
 
 
 def _check_holders(where: str, module: nn.Module, name: str) -> None:
-    """Raises ValueError where an object on the way is a module, which has a name of its own."""
+    """Raise ValueError if an object on the path is a module, because modules have plan entries."""
     path = name.split(".")
     for place in range(1, len(path)):
         holder = _reached(module, path[:place])
@@ -98,7 +103,7 @@ def _check_holders(where: str, module: nn.Module, name: str) -> None:
 
 
 def _check_writes(where: str, module: nn.Module, name: str, value: int) -> None:
-    """Raises ValueError where the number cannot be written."""
+    """Raise ValueError if the number cannot be written."""
     first, *rest = name.split(".")
     try:
         _changed(_part(module, first), rest, value)
@@ -115,7 +120,7 @@ def _put(module: nn.Module, name: str, value: int) -> None:
 
 
 def _changed(holder: Any, path: Sequence[str], value: int) -> Any:
-    """A copy of what a module holds, with the number at the end of the way."""
+    """Return a copy of an object that the module holds, with the number at the end of the path."""
     if not path:
         return value
     name, *rest = path
@@ -127,7 +132,7 @@ def _with(holder: Any, name: str, value: Any) -> Any:
         if not name.isdecimal():
             return holder._replace(**{name: value})  # type: ignore[attr-defined]
         values = [*holder[: int(name)], value, *holder[int(name) + 1 :]]
-        # a named tuple takes its values one by one
+        # a named tuple takes its values as separate arguments
         return type(holder)(*values) if hasattr(holder, "_replace") else type(holder)(values)
     made = copy.copy(holder)
     if isinstance(holder, Mapping):
@@ -138,6 +143,6 @@ def _with(holder: Any, name: str, value: Any) -> Any:
         try:
             setattr(made, name, value)
         except AttributeError:
-            # frozen, as dataclasses may be: the copy is nobody else's yet
+            # a frozen dataclass; writing is safe because no other code has the copy yet
             object.__setattr__(made, name, value)
     return made

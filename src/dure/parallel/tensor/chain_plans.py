@@ -1,9 +1,9 @@
 """Plans that divide every linear layer of a chain, in one of three ways.
 
-A chain is linear layers with only element-wise operations between them, in an `nn.Sequential` or in
-several inside of each other; in other models it is found in a trace of `torch.fx`. Its inputs are
-whole on every rank, and so are its outputs. Layer l has n_l numbers of output, those of all
-examples together, and there are L layers; N ranks.
+A chain is a sequence of linear layers with only element-wise operations between them, in an
+`nn.Sequential` or in nested ones; in other models a trace of `torch.fx` finds the chains. Inputs
+and outputs of a chain are whole on every rank. Layer l has n_l numbers of output, for all examples
+together. There are L layers and N ranks.
 
     plan         Y = X·A          Y = W·X        between two layers
     columns      A by columns     row-wise       outputs are parts: all-gather of features;
@@ -12,20 +12,21 @@ examples together, and there are L layers; N ranks.
                                                  backward an all-gather of their gradient
     alternating  columns, rows,…  alternately    nothing, then an all-reduce; backward the same
 
-A rank sends, if nobody asks for the gradient of the chain's inputs:
+Numbers that a rank sends, if the gradient of the chain's inputs is not needed:
 
     plan         forward                                backward
     columns      (N-1)/N·(n_1 + … + n_L)                (N-1)/N·(n_1 + … + n_(L-1))
     rows         (N-1)/N·(n_1 + … + n_(L-1) + 2 n_L)    (N-1)/N·(n_1 + … + n_(L-1))
     alternating  2(N-1)/N·(n_2 + n_4 + …)               2(N-1)/N·(n_2 + n_4 + …), without n_L
 
-An alternating chain of an odd number of layers ends with one by columns, whose n_L outputs are
-gathered: (N-1)/N·n_L. So for widths that are all alike the three send nearly as much: an all-reduce
-over every second boundary is a reduce-scatter and an all-gather. Alternation wins where wide layers
-are those between a column and its row, as the 4d of an MLP d→4d→d: what is there never travels.
+An alternating chain with an odd number of layers ends with a layer by columns, whose n_L outputs
+are gathered: (N-1)/N·n_L. So for equal widths the three plans send nearly as much: an all-reduce
+over every second boundary is a reduce-scatter and an all-gather. Alternation is best if the wide
+boundaries are between a column and its row, like the 4d of an MLP d→4d→d: those values never
+travel.
 
-The degree has to divide the features of every boundary between two layers; with `columns` the
-outputs of the last layer too, with `rows` the inputs of the first.
+The degree must divide the features of every boundary between two layers; with `columns` also the
+outputs of the last layer, with `rows` also the inputs of the first layer.
 
 Sources: Shoeybi et al. 2019, "Megatron-LM: Training Multi-Billion Parameter Language Models Using
 Model Parallelism" (the alternation); Narayanan et al. 2021, "Efficient Large-Scale Language Model
@@ -66,14 +67,14 @@ ELEMENT_WISE = (
     nn.Dropout,
     nn.Identity,
 )
-"""What may stand between two layers of a chain."""
+"""Modules that may be between two layers of a chain."""
 
 _FUNCTIONS = {
     *(F.relu, F.gelu, F.silu, F.tanh, F.sigmoid, F.leaky_relu, F.elu, F.selu, F.celu, F.relu6),
     *(F.softplus, F.mish, F.hardtanh, F.hardswish, F.hardsigmoid, F.logsigmoid, F.softsign),
     *(F.dropout, torch.relu, torch.tanh, torch.sigmoid),
 }
-"""The same as functions, of one tensor each."""
+"""Element-wise functions of a tensor that may be between two layers of a chain."""
 
 _METHODS = {"relu", "tanh", "sigmoid"}
 
@@ -82,9 +83,9 @@ Chain: TypeAlias = Sequence[str]
 
 
 def chains_of(layers: nn.Sequential, prefix: str = "") -> list[list[str]]:
-    """The longest chains in a Sequential, by the names of their layers after `prefix`.
+    """Return the longest chains in a Sequential, by the names of their layers after `prefix`.
 
-    A layer that stands in several places is part of none: it would be divided in several ways.
+    A layer at several positions is part of no chain: it would be divided in several ways.
     """
     places = list(_places(layers, prefix))
     chains: list[list[str]] = []
@@ -96,20 +97,20 @@ def chains_of(layers: nn.Sequential, prefix: str = "") -> list[list[str]]:
                 chains.append([])
             chains[-1].append(name)
             reached = True
-        # Something else uses the outputs together: they have to be whole before it.
+        # Another kind of layer combines the outputs, so they must be whole before it.
         elif type(layer) not in ELEMENT_WISE:
             reached = False
     return chains
 
 
 def traced_chains(model: nn.Module) -> list[list[str]]:
-    """The longest chains of any model that `torch.fx` can trace, by the names of their layers.
+    """Return the longest chains of a model that `torch.fx` can trace, by the names of their layers.
 
-    Raises ValueError if it cannot.
+    Raises ValueError if `torch.fx` cannot trace the model.
     """
     try:
         graph = fx.Tracer().trace(model)
-    # It is the user's code, and may do anything with what is no tensor.
+    # The user's code may raise any error with the tracer's proxies.
     except Exception as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ValueError(f"this {type(model).__name__} cannot be traced: {reason}") from None
@@ -121,7 +122,7 @@ def traced_chains(model: nn.Module) -> list[list[str]]:
     place: dict[fx.Node, list[str]] = {}
     for node in linear:
         before = _reached_from(node, layers)
-        # A chain goes on where its last layer is all that this one computes on.
+        # A chain continues if its last layer's outputs are the only inputs of this layer.
         chain = place.get(before, []) if before is not None else []
         if not chain:
             chains.append(chain)
@@ -131,7 +132,7 @@ def traced_chains(model: nn.Module) -> list[list[str]]:
 
 
 def _reached_from(node: fx.Node, layers: Mapping[fx.Node, nn.Module]) -> fx.Node | None:
-    """The layer whose outputs alone, element by element, are this one's inputs."""
+    """Return the layer whose outputs alone, element by element, are the inputs of this layer."""
     given = node.all_input_nodes
     while len(given) == 1 and len(given[0].users) == 1:
         (before,) = given
@@ -151,13 +152,13 @@ def _is_element_wise(node: fx.Node, layers: Mapping[fx.Node, nn.Module]) -> bool
 
 
 def is_sequential(module: nn.Module) -> bool:
-    """Whether a module does nothing but call its children one after another."""
+    """Return whether a module only calls its children one after another."""
     return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
 
 
 def _places(layers: nn.Sequential, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """Every layer with its name, in the order in which they are called."""
-    # Not `named_children`, which names a layer once, however often it is called.
+    """Return every layer with its name, in the order of the calls."""
+    # Not `named_children`, which returns a layer once, however often it is called.
     for name, layer in layers._modules.items():
         if layer is None:
             continue
@@ -168,7 +169,7 @@ def _places(layers: nn.Sequential, prefix: str) -> Iterator[tuple[str, nn.Module
 
 
 def is_linear(layer: nn.Module) -> bool:
-    """Whether a layer can be divided."""
+    """Return whether a layer is a linear layer that can be divided."""
     try:
         is_transposed(layer)
     except ValueError:
@@ -177,7 +178,7 @@ def is_linear(layer: nn.Module) -> bool:
 
 
 def pairs(chain: Chain) -> dict[str, Kind]:
-    """A layer by columns and one by rows in turn; the last of an odd number stays whole."""
+    """Return layers by columns and by rows in turn; the last layer of an odd number stays whole."""
     plan: dict[str, Kind] = {}
     for first, second in zip(chain[::2], chain[1::2], strict=False):
         plan[first] = Column()
@@ -186,19 +187,19 @@ def pairs(chain: Chain) -> dict[str, Kind]:
 
 
 def columns(chain: Chain) -> dict[str, Kind]:
-    """Every layer by columns."""
+    """Return every layer by columns."""
     last = chain[-1]
     return {name: Column(gather_output=name == last, features=name != chain[0]) for name in chain}
 
 
 def rows(chain: Chain) -> dict[str, Kind]:
-    """Every layer by rows."""
+    """Return every layer by rows."""
     last = chain[-1]
     return {name: Row(input_is_parallel=name != chain[0], features=name != last) for name in chain}
 
 
 def alternating(chain: Chain) -> dict[str, Kind]:
-    """As `pairs`, and the last of an odd number by columns."""
+    """Return the plan of `pairs`, with the last layer of an odd number by columns."""
     plan = pairs(chain)
     if len(chain) % 2:
         plan[chain[-1]] = Column(gather_output=True)
@@ -210,13 +211,13 @@ MAKERS: dict[str, Callable[[Chain], dict[str, Kind]]] = {
     "rows": rows,
     "alternating": alternating,
 }
-"""The plans, by name."""
+"""Functions that make the plans, by name."""
 
 
 def chain_plan(name: str, model: nn.Module) -> Plan:
-    """The plan of that name for all chains of a model.
+    """Return the plan of that name for all chains of a model.
 
-    Raises ValueError if the model has no linear layer, or cannot be looked through.
+    Raises ValueError if the model has no linear layer, or if `torch.fx` cannot trace it.
     """
     if isinstance(model, nn.Sequential) and is_sequential(model):
         chains = chains_of(model)

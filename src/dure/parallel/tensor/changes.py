@@ -1,14 +1,14 @@
-"""What a plan does to modules that it does not replace: hooks on them, and parts of their tensors.
+"""Plan entries that change modules without replacing them: hooks, and parts of their tensors.
 
     Tensors    parameters and buffers of the module itself are divided, such as a table of biases
-               with one column a head
+               with a column per head
     Enter      an input enters the divided region, once for several Columns inside
-    Leave      the ranks' outputs are summed, for Rows inside that leave that to it
+    Leave      the ranks' outputs are summed, for Rows inside that do not sum
     Cut, Join  a shard of an input is taken; shards of an output are joined
     OnShards   parameters get the sum of the ranks' gradients, because the module computes on shards
-    OwnDraws   the module draws random numbers of this rank's own
+    OwnDraws   the module draws different random numbers on each rank
 
-Each is checked first, and done later, when the plan has been checked as a whole.
+Each entry is checked first, and applied later, after the whole plan has been checked.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from dure.tensors.hooks import has_hooks
 
 @dataclass(frozen=True)
 class Tensors(Checked):
-    """Parameters and buffers of a module itself are divided, as no layer in it does.
+    """Plan entry: parameters and buffers of the module itself are divided.
 
-    names: of these tensors. dim: the dimension that is divided. blocks, unit: as in `Column`.
+    names: names of the tensors. dim: the dimension that is divided. blocks, unit: as in `Column`.
     """
 
     names: tuple[str, ...]
@@ -60,7 +60,10 @@ class Tensors(Checked):
         self.__post_init__()
 
     def parts(self, name: str, module: nn.Module, at: At) -> dict[str, tuple[Tensor, Division]]:
-        """This rank's part of each tensor, and how it is divided."""
+        """Return this rank's part of each tensor, and its division.
+
+        Raises ValueError if a tensor is missing, has hooks, or cannot be divided evenly.
+        """
         if isinstance(module, Divided):
             raise ValueError(f"{name} is a layer that the plan divides: leave Tensors out")
         return {own: self._part(name, module, own, at.group) for own in self.names}
@@ -94,25 +97,26 @@ class Tensors(Checked):
 
 @dataclass(frozen=True)
 class Enter(Checked):
-    """An input of a module enters the divided region.
+    """Plan entry: an input of a module enters the divided region.
 
-    sequence: the dimension along which the input is a shard, and all are gathered; None: it is
-    whole.
-    argument: its name in the module's forward; the first one, where none has the usual name.
+    sequence: the dimension along which the input is a shard, and along which all shards are
+    gathered; None: the input is whole. argument: its name in the module's forward; the default
+    takes the usual name, or the first argument if no argument has the usual name.
     """
 
     sequence: int | None = None
     argument: str = USUAL
 
     def change(self, name: str, module: nn.Module, at: At) -> Callable[[], None]:
+        """Return a function that installs the hook on the module's input."""
         group = at.group
         draws = at.draws
         sequence = self.sequence
 
         def entered(tensor: Tensor) -> Tensor:
             check_is_sequence(name or "the model", tensor.dim(), sequence)
-            # A trace has one opaque operation here, which is this function itself, called when the
-            # program runs.
+            # A trace has a single opaque operation here; the program calls this function again when
+            # it runs.
             if is_tracing():
                 shape = list(tensor.shape)
                 if sequence is not None:
@@ -120,7 +124,7 @@ class Enter(Checked):
                 return opaque(entered, tensor, shape, opens=1)
             if sequence is not None:
                 return enter_sequence(tensor, group, sequence)
-            # In evaluation nothing draws, and no number has to be drawn to seed by.
+            # Evaluation draws nothing, so no seed has to be drawn.
             if module.training:
                 draws.enter()
             return enter(tensor, group)
@@ -130,15 +134,16 @@ class Enter(Checked):
 
 @dataclass(frozen=True)
 class Leave(Checked):
-    """What the ranks give is summed: of a module whose last layers are `Row(leaves=False)`.
+    """Plan entry: the ranks' outputs are summed, for a module that ends with `Row(leaves=False)`.
 
-    sequence: the dimension of the output along which the ranks are left shards of the sum; None
-    leaves all of it.
+    sequence: the dimension of the output along which each rank gets a shard of the sum; None gives
+    each rank the whole sum.
     """
 
     sequence: int | None = None
 
     def change(self, name: str, module: nn.Module, at: At) -> Callable[[], None]:
+        """Return a function that installs the hook on the module's output."""
         group = at.group
         sequence = self.sequence
 
@@ -158,10 +163,11 @@ class Leave(Checked):
 
 @dataclass(frozen=True)
 class Cut(Checked):
-    """A module takes a shard of an input.
+    """Plan entry: a module takes a shard of an input.
 
-    dim: along which it is cut. argument: as in `Enter`. units: where `dim` is so many units over
-    and over, as one of examples·heads is, each such run is cut; None: `dim` is cut once.
+    dim: the dimension that is cut. argument: as in `Enter`. units: if `dim` consists of runs of
+    this many units, such as heads in a dimension of examples·heads, each run is cut; None: `dim` is
+    cut once.
     """
 
     dim: int = 1
@@ -169,6 +175,10 @@ class Cut(Checked):
     units: Positive | None = None
 
     def change(self, name: str, module: nn.Module, at: At) -> Callable[[], None]:
+        """Return a function that installs the hook on the module's input.
+
+        Raises ValueError if the degree does not divide `units`.
+        """
         group = at.group
         units = self.units
         if units is not None and units % group.size:
@@ -191,11 +201,12 @@ class Cut(Checked):
 
 @dataclass(frozen=True)
 class Join(Checked):
-    """A module's output shards are joined. dim: along which they are shards."""
+    """Plan entry: a module's output shards are joined. dim: the dimension of the shards."""
 
     dim: int = 1
 
     def change(self, name: str, module: nn.Module, at: At) -> Callable[[], None]:
+        """Return a function that installs the hook on the module's output."""
         group = at.group
         dim = self.dim
 
@@ -209,10 +220,10 @@ class Join(Checked):
 
 @dataclass(frozen=True)
 class OnShards(Checked):
-    """A module computes on shards, so that its parameters' gradients are summed over the ranks.
+    """Plan entry: a module computes on shards, so ranks sum its parameters' gradients.
 
-    names: parameters of the module itself; none: all, also of the modules in it. Each is an
-    all-reduce, which travels as soon as autograd has the gradient.
+    names: parameters of the module itself; empty: all parameters, including those of submodules.
+    Each parameter costs an all-reduce, which begins as soon as autograd has the gradient.
     """
 
     names: tuple[str, ...] = ()
@@ -222,17 +233,21 @@ class OnShards(Checked):
         self.__post_init__()
 
     def change(self, name: str, module: nn.Module, at: At) -> Callable[[], None]:
+        """Return a function that installs hooks on the module's parameters.
+
+        Raises ValueError for an unknown parameter.
+        """
         group = at.group
         for own in self.names:
             if module._parameters.get(own) is None:
                 raise ValueError(f"{name or 'the model'} has no parameter {own!r} of its own")
 
         def watch(module: nn.Module, inputs: Any = None) -> None:
-            # A tracer puts its own tensors in the place of parameters: hooks would be put on those.
+            # A tracer replaces parameters by its own tensors, which must not get the hooks.
             for parameter in () if is_tracing() else self._of(module):
                 hooks: Any = parameter._backward_hooks or {}
-                # Once for each parameter: this runs at every call, and in every module on shards
-                # that has the parameter, inside of another one or tied to it.
+                # Once for each parameter: this runs at every call, and for every module on shards
+                # that has the parameter, nested or tied.
                 if parameter.requires_grad and not any(
                     isinstance(hook, _OverRanks) for hook in hooks.values()
                 ):
@@ -240,8 +255,8 @@ class OnShards(Checked):
 
         def install() -> None:
             if group.size > 1:
-                # Now, for programs that are made of its operations and do not call the module; and
-                # at each call, for copies of the model, whose parameters come without hooks.
+                # Now, for programs that contain its operations and do not call the module; and at
+                # each call, for copies of the model, whose parameters have no hooks.
                 watch(module)
                 module.register_forward_pre_hook(watch)
 
@@ -255,7 +270,7 @@ class OnShards(Checked):
 
 @dataclass(frozen=True)
 class _OverRanks:
-    """The hook of `OnShards` on a parameter."""
+    """Hook of `OnShards` on a parameter: sum the gradient over the ranks."""
 
     group: Group
 
@@ -265,10 +280,11 @@ class _OverRanks:
 
 @dataclass(frozen=True)
 class OwnDraws:
-    """Inside the module every rank draws for itself."""
+    """Plan entry: each rank draws different random numbers inside the module."""
 
     def change(self, name: str, module: nn.Module, at: At) -> Callable[[], None]:
-        # of its own: `at.draws` is left by the row-parallel layers inside
+        """Return a function that installs hooks around the module's forward."""
+        # a separate object: the row-parallel layers inside leave `at.draws`
         draws = Draws(at.group, at.draws.device)
 
         def before(module: nn.Module, inputs: Any) -> None:
@@ -281,7 +297,7 @@ class OwnDraws:
         def install() -> None:
             mark_on_shards(module)
             module.register_forward_pre_hook(before)
-            # after an error as well: other modules must not go on with this rank's own draws
+            # after an error as well: other modules must not continue with this rank's own draws
             module.register_forward_hook(after, always_call=True)
 
         return install

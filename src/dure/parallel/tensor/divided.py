@@ -1,7 +1,7 @@
-"""What all that is divided has in common, and which layers can be divided at all.
+"""Base class of divided layers, and checks whether a layer can be divided.
 
-A layer that is put in the place of another one must compute no less than it did: what has hooks, a
-parametrization or a forward of its own is refused.
+A layer that replaces another layer must compute everything that the other layer computes: a layer
+with hooks, a parametrization or an overridden forward is rejected.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ HOOKS = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_h
 
 
 class Divided(nn.Module):
-    """A layer some of whose parameters are divided.
+    """Layer with divided parameters.
 
-    divisions: how, by their names; the others are on every rank. draws: told where every rank
-    begins, or ends, to draw for itself.
+    divisions: divisions by parameter name; all other parameters are whole on every rank. draws: the
+    model's random draws, which the layer switches between common and per-rank numbers.
     """
 
     def __init__(self, process_group: Group | dist.ProcessGroup | None) -> None:
@@ -41,9 +41,9 @@ class Divided(nn.Module):
         self.draws: Draws | None = None
 
     def divide(self, name: str, whole: Tensor | None, division: Division | None) -> None:
-        """Registers this rank's part of a parameter; of None, none.
+        """Register this rank's part of a parameter; if `whole` is None, register None.
 
-        division: None is for a parameter of which every rank has the whole.
+        division: None for a parameter that every rank stores whole.
         """
         if whole is None:
             self.register_parameter(name, None)
@@ -54,69 +54,70 @@ class Divided(nn.Module):
 
     @property
     def opens(self) -> int:
-        """1: after this layer a divided region has begun; -1: one is over; 0: neither."""
+        """1 if a divided region begins at this layer, -1 if a region ends, otherwise 0."""
         return 0
 
     def output_shape(self, given: Sequence[int]) -> list[int]:
-        """The shape of what the layer makes of a tensor of shape `given`."""
+        """Return the shape of the layer's output for an input of shape `given`."""
         raise NotImplementedError
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        # A group of processes cannot be copied, and is the same for both.
+        """Return a copy that shares the process group."""
+        # A group of processes cannot be copied; original and copy share it.
         memo[id(self.group)] = self.group
         made = type(self).__new__(type(self))
         memo[id(self)] = made
-        # The memo has the group already, which is so copied to itself.
+        # The memo maps the group to itself, so deepcopy does not copy it.
         made.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return made
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Which tensors of a module are parts, where the module is no divided layer (`Tensors`)."""
+    """Divided tensors of a module that is not a divided layer (`Tensors`)."""
 
     divisions: Mapping[str, Division]
     group: Group
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Parts:
-        # Nothing in it changes, and a group of processes cannot be copied.
+        # The object is immutable, and a group of processes cannot be copied.
         return self
 
 
 def mark_parts(module: nn.Module, parts: Parts) -> None:
-    """Notes which tensors of a module are parts, besides those that it was told of before."""
+    """Record the divided tensors of a module, in addition to those recorded before."""
     before = module.__dict__.get("_parts")
     known = before.divisions if before is not None else {}
     module.__dict__["_parts"] = Parts({**known, **parts.divisions}, parts.group)
 
 
 def parts_of(module: nn.Module) -> Parts | None:
-    """Which tensors of a module itself are parts; None where none is."""
+    """Return the divided tensors of a module itself; None if there are none."""
     if isinstance(module, Divided):
         return Parts(module.divisions, module.group)
     return module.__dict__.get("_parts")
 
 
 def own_parameter(whole: Tensor, division: Division | None, group: Group) -> nn.Parameter:
-    """This rank's part of a parameter, in memory of its own; of None, all of it."""
+    """Return a copy of this rank's part of a parameter; if `division` is None, of all of it."""
     if division is None:
         own = whole.detach().clone()
     else:
         own = division.part(whole.detach(), group.rank, group.size)
     made = nn.Parameter(own, whole.requires_grad)
-    # What a user has written on a parameter stays with it.
+    # Attributes that a user has set on a parameter are preserved.
     made.__dict__.update(vars(whole))
     return made
 
 
 def draws_of(model: nn.Module) -> set[Draws]:
-    """What the divided layers of a model draw from."""
+    """Return the random draws of the divided layers of a model."""
     layers = [module for module in model.modules() if isinstance(module, Divided)]
     return {layer.draws for layer in layers if layer.draws is not None}
 
 
 def cast(*tensors: Any) -> Any:
-    """As autocast would have them, which does not look into `Function`s."""
+    """Return the tensors in autocast's dtype: autocast does not convert inputs of a `Function`."""
     kind = tensors[0].device.type
     if not torch.is_autocast_enabled(kind):
         return tensors
@@ -125,11 +126,11 @@ def cast(*tensors: Any) -> Any:
 
 
 def is_transposed(linear: nn.Module) -> bool:
-    """Whether a layer stores A, as Hugging Face's Conv1D, and not W = Aᵀ.
+    """Return whether a layer stores A, like Hugging Face's Conv1D, and not W = Aᵀ.
 
-    Raises ValueError if it is not linear, or does more than such a layer.
+    Raises ValueError if the layer is not linear, or does more than a linear layer.
     """
-    # by name, so that transformers need not be there
+    # by name, so that transformers need not be installed
     transposed = type(linear).__name__ == "Conv1D" and type(linear).__module__.startswith(
         "transformers."
     )
@@ -142,9 +143,9 @@ def is_transposed(linear: nn.Module) -> bool:
 
 
 def check_plain(module: nn.Module, kind: type[nn.Module]) -> None:
-    """Raises ValueError if a module does more than `kind`, which a divided one would leave out."""
+    """Raise ValueError if a module does more than `kind`, as a divided layer would not do so."""
     more = None
-    # A class derived from it is fine as long as it computes the same.
+    # A subclass is fine if it does not override forward.
     if type(module).forward is not kind.forward:
         more = "a forward of its own"
     elif is_parametrized(module):
@@ -161,7 +162,7 @@ def check_plain(module: nn.Module, kind: type[nn.Module]) -> None:
 
 
 def embedding_of(name: str, module: nn.Module) -> nn.Embedding:
-    """The layer. Raises ValueError, with its name, if it is no embedding that can be divided."""
+    """Return the embedding. Raises ValueError, with its name, if the module cannot be divided."""
     if not isinstance(module, nn.Embedding):
         raise ValueError(
             f"{name} is a {type(module).__name__}: only an nn.Embedding is divided by its rows"

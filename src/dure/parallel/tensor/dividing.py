@@ -1,12 +1,12 @@
-"""A model is divided from outside, by a plan; the model's code stays.
+"""Division of a model from outside, by a plan; the model's code does not change.
 
     parallelize(model, plan, group)
 
-Every pattern of the plan must match. Nothing is changed before all of it has been checked.
-Parameters that several modules share are divided once, and remain shared. Before that the model
-travels once, from rank 0; the meter does not count it.
+Every pattern of the plan must match. Nothing changes before the whole plan has been checked.
+Parameters that several modules share are divided once, and remain shared. Before the division rank
+0 broadcasts the model; the meter does not count this transfer.
 
-Source: Shoeybi et al. 2019, "Megatron-LM", whose layers are put in the place of a model's own.
+Source: Shoeybi et al. 2019, "Megatron-LM", whose layers replace a model's own layers.
 """
 
 from __future__ import annotations
@@ -41,15 +41,20 @@ def parallelize(
     *,
     overlap: bool | None = None,
 ) -> None:
-    """Divides a model over the ranks of a group by a plan, in place.
+    """Divide a model over the ranks of a group by a plan, in place.
 
-    All ranks call it, with models of one shape. Rank 0's weights and buffers become everybody's
-    before. Optimizers are made after it, of what is left of the parameters. overlap: as in
-    `ColumnParallel`.
+    All ranks call this function, with models of equal shapes. All ranks first take rank 0's weights
+    and buffers. Create optimizers afterwards, because parameters are replaced by their parts.
 
-    Raises ValueError, with the model as it was, for a pattern that matches nothing, for a module
-    that cannot become what the plan says, for a degree that does not divide it, and for a model
-    that is divided already.
+    Args:
+        model: the model to divide.
+        plan: patterns of module names with their plan entries.
+        process_group: the ranks; None is all ranks.
+        overlap: as in `ColumnParallel`.
+
+    Raises:
+        ValueError: a pattern matches nothing, a module does not fit its plan entry, the degree does
+            not divide a module, or the model is divided already. The model is then unchanged.
     """
     group = Group.of(process_group)
     found = _found(model, plan)
@@ -58,16 +63,16 @@ def parallelize(
 
 
 def divide(model: nn.Module, plan: Plan, group: Group) -> None:
-    """As `parallelize`, of a model that is the same on all ranks already."""
+    """Divide a model like `parallelize`, without the broadcast: all ranks have equal models."""
     _divide(model, _found(model, plan), At(group, None, Draws(group, _device_of(model))))
 
 
 def _divide(model: nn.Module, found: Sequence[tuple[str, Kind]], at: At) -> None:
-    """Makes of what was found what the plan says."""
+    """Apply the plan to the modules that were found."""
     layers, changes = _made(model, found, at)
     for change in changes:
         change()
-    # By all of its names: a module that stands in several places is replaced in each.
+    # By all names: a module at several positions is replaced at each of them.
     for name, module in list(model.named_modules(remove_duplicate=False)):
         if id(module) in layers:
             path, _, own = name.rpartition(".")
@@ -76,18 +81,18 @@ def _divide(model: nn.Module, found: Sequence[tuple[str, Kind]], at: At) -> None
 
 
 def check_plan(model: nn.Module, plan: Plan, degree: int) -> None:
-    """Raises ValueError where `parallelize` would over so many ranks.
+    """Raise ValueError if `parallelize` would raise it for this number of ranks.
 
-    Nothing is changed, and no rank is needed.
+    Nothing changes, and no other rank is needed.
     """
     _made(model, _found(model, plan), _alone(model, degree))
 
 
 def check_lengths(model: nn.Module, plan: Plan, degree: int, inputs: Any) -> None:
-    """Raises LengthError if `inputs` make sequences that so many ranks cannot divide.
+    """Raise LengthError if `inputs` have sequences that this number of ranks cannot divide.
 
-    A copy of the model is divided, and runs on tensors without data; no rank is needed. Where it
-    computes what they cannot, nothing is known before ranks start.
+    A copy of the model is divided, and runs on tensors without data; no other rank is needed. If
+    the model cannot run on tensors without data, the lengths are not checked.
     """
     try:
         copied = copy.deepcopy(model)
@@ -96,15 +101,14 @@ def check_lengths(model: nn.Module, plan: Plan, degree: int, inputs: Any) -> Non
             copied(inputs)
     except LengthError:
         raise
-    # Not an answer: the model may do what tensors without data cannot, and is not wrong for that.
+    # No result: the model may need operations that tensors without data do not support.
     except Exception:
         return
 
 
 def _alone(model: nn.Module, degree: int) -> At:
-    """The place of the first of so many ranks, of which no other is there."""
-    # A group of one that says that it has more ranks: parts are cut by its size, and nothing is
-    # sent.
+    """Return the context of the first of `degree` ranks, without communication."""
+    # A group of one rank with a larger size: parts are cut by the size, and nothing is sent.
     group = Group()
     group.size = degree
     return At(group, False, Draws(group, _device_of(model)))
@@ -115,7 +119,7 @@ def _device_of(model: nn.Module) -> torch.device:
 
 
 def _found(model: nn.Module, plan: Plan) -> list[tuple[str, Kind]]:
-    """The modules that a plan speaks of, by name."""
+    """Return the modules that match a plan's patterns, by name, with their entries."""
     if any(parts_of(module) is not None for module in model.modules()):
         raise ValueError(
             "this model is divided already: divide a new one, and load_whole a state into it"
@@ -129,10 +133,10 @@ def _found(model: nn.Module, plan: Plan) -> list[tuple[str, Kind]]:
 def _made(
     model: nn.Module, found: Sequence[tuple[str, Kind]], at: At
 ) -> tuple[dict[int, Divided], list[Callable[[], None]]]:
-    """The divided layers, by the id of what they replace, and the changes of other modules."""
+    """Return divided layers, by the id of the replaced layer, and changes of other modules."""
     layers: dict[int, Divided] = {}
     said: dict[int, Replacement] = {}
-    # By module, so that one that has several names is changed once.
+    # By module, so that a module with several names is changed once.
     changes: dict[tuple[int, Change], Callable[[], None]] = {}
     parts: dict[int, OwnParts] = {}
     replaced = {
@@ -145,7 +149,7 @@ def _made(
                 raise ValueError(
                     "a plan divides layers inside a model, and cannot replace the model itself"
                 )
-            # One module may match several patterns, or have several names, as long as they agree.
+            # A module may match several patterns, or have several names, if their entries agree.
             if said.setdefault(id(module), kind) != kind:
                 raise ValueError(f"the plan makes {name} two things: {said[id(module)]} and {kind}")
             if id(module) not in layers:
@@ -157,11 +161,11 @@ def _made(
                 changes.setdefault((id(module), kind), kind.change(name, module, at))
     for name, kind in found:
         module = model.get_submodule(name)
-        # What is said of a layer that is divided as well is done to what takes its place.
+        # Further entries for a layer that is replaced apply to the layer that replaces it.
         if not isinstance(kind, Replacement) and id(module) in replaced:
             layer = layers[id(module)]
             if isinstance(kind, Tensors):
-                kind.parts(name, layer, at)  # which refuses
+                kind.parts(name, layer, at)  # raises ValueError
             else:
                 changes.setdefault((id(module), kind), kind.change(name, layer, at))
     names = share(model, layers, parts)
@@ -181,11 +185,11 @@ def _add(known: OwnParts, more: OwnParts, name: str) -> None:
 
 
 def _installing(module: nn.Module, parts: OwnParts, group: Group) -> Callable[[], None]:
-    """What gives a module its parts of its own tensors."""
+    """Return a function that replaces a module's tensors by their parts."""
 
     def install() -> None:
         for own, (part, _) in parts.items():
-            # a parameter, a buffer or another tensor: it stays what it is
+            # setattr preserves the kind: parameter, buffer or plain tensor
             setattr(module, own, part)
         mark_parts(module, Parts({own: division for own, (_, division) in parts.items()}, group))
 
@@ -208,17 +212,17 @@ def _matches(
 
 
 def fits(name: str, pattern: str) -> bool:
-    """Whether a module's name matches, segment by segment."""
+    """Return whether a module's name matches a pattern, segment by segment."""
     names = name.split(".")
     patterns = pattern.split(".")
     return len(names) == len(patterns) and all(map(fnmatchcase, names, patterns))
 
 
 def _leave_at_the_end(model: nn.Module, draws: Draws) -> None:
-    """However a forward pass ends, what comes after it draws as all ranks do."""
+    """Make all ranks draw equal numbers after every forward pass, also after a failed pass."""
 
     def before(module: nn.Module, inputs: Any) -> None:
-        # What a pass that failed has left under way is over.
+        # Drop the state of a failed pass.
         draws.forget()
 
     def after(module: nn.Module, inputs: Any, output: Any) -> None:

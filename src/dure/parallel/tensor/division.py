@@ -1,10 +1,10 @@
-"""Which slice of a parameter which rank holds, as data.
+"""Slices of a parameter on the ranks, as data.
 
-Along one dimension a parameter of length n is made of blocks n_1 + … + n_k = n, and every block is
-divided on its own: rank r of N holds slice r of each, one after another. One block is the usual
-case. A matrix in which query, key and value lie next to each other has three, so that a rank's
-queries meet its keys and its values; with grouped queries they are of unequal length. Where N does
-not divide a block its first n_i mod N slices have one element more.
+Along one dimension, a parameter of length n consists of blocks n_1 + … + n_k = n. Every block is
+divided separately: rank r of N stores slice r of each block, one after another. A single block is
+the usual case. A matrix with query, key and value next to each other has three blocks, so that a
+rank's queries meet its keys and its values; with grouped queries the blocks have unequal lengths.
+If N does not divide a block, the first n_i mod N slices have an additional element.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from dure.collectives.arguments import lengths_of
 
 @dataclass(frozen=True)
 class Division:
-    """How a tensor is divided.
+    """Division of a tensor.
 
-    dim: the dimension that is divided. blocks: lengths, in the undivided tensor, of what is divided
-    on its own.
+    dim: the dimension that is divided. blocks: lengths, in the undivided tensor, of the blocks that
+    are divided separately.
     """
 
     dim: int
@@ -32,17 +32,17 @@ class Division:
 
     @property
     def length(self) -> int:
-        """Of the undivided tensor."""
+        """Length of the undivided tensor along `dim`."""
         return sum(self.blocks)
 
     def lengths(self, size: int) -> list[int]:
-        """What every rank holds of it."""
-        # as `tensor_split` cuts: the first slices are one longer
+        """Return the length of every rank's part along `dim`."""
+        # like `tensor_split`: the first slices have an additional element
         of_blocks = [lengths_of(block, size) for block in self.blocks]
         return list(map(sum, zip(*of_blocks, strict=True)))
 
     def part(self, whole: Tensor, rank: int, size: int) -> Tensor:
-        """What a rank holds, in memory of its own."""
+        """Return a copy of a rank's part."""
         pieces = [
             block.tensor_split(size, self.dim)[rank]
             for block in whole.split_with_sizes(list(self.blocks), self.dim)
@@ -50,7 +50,7 @@ class Division:
         return torch.cat(pieces, self.dim)
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """The undivided tensor of the ranks' parts."""
+        """Return the undivided tensor from the ranks' parts."""
         size = len(parts)
         if len(self.blocks) == 1:
             return torch.cat(list(parts), self.dim)
@@ -64,13 +64,13 @@ class Division:
 
 
 def sharers(what: str, outputs: int, size: int, unit: int) -> int:
-    """How many ranks share each unit, such as a head: 1, if there are enough units for all.
+    """Return the number of ranks that share each unit, such as a head; 1 if each rank has a unit.
 
-    Raises ValueError if units and ranks do not go into each other, or the ranks of a unit not into
-    its width.
+    Raises ValueError if neither of the numbers of units and ranks divides the other, or if the
+    ranks of a unit do not divide its width.
     """
     units = outputs // unit
-    # enough units, or an uneven number: then `check_even` decides, and tells what is wrong
+    # enough units, or an uneven number: then `check_even` decides and raises the error
     if outputs % unit or units >= size or size % units:
         check_even(what, (outputs,), size, unit)
         return 1
@@ -83,7 +83,7 @@ def sharers(what: str, outputs: int, size: int, unit: int) -> int:
 
 
 def check_even(what: str, blocks: Sequence[int], size: int, unit: int = 1) -> None:
-    """Raises ValueError if the degree does not divide each block between units, such as heads."""
+    """Raise ValueError if the degree does not divide each block between units, such as heads."""
     for block in blocks:
         if block % unit:
             raise ValueError(

@@ -1,10 +1,10 @@
-"""Random draws of a rank's own: dropout inside a divided region differs between ranks.
+"""Random draws per rank: dropout inside a divided region differs between ranks.
 
-All ranks have seeded torch's generator alike, and outside of such regions they draw alike. On the
-way in every rank draws one number from it, the same on all ranks, and goes on with a generator
-seeded by (that number, its rank); on the way out the common generator goes on after that number.
-Nothing has to be remembered between steps: a run resumes, and a checkpointed layer is computed once
-more, with the same bits, if the common generator's state is what it was.
+All ranks seed torch's generator equally, and outside divided regions they draw equal numbers. At
+the entry of a region every rank draws a number from the common generator, equal on all ranks, and
+continues with a generator seeded by (that number, its rank). At the exit the common generator
+continues after that number. No state is stored between steps. So a resumed run, or the
+recomputation of a checkpointed layer, has equal bits if the common generator's state is equal.
 
 Source: Shoeybi et al. 2019, "Megatron-LM", appendix B.2.
 """
@@ -22,7 +22,7 @@ from dure.randomness.seeds import derive
 
 
 class Draws:
-    """Whose draws are under way in a model's layers: those of all ranks, or this rank's own."""
+    """Switch between draws common to all ranks and this rank's own draws in a model."""
 
     def __init__(self, group: Group, device: torch.device) -> None:
         self.group = group
@@ -31,7 +31,7 @@ class Draws:
         self._own = 0
 
     def __deepcopy__(self, memo: dict[int, object]) -> Draws:
-        # One object for all layers of a model, and for its copies: regions begin in one layer and
+        # All layers of a model and of its copies share the object: regions begin in one layer and
         # end in another.
         return self
 
@@ -42,16 +42,16 @@ class Draws:
         return states
 
     def enter(self) -> None:
-        """This rank's own from here; where they are so already, as after another Column, nothing.
+        """Switch to this rank's own draws; do nothing if they are active, as after another Column.
 
-        A region that was entered before and never left is forgotten: a checkpointed layer is
-        computed once more only as far as it is needed, and then the generator is put back.
+        A region that was entered before and never left is dropped: a checkpointed layer is
+        recomputed only as far as needed, and then its generator is restored.
         """
         if self.group.size == 1 or (self.inside and self._draws_alone()):
             return
-        # All ranks draw this number, so that the common generator goes on alike afterwards.
+        # All ranks draw this number, so that their common generators stay equal.
         number = int(torch.randint(1 << 62, (), generator=torch.default_generator))
-        # after the number was drawn: from here all go on together when they leave
+        # saved after the number was drawn: `leave` continues from here on all ranks
         self._common = self._state()
         own = derive(number, "tensor parallel", self.group.rank)
         self._own = own
@@ -60,12 +60,12 @@ class Draws:
             torch.cuda.manual_seed(own)
 
     def _draws_alone(self) -> bool:
-        """Whether the generator is still the one that was seeded here."""
+        """Return whether the generator still has the seed of the latest `enter`."""
         return torch.default_generator.initial_seed() == self._own
 
     def leave(self) -> None:
-        """Those of all ranks from here."""
-        # Nothing was entered: in evaluation, or on a single rank.
+        """Switch to the draws common to all ranks."""
+        # No region was entered: in evaluation, or on a single rank.
         if self._common is None:
             return
         torch.default_generator.set_state(self._common[0])
@@ -75,24 +75,24 @@ class Draws:
 
     @property
     def inside(self) -> bool:
-        """Whether this rank draws for itself."""
+        """Whether this rank's own draws are active."""
         return self._common is not None
 
     def forget(self) -> None:
-        """Nothing is under way."""
+        """Drop the state of a region that was not left."""
         self._common = None
 
 
 def mark_on_shards(module: nn.Module) -> None:
-    """Notes that a module computes on shards: every rank draws for itself in its operations.
+    """Mark a module that computes on shards: each rank draws different numbers in its operations.
 
-    A program that is made of its operations does not call it, and has only this mark.
+    A program of the module's operations does not call the module, and has only this mark.
     """
     module._on_shards = True  # type: ignore[assignment]
 
 
 def modules_on_shards(model: nn.Module) -> set[str]:
-    """All names of the modules in which every rank draws for itself."""
+    """Return all names of the modules in which each rank draws different numbers."""
     return {
         name
         for name, module in model.named_modules(remove_duplicate=False)
@@ -102,9 +102,9 @@ def modules_on_shards(model: nn.Module) -> set[str]:
 
 @contextmanager
 def own_draws(group: Group, device: torch.device | str = "cpu") -> Iterator[None]:
-    """Inside, this rank draws for itself; after it, all ranks draw alike again.
+    """Context manager: this rank draws its own numbers; afterwards all ranks draw equal ones.
 
-    All ranks enter it together, with the same state of torch's generator.
+    All ranks enter together, with equal states of torch's generator.
     """
     draws = Draws(group, torch.device(device))
     draws.enter()

@@ -1,10 +1,10 @@
-"""An embedding divided by columns: every rank holds its columns of each row.
+"""Embedding divided by columns: every rank stores its columns of each row.
 
     Y_r = E_r[i]      E = [E_1, …, E_N], i the same on all ranks
 
-What it gives is divided as the outputs of a column-parallel layer are: a table of relative
-positions with one column a head, as T5's, gives every rank the biases of its own heads. Nothing
-travels, forward or backward, unless the outputs are gathered: (N-1)/N·n numbers forward.
+Its outputs are divided like the outputs of a column-parallel layer: a table of relative positions
+with a column per head, as in T5, gives every rank the biases of its own heads. Nothing travels,
+forward or backward, unless the outputs are gathered: (N-1)/N·n numbers forward.
 
 Source: Raffel et al. 2020, "Exploring the Limits of Transfer Learning with a Unified Text-to-Text
 Transformer" (T5; a bias for each head and each distance).
@@ -29,10 +29,16 @@ if TYPE_CHECKING:
 
 
 class ColumnEmbedding(Divided):
-    """nn.Embedding whose columns are divided.
+    """nn.Embedding with divided columns.
 
-    weight: (symbols, width), undivided, the same on all ranks. blocks, unit, gather_output, name:
-    as in `ColumnParallel`.
+    Args:
+        weight: (symbols, width), undivided, equal on all ranks.
+        process_group: as in `ColumnParallel`.
+        blocks: as in `ColumnParallel`, of columns.
+        unit: as in `ColumnParallel`.
+        gather_output: whether an all-gather gives all columns to every rank.
+        padding_idx: as in nn.Embedding.
+        name: name of the layer in error messages.
     """
 
     def __init__(
@@ -67,9 +73,9 @@ class ColumnEmbedding(Divided):
         gather_output: bool = False,
         name: str = "the embedding",
     ) -> Self:
-        """Of an nn.Embedding, the same on all ranks.
+        """Return the divided form of an nn.Embedding that is equal on all ranks.
 
-        Raises ValueError for what cannot be divided.
+        The options are those of the class. Raises ValueError if the embedding cannot be divided.
         """
         plain = embedding_of(name, embedding)
         return cls(
@@ -87,7 +93,7 @@ class ColumnEmbedding(Divided):
         return [*given, self.embedding_dim if self.gather_output else weight.shape[1]]
 
     def forward(self, indices: Tensor) -> Tensor:
-        """indices: any shape. Returns (…, this rank's columns, or all)."""
+        """Return (…, this rank's columns, or all columns) for indices of any shape."""
         own = F.embedding(indices, self.weight, self.padding_idx)  # type: ignore[arg-type]
         return gather_features(own, self.group, self._outputs) if self.gather_output else own
 

@@ -1,8 +1,8 @@
-"""What travels between divided layers: every operator's backward is its conjugate.
+"""Communication between divided layers: every operator's backward is its conjugate.
 
-Inside the divided region rank r holds a part x_r; outside all ranks hold the same x, or, along a
-sequence, a shard of it. L is the same number on all ranks, and so is its gradient by what is
-outside.
+Inside a divided region rank r holds a part x_r; outside it all ranks hold the same x, or, along a
+sequence, a shard of it. The loss L is the same number on all ranks, and so is its gradient with
+respect to values outside the region.
 
     function            forward            backward           a rank sends forward  and backward
     enter (f)           identity           all-reduce         0                     2(N-1)/N·n
@@ -15,9 +15,9 @@ outside.
     gather_sequence     all-gather         own slice          (N-1)/N·n             0
     share               all-gather         reduce-scatter     (N-1)/N·n             (N-1)/N·n
 
-n is the number of elements of the whole. 2(N-1)/N·n is rounded down:
-`dure.collectives.algorithms.native` says how the backend's own collectives are counted. A layer
-that enters and leaves once sends the same along a sequence as without: an all-reduce is a
+n is the number of elements of the whole tensor. 2(N-1)/N·n is rounded down:
+`dure.collectives.algorithms.native` describes how the backend's own collectives are counted. A
+layer that enters and leaves once sends equally much with and without sequences: an all-reduce is a
 reduce-scatter and an all-gather.
 
 Sources: Shoeybi et al. 2019, "Megatron-LM: Training Multi-Billion Parameter Language Models Using
@@ -45,41 +45,40 @@ from dure.parallel.tensor.rooms import room
 
 Value = TypeVar("Value")
 
-# What travels, without derivatives. The meter is told how long the layer waited for it
-# (`Meter.inside`).
+# Transfers without derivatives. The meter records the layer's waits for them (`Meter.inside`).
 
 
 def timed(name: str, group: Group, work: Callable[[], Value]) -> Value:
-    """Does `work`, which transfers inside of a layer or waits for a transfer."""
+    """Run `work`, a transfer inside a layer or a wait for a transfer, and record its time."""
     started = time.perf_counter()
     done = work()
-    # The layer is timed as a whole; what it waited inside is taken out of that.
+    # The layer is timed as a whole; the meter subtracts the waits inside.
     group.meter.inside(name, started, time.perf_counter())
     return done
 
 
 def reduced_in_place(tensor: Tensor, group: Group, op: str = "sum") -> Tensor:
-    """The backend's all-reduce."""
+    """Return the tensor, reduced in place by the backend's all-reduce."""
     return timed("all-reduce", group, lambda: all_reduce(tensor, group, "native", op))
 
 
 def summed(tensor: Tensor, group: Group) -> Tensor:
-    """The sum over the ranks, in memory of its own."""
+    """Return the sum over the ranks in new memory; on a single rank the tensor itself."""
     if group.size == 1:
         return tensor
-    # in shared memory where there is any, so that peers read it where it lies
+    # in shared memory if possible, so that peers read it without a copy
     return reduced_in_place(room(tensor.shape, tensor, group).copy_(tensor), group)
 
 
 def gathered(tensor: Tensor, group: Group, division: Division) -> Tensor:
-    """The undivided tensor; parts of unequal length travel padded."""
+    """Return the undivided tensor; parts of unequal length travel padded."""
     if group.size == 1:
         return tensor
     dim = division.dim
     lengths = division.lengths(group.size)
     longest = max(lengths)
     missing = longest - tensor.shape[dim]
-    # An all-gather takes as many elements from every rank.
+    # An all-gather takes equally many elements from every rank.
     if missing:
         shape = list(tensor.shape)
         shape[dim] = missing
@@ -94,46 +93,46 @@ def gathered(tensor: Tensor, group: Group, division: Division) -> Tensor:
 
 
 def reduce_scattered(tensor: Tensor, group: Group, dim: int, beside: bool = False) -> Tensor:
-    """This rank's slice along `dim` of the sum over the ranks.
+    """Return this rank's slice along `dim` of the sum over the ranks.
 
-    beside: whether this is another thread than the layer's, which does not wait for it here.
+    beside: whether another thread than the layer's runs this function.
     """
     if group.size == 1:
         return tensor
-    # A reduce-scatter sends parts that lie one after another, whatever dimension they are slices
-    # of.
+    # A reduce-scatter needs contiguous parts, whichever dimension is divided.
     parts = torch.stack(tensor.chunk(group.size, dim))
 
     def work() -> Tensor:
         return reduce_scatter(parts, group, "native")
 
-    # The meter's note of waits belongs to the layer's thread.
+    # The meter records waits of the layer's thread only.
     own = work() if beside else timed("reduce-scatter", group, work)
     return own.view(parts.shape[1:])
 
 
 def along(tensor: Tensor, dim: int, group: Group) -> Division:
-    """The division along a sequence of which `tensor` is this rank's shard."""
+    """Return the division along a sequence of which `tensor` is this rank's shard."""
     return Division(dim, (tensor.shape[dim] * group.size,))
 
 
 def check_sequence(tensor: Tensor, dim: int, group: Group) -> Division:
-    """The division of a whole sequence. Raises ValueError if the degree does not divide it."""
+    """Return the division of a whole sequence; raise LengthError if it cannot be even."""
     check_length(tensor.shape[dim], group)
     return Division(dim, (tensor.shape[dim],))
 
 
 class LengthError(ValueError):
-    """A sequence that cannot be divided."""
+    """Error: a sequence cannot be divided."""
 
 
 def check_is_sequence(name: str, dimensions: int, sequence: int | None) -> None:
-    """Raises LengthError if a plan takes a tensor's features for its sequence.
+    """Raise LengthError if a plan uses a tensor's feature dimension as its sequence.
 
-    name: of the module that has or gives the tensor. dimensions: how many it has.
+    name: the module that takes or returns the tensor. dimensions: the tensor's number of
+    dimensions.
     """
-    # The last dimension is that of the features. A model that makes rows of all tokens has no
-    # dimension of a sequence there.
+    # The last dimension has the features. A model that flattens all tokens to rows has no sequence
+    # dimension there.
     if sequence is None:
         return
     if sequence == -1 or sequence not in range(-dimensions, dimensions - 1):
@@ -146,7 +145,7 @@ def check_is_sequence(name: str, dimensions: int, sequence: int | None) -> None:
 
 
 def check_length(length: int, group: Group) -> None:
-    """Raises LengthError if the degree does not divide a sequence."""
+    """Raise LengthError if the degree does not divide a sequence."""
     if length % group.size:
         raise LengthError(
             f"a sequence of {length} cannot be divided by the degree {group.size}: pad it to a "
@@ -155,9 +154,9 @@ def check_length(length: int, group: Group) -> None:
 
 
 def of_shard(shape: Sequence[int], dim: int, group: Group) -> list[int]:
-    """The shape of a rank's shard of a sequence.
+    """Return the shape of a rank's shard of a sequence.
 
-    Raises LengthError if the degree does not divide it.
+    Raises LengthError if the degree does not divide the sequence.
     """
     made = list(shape)
     check_length(made[dim], group)
@@ -166,7 +165,7 @@ def of_shard(shape: Sequence[int], dim: int, group: Group) -> list[int]:
 
 
 def of_whole(shape: Sequence[int], dim: int, group: Group) -> list[int]:
-    """The shape of the sequence of which a rank holds a shard."""
+    """Return the shape of the sequence of which a rank holds a shard."""
     made = list(shape)
     made[dim] *= group.size
     return made
@@ -176,6 +175,8 @@ def of_whole(shape: Sequence[int], dim: int, group: Group) -> list[int]:
 
 
 class _Enter(Function):
+    """Identity forward; all-reduce of the gradient backward."""
+
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
         ctx.group = group
@@ -188,6 +189,8 @@ class _Enter(Function):
 
 
 class _Leave(Function):
+    """All-reduce forward; identity backward."""
+
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
         return summed(tensor, group) if group.size > 1 else tensor.view_as(tensor)
@@ -200,6 +203,8 @@ class _Leave(Function):
 
 
 class _Gather(Function):
+    """All-gather forward; backward a reduce-scatter if `sums`, otherwise this rank's slice."""
+
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Group, division: Division, sums: bool) -> Tensor:
         ctx.group = group
@@ -213,16 +218,17 @@ class _Gather(Function):
         group = ctx.group
         division = ctx.division
         if ctx.sums:
-            # Each rank has used the whole in a way of its own: the gradients differ, and are
-            # summed.
+            # Each rank has used the whole differently: the gradients differ, and are summed.
             own = reduce_scattered(gradient, group, division.dim)
         else:
-            # All ranks have used the whole alike: each has the full gradient, and takes its slice.
+            # All ranks have used the whole equally: each has the full gradient, and takes a slice.
             own = division.part(gradient, group.rank, group.size)
         return own, None, None, None
 
 
 class _Scatter(Function):
+    """Reduce-scatter if `sums`, otherwise this rank's slice, forward; all-gather backward."""
+
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Group, division: Division, sums: bool) -> Tensor:
         ctx.group = group
@@ -241,21 +247,21 @@ class _Scatter(Function):
 
 
 def enter(tensor: Tensor, group: Group) -> Tensor:
-    """f: into a divided region; backward, the sum of the ranks' gradients."""
+    """Enter a divided region (f): identity; backward sums the ranks' gradients."""
     entered: Tensor = _Enter.apply(tensor, group)  # type: ignore[no-untyped-call]
     return entered
 
 
 def leave(tensor: Tensor, group: Group) -> Tensor:
-    """g: out of a divided region, the sum of the ranks' tensors; backward, the same gradient."""
+    """Leave a divided region (g): sum the ranks' tensors; backward is the identity."""
     left: Tensor = _Leave.apply(tensor, group)  # type: ignore[no-untyped-call]
     return left
 
 
 def gather_features(tensor: Tensor, group: Group, division: Division | None = None) -> Tensor:
-    """The ranks' last dimensions joined, for what all ranks compute alike.
+    """Join the ranks' last dimensions, for equal computations on all ranks.
 
-    division: None is one of equal parts.
+    division: None for equal parts.
     """
     division = division or along(tensor, -1, group)
     joined: Tensor = _Gather.apply(tensor, group, division, False)  # type: ignore[no-untyped-call]
@@ -263,25 +269,25 @@ def gather_features(tensor: Tensor, group: Group, division: Division | None = No
 
 
 def scatter_features(tensor: Tensor, group: Group, division: Division | None = None) -> Tensor:
-    """This rank's part of the last dimension, of what all ranks have alike."""
+    """Return this rank's part of the last dimension of a tensor that is equal on all ranks."""
     division = division or Division(-1, (tensor.shape[-1],))
     own: Tensor = _Scatter.apply(tensor, group, division, False)  # type: ignore[no-untyped-call]
     return own
 
 
 def enter_sequence(tensor: Tensor, group: Group, dim: int = 1) -> Tensor:
-    """f along a sequence: all shards, into a divided region.
+    """Enter a divided region from shards of a sequence (f): gather all shards.
 
-    Backward, this rank's shard of the summed gradient.
+    Backward returns this rank's shard of the summed gradient.
     """
     entered: Tensor = _Gather.apply(tensor, group, along(tensor, dim, group), True)  # type: ignore[no-untyped-call]
     return entered
 
 
 def share(tensor: Tensor, group: Group, sharers: int) -> Tensor:
-    """The unit of which this rank and its neighbours hold parts; its gradient is the sum of theirs.
+    """Return the unit that this rank shares with neighbours; backward sums their gradients.
 
-    sharers: how many ranks share a unit.
+    sharers: the number of ranks that share a unit.
     """
     # A unit is the parts of `sharers` neighbours in rank, one after another.
     width = tensor.shape[-1] * sharers
@@ -290,21 +296,25 @@ def share(tensor: Tensor, group: Group, sharers: int) -> Tensor:
 
 
 def leave_sequence(tensor: Tensor, group: Group, dim: int = 1) -> Tensor:
-    """g along a sequence: this rank's shard of the sum; backward, the gradients of all shards."""
+    """Leave a divided region to shards of a sequence (g): return this rank's shard of the sum.
+
+    Backward gathers the gradients of all shards. Raises LengthError if the degree does not divide
+    the sequence.
+    """
     left: Tensor = _Scatter.apply(tensor, group, check_sequence(tensor, dim, group), True)  # type: ignore[no-untyped-call]
     return left
 
 
 def scatter_sequence(tensor: Tensor, group: Group, dim: int = 1) -> Tensor:
-    """This rank's shard of a sequence that all ranks have alike.
+    """Return this rank's shard of a sequence that is equal on all ranks.
 
-    Backward, the gradients of all shards.
+    Backward gathers the gradients of all shards.
     """
     own: Tensor = _Scatter.apply(tensor, group, check_sequence(tensor, dim, group), False)  # type: ignore[no-untyped-call]
     return own
 
 
 def gather_sequence(tensor: Tensor, group: Group, dim: int = 1) -> Tensor:
-    """All shards, for what all ranks compute alike; backward, this rank's shard of the gradient."""
+    """Gather all shards, for equal computations on all ranks; backward takes this rank's shard."""
     whole: Tensor = _Gather.apply(tensor, group, along(tensor, dim, group), False)  # type: ignore[no-untyped-call]
     return whole

@@ -1,4 +1,4 @@
-"""What all that a plan can say has in common: checked fields, and where a model is divided."""
+"""Base class of plan entries with checked fields, and the context in which a model is divided."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ Positive: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class Checked:
-    """What all kinds have in common: their fields refuse values of other types."""
+    """Base class of plan entries: fields reject values of other types with ValueError."""
 
     def __post_init__(self) -> None:
         for name, hint in get_type_hints(type(self), include_extras=True).items():
             value = getattr(self, name)
             try:
-                # Frozen: a value that is converted, such as a list to a tuple, is put back this
-                # way.
+                # The dataclass is frozen, so a converted value, such as a tuple from a list, is
+                # written this way.
                 object.__setattr__(self, name, msgspec.convert(value, hint))
             except msgspec.ValidationError as error:
                 raise ValueError(f"{type(self).__name__}({name}={value!r}): {error}") from None
@@ -29,7 +29,7 @@ class Checked:
 
 @dataclass(frozen=True)
 class At:
-    """Where a model is divided. overlap: as in `ColumnParallel`. draws: of the whole model."""
+    """Context of a division: group, `overlap` as in `ColumnParallel`, and the model's draws."""
 
     group: Group
     overlap: bool | None

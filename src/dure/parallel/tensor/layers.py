@@ -8,19 +8,20 @@
     RowParallel      A by rows, X by columns to match: Y = Σ_r X_r·A_r + b, where b is added once,
                      to the sum. These are columns of W. Forward sums Y; backward sends nothing.
 
-One after the other they are an MLP, with what is computed element by element between them: one
-all-reduce of rows·inputs elements backward, and one of rows·outputs forward, each 2(N-1)/N of its n
-elements a rank. With `sequence` each of them is a reduce-scatter on the one way and an all-gather
-on the other (`dure.parallel.tensor.functions`).
+One after the other, with element-wise operations between them, they form an MLP: an all-reduce of
+rows·inputs elements backward, and an all-reduce of rows·outputs elements forward. Each rank sends
+2(N-1)/N of the n elements of each. With `sequence` each all-reduce is replaced by a reduce-scatter
+in one direction and an all-gather in the other (`dure.parallel.tensor.functions`).
 
-With `features` a layer takes, or leaves, parts of the features, so that layers of one kind can
-follow each other (`dure.parallel.tensor.chain_plans`): a column-parallel layer gathers its input,
-and reduce-scatters its gradient; a row-parallel layer does it to its outputs, the other way round.
+With `features` a layer takes, or returns, parts of the features, so that layers of the same kind
+can follow each other (`dure.parallel.tensor.chain_plans`): a column-parallel layer gathers its
+input, and reduce-scatters the input's gradient; a row-parallel layer reduce-scatters its output,
+and gathers the output's gradient.
 
-In backward of ColumnParallel the gradient of X is computed first. It is summed by a thread of its
-own while this one computes the weight's gradient; but not where the ranks of one host keep all of
-its cores busy, for the thread would take their time. What is summed is computed where it is summed:
-matrix products write into memory that the ranks share.
+Backward of ColumnParallel computes the gradient of X first. A separate thread sums it while the
+main thread computes the weight's gradient; but not if the ranks of a host keep all its cores busy,
+because the thread would take their time. Matrix products write directly into memory that the ranks
+share, so that sums need no copy.
 
 Source: Shoeybi et al. 2019, "Megatron-LM: Training Multi-Billion Parameter Language Models Using
 Model Parallelism".
@@ -63,12 +64,12 @@ if TYPE_CHECKING:
 
 
 class _How(NamedTuple):
-    """How a layer computes.
+    """Settings of a layer's computation.
 
-    transposed: whether the weight is stored as A. shards: the dimension along which the ranks hold
-    shards of what is whole in the product: that of a sequence, or -1, of features. enters: whether
-    the input has still to enter the divided region. leaves: whether the ranks' products are summed
-    here. beside: whether sums travel while something else is computed.
+    transposed: whether the weight is stored as A. shards: the dimension along which ranks hold
+    shards of a tensor that is whole in the product: a sequence dimension, or -1 for features.
+    enters: whether the layer lets its input enter the divided region. beside: whether sums overlap
+    with computation. leaves: whether the layer sums the ranks' products.
     """
 
     group: Group
@@ -80,14 +81,14 @@ class _How(NamedTuple):
 
 
 def runs_beside(overlap: bool | None, group: Group, device: torch.device) -> bool:
-    """Whether a sum and a matrix product go on at the same time.
+    """Return whether a sum and a matrix product run at the same time.
 
-    overlap: None chooses; then all ranks call it together.
+    overlap: None decides by device and free cores; all ranks must then call this function together.
     """
     if overlap is not None or group.size == 1:
         return bool(overlap)
-    # On a GPU, and over a network, a sum takes hardly any time of the cores; on one host the thread
-    # that sums needs a core of its own.
+    # On a GPU, and over a network, a sum takes hardly any time of the cores; on a single host the
+    # thread that sums needs a free core.
     if device.type != "cpu" or len(group.hosts()) > 1:
         return True
     return available_cores() > group.size * torch.get_num_threads()
@@ -104,14 +105,16 @@ def _weight_gradient(rows: Tensor, gradient: Tensor, transposed: bool) -> Tensor
 
 
 class _Column(Function):
+    """Product of a column-parallel layer: X (…, inputs) to this rank's (…, outputs)."""
+
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, weight: Tensor, bias: Tensor | None, how: _How) -> Tensor:
         if how.enters and how.shards is not None and how.group.size > 1:
-            # Kept for backward as it is gathered here: memory for one all-gather less.
+            # The gathered input is stored for backward: more memory, but no second all-gather.
             tensor = gathered(tensor, how.group, along(tensor, how.shards, how.group))
         ctx.how = how
         ctx.shape = tensor.shape
-        # as one matrix: batch and sequence are rows alike
+        # as a matrix: batch and sequence dimensions are flattened to rows
         rows = tensor.reshape(-1, tensor.shape[-1])
         ctx.save_for_backward(rows, weight)
         outputs = _product(rows, weight if how.transposed else weight.t(), bias)
@@ -125,8 +128,8 @@ class _Column(Function):
         how = ctx.how
         rows, weight = ctx.saved_tensors
         gradient = gradient.reshape(rows.shape[0], gradient.shape[-1])
-        # The input's gradient is on its way while the weight's and the bias's are computed; where
-        # nobody asks for it, this stands in for it.
+        # The input's gradient is summed while the gradients of weight and bias are computed. This
+        # placeholder is used if the input needs no gradient.
         arrive: Callable[[], Tensor] = lambda: torch.empty(0)  # noqa: E731
         if ctx.needs_input_grad[0]:
             arrive = _begin_input(how, gradient, weight, ctx.shape)
@@ -140,15 +143,15 @@ class _Column(Function):
 def _begin_input(
     how: _How, gradient: Tensor, weight: Tensor, shape: torch.Size
 ) -> Callable[[], Tensor]:
-    """Begins the gradient of a column-parallel layer's input; what is returned waits for it."""
+    """Begin the gradient of a column-parallel layer's input; return a function to wait for it."""
     matrix = (weight.t() if how.transposed else weight).conj()
     group = how.group
-    # What has not entered here is summed by whoever has entered (`enter`), for several layers at
-    # once.
+    # If the input entered before (`enter`), that function's backward sums the gradient, for several
+    # layers at once.
     if not how.enters or group.size == 1:
         inputs = torch.mm(gradient, matrix)
         return lambda: inputs.view(shape)
-    # computed where it is summed, so that nothing is copied into shared memory
+    # computed directly in shared memory, so that the sum needs no copy
     inputs = room((gradient.shape[0], matrix.shape[1]), gradient, group)
     torch.mm(gradient, matrix, out=inputs)
     if how.shards is not None:
@@ -172,6 +175,8 @@ def _begin_input(
 
 
 class _Row(Function):
+    """Product of a row-parallel layer: this rank's X (…, inputs) to (…, outputs) or a shard."""
+
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, weight: Tensor, bias: Tensor | None, how: _How) -> Tensor:
         group = how.group
@@ -181,16 +186,16 @@ class _Row(Function):
         ctx.save_for_backward(rows, weight)
         matrix = weight if how.transposed else weight.t()
         if group.size == 1 or not how.leaves:
-            # Whoever sums the products later must have the bias once: here it is the first rank's.
+            # The later sum of the products must contain the bias once: only the first rank adds it.
             once = bias if group.rank == 0 else None
             return _product(rows, matrix, once).view(*tensor.shape[:-1], -1)
         outputs = room((rows.shape[0], matrix.shape[1]), rows, group)
         torch.mm(rows, matrix, out=outputs)
         if how.shards is not None:
-            # rows are tokens again: the sequence is a dimension of its own
+            # restore the sequence dimension
             whole = outputs.view(*tensor.shape[:-1], -1)
             check_sequence(whole, how.shards, group)
-            # The shard is summed already, so that each rank adds the bias, or its part, once.
+            # The shard is already summed, so each rank adds the bias, or its part, once.
             own = reduce_scattered(whole, group, how.shards)
             return own if bias is None else own.add_(bias)
         # Without the bias: it would be added N times.
@@ -208,14 +213,14 @@ class _Row(Function):
         rows, weight = ctx.saved_tensors
         of_bias = None
         if how.shards == -1 and ctx.needs_input_grad[2]:
-            # A rank adds its part of the bias to its part of the features, which is its alone.
+            # A rank adds its part of the bias to its own part of the features.
             of_bias = gradient.reshape(-1, gradient.shape[-1]).sum(0)
         if how.shards is not None and how.group.size > 1:
             gradient = gathered(gradient, how.group, along(gradient, how.shards, how.group))
         gradient = gradient.reshape(-1, gradient.shape[-1])
         if of_bias is None and ctx.needs_input_grad[2]:
-            # Along a sequence the gradient was gathered, so that the bias has that of all shards,
-            # on every rank.
+            # Along a sequence the gradient was gathered, so that every rank has the bias's gradient
+            # of all shards.
             of_bias = gradient.sum(0)
         of_input = None
         if ctx.needs_input_grad[0]:
@@ -228,12 +233,12 @@ class _Row(Function):
 
 
 class DividedLinear(Divided):
-    """A layer made of a weight and a bias: what the two ways to divide it have in common."""
+    """Base class of the two kinds of divided linear layers, with a weight and a bias."""
 
     in_features: int
     out_features: int
     called: str
-    """What errors call it."""
+    """Name of the layer in error messages."""
 
     @classmethod
     def from_linear(
@@ -242,7 +247,7 @@ class DividedLinear(Divided):
         process_group: Group | dist.ProcessGroup | None = None,
         **options: Any,
     ) -> Self:
-        """Of an nn.Linear or Hugging Face's Conv1D, the same on all ranks."""
+        """Return the divided form of an nn.Linear or Conv1D that is equal on all ranks."""
         made: Callable[..., Self] = cls
         return made(
             *_parameters(linear), process_group, transposed=is_transposed(linear), **options
@@ -256,27 +261,36 @@ class DividedLinear(Divided):
 class ColumnParallel(DividedLinear):
     """Y_r = X·A_r + b_r: A divided by columns, which are rows of torch's weight W = Aᵀ.
 
-    weight, bias: undivided, the same on all ranks; this rank's part of them is copied.
-    process_group: a group of torch.distributed, or a `dure.collectives.Group`; None is all ranks.
-    blocks: outputs that are divided each on their own, such as those of query, key and value in
-        one matrix; None is one.
-    unit: a block is divided between multiples of it, such as the width of a head.
-    gather_output: all outputs on every rank, by an all-gather; its gradient must be the same on all
-        ranks.
-    enters: False where the input has entered the divided region already, for several layers at
-        once, such as by `enter`.
-    sequence: the dimension of the input along which the ranks hold shards of a sequence; None where
-        they do not. The gathered input is kept for backward, so that nothing is gathered twice.
-    transposed: whether the weight is stored as A.
-    overlap: whether the gradient of X travels while the weight's is computed; None chooses; then
-        all ranks come here together.
-    even: False allows parts of unequal length.
-    features: whether the input is this rank's part of its features, as a divided layer before it
-        leaves it: an all-gather, and a reduce-scatter of its gradient.
-    shares: where there are fewer units than ranks, neighbours share one: each holds a part of its
-        matrix, and all of them get all of its outputs, as the keys and values of grouped queries.
-        That is an all-gather of all units forward, and a reduce-scatter backward.
-    name: what errors call it.
+    Args:
+        weight: undivided, equal on all ranks; this rank's part is copied.
+        bias: like the weight; None for a layer without a bias.
+        process_group: a group of torch.distributed, or a `dure.collectives.Group`; None is all
+            ranks.
+        blocks: lengths of outputs that are divided separately, such as query, key and value in a
+            single matrix; None is a single block.
+        unit: a block is divided between multiples of this number, such as the width of a head.
+        gather_output: whether an all-gather gives all outputs to every rank; their gradient must be
+            the same on all ranks.
+        enters: False if the input has entered the divided region already, for several layers at
+            once, for example by `enter`.
+        sequence: the dimension of the input along which the ranks hold shards of a sequence; None
+            if the input is whole. The gathered input is stored for backward, so that nothing is
+            gathered twice.
+        features: whether the input is this rank's part of its features, as a divided layer before
+            it returns it: an all-gather, and a reduce-scatter of its gradient.
+        transposed: whether the weight is stored as A.
+        overlap: whether the gradient of X is summed during the computation of the weight's
+            gradient; None decides automatically, and all ranks must then construct the layer
+            together.
+        even: False allows parts of unequal length.
+        shares: whether neighbours share a unit if there are fewer units than ranks: each stores a
+            part of the unit's matrix, and all of them get all of its outputs, like the keys and
+            values of grouped queries. Costs an all-gather of all units forward, and a
+            reduce-scatter backward.
+        name: name of the layer in error messages.
+
+    Raises:
+        ValueError: blocks, units or features do not fit the shape or the degree.
     """
 
     def __init__(
@@ -313,7 +327,7 @@ class ColumnParallel(DividedLinear):
             inputs = f"{name} with {self.in_features} inputs"
             check_even(inputs, [self.in_features], self.group.size)
         what = f"{name} with {self.out_features} outputs"
-        # 1 where every rank has units of its own
+        # 1 if no rank shares a unit
         self.sharers = 1
         if shares and len(blocks) > 1:
             raise ValueError(
@@ -340,12 +354,12 @@ class ColumnParallel(DividedLinear):
 
     @property
     def opens(self) -> int:
-        """1 where its outputs stay divided, and its input was not; -1 the other way round."""
+        """1 if the outputs stay divided and the input is not; -1 for the reverse; otherwise 0."""
         return int(self._how.enters and not self.gather_output) - int(self._features)
 
     def output_shape(self, given: Sequence[int]) -> list[int]:
         weight: Tensor = self.weight  # type: ignore[assignment]
-        # a rank gets the outputs of all that share its unit
+        # a rank gets the outputs of all ranks that share its unit
         own = self.sharers * weight.shape[1 if self._how.transposed else 0]
         shape = [*given[:-1], self.out_features if self.gather_output else own]
         if self._sequence is None or not self._how.enters:
@@ -354,13 +368,13 @@ class ColumnParallel(DividedLinear):
         return of_whole(shape, self._sequence, self.group)
 
     def forward(self, tensor: Tensor) -> Tensor:
-        """tensor: (..., inputs). Returns this rank's outputs, its unit's, or all of them."""
+        """Return this rank's outputs, its unit's, or all, for an input of shape (..., inputs)."""
         if self._how.enters:
             check_is_sequence(self.called, tensor.dim(), self._sequence)
         tensor, weight, bias = cast(tensor, self.weight, self.bias)
         outputs: Tensor = _Column.apply(tensor, weight, bias, self._how)  # type: ignore[no-untyped-call]
-        # After the product: what follows is divided, and draws for itself until the row-parallel
-        # layer.
+        # After the product: the following operations are divided, and each rank draws different
+        # numbers until the row-parallel layer.
         if self.draws is not None and self.training and not self.gather_output:
             self.draws.enter()
         if self.sharers > 1:
@@ -376,14 +390,17 @@ class ColumnParallel(DividedLinear):
 class RowParallel(DividedLinear):
     """Y = Σ_r X_r·A_r + b: A divided by rows, which are columns of torch's weight W = Aᵀ.
 
-    Every rank has the whole of b.
-    input_is_parallel: False where all ranks have the whole input, of which they take their part.
-    sequence: the dimension of the output along which the ranks are left shards of a sequence; None
-    leaves all of it.
-    features: whether the ranks are left parts of the output's features, by a reduce-scatter; the
-    bias is then divided like them.
-    leaves: False where Y_r = X_r·A_r is summed by somebody later, such as by `leave`; the bias is
-    then in the first rank's alone. The other arguments are those of `ColumnParallel`.
+    Every rank stores the whole of b. The arguments that are not listed are those of
+    `ColumnParallel`.
+
+    Args:
+        input_is_parallel: False if all ranks have the whole input, of which each takes its part.
+        sequence: the dimension of the output along which each rank gets a shard of a sequence; None
+            returns the whole output.
+        features: whether each rank gets a part of the output's features, by a reduce-scatter; the
+            bias is then divided like the features.
+        leaves: False if later code sums Y_r = X_r·A_r, for example `leave`; only the first rank
+            then adds the bias.
     """
 
     def __init__(
@@ -418,7 +435,7 @@ class RowParallel(DividedLinear):
             outputs = f"{name} with {self.out_features} outputs"
             check_even(outputs, [self.out_features], self.group.size)
         self.divide("weight", weight, Division(dim, (self.in_features,)))
-        # Whole on every rank, and added once, after the sum; divided where the sum is.
+        # Whole on every rank, and added once, after the sum; divided if the sum is divided.
         self.divide("bias", bias, Division(0, (self.out_features,)) if features else None)
         self.input_is_parallel = input_is_parallel
         self._sequence = sequence
@@ -434,7 +451,7 @@ class RowParallel(DividedLinear):
 
     @property
     def opens(self) -> int:
-        """-1 where the sum over the ranks ends the divided region here, 1 where it begins here."""
+        """-1 if the divided region ends with the sum here, 1 if it begins here, otherwise 0."""
         if not self._how.leaves:
             return 0
         # A whole input is cut inside of the layer, and a divided output stays divided after it.
@@ -448,25 +465,26 @@ class RowParallel(DividedLinear):
         return of_shard(shape, self._how.shards, self.group)
 
     def forward(self, tensor: Tensor) -> Tensor:
-        """tensor: (..., this rank's inputs, or all). Returns all outputs, or a shard of them."""
+        """Return all outputs, or a shard, for (..., this rank's inputs, or all inputs)."""
         check_is_sequence(self.called, tensor.dim(), self._sequence)
         if self.draws is not None and not self._features:
             self.draws.leave()
-        # All ranks have all of the input: each takes the columns that meet its rows of A.
+        # All ranks have the whole input: each takes the columns that match its rows of A.
         if not self.input_is_parallel:
             tensor = scatter_features(tensor, self.group)
         tensor, weight, bias = cast(tensor, self.weight, self.bias)
         outputs: Tensor = _Row.apply(tensor, weight, bias, self._how)  # type: ignore[no-untyped-call]
-        # What follows has parts of the features, and draws for itself until they are whole again.
+        # The following operations have parts of the features, and each rank draws different numbers
+        # until the features are whole again.
         if self.draws is not None and self.training and self._features:
             self.draws.enter()
         return outputs
 
 
 def check_features(name: str, features: bool, sequence: int | None, whole: bool) -> None:
-    """Raises ValueError where parts of features are wanted with what excludes them.
+    """Raise ValueError if parts of features are combined with an option that excludes them.
 
-    whole: whether the layer itself joins, or sums, what the ranks hold.
+    whole: whether the layer itself gathers its input, or sums its output.
     """
     if features and (sequence is not None or not whole):
         raise ValueError(

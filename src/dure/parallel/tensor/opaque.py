@@ -1,15 +1,15 @@
-"""Divided layers in a trace: each is one operation whose inside is not looked into.
+"""Divided layers in a trace: each layer is a single, opaque operation.
 
-What a divided layer computes has messages in it, forward and backward, and a tracer would follow
-neither. So while a model is traced (`dure.parallel.pipeline.trace`) each of its divided layers,
-each entry into a divided region, and each place where a sequence is cut or joined, is written down
-as one operation, with its parameters; when the trace is made into a program, the layer itself is
-put back in its place. What leaves it has the shape of a shard, or of the whole.
+A divided layer communicates, forward and backward, and a tracer would record neither. So during
+tracing (`dure.parallel.pipeline.trace`) each divided layer, each entry into a divided region, and
+each cut or join of a sequence is recorded as a single operation with its parameters. A program made
+from the trace calls the layer itself instead. The operation's result has the shape of a shard, or
+of the whole tensor.
 
-    opens   1: after it the divided region has begun; -1: it is over; 0: neither
+    opens   1: the divided region begins after it; -1: it ends; 0: neither
 
-A model is not cut inside a divided region: what every rank draws for itself there has to end where
-it began.
+A model is not cut inside a divided region: each rank draws different numbers there, and that must
+end on the rank on which it began.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from torch import Tensor, fx, nn
 from dure.parallel.tensor.divided import Divided
 
 Layers = list[Callable[[Tensor], Tensor]]
-"""What the opaque operations of a trace stand for, by number."""
+"""Functions behind the opaque operations of a trace, by number."""
 
 _under_way: list[Layers] = []
-"""Of the traces that are being made."""
+"""Functions of the traces in progress, the innermost trace last."""
 
 
 @torch.library.custom_op("dure::opaque", mutates_args=())
@@ -47,7 +47,7 @@ def _(tensor: Tensor, weights: list[Tensor], number: int, shape: list[int], open
 
 
 def is_tracing() -> bool:
-    """Whether a model is traced here, and not by somebody else."""
+    """Return whether `hidden` is active, that is, whether dure traces a model."""
     return bool(_under_way)
 
 
@@ -58,11 +58,16 @@ def opaque(
     weights: Sequence[Tensor] = (),
     opens: int = 0,
 ) -> Tensor:
-    """While a model is traced: `function` of `tensor`, of which the trace sees shapes alone.
+    """Record `function` of `tensor` as an opaque operation of a trace, which has shapes alone.
 
-    shape: of the result. weights: the parameters that it uses. opens: see above.
+    Args:
+        function: the function that the operation stands for.
+        tensor: its input.
+        shape: the shape of the result.
+        weights: the parameters that it uses.
+        opens: 1 if a divided region begins, -1 if a region ends, 0 otherwise.
     """
-    # of the innermost trace, which is the one that is being made
+    # the functions of the innermost trace, which is the trace in progress
     layers = _under_way[-1]
     layers.append(function)
     result: Tensor = torch.ops.dure.opaque(
@@ -72,17 +77,17 @@ def opaque(
 
 
 def is_opaque(node: fx.Node) -> bool:
-    """Whether a node stands for a layer that is not looked into."""
+    """Return whether a node stands for an opaque layer."""
     return node.target is torch.ops.dure.opaque.default
 
 
 def opens(node: fx.Node) -> int:
-    """1 if a divided region has begun after this operation, -1 if one is over, else 0."""
+    """Return 1 if a divided region begins after this operation, -1 if one ends, else 0."""
     return int(str(node.args[4])) if is_opaque(node) else 0
 
 
 def behind(node: fx.Node, layers: Layers) -> Callable[..., Tensor]:
-    """What stands behind an opaque operation, to be called in its place. layers: of its trace."""
+    """Return the function behind an opaque operation. layers: the functions of its trace."""
     function = layers[int(str(node.args[2]))]
 
     def layer(tensor: Tensor, *_: Any) -> Tensor:
@@ -93,12 +98,12 @@ def behind(node: fx.Node, layers: Layers) -> Callable[..., Tensor]:
 
 @contextmanager
 def hidden(model: nn.Module) -> Iterator[Layers]:
-    """Inside, the divided layers of a model are opaque; what they stand for is in the list."""
+    """Context manager: a model's divided layers are opaque operations; yields their functions."""
     found: Layers = []
     _under_way.append(found)
     layers = [module for module in model.modules() if isinstance(module, Divided)]
     for layer in layers:
-        # on the instance, which hides the class's own until it is deleted
+        # on the instance, which hides the class's forward until the attribute is deleted
         layer.forward = _stub(layer)
     try:
         yield found
@@ -109,11 +114,11 @@ def hidden(model: nn.Module) -> Iterator[Layers]:
 
 
 def _stub(layer: Divided) -> Callable[[Tensor], Tensor]:
-    # the class's own, bound: not the stub
+    # the class's forward, bound to the layer: not the stub
     function = type(layer).forward.__get__(layer)
 
     def stub(tensor: Tensor) -> Tensor:
-        # The tracer has put its own tensors in the parameters' place by now.
+        # By now the tracer has replaced the parameters by its own tensors.
         weights = list(layer.parameters())
         shape = layer.output_shape(tensor.shape)
         return opaque(function, tensor, shape, weights=weights, opens=layer.opens)

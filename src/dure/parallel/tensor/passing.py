@@ -1,4 +1,4 @@
-"""A function put before an input of a module, or after its output, by a hook that stays."""
+"""Hooks that apply a function to an input or to the output of a module."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 USUAL = "hidden_states"
-"""The argument by the name that Hugging Face gives it; of other modules it is the first one."""
+"""Hugging Face's name of the main argument; in a module without it, the first argument is taken."""
 
 
 class Place(NamedTuple):
-    """Where a call of a module has an argument.
+    """Position of an argument in calls of a module.
 
-    place: among those by place, None where it is by name alone. name: by which it may be given
-    instead. optional: whether a call may leave it out.
+    place: index among the positional arguments, None if it is passed by name alone. name: its name.
+    optional: whether a call may omit it.
     """
 
     place: int | None
@@ -27,9 +27,9 @@ class Place(NamedTuple):
 def on_input(
     name: str, module: nn.Module, function: Callable[[Tensor], Tensor], argument: str
 ) -> Callable[[], None]:
-    """What puts a function before an argument of a module. name: the module's.
+    """Return a function that installs a hook: `function` is applied to an argument of a module.
 
-    Raises ValueError if the module's forward has no such argument.
+    name: the module's name. Raises ValueError if the module's forward has no such argument.
     """
     index, own, optional = place_of(name, module, argument)
 
@@ -53,9 +53,9 @@ def on_input(
 
 
 def place_of(name: str, module: nn.Module, argument: str) -> Place:
-    """Where calls of a module have an argument.
+    """Return the position of an argument in calls of a module.
 
-    Raises ValueError if its forward has none of that name, and the name is not the usual one.
+    Raises ValueError if the module's forward has no such argument, unless the name is `USUAL`.
     """
     by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = inspect.signature(module.forward).parameters
@@ -75,7 +75,7 @@ def place_of(name: str, module: nn.Module, argument: str) -> Place:
 
 
 def _applied(function: Callable[[Tensor], Tensor], value: Any, name: str, argument: str) -> Any:
-    # What is left out may be given as None, as the states of an encoder where there is none.
+    # An omitted input may be passed as None, for example the states of a missing encoder.
     if value is None:
         return None
     if not isinstance(value, Tensor):
@@ -89,14 +89,14 @@ def _applied(function: Callable[[Tensor], Tensor], value: Any, name: str, argume
 def on_output(
     name: str, module: nn.Module, function: Callable[[Tensor], Tensor]
 ) -> Callable[[], None]:
-    """What puts a function after a module's output, or after the first tensor of several."""
+    """Return a function that installs a hook: `function` is applied to the first output tensor."""
 
     def after(module: nn.Module, inputs: Any, output: Any) -> Any:
         if isinstance(output, Tensor):
             return function(output)
         if isinstance(output, tuple | list) and output and isinstance(output[0], Tensor):
             values = [function(output[0]), *output[1:]]
-            # a named tuple takes its values one by one
+            # a named tuple takes its values as separate arguments
             return type(output)(*values) if hasattr(output, "_fields") else type(output)(values)
         if isinstance(output, MutableMapping):
             for key, value in output.items():

@@ -1,4 +1,4 @@
-"""What a plan can say of a module: what it becomes, or what is done to it.
+"""Entries of a plan: replacements of modules, and changes of modules.
 
     plan = {
         "blocks.*.query_key_value": Column(blocks=3, unit=head_width),
@@ -6,26 +6,26 @@
         "blocks.*": Attributes("heads"),
     }
 
-A plan maps patterns of module names, as `fnmatch` has them but a name's segments one by one (`*`
-does not cross a dot), to what is done there: one thing, or several in order.
-`dure.parallel.tensor.dividing` does it.
+A plan maps patterns of module names to an entry, or to several entries in order. Patterns are those
+of `fnmatch`, applied to each segment of a name (`*` does not cross a dot).
+`dure.parallel.tensor.dividing` applies a plan.
 
     Column, Row         a linear layer becomes ColumnParallel, RowParallel; an embedding by columns
                         ColumnEmbedding
     Vocabulary, Output  an embedding, an output layer divided by symbols
     Tensors             parameters and buffers of the module itself are divided
     Attributes          integers of the module, such as its number of heads, are divided by the
-                        degree, or by how many ranks share a unit
+                        degree, or by the number of ranks that share a unit
     Enter, Leave        an input enters the divided region, once for several Columns inside; the
-                        outputs are summed on the way out of it, for Rows that leave that to it
+                        outputs are summed at the exit, for Rows that do not sum
     Cut, Join           the module takes this rank's shard of an input that all ranks have whole;
                         its output shards are joined for a divided region after it
     OnShards            the module computes on shards: gradients of its parameters are summed over
                         the ranks
-    OwnDraws            inside the module every rank draws for itself: its dropout is on shards
+    OwnDraws            each rank draws different numbers inside the module: dropout is on shards
 
-Between a Column and the Row after it every rank draws for itself, while the model trains, and
-elsewhere all draw alike, if they have seeded torch's generator alike
+Between a Column and the Row after it each rank draws different random numbers in training.
+Elsewhere all ranks draw equal numbers, if they have seeded torch's generator equally
 (`dure.parallel.tensor.draws`).
 
 Sources: Shoeybi et al. 2019, "Megatron-LM"; Korthikanti et al. 2022, "Reducing Activation
@@ -60,9 +60,9 @@ from dure.parallel.tensor.vocabulary import VocabularyEmbedding, VocabularyOutpu
 
 @dataclass(frozen=True)
 class Column(Checked):
-    """A linear layer becomes a `ColumnParallel`, an embedding a `ColumnEmbedding`.
+    """Plan entry: a linear layer becomes a `ColumnParallel`, an embedding a `ColumnEmbedding`.
 
-    blocks: how many equal blocks the outputs are made of, or their lengths. unit, gather_output,
+    blocks: the number of equal blocks of the outputs, or their lengths. unit, gather_output,
     enters, sequence, shares, features: as in `ColumnParallel`.
     """
 
@@ -75,6 +75,7 @@ class Column(Checked):
     features: bool = False
 
     def make(self, name: str, module: nn.Module, at: At) -> Divided:
+        """Return the divided layer that replaces a linear layer or an embedding."""
         if isinstance(module, nn.Embedding):
             return self._embedding(name, module, at)
         layer = ColumnParallel.from_linear(
@@ -90,8 +91,8 @@ class Column(Checked):
             features=self.features,
             name=name,
         )
-        # With gathered outputs no divided region follows, but one may end; along a sequence, or
-        # after an Enter, somebody else begins it.
+        # With gathered outputs no divided region follows, but a region may end. Along a sequence,
+        # or after an Enter, another module begins the region.
         begins = self.enters and not self.gather_output and self.sequence is None
         if begins or self.features:
             layer.draws = at.draws
@@ -125,7 +126,7 @@ class Column(Checked):
 
 @dataclass(frozen=True)
 class Row(Checked):
-    """A linear layer becomes a `RowParallel`.
+    """Plan entry: a linear layer becomes a `RowParallel`.
 
     unit, input_is_parallel, sequence, leaves, features: as in `RowParallel`.
     """
@@ -137,6 +138,7 @@ class Row(Checked):
     features: bool = False
 
     def make(self, name: str, module: nn.Module, at: At) -> Divided:
+        """Return the divided layer that replaces a linear layer."""
         layer = RowParallel.from_linear(
             linear_of(name, module),
             at.group,
@@ -153,11 +155,12 @@ class Row(Checked):
 
 @dataclass(frozen=True)
 class Vocabulary(Checked):
-    """An embedding is divided by symbols. sequence: as in `VocabularyEmbedding`."""
+    """Plan entry: an embedding is divided by symbols. sequence: as in `VocabularyEmbedding`."""
 
     sequence: int | None = None
 
     def make(self, name: str, module: nn.Module, at: At) -> Divided:
+        """Return the divided embedding that replaces an embedding."""
         return VocabularyEmbedding.from_embedding(
             module, at.group, sequence=self.sequence, name=name
         )
@@ -165,9 +168,9 @@ class Vocabulary(Checked):
 
 @dataclass(frozen=True)
 class Output(Checked):
-    """An output layer is divided by symbols.
+    """Plan entry: an output layer is divided by symbols.
 
-    gather: all scores on every rank; False leaves their parts for
+    gather: whether every rank gets all scores; False leaves each rank its part for
     `vocabulary_parallel_cross_entropy`. enters, sequence: as in `ColumnParallel`.
     """
 
@@ -176,6 +179,7 @@ class Output(Checked):
     sequence: int | None = None
 
     def make(self, name: str, module: nn.Module, at: At) -> Divided:
+        """Return the divided layer that replaces an output layer."""
         return VocabularyOutput.from_linear(
             linear_of(name, module),
             at.group,
@@ -194,12 +198,12 @@ Plan: TypeAlias = Mapping[str, Kind | Sequence[Kind]]
 
 
 def several(kinds: Kind | Sequence[Kind]) -> Sequence[Any]:
-    """What a plan says for one pattern, one thing or several in order, as several."""
+    """Return the entries of a pattern, a single entry or several in order, as a sequence."""
     return kinds if isinstance(kinds, tuple | list) else [kinds]
 
 
 def divides_sequences(plan: Plan) -> bool:
-    """Whether ranks hold shards of sequences somewhere."""
+    """Return whether a plan has entries that shard sequences."""
     return any(map(_divides_sequence, chain.from_iterable(map(several, plan.values()))))
 
 
@@ -210,7 +214,7 @@ def _divides_sequence(kind: Kind) -> bool:
 
 
 def linear_of(name: str, module: nn.Module) -> nn.Module:
-    """The layer. Raises ValueError, with its name, if it is not linear."""
+    """Return the layer. Raises ValueError, with its name, if the layer is not linear."""
     try:
         is_transposed(module)
     except ValueError as error:

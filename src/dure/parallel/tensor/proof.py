@@ -1,23 +1,23 @@
-"""A plan is tried before it is believed: the divided model beside the undivided one.
+"""Comparison of a model divided by a plan with the undivided model, before training.
 
     undivided   forward and backward on some examples, forward once more in evaluation
-    divided     the same by a model that the ranks divide by the plan
-    compared    the gradient of every parameter, of each rank its part; the loss; the loss and the
-                outputs of evaluation; buffers; what all ranks have whole, between the ranks; who
-                draws which random numbers; the norm of the gradient
+    divided     the same passes of a model that the ranks divide by the plan
+    compared    the gradient of every parameter (each rank compares its part); the loss; the loss
+                and the outputs of evaluation; buffers; tensors that all ranks have whole, between
+                the ranks; the random numbers of each rank; the norm of the gradient
 
-Every rank compares what it holds, and all agree on the outcome: the first parameter in the model's
-order that is wrong on any of them, so also one that is wrong on a single rank.
+Every rank compares its own tensors, and all ranks agree on the outcome: the first parameter in the
+model's order that is wrong on any rank, even on a single rank.
 
-Random draws give constants meanwhile (`dure.parallel.settled`), because ranks draw for themselves
-where they hold parts. How they draw is compared all the same: what every rank has whole is to be
-drawn alike, and a part by each rank for itself.
+Random draws return constants during the comparison (`dure.parallel.settled`), because ranks draw
+different numbers for their parts. The manner of drawing is compared nevertheless: all ranks must
+draw equal numbers for whole tensors, and different numbers for parts.
 
-The model stays as it is, for copies of it are tried. Beside it a rank needs memory for its part of
-the weights and of the gradients, and for the activations of the undivided model. The meter counts
-nothing.
+The model itself does not change, because copies of it run. In addition a rank needs memory for its
+part of the weights and of the gradients, and for the activations of the undivided model. The meter
+counts nothing.
 
-Cost: a step of one worker, one of the divided model, and a forward pass of each.
+Cost: a step of a single worker, a step of the divided model, and a forward pass of each.
 """
 
 from __future__ import annotations
@@ -67,20 +67,29 @@ def prove_plan(
     make: Make | None = None,
     agreeing: Group | None = None,
 ) -> None:
-    """Tries whether a model computes the same when the ranks of a group divide it by a plan.
+    """Check that a model computes the same if the ranks of a group divide it by a plan.
 
-    All ranks call it before `parallelize`, with models of one shape and the same inputs. Rank 0's
-    weights and buffers become everybody's. Else the model stays as it is, and so do generators.
+    All ranks call this function before `parallelize`, with models of equal shapes and equal inputs.
+    All ranks take rank 0's weights and buffers. Otherwise the model and the generators stay
+    unchanged.
 
-    inputs: of a few examples, as the model takes them, as one argument. loss: of its outputs; it
-    knows the targets. divided_loss: that of the divided model, where the plan leaves its outputs
-    divided, as `Output(gather=False)` does. evaluates: whether evaluation is tried as well. make:
-    makes the same model once more, for models that cannot be copied. agreeing: the ranks that learn
-    of the outcome together, where several groups try the same; None is the group.
+    Args:
+        model: the undivided model.
+        plan: the plan to check.
+        inputs: inputs of a few examples, as the model takes them, as a single argument.
+        loss: the loss of the model's outputs; the function knows the targets.
+        process_group: the ranks that divide the model; None is all ranks.
+        divided_loss: the loss of the divided model, if the plan leaves its outputs divided, as
+            `Output(gather=False)` does.
+        evaluates: whether evaluation is checked as well.
+        make: returns the same model once more, for models that cannot be copied.
+        agreeing: the ranks that agree on the outcome, if several groups check the same plan; None
+            is the group.
 
-    Raises PlanError, which is a ValueError, on all ranks where the two differ: it names the first
-    parameter with another gradient, and what the plan says of it. Raises ValueError as
-    `parallelize` does, and for a model that cannot be copied, without `make`.
+    Raises:
+        PlanError: on all ranks, if the two models differ (a ValueError). The message names the
+            first parameter with another gradient, and its plan entries.
+        ValueError: as for `parallelize`, and for a model that cannot be copied, without `make`.
     """
     group = Group.of(process_group).unmetered()
     share_weights(model, group)
@@ -96,10 +105,10 @@ def prove_plan(
 
 
 class _Wrong(NamedTuple):
-    """What differs on a rank, as numbers that ranks can tell each other; inf is nothing.
+    """First difference on a rank, as numbers that ranks can exchange; inf stands for none.
 
-    what: a place in `_KINDS`. first, last: places of parameters, or of what else there are several
-    of. share: by how much the first differs, as a share of its largest value.
+    what: the kind of difference. first, last: indices of the first and last differing parameter,
+    output or buffer. share: the size of the first difference, as a share of its largest value.
     """
 
     what: float = math.inf
@@ -112,7 +121,7 @@ _ALONE, _GRADIENT, _LOSS, _EVALUATION, _BUFFER, _RANKS, _DRAW, _NORM = range(8)
 
 
 class _Trial:
-    """Both passes on this rank, and what they differ in."""
+    """Passes of both models on this rank, and their differences."""
 
     def __init__(
         self,
@@ -127,7 +136,7 @@ class _Trial:
         self.plan = plan
         self.inputs = examples.inputs
         self.group = group
-        # Outputs that are left divided are not those of the undivided model.
+        # Outputs that stay divided cannot equal the outputs of the undivided model.
         self.outputs_alike = divided_loss is None
         divided = twins.one()
         divide(divided, plan, group)
@@ -142,14 +151,14 @@ class _Trial:
         self.norm = float(gradient_norm(divided, group))
 
     def _own_part(self, name: str, gradient: Tensor) -> Tensor:
-        """This rank's part of a whole gradient."""
-        # The square of a sum is not known from its terms, where a gradient comes in several.
+        """Return this rank's part of a whole gradient, and record the square of its norm."""
+        # If a gradient arrives in several terms, the norm of their sum is unknown.
         several = name in self.squares
         self.squares[name] = math.nan if several else float(gradient.norm()) ** 2
         return self._part(name, gradient)
 
     def _part(self, name: str, whole: Tensor) -> Tensor:
-        """What this rank has of a tensor of the undivided model."""
+        """Return this rank's part of a tensor of the undivided model."""
         if name not in self.parts:
             return whole
         return self.parts[name][0].part(whole, self.group.rank, self.group.size)
@@ -169,13 +178,13 @@ class _Trial:
 
     @property
     def computed_in(self) -> torch.dtype | None:
-        """The coarsest dtype on the way of either."""
+        """Coarsest dtype in which either model computed."""
         found = self.right.settled.computed_in, self.tried.settled.computed_in
         return max(filter(None, found), key=tolerance_of, default=None)
 
     def judge(self, agreeing: Group) -> None:
-        """All ranks agree on what is wrong. Raises PlanError if anything is."""
-        # First what ranks tell each other, since all of them have to come.
+        """Agree with all ranks on the first difference. Raises PlanError if there is any."""
+        # The collective comparison comes first, because all ranks must take part in it.
         between = self._ranks()
         mine = self._gradients() or self._loss() or self._evaluation() or self._buffers()
         mine = mine or self._draws() or self._norm() or _Wrong()
@@ -194,7 +203,7 @@ class _Trial:
         where = "" if len(those) == len(told) else f" on rank {', '.join(map(str, those))}"
         raise PlanError(f"{self._words(wrong, where, agreeing)}: {ADVICE}")
 
-    # What differs.
+    # Comparisons.
 
     def _gradients(self) -> _Wrong | None:
         right = self.right.gradients
@@ -211,6 +220,7 @@ class _Trial:
         return self._apart(_LOSS, [self.right.loss], [self.tried.loss])
 
     def _evaluation(self) -> _Wrong | None:
+        """Compare the loss in evaluation, then the outputs with equal shapes."""
         right = self.right.evaluated
         tried = self.tried.evaluated
         found = self._apart(_EVALUATION, right[:1], tried[:1])
@@ -218,8 +228,8 @@ class _Trial:
             return found
         if len(right) != len(tried):
             return _Wrong(_EVALUATION, 1)
-        # Some outputs may be a rank's own, as keys and values of its heads that wait for the next
-        # symbol. What the loss uses of them is right.
+        # Some outputs may differ in shape between ranks, such as cached keys and values of a rank's
+        # heads. The loss, which is compared above, covers their effect.
         alike = [mine.shape == theirs.shape for mine, theirs in zip(tried, right, strict=True)]
         right = [one if same else one.new_empty(0) for one, same in zip(right, alike, strict=True)]
         tried = [one if same else one.new_empty(0) for one, same in zip(tried, alike, strict=True)]
@@ -236,7 +246,7 @@ class _Trial:
     def _buffers(self) -> _Wrong | None:
         right = {name: self._part(name, one) for name, one in self.right.buffers.items()}
         tried = self.tried.buffers
-        # One of another shape is a rank's own, as of a mask for its heads.
+        # A buffer of another shape belongs to this rank alone, for example a mask for its heads.
         tried = {name: one for name, one in tried.items() if _alike(one, right.get(name))}
         found = first_difference({name: right[name] for name in tried}, tried, self.computed_in)
         if found is None:
@@ -244,7 +254,7 @@ class _Trial:
         return _Wrong(_BUFFER, list(self.right.buffers).index(found.name), share=found.share)
 
     def _ranks(self) -> _Wrong | None:
-        """What every rank has whole: the undivided model's loss, and gradients, by their norms."""
+        """Compare the undivided loss, and gradients of whole parameters by norm, between ranks."""
         whole = [name for name in self.right.gradients if name not in self.parts]
         norms = [float(self.right.loss)]
         for name in whole:
@@ -263,23 +273,25 @@ class _Trial:
         return None
 
     def _draws(self) -> _Wrong | None:
+        """Return the first draw of equal numbers for parts, or different ones for whole tensors."""
         right = self.right.settled.drawn
         tried = self.tried.settled.drawn
         if self.group.size == 1 or len(right) != len(tried):
             return None
         for place, (whole, mine) in enumerate(zip(right, tried, strict=True)):
-            # A rank that draws for itself has seeded the generator anew.
+            # A rank with its own draws has reseeded the generator.
             if (whole.shape == mine.shape) != (whole.seed == mine.seed):
                 return _Wrong(_DRAW, place)
         return None
 
     def _norm(self) -> _Wrong | None:
+        """Compare the norm of the whole gradient."""
         right = math.sqrt(sum(self.squares.values()))
         allowed = tolerance_of(self.computed_in or self.right.loss.dtype) * right
-        # One that is not known, or not finite, is not compared.
+        # The comparison is false if `right` is unknown (nan) or infinite.
         return _Wrong(_NORM, 0) if abs(self.norm - right) > allowed else None
 
-    # In words.
+    # Messages.
 
     def _words(self, wrong: _Wrong, where: str, agreeing: Group) -> str:
         place = int(wrong.first)
@@ -324,15 +336,15 @@ class _Trial:
         return f"{name}: {said(self.plan, self.names[name])}"
 
     def _where(self, agreeing: Group) -> str:
-        """The first module that gives something else; all ranks look for it together."""
+        """Return the first module with a different output; all ranks search together."""
         right = outputs_of(self.twins.one(), self.inputs)
         divided = self.twins.one()
         divide(divided, self.plan, self.group)
         tried = outputs_of(divided, self.inputs)
-        # What has another shape is a part.
+        # An output of another shape is a part, and is not compared.
         right = {key: one for key, one in right.items() if _alike(one, tried.get(key))}
         found = first_difference(right, tried, self.computed_in)
-        # By their places among all of the divided model, which are the same on all ranks.
+        # By index among all outputs of the divided model, which is equal on all ranks.
         keys = list(tried)
         mine = math.inf if found is None else keys.index(found.name)
         first = min(row[0] for row in agreeing.all_gather_values([float(mine)], "the proof"))
@@ -346,7 +358,7 @@ class _Trial:
         return f"{float(self.tried.loss):.6g} in the place of {float(self.right.loss):.6g}"
 
     def _hint(self, name: str, agreeing: Group) -> str:
-        """What would make the gradient right; all ranks try it together."""
+        """Return a change that would correct the gradient; all ranks try it together."""
         right = self.right.gradients[name]
         if right is None or name in self.parts or self.group.size == 1:
             return ""
@@ -370,10 +382,10 @@ class _Trial:
         return ""
 
     def _on_shards(self, name: str) -> str:
-        """What sums the gradient of a parameter."""
+        """Return the plan entry that sums the gradient of a parameter."""
         module, _, own = name.rpartition(".")
         within = f"{module}." if module else ""
-        # A module that has others in it may compute on shards while those do not.
+        # A module with submodules may compute on shards although its submodules do not.
         others = (other for other in self.right.gradients if other.startswith(within))
         alone = all("." not in other.removeprefix(within) for other in others)
         return "OnShards() of its module" if alone else f"OnShards({own!r}) of its module"
@@ -393,7 +405,7 @@ class _Trial:
 
 
 def _module_that_failed(model: nn.Module, error: BaseException) -> str | None:
-    """The innermost module inside of a model that was being called; None if none was."""
+    """Return the innermost submodule that was being called; None if there was none."""
     names = {id(module): name for name, module in model.named_modules() if name}
     found = None
     for frame, _ in traceback.walk_tb(error.__traceback__):
@@ -407,7 +419,7 @@ def _alike(one: Tensor, other: Tensor | None) -> bool:
 
 
 def _names(model: nn.Module) -> dict[str, list[str]]:
-    """All names of each parameter, by its first."""
+    """Return all names of each parameter, by its first name."""
     found: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         found.setdefault(id(parameter), []).append(name)
@@ -415,11 +427,11 @@ def _names(model: nn.Module) -> dict[str, list[str]]:
 
 
 def said(plan: Plan, names: Sequence[str]) -> str:
-    """What a plan says of a parameter, or of the module nearest around it.
+    """Return the plan's entries for a parameter, or for the nearest enclosing module.
 
-    names: all that the parameter has.
+    names: all names of the parameter.
     """
-    # Of its own module, then of those around that.
+    # First its own module, then the enclosing modules.
     modules = [name.rpartition(".")[0] for name in names]
     own = True
     while modules:

@@ -1,19 +1,19 @@
-"""Ready plans, for models whose layers are known.
+"""Built-in plans, for models whose layers are known.
 
-    dure's Transformer          query, key and value in one matrix; output layer tied to the
+    dure's Transformer          query, key and value in a single matrix; output layer tied to the
                                 embedding, or not
     GPT-2 of Hugging Face       the same, in Conv1D
     Llama of Hugging Face       grouped queries: heads of keys and values are divided as well, and
-                                where they are fewer than ranks, shared by neighbours; gated MLP
-    nn.Sequential, dure's TwoNN linear layers in pairs, a column-parallel and a row-parallel one
+                                shared by neighbours if there are fewer heads than ranks; gated MLP
+    nn.Sequential, dure's TwoNN linear layers in pairs, a column-parallel and a row-parallel layer
 
 A transformer's layer enters and leaves twice, for its attention and its MLP: two all-reduces of
-b·s·h elements forward and two backward (Shoeybi et al. 2019). Besides, the embedding sums b·s·h
-forward, the output layer backward.
+b·s·h elements forward and two backward (Shoeybi et al. 2019). In addition the embedding sums b·s·h
+elements forward, and the output layer backward.
 
-With `sequence`, between those regions every rank holds a shard of the sequence, in norms, dropout
-and residuals, and their memory is divided as well: reduce-scatters and all-gathers in the place of
-all-reduces, and an all-reduce of the gradient of each parameter there (Korthikanti et al. 2022).
+With `sequence`, every rank holds a shard of the sequence between those regions, in norms, dropout
+and residuals, and their memory is divided as well: reduce-scatters and all-gathers replace the
+all-reduces, and each parameter there costs an all-reduce of its gradient (Korthikanti et al. 2022).
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from dure.tasks.models import Transformer, TwoNN
 
 
 def plan_for(model: nn.Module, *, sequence: bool = False, gather_scores: bool = True) -> Plan:
-    """The ready plan for a model of a known class, or one derived from it.
+    """Return the built-in plan for a model of a known class or a subclass.
 
-    sequence: shards of the sequence between the divided regions. gather_scores: False leaves every
-    rank its part of the scores, for `vocabulary_parallel_cross_entropy`. Raises ValueError if there
-    is no such plan.
+    sequence: whether ranks hold shards of the sequence between the divided regions. gather_scores:
+    False leaves every rank its part of the scores, for `vocabulary_parallel_cross_entropy`. Raises
+    ValueError if there is no such plan.
     """
     if isinstance(model, Transformer):
         return _transformer(model, sequence, gather_scores)
-    # Those of Hugging Face are known by name, so that nobody has to install or import it.
+    # Classes of Hugging Face are known by name, so that transformers need not be installed.
     kinds = {f"{each.__module__}.{each.__name__}" for each in type(model).__mro__}
     for kind, (prefix, make) in _HUGGING_FACE.items():
         if kind in kinds:
@@ -57,9 +57,9 @@ def plan_for(model: nn.Module, *, sequence: bool = False, gather_scores: bool = 
 
 
 def plan_of(model: nn.Module, sequence: bool, own: TensorPlan) -> Plan:
-    """The user's own plan; without one that of a name, for a model or for a module inside it.
+    """Return the user-defined plan; otherwise the named plan for a model or a module inside it.
 
-    Raises ValueError if there is none.
+    Raises ValueError if there is no such plan, or if `sequence` cannot be combined with the plan.
     """
     if sequence and not own.is_ready:
         raise ValueError(
@@ -75,12 +75,11 @@ def plan_of(model: nn.Module, sequence: bool, own: TensorPlan) -> Plan:
 
 
 def _within(model: nn.Module, make: Callable[[nn.Module], Plan]) -> Plan:
-    """The plan for a model, or for the first of its children for which there is one."""
+    """Return the plan for a model, or for the first of its children that has a plan."""
     try:
         return make(model)
     except ValueError as error:
-        # A wrapper around a model that is known: the plan's patterns get the name of the child
-        # before them.
+        # For a wrapper around a known model, the child's name is prepended to the plan's patterns.
         for name, child in model.named_children():
             try:
                 inner = make(child)
@@ -107,7 +106,7 @@ def _transformer(model: Any, sequence: bool, gather: bool) -> Plan:
         "output": Output(gather, sequence=along),
     }
     if sequence:
-        # Each rank adds positions to its own shard, so their gradient is that of a shard.
+        # Each rank adds positions to its own shard, so their gradients must be summed.
         plan["position"] = (Cut(0), OnShards())
         plan["blocks.*.*_norm"] = plan["norm"] = OnShards()
         plan[""] = OwnDraws()
@@ -120,11 +119,11 @@ def _gpt2(model: Any, prefix: str, sequence: bool, gather: bool) -> Plan:
             "the ready plan for GPT-2 knows no cross-attention: write a plan for this model"
         )
     along = 1 if sequence else None
-    # the width of a head: heads are never cut
+    # the width of a head is the unit, so that heads are never cut
     width = model.config.n_embd // model.config.n_head
     plan: dict[str, Kind | tuple[Kind, ...]] = {
         f"{prefix}wte": Vocabulary(),
-        # how Hugging Face reshapes queries, keys and values: by a rank's own heads
+        # Hugging Face reshapes queries, keys and values with these, so they count a rank's heads
         f"{prefix}h.*.attn": Attributes("num_heads", "embed_dim", "split_size"),
         f"{prefix}h.*.attn.c_attn": Column(blocks=3, unit=width, sequence=along),
         f"{prefix}h.*.attn.c_proj": Row(unit=width, sequence=along),
@@ -132,7 +131,7 @@ def _gpt2(model: Any, prefix: str, sequence: bool, gather: bool) -> Plan:
         f"{prefix}h.*.mlp.c_proj": Row(sequence=along),
     }
     if prefix:
-        # Along a sequence the norm before it has joined the shards, and so has entered already.
+        # Along a sequence the norm before it joins the shards, so the input has already entered.
         plan["lm_head"] = Output(gather, enters=not sequence)
     if sequence:
         if not prefix:
@@ -147,7 +146,7 @@ def _llama(model: Any, prefix: str, sequence: bool, gather: bool) -> Plan:
     along = 1 if sequence else None
     width = model.get_submodule(f"{prefix}layers.0.self_attn").head_dim
     keys = model.config.num_key_value_heads
-    # Keys and values: where their heads are fewer than ranks, neighbours share one.
+    # Keys and values: if they have fewer heads than ranks, neighbours share a head.
     shared = Column(unit=width, enters=False, shares=True)
     gate = Column(enters=False)
     plan: dict[str, Kind | tuple[Kind, ...]] = {
@@ -178,7 +177,7 @@ def _llama(model: Any, prefix: str, sequence: bool, gather: bool) -> Plan:
 
 
 def _shards_between(layers: str, norms: str, last: str) -> dict[str, Kind | tuple[Kind, ...]]:
-    """Shards of the sequence from the first of `layers` to the `last` norm after them."""
+    """Return entries for shards of a sequence from the first of `layers` to the `last` norm."""
     return {
         f"{layers}.*": OwnDraws(),
         f"{layers}.0": Cut(1),
@@ -193,11 +192,11 @@ _HUGGING_FACE: dict[str, tuple[str, Callable[[Any, str, bool, bool], Plan]]] = {
     "transformers.models.llama.modeling_llama.LlamaForCausalLM": ("model.", _llama),
     "transformers.models.llama.modeling_llama.LlamaModel": ("", _llama),
 }
-"""Classes of Hugging Face: the prefix of the layers' names, and what makes the plan."""
+"""Classes of Hugging Face: the prefix of layers' names, and the function that makes the plan."""
 
 
 def _pairs(layers: nn.Sequential, prefix: str) -> Plan:
-    """The pairs of every chain."""
+    """Return a plan with the pairs of every chain."""
     plan: dict[str, Kind] = {}
     for chain in chains_of(layers, prefix):
         plan |= pairs(chain)

@@ -1,10 +1,10 @@
-"""The whole model of a divided one: its state, for any degree, and the norm of its gradient.
+"""State of the whole model from a divided model, for any degree, and the norm of its gradient.
 
-The names of parameters are those of the undivided model, and so is what `whole_state_dict` returns,
-bit for bit: to divide is to copy. What travels for it is bookkeeping, and not counted by the meter.
+The names of parameters are those of the undivided model. `whole_state_dict` returns the undivided
+model's state bit for bit, because division only copies. The meter does not count these transfers.
 
 The norm of the whole gradient is sqrt(Σ_r ‖divided on r‖² + ‖replicated‖²): replicated parameters
-have the same gradient on all ranks, and count once. One number a rank is summed.
+have the same gradient on all ranks, and count once. Each rank contributes one number to the sum.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from dure.parallel.tensor.functions import gathered
 
 
 def divisions(model: nn.Module) -> dict[str, tuple[Division, Group]]:
-    """How each divided parameter and buffer is, by all of its names."""
-    # By the tensor, for one that is tied has names in modules that know nothing of its division.
+    """Return the division and group of each divided parameter and buffer, by all of its names."""
+    # By tensor, because a tied tensor has names in modules that do not know its division.
     how: dict[int, tuple[Division, Group]] = {}
     for module in model.modules():
         parts = parts_of(module)
@@ -41,23 +41,23 @@ def divisions(model: nn.Module) -> dict[str, tuple[Division, Group]]:
 
 
 def divided_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters of which every rank has a part, each once."""
+    """Return the parameters of which every rank has a part, each once."""
     divided = divisions(model)
     return {name: parameter for name, parameter in model.named_parameters() if name in divided}
 
 
 def replicated_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that all ranks have alike, each once."""
+    """Return the parameters that all ranks have whole, each once."""
     divided = divisions(model)
     return {name: parameter for name, parameter in model.named_parameters() if name not in divided}
 
 
 @torch.no_grad()
 def whole_state_dict(model: nn.Module, everywhere: bool = True) -> dict[str, Any]:
-    """The undivided model's state_dict, in memory of its own; all ranks call it.
+    """Return a copy of the undivided model's state_dict; all ranks call this function together.
 
-    everywhere: on every rank; else on rank 0, and empty on the others. Tensors that the model
-    shares, such as tied weights, are one in it too.
+    everywhere: whether every rank gets the state; otherwise only rank 0 gets it, and the others an
+    empty dict. Tensors that the model shares, such as tied weights, are shared in the state too.
     """
     divided = divisions(model)
     state = {}
@@ -65,10 +65,10 @@ def whole_state_dict(model: nn.Module, everywhere: bool = True) -> dict[str, Any
     for name, value in model.state_dict(keep_vars=True).items():
         division, group = divided.get(name, (None, None))
         if id(value) not in known:
-            # Each tensor is gathered once, in the order of the model, which is that of all ranks.
+            # Each tensor is gathered once, in the order of the model, which is equal on all ranks.
             known[id(value)] = _whole(value, division, group)
         state[name] = known[id(value)]
-    # A model of which nothing is divided has no group here: then every rank returns its state.
+    # A model without divided tensors has no group here: then every rank returns its state.
     ranks = {group.rank for _, group in divided.values()}
     return state if everywhere or ranks <= {0} else {}
 
@@ -77,7 +77,7 @@ def _whole(value: Any, division: Division | None, group: Group | None) -> Any:
     if not isinstance(value, Tensor):
         return value
     if division is None or group is None or group.size == 1:
-        # memory of its own, so that training on does not change what was taken
+        # a copy, so that further training does not change the returned state
         return value.detach().clone()
     # bookkeeping, which the meter must not count
     return gathered(value.detach(), group.unmetered(), division)
@@ -85,9 +85,9 @@ def _whole(value: Any, division: Division | None, group: Group | None) -> Any:
 
 @torch.no_grad()
 def load_whole(model: nn.Module, state: Mapping[str, Any]) -> None:
-    """Loads the undivided model's state into a divided one, of any degree.
+    """Load the undivided model's state into a divided model of any degree.
 
-    Every rank gives the whole state. Raises ValueError, with the model as it was, if names or
+    Every rank passes the whole state. Raises ValueError, with the model unchanged, if names or
     shapes are not those of the undivided model.
     """
     divided = divisions(model)
@@ -123,9 +123,9 @@ def _check_names(what: str, names: Set[str]) -> None:
 def gradient_norm(
     model: nn.Module, process_group: Group | dist.ProcessGroup | None = None
 ) -> Tensor:
-    """The 2-norm of the undivided model's gradient, in float64 and the same on all ranks.
+    """Return the 2-norm of the undivided model's gradient: float64, equal on all ranks.
 
-    All ranks call it together.
+    All ranks call this function together.
     """
     group = Group.of(process_group)
     divided = divisions(model)
@@ -133,11 +133,11 @@ def gradient_norm(
     alike: list[Tensor] = []
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
-            # All ranks have the same of what is replicated: it counts once, and is not sent.
+            # Replicated gradients are equal on all ranks: they count once, and are not sent.
             (mine if name in divided else alike).append(parameter.grad)
     squares = _squares(mine)
     if group.size > 1:
-        # before the squares of what all ranks have alike are added
+        # before the squares of replicated gradients are added, which must count once
         all_reduce(squares, group, "native")
     return (squares + _squares(alike).to(squares.device)).sqrt()[0]
 
@@ -153,9 +153,9 @@ def _squares(gradients: list[Tensor]) -> Tensor:
 def clip_gradients(
     model: nn.Module, max_norm: float, process_group: Group | dist.ProcessGroup | None = None
 ) -> Tensor:
-    """Scales the gradient so that its norm is `max_norm` at most; returns the norm before.
+    """Scale the gradient so that its norm is at most `max_norm`; return the norm before.
 
-    It is torch's clip_grad_norm_ for divided models; all ranks call it together.
+    The counterpart of torch's clip_grad_norm_ for divided models; all ranks call it together.
     """
     norm = gradient_norm(model, process_group)
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)

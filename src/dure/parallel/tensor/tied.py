@@ -1,9 +1,9 @@
-"""Parameters that were one remain one when they are divided.
+"""Parameters that modules share stay shared when they are divided.
 
-Of several modules that share a parameter the plan has to divide each, in the same way. A module
-around one of them may have a name of its own for the parameter, as the head of BERT has for the
-bias of its output layer. Such a name is given the part: forward does not read it, and a proof of
-the plan finds out where it does.
+A plan must divide a shared parameter in all modules that share it, in the same way. A module around
+such a module may have another name for the parameter, as the head of BERT has for the bias of its
+output layer. That name gets the part: forward does not normally read it, and a proof of the plan
+detects a model whose forward does.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from dure.parallel.tensor.divided import Divided
 from dure.parallel.tensor.division import Division
 
 OwnParts = dict[str, tuple[Tensor, Division]]
-"""Tensors of a module of which a rank holds a part: the part, and how they are divided."""
+"""Divided tensors of a module by name: this rank's part, and the division."""
 
 
 @dataclass(frozen=True)
 class _Shared:
-    """A parameter that becomes another one.
+    """Parameter that is replaced.
 
-    kept: what it becomes. division: None where every rank has the whole. name: of the first module
-    that has it divided. modules: all of those.
+    kept: the new parameter. division: None if every rank has the whole. name: the first module that
+    has the parameter divided. modules: all modules that have it divided.
     """
 
     kept: nn.Parameter
@@ -38,11 +38,11 @@ class _Shared:
 def share(
     model: nn.Module, layers: Mapping[int, Divided], parts: Mapping[int, OwnParts]
 ) -> list[Callable[[], None]]:
-    """Makes shared parameters one in what takes the modules' places.
+    """Make shared parameters a single object in the modules that replace others.
 
-    layers, parts: what is divided, by the id of the undivided module. Returns what makes other
-    names of parameters follow. Raises ValueError if a parameter is divided in two ways, or in some
-    of its modules only.
+    layers, parts: divided layers and tensors, by the id of the undivided module. Returns functions
+    that update further names of the parameters. Raises ValueError if a parameter is divided in two
+    ways, or in some of its modules only.
     """
     # by the id of the undivided parameter
     shared: dict[int, _Shared] = {}
@@ -58,7 +58,7 @@ def share(
                     f"{known.name} and {name} share a parameter, and the plan divides it in two "
                     "ways"
                 )
-            # the same object in both, so that optimizers and gradients know one
+            # the same object in both, so that there is a single gradient and optimizer state
             if id(module) in layers:
                 layers[id(module)].register_parameter(own, known.kept)
             elif known.division is not None:
@@ -81,7 +81,7 @@ def share(
 def _become(
     module: nn.Module, own: str, layers: Mapping[int, Divided], parts: Mapping[int, OwnParts]
 ) -> tuple[nn.Parameter, Division | None] | None:
-    """What a parameter of a module becomes by the plan, and how; None if it stays."""
+    """Return the new parameter and its division for a parameter of a module; None if it stays."""
     layer = layers.get(id(module))
     if layer is not None and module._parameters.get(own) is not None:
         return layer.get_parameter(own), layer.divisions.get(own)

@@ -1,10 +1,10 @@
-"""One pass of a model for a proof: forward and backward, and forward in evaluation.
+"""Single pass of a model for a proof: forward and backward, and forward in evaluation.
 
-It is made by a copy of the model, so that the model stays as it is: `Twins`. Random draws give
-constants (`dure.parallel.settled`), and whole gradients are cut as they come.
+A copy of the model runs, so that the model does not change: `Twins`. Random draws return constants
+(`dure.parallel.settled`), and whole gradients are cut as they arrive.
 
-A weight of zeros, as some models begin with, keeps gradients from all that comes before it, right
-or wrong. So parameters that are all one number are shaken a little in the copies.
+A weight of zeros, with which some models begin, stops gradients to everything before it, so that
+errors there would stay unnoticed. So parameters with a single value are perturbed in the copies.
 """
 
 from __future__ import annotations
@@ -30,22 +30,25 @@ from dure.tensors.copies import copy_of
 from dure.tensors.elements import element_bytes
 
 LossOf = Callable[[Any], Tensor]
-"""The loss of a model's outputs."""
+"""Loss of a model's outputs."""
 
 Gradients = dict[str, Tensor | None]
-"""By the names of the parameters, in the model's order; None where none has come."""
+"""Gradients by parameter name, in the model's order; None for a parameter without a gradient."""
 
 SHAKEN = 0.02
-"""The deviation by which parameters of one number are shaken, as transformers draw weights."""
+"""Standard deviation of the perturbation of parameters with a single value, as for initial weights
+of transformers.
+"""
 
 Make = Callable[[], nn.Module]
-"""Makes the same model once more."""
+"""Function that returns the same model once more."""
 
 
 class Examples(NamedTuple):
-    """What is computed.
+    """Inputs of a pass.
 
-    inputs: as the model takes them, as one argument. evaluates: whether in evaluation as well.
+    inputs: as the model takes them, as a single argument. evaluates: whether the pass includes
+    evaluation.
     """
 
     inputs: Any
@@ -53,9 +56,10 @@ class Examples(NamedTuple):
 
 
 class Passed(NamedTuple):
-    """What came of it.
+    """Results of a pass.
 
-    evaluated: the loss in evaluation, then the outputs. buffers: as the passes have left them.
+    loss: the training loss. gradients: by parameter name. evaluated: the loss in evaluation, then
+    the outputs. buffers: buffers after the passes. settled: the recorded random draws.
     """
 
     loss: Tensor
@@ -71,9 +75,9 @@ def passed(
     loss: LossOf,
     keep: Callable[[str, Tensor], Tensor] = lambda name, gradient: gradient,
 ) -> Passed:
-    """What a model makes of the examples; it is of no use after that.
+    """Run a model on the examples and return its results; the model is used up.
 
-    keep: what is kept of a gradient, by the name of its parameter.
+    keep: returns the part of a gradient to store, given the name of its parameter.
     """
     gradients: Gradients = {}
     for name, parameter in model.named_parameters():
@@ -101,7 +105,7 @@ def _keeper(
             return
         own = keep(name, as_dense(parameter.grad))
         parameter.grad = None
-        # A checkpointed part of a model may have a backward pass of its own, and give its share.
+        # A checkpointed part of a model may run a separate backward pass, and add a second term.
         before = gradients[name]
         gradients[name] = own if before is None else before + own
 
@@ -109,10 +113,10 @@ def _keeper(
 
 
 def outputs_of(model: nn.Module, inputs: Any) -> dict[str, Tensor]:
-    """What each module of a model gives in training, in the order in which they are done.
+    """Return the output of each module of a model in training, in the order of completion.
 
-    By name, and of one that is called again by its name and how often. The model is of no use after
-    that.
+    The keys are names; for repeated calls of a module, the name and the number of the call. The
+    model is used up.
     """
     found: dict[str, Tensor] = {}
     times: Counter[str] = Counter()
@@ -140,10 +144,10 @@ def _tensors(outputs: Any) -> list[Tensor]:
 
 
 class Twins:
-    """Copies of a model, each for one use.
+    """Copies of a model, each for a single use.
 
-    They lie in the memory of the model's parameters, if `make` makes the same model once more: for
-    a forward pass may write into parameters, which then have to be put back.
+    If `make` is given, copies share the memory of the model's parameters. A forward pass may write
+    into parameters; `make` then restores them.
     """
 
     def __init__(self, model: nn.Module, make: Make | None) -> None:
@@ -154,7 +158,7 @@ class Twins:
         self._one_number = _names_of_one_number(model)
 
     def one(self) -> nn.Module:
-        """One more. Raises ValueError where the model can neither be copied nor made."""
+        """Return another copy. Raises ValueError if the model can neither be copied nor made."""
         twin = copy_of(self._model, same_parameters=self._share)
         if twin is None:
             twin = self._another()
@@ -175,9 +179,9 @@ class Twins:
         return made
 
     def put_back(self) -> bool:
-        """Makes the model's parameters those of before; returns whether they were others.
+        """Restore the model's parameters; return whether they had changed.
 
-        From then on twins have parameters of their own.
+        Later copies do not share the memory of parameters.
         """
         if self._make is None or not self._share or _bits(self._model) == self._before:
             return False
@@ -188,21 +192,21 @@ class Twins:
 
 @torch.no_grad()
 def _names_of_one_number(model: nn.Module) -> set[str]:
-    """The parameters that are trained and whose elements are all the same."""
+    """Return the names of the trainable parameters whose elements are all equal."""
     found = set()
     for name, parameter in model.named_parameters():
         if not (parameter.requires_grad and parameter.is_floating_point() and parameter.numel()):
             continue
         flat = parameter.detach().flatten()
-        # The first ones tell of nearly all parameters.
+        # The first elements suffice to exclude nearly all parameters.
         if all(bool((some == flat[0]).all()) for some in (flat[:16], flat)):
             found.add(name)
     return found
 
 
 def _shaken(tensor: Tensor, name: str) -> Tensor:
-    """A little more or less in each element, of a random sign: in memory of its own."""
-    # On the CPU, so that every rank and every copy has the same.
+    """Return a copy with small random noise added to each element."""
+    # On the CPU, so that every rank and every copy gets the same noise.
     noise = torch.randn(tensor.shape, generator=generator(0, f"shaken {name}"))
     scale = SHAKEN * max(1.0, float(tensor.flatten()[0].abs()))
     return tensor + scale * noise.to(tensor.device, tensor.dtype)
@@ -217,11 +221,11 @@ def _write(source: nn.Module, target: nn.Module) -> None:
 
 @torch.no_grad()
 def _bits(model: nn.Module) -> list[int]:
-    """A number for each parameter, which is another one once an element has changed."""
+    """Return a checksum for each parameter, which detects a changed element."""
     numbers = []
     for parameter in model.parameters():
         flat = element_bytes(parameter)
-        # Whole numbers are added without rounding, and the widest in the least time.
+        # Integers are added without rounding, and the widest type is the fastest.
         wide = {0: torch.int64, 4: torch.int32}.get(len(flat) % 8, torch.uint8)
         numbers.append(int(flat.view(wide).sum(dtype=torch.int64)))
     return numbers
@@ -229,7 +233,7 @@ def _bits(model: nn.Module) -> list[int]:
 
 @contextmanager
 def generators_kept(model: nn.Module) -> Iterator[None]:
-    """After it all generators are as they were."""
+    """Context manager: restore the states of all generators afterwards."""
     before = generators_state()
     cuda = {parameter.device for parameter in model.parameters() if parameter.is_cuda}
     try:

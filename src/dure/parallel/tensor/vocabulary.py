@@ -1,17 +1,19 @@
-"""What is as long as the vocabulary, divided over ranks: embedding, output layer, cross-entropy.
+"""Layers as long as the vocabulary, divided over ranks: embedding, output layer, cross-entropy.
 
-Rank r holds the rows of a slice of the vocabulary; the first V mod N slices have one row more. The
-embedding of a symbol that another rank holds is 0 here, and the sum over the ranks is the
+Rank r holds the rows of a slice of the vocabulary; the first V mod N slices have an additional row.
+A rank's embedding of a symbol in another rank's slice is 0, and the sum over the ranks is the
 embedding: an all-reduce of b·s·h elements forward, nothing backward. The output layer is a
-column-parallel one, whose weight may be the embedding's: both are divided alike, and remain one.
+column-parallel layer, whose weight may be the embedding's weight: both are divided equally, and
+stay shared.
 
 The loss needs no scores of other ranks. With z the scores of a position and t its target,
 
     L = log Σ_v exp(z_v - m) - (z_t - m),   m = max_v z_v
 
-takes three numbers of each position from every rank: its maximum, its sum of exponentials, its
-score of the target, which is 0 where another rank holds it. An all-reduce of n elements and one of
-2n, for n positions, instead of n·V; backward sends nothing: ∂L/∂z_v = softmax(z)_v - [v = t].
+needs three numbers of each position from every rank: its maximum, its sum of exponentials, and its
+score of the target, which is 0 if another rank holds the target. An all-reduce of n elements and an
+all-reduce of 2n, for n positions, replace n·V; backward sends nothing: ∂L/∂z_v = softmax(z)_v -
+[v = t].
 
 Source: Shoeybi et al. 2019, "Megatron-LM: Training Multi-Billion Parameter Language Models Using
 Model Parallelism".
@@ -48,10 +50,15 @@ if TYPE_CHECKING:
 
 
 class VocabularyEmbedding(Divided):
-    """nn.Embedding whose rows are divided; its output is the whole embedding, on every rank.
+    """nn.Embedding with divided rows; its output is the whole embedding, on every rank.
 
-    weight: undivided, the same on all ranks. sequence: the dimension of the output along which the
-    ranks are left shards of it; None leaves all of it. name: what errors call it.
+    Args:
+        weight: (symbols, width), undivided, equal on all ranks.
+        process_group: as in `ColumnParallel`.
+        padding_idx: as in nn.Embedding.
+        sequence: the dimension of the output along which each rank gets a shard; None returns the
+            whole output.
+        name: name of the layer in error messages.
     """
 
     def __init__(
@@ -83,9 +90,9 @@ class VocabularyEmbedding(Divided):
         sequence: int | None = None,
         name: str = "the embedding",
     ) -> Self:
-        """Of an nn.Embedding, the same on all ranks.
+        """Return the divided form of an nn.Embedding that is equal on all ranks.
 
-        Raises ValueError for what cannot be divided.
+        Raises ValueError if the embedding cannot be divided.
         """
         plain = embedding_of(name, embedding)
         return cls(
@@ -102,18 +109,21 @@ class VocabularyEmbedding(Divided):
         return shape if self.sequence is None else of_shard(shape, self.sequence, self.group)
 
     def forward(self, indices: Tensor) -> Tensor:
-        """indices: any shape, of the whole vocabulary."""
+        """Return (…, width), or a shard, for indices of any shape into the whole vocabulary.
+
+        Raises IndexError for an index outside of the vocabulary.
+        """
         check_is_sequence(self.called, indices.dim() + 1, self.sequence)
         if self.group.size == 1:
             return F.embedding(indices, self.weight, self.padding_idx)  # type: ignore[arg-type]
         here = (indices >= self.start) & (indices < self.start + self.rows)
         known = (indices >= 0) & (indices < self.num_embeddings)
-        # Else every rank would take the index for another one's, and the sum would be 0.
+        # Otherwise every rank would treat the index as another rank's, and the sum would be 0.
         if not bool(known.all()):
             raise IndexError(f"an index is outside of the vocabulary of {self.num_embeddings}")
         # The padding's row is used, but has no gradient.
         learns = here if self.padding_idx is None else here & (indices != self.padding_idx)
-        # Symbols of other ranks look up some row here, which is then set to 0: one gather for all.
+        # Symbols of other ranks look up any row here, which is then set to 0: a single gather.
         own = self._rows((indices - self.start).clamp(0, max(0, self.rows - 1)), here, learns)
         if self.sequence is not None:
             return leave_sequence(own, self.group, self.sequence)
@@ -122,10 +132,10 @@ class VocabularyEmbedding(Divided):
     def _rows(self, local: Tensor, here: Tensor, learns: Tensor) -> Tensor:
         weight: Tensor = self.weight  # type: ignore[assignment]
         if not self.rows:
-            # A vocabulary shorter than the degree leaves this rank zeros, with a gradient's path.
+            # Without rows (fewer symbols than ranks) return zeros that are part of the graph.
             return weight.sum() + weight.new_zeros(*local.shape, self.embedding_dim)
         found = F.embedding(local, weight)
-        # The same value without a gradient, as nn.Embedding has it for the padding.
+        # The same value without a gradient, like the padding of nn.Embedding.
         if learns is not here:
             found = torch.where(learns[..., None], found, found.detach())
         return found.masked_fill(~here[..., None], 0)
@@ -135,7 +145,7 @@ class VocabularyEmbedding(Divided):
 
 
 class VocabularyOutput(ColumnParallel):
-    """The layer from hidden states to scores: `ColumnParallel`, divided like the embedding."""
+    """Layer from hidden states to scores: `ColumnParallel`, divided like the embedding."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, even=False, **options)
@@ -146,7 +156,7 @@ class _CrossEntropy(Function):
     def forward(
         ctx: Any, scores: Tensor, targets: Tensor, group: Group, start: int, ignore_index: int
     ) -> Tensor:
-        """scores: (n, this rank's symbols). Returns each position's loss, 0 for ignored ones."""
+        """Return the loss of each position, 0 if ignored, for scores (n, this rank's symbols)."""
         positions, symbols = scores.shape
         maximum = room((positions,), scores, group)
         # amax refuses an empty dimension; -inf loses against every rank that has symbols
@@ -156,12 +166,12 @@ class _CrossEntropy(Function):
             maximum.fill_(-torch.inf)
         if group.size > 1:
             reduced_in_place(maximum, group, "max")
-        # Both sums in one message.
+        # Both sums travel in a single message.
         numbers = room((2, positions), scores, group)
-        # Less the maximum over all ranks no exponential overflows, and their sum is 1 at least.
+        # After subtracting the maximum no exponential overflows, and their sum is at least 1.
         shares = (scores - maximum[:, None]).exp_()
         torch.sum(shares, 1, out=numbers[0])
-        # The target's score comes from the rank that holds it; the others add 0.
+        # The target's score comes from the rank that holds the target; other ranks add 0.
         here = (targets >= start) & (targets < start + symbols)
         local = (targets - start).clamp(0, max(0, symbols - 1))[:, None]
         if symbols:
@@ -171,8 +181,7 @@ class _CrossEntropy(Function):
         if group.size > 1:
             reduced_in_place(numbers, group)
         ignored = targets == ignore_index
-        # softmax over the whole vocabulary, of which this rank has its symbols: all that backward
-        # needs
+        # this rank's symbols of the softmax over the whole vocabulary, which backward needs
         shares.div_(numbers[0][:, None])
         ctx.save_for_backward(shares, local, here, ignored)
         return (numbers[0].log() - numbers[1]).masked_fill_(ignored, 0)
@@ -198,16 +207,24 @@ def vocabulary_parallel_cross_entropy(
     *,
     vocabulary: int | None = None,
 ) -> Tensor:
-    """`F.cross_entropy` of scores divided by symbols: its value and gradient, on all ranks.
+    """Return `F.cross_entropy` of scores divided by symbols, with its gradient, on all ranks.
 
-    scores_part: this rank's scores, with the symbols in dimension 1, or 0 if it is the only one.
-    targets: indices of the whole vocabulary, the same on all ranks. vocabulary: how many symbols
-    there are; None asks all ranks, in a short message. Raises ValueError for what does not fit
-    together.
+    Args:
+        scores_part: this rank's scores, with the symbols in dimension 1, or in 0 if it is the only
+            dimension.
+        targets: indices into the whole vocabulary, equal on all ranks.
+        process_group: the ranks that divide the vocabulary; None is all ranks.
+        ignore_index: target of positions without a loss.
+        reduction: as in `F.cross_entropy`.
+        vocabulary: the number of symbols; None asks all ranks, in a short message.
+
+    Raises:
+        ValueError: the reduction is unknown, or shapes or the number of symbols do not fit.
+        IndexError: a target is outside of the vocabulary.
     """
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"there is no reduction {reduction!r}; choose mean, sum or none")
-    # one position without a dimension of its own, as F.cross_entropy takes it
+    # a single position without a batch dimension, which F.cross_entropy accepts
     single = scores_part.dim() == 1
     if single:
         scores_part = scores_part[None]
@@ -235,7 +252,7 @@ def vocabulary_parallel_cross_entropy(
 
 
 def _slice_of_vocabulary(group: Group, symbols: int, vocabulary: int | None) -> tuple[int, int]:
-    """Where this rank's symbols begin, and how many there are."""
+    """Return the index of this rank's first symbol, and the number of all symbols."""
     if vocabulary is None:
         rows = group.all_gather_values([float(symbols)], "the vocabulary's parts")
         lengths = [int(row[0]) for row in rows]

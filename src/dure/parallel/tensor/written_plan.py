@@ -1,11 +1,11 @@
-"""A plan as a value, in a strategy's field, and as text, in run folders and on command lines.
+"""Plan as a value, in a strategy's field, and as text, in run folders and on command lines.
 
     layers.*.expand=Column(unit=64); layers.*.contract=Row(unit=64);
     layers.*=Attributes("heads")+OwnDraws()
 
-Patterns and what is done there are those of `dure.parallel.tensor.plan`, written as in Python, with
-`+` between several; `rows`, `columns`, `alternating` and `ready` are plans by name. That module is
-read only where there is a plan: strategies have the field, most runs do not use it.
+Patterns and entries are those of `dure.parallel.tensor.plan`, written as in Python, with `+`
+between several entries; `rows`, `columns`, `alternating` and `ready` are plans by name. That module
+is imported only if there is a plan: strategies have the field, but most runs do not use it.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
     from dure.parallel.tensor.plan import Kind, Plan
 
 READY = "ready"
-"""The text of no plan of one's own."""
+"""Text of the built-in plan, the default."""
 
 NAMES = (READY, "rows", "columns", "alternating")
 """Plans that are known by name; all but the first are in `dure.parallel.tensor.chain_plans`."""
 
 
 def _known() -> dict[str, Any]:
-    """The kinds of things that a plan can say, by name."""
-    # Not at the top: most runs have no plan, and that module imports all divided layers.
+    """Return the classes of plan entries, by name."""
+    # Not at the top of this file: most runs have no plan, and plan.py imports all divided layers.
     from dure.parallel.tensor import plan
 
     return {kind.__name__: kind for kind in get_args(plan.Kind)}
@@ -37,19 +37,19 @@ def _known() -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True, init=False)
 class TensorPlan:
-    """How a model is divided.
+    """Division of a model.
 
-    entries: patterns, and what is done there, in order. named: the name of a plan that has one,
-    which makes its entries for each model: ready, rows, columns or alternating; else empty.
+    entries: patterns with their entries, in order. named: the name of a plan that makes its entries
+    for each model: ready, rows, columns or alternating; otherwise empty.
     """
 
     entries: tuple[tuple[str, tuple[Kind, ...]], ...]
     named: str
 
     def __init__(self, written: Plan | str | TensorPlan | None = None) -> None:
-        """From a plan, or from its text.
+        """Take a plan, or the text of a plan; None is the built-in plan.
 
-        Raises ValueError for what is none, and for a plan that has no text.
+        Raises ValueError for any other value, and for a plan without a text form.
         """
         entries: tuple[tuple[str, tuple[Kind, ...]], ...] = ()
         named = ""
@@ -71,18 +71,18 @@ class TensorPlan:
             )
         object.__setattr__(self, "entries", entries)
         object.__setattr__(self, "named", named)
-        # A run folder keeps the text, and a run must go on with the same plan.
+        # A run folder stores the text, and a resumed run must have the same plan.
         if isinstance(written, Mapping) and not self._is_read_again():
             raise ValueError(f"the plan {self} cannot be written as text: leave ; out of its words")
 
     @property
     def plan(self) -> Plan:
-        """As `parallelize` takes it; a plan by name is made for a model (`ready.plan_of`)."""
+        """Plan for `parallelize`; `ready.plan_of` makes a plan by name for a model."""
         return dict(self.entries)
 
     @property
     def is_ready(self) -> bool:
-        """Whether it is the model's ready plan, which is divided only where there are ranks."""
+        """Whether this is the model's built-in plan, which applies only with tensor ranks."""
         return self.named == READY
 
     def _is_read_again(self) -> bool:
@@ -93,7 +93,7 @@ class TensorPlan:
 
     @property
     def label(self) -> str:
-        """What a strategy's label says of it."""
+        """Text for this plan in a strategy's label."""
         if self.is_ready:
             return ""
         return f", {self.named}" if self.named else ", own plan"
@@ -125,12 +125,12 @@ def _several(pattern: str, kinds: Any) -> tuple[Kind, ...]:
 
 
 def written(kind: Any) -> str:
-    """As Python writes the call that makes it, without what is default."""
+    """Return the Python call that makes an entry, without default arguments."""
     name = type(kind).__name__
     values = {
         field.name: (getattr(kind, field.name), field.default) for field in dataclasses.fields(kind)
     }
-    # The names of `Attributes` are given by place, one argument each.
+    # The names of `Attributes` are positional arguments.
     words = list(map(repr, values.pop("names")[0])) if "names" in values else []
     words += [f"{key}={value!r}" for key, (value, default) in values.items() if value != default]
     return f"{name}({', '.join(words)})"
@@ -138,7 +138,7 @@ def written(kind: Any) -> str:
 
 def _read(text: str) -> tuple[tuple[str, tuple[Kind, ...]], ...]:
     entries: dict[str, tuple[Kind, ...]] = {}
-    # A semicolon at the end leaves an empty entry, which is none.
+    # A semicolon at the end leaves an empty entry, which is dropped.
     for entry in filter(None, (part.strip() for part in text.split(";"))):
         pattern, equals, kinds = (part.strip() for part in entry.partition("="))
         if not equals or not kinds:
@@ -161,7 +161,7 @@ def _read(text: str) -> tuple[tuple[str, tuple[Kind, ...]], ...]:
 
 
 def _kinds(tree: ast.expr) -> list[Kind]:
-    """What `A() + B(1)` stands for."""
+    """Return the entries of an expression `A() + B(1)`."""
     if isinstance(tree, ast.BinOp) and isinstance(tree.op, ast.Add):
         return [*_kinds(tree.left), *_kinds(tree.right)]
     # `Row` alone is read as `Row()`

@@ -1,4 +1,7 @@
-"""What one rank refuses, all ranks refuse: none waits for one that went another way."""
+"""Agreement on errors: if any rank refuses a request, all ranks raise an error.
+
+Otherwise the other ranks would wait for messages that the refusing rank never sends.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,16 @@ from dure.collectives.group import Group
 from dure.errors import PeerLostError, RunFolderError
 
 _BYTES = 1000
-"""Of a refusal's text that the other ranks are told."""
+"""Bytes of the error's text that are sent to the other ranks."""
 
 
 @contextmanager
 def agreed(group: Group, operation: str) -> Iterator[None]:
-    """Inside, each rank does what it may refuse on its own, and sends nothing; all ranks enter it.
+    """Context manager: an error of any rank is raised on all ranks. All ranks enter it.
 
-    A rank that refused raises its own error at the end. The others then raise one that names it:
-    ValueError if it raised that, else RunFolderError. operation: for errors about lost ranks.
+    The body must not send messages. A rank that failed raises its own error at the end. The other
+    ranks raise an error that names that rank: ValueError if the rank raised a ValueError, else
+    RunFolderError. operation: the operation's name in errors about lost ranks.
     """
     refusal: Exception | None = None
     try:
@@ -31,6 +35,7 @@ def agreed(group: Group, operation: str) -> Iterator[None]:
     if not refusing:
         return
     text = f"{refusal}".encode()[:_BYTES] if refusal is not None else b""
+    # Text as numbers, padded to a fixed length: all ranks have to send equally many numbers.
     coded = [float(isinstance(refusal, ValueError)), *map(float, text.ljust(_BYTES))]
     is_value, *theirs = group.all_gather_values(coded, operation)[refusing[0]]
     if refusal is not None:

@@ -1,10 +1,11 @@
-"""Stages 1 and 2, if asked for: parameters become whole while the next forward pass has begun.
+"""Overlap of the all-gather after an update with the next forward pass, in stages 1 and 2.
 
-After an update every rank sends its chunk of each block in the order in which forward needs them,
-and the program goes on. Until a block has arrived its parameters are `Away`: a module waits for
-what it holds before it computes, and any other code that asks for a parameter (a norm, a
-`state_dict`, a module that uses another's) waits for it there. Code that reads memory without
-asking, such as compiled code and views that were made before, would read what is on its way.
+After an update every rank sends its chunk of each block, in the order in which forward needs the
+blocks, and the program continues. Until a block has arrived its parameters are `Away`: a module
+waits for its parameters before it computes, and any other code that accesses a parameter (a norm,
+a `state_dict`, a module that uses the parameter of another module) waits at the access. Code that
+reads memory directly, such as compiled code and views that were created before, would read
+incomplete parameters.
 
 Source: Megatron-LM's `overlap_param_gather`.
 """
@@ -25,7 +26,7 @@ from dure.parallel.zero.wire import Wire
 
 
 class _Coming(NamedTuple):
-    """A block on its way, and the classes that its parameters have when it is here."""
+    """A block that is being gathered, and the classes of its parameters after arrival."""
 
     share: Share
     handle: Handle[None]
@@ -33,15 +34,15 @@ class _Coming(NamedTuple):
 
 
 class Arriving:
-    """How the blocks of one rank become whole after an update.
+    """All-gathers of a rank's blocks after an update, overlapped with the next forward pass.
 
-    shares: those that do so while the program goes on, if the wire is planned.
+    shares: the shares that are gathered in the background, if the wire is planned.
     """
 
     def __init__(self, model: nn.Module, shares: Sequence[Share], wire: Wire) -> None:
         self.wire = wire
         self._coming: dict[int, _Coming] = {}
-        # Several threads may ask for one block, and only one may bring it back.
+        # Several threads may wait for the same block, and only the first may install it.
         self._turn = threading.RLock()
         if not wire.planned:
             return
@@ -61,7 +62,7 @@ class Arriving:
             if not self._coming:
                 return
             if not torch.is_grad_enabled():
-                # without gradients some modules choose other operators by their parameters' type
+                # without gradients some modules choose operators by the class of their parameters
                 self.settle()
             for share in shares:
                 self._settle(share)
@@ -69,15 +70,15 @@ class Arriving:
         return before
 
     def begin(self, shares: Iterable[Share]) -> None:
-        """Sends and receives the chunks of these blocks, in this order.
+        """Start the all-gathers of these blocks, in this order.
 
-        The order has to be the same on all ranks.
+        The order must be equal on all ranks.
         """
-        # All are begun before any is waited for: the list is made first.
+        # All gathers start before the first wait: the list is built first.
         for share, handle in [(share, self._gather(share)) for share in shares]:
             kinds = [type(parameter) for parameter in share.parameters]
-            # What is here already needs no waiting later. A parameter of a class of its own keeps
-            # that class, so nothing could tell that it is read.
+            # A block that is complete needs no wait later. A parameter of a user-defined class
+            # keeps its class, so that an access to it could not be noticed.
             if (
                 not self.wire.planned
                 or handle.is_completed()
@@ -108,15 +109,15 @@ class Arriving:
             del self._coming[id(share)]
 
     def settle(self) -> None:
-        """Waits for all blocks."""
+        """Wait for all blocks."""
         for coming in list(self._coming.values()):
             self._settle(coming.share)
 
 
 def check_reads(model: nn.Module) -> None:
-    """Raises ValueError if a module is compiled.
+    """Check that no module is compiled. Raises ValueError otherwise.
 
-    Nothing tells when compiled code reads a parameter.
+    An access of compiled code to a parameter cannot be noticed.
     """
     for name, module in model.named_modules():
         compiled = isinstance(module, torch.jit.ScriptModule) or hasattr(module, "_orig_mod")

@@ -1,13 +1,13 @@
-"""Parameters whose gradients, and in stage 3 whose elements, lie divided over the ranks.
+"""Parameters whose gradients, and in stage 3 whose elements, are divided over the ranks.
 
-A `Divided` parameter raises an error that says where its gradient is, instead of showing none: a
-norm over missing gradients would be 0, and clipping to it would silently do nothing.
+A `Divided` parameter raises an error that explains where its gradient is, instead of returning
+None: a norm over missing gradients would be 0, and clipping by that norm would silently do nothing.
 
-An `Away` parameter has no elements either, between two gatherings. It keeps its shape, dtype and
-identity, so that a model can be counted, printed and walked through; it has no memory. Code that
-computes with it asks for it. Inside the model's forward pass its unit is then gathered on the spot,
-which serves modules that use parameters of others; anywhere else that is an error that says what to
-do. In stages 1 and 2 a parameter that is on its way after an update is waited for.
+An `Away` parameter also has no elements, between two all-gathers. It keeps its shape, dtype and
+identity, so that a model can be counted, printed and traversed, and needs no memory. Code that
+computes with the parameter triggers a fetch. Inside the model's forward pass the fetch gathers the
+unit at once, which serves modules that use parameters of other modules; anywhere else it raises an
+error with instructions. In stages 1 and 2 the fetch waits for a parameter that is being gathered.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-# What a parameter without elements can answer. Anything else, unknown functions too, fetches first.
+# Functions that need no elements. Anything else, unknown functions too, fetches first.
 _HARMLESS = {
     "size",
     "dim",
@@ -39,18 +39,18 @@ _HARMLESS = {
     "is_pinned",
     "has_names",
 }
-# Of properties it is the other way round: these few need elements, all others do not.
+# Properties that need elements; all other properties do not.
 _NEEDS_ELEMENTS = {"data", "T", "mT", "H", "mH", "real", "imag"}
 # Properties that may be set though there are no elements.
 _HARMLESS_TO_SET = {"requires_grad"}
-# The original properties: those of `Divided` hide them.
+# The original properties, which the properties of `Divided` hide.
 _GRADIENT: Any = Tensor.grad
 _ELEMENTS: Any = Tensor.data
 _bare = torch._C.DisableTorchFunctionSubclass
 
 
 class Divided(nn.Parameter):
-    """The class of a parameter whose gradient is divided."""
+    """Class of a parameter whose gradient is divided over the ranks."""
 
     @property
     def grad(self) -> Tensor | None:
@@ -66,7 +66,7 @@ class Divided(nn.Parameter):
 
     @property
     def data(self) -> Tensor:
-        # of one that is away this fetches the elements first (`Away.__torch_function__`)
+        # for an absent parameter this fetches the elements first (`Away.__torch_function__`)
         found: Tensor = _ELEMENTS.__get__(self)
         watch = self.__dict__.get("_watch")
         if watch is not None:
@@ -82,7 +82,7 @@ class Divided(nn.Parameter):
 
 
 class Away(Divided):
-    """The class that a parameter has while it is away."""
+    """Class of a parameter while its elements are not available on this rank."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -94,14 +94,14 @@ class Away(Divided):
             name == "__set__" and attribute in _HARMLESS_TO_SET
         )
         if not is_property and name not in _HARMLESS:
-            # After this they are of their own class, and the function sees elements.
+            # After this the parameters have their own class, and the function sees elements.
             for parameter in _away_among((args, kwargs)):
                 parameter.__dict__["_fetch"](parameter)
         with _bare():
             return func(*args, **(kwargs or {}))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        self.__dict__["_fetch"](self)  # from here on it is of its own class
+        self.__dict__["_fetch"](self)  # from here on the parameter has its own class
         return copy.deepcopy(self, memo)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -110,55 +110,55 @@ class Away(Divided):
 
 
 class Watch(Protocol):
-    """Told of what torch does not count as a change of a parameter."""
+    """Interface for events that torch does not count as changes of a parameter."""
 
     def read(self, parameter: nn.Parameter) -> None:
-        """Somebody has read `parameter.data`, and may write there."""
+        """Handle a read of `parameter.data`, whose reader may write there."""
 
     def replaced(self, parameter: nn.Parameter) -> None:
-        """Somebody has assigned to `parameter.data`."""
+        """Handle an assignment to `parameter.data`."""
 
 
 def elements_of(parameter: Tensor) -> Tensor:
-    """The elements of a parameter, past all checks."""
+    """Return the elements of a parameter, bypassing all checks."""
     with _bare():
         found: Tensor = _ELEMENTS.__get__(parameter)
         return found
 
 
 def versions_of(parameters: Iterable[Tensor]) -> list[int]:
-    """How often torch has counted a change of each, past all checks."""
+    """Return the version counter of each parameter, bypassing all checks."""
     with _bare():
         return [parameter._version for parameter in parameters]
 
 
 def set_elements(parameter: Tensor, elements: Tensor) -> None:
-    """Gives a parameter its elements, past all checks."""
+    """Set a parameter's elements, bypassing all checks."""
     with _bare():
         _ELEMENTS.__set__(parameter, elements)
 
 
 def gradient_of(parameter: Tensor) -> Tensor | None:
-    """What autograd has left in a parameter on this rank."""
+    """Return the gradient of a parameter on this rank, bypassing all checks."""
     with _bare():
         found: Tensor | None = _GRADIENT.__get__(parameter)
         return found
 
 
 def set_gradient(parameter: Tensor, value: Tensor | None) -> None:
-    """Puts a gradient into a parameter on this rank, past all checks."""
+    """Set a parameter's gradient on this rank, bypassing all checks."""
     with _bare():
         _GRADIENT.__set__(parameter, value)
 
 
 def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor | None]:
-    """What autograd has left in parameters on this rank."""
+    """Return the gradients of parameters on this rank, bypassing all checks."""
     with _bare():
         return [_GRADIENT.__get__(parameter) for parameter in parameters]
 
 
 def take_gradients(parameters: Iterable[Tensor]) -> list[Tensor | None]:
-    """What autograd has left in parameters on this rank, which then have none."""
+    """Return the gradients of parameters on this rank, and set them to None."""
     taken = []
     with _bare():
         for parameter in parameters:
@@ -168,31 +168,31 @@ def take_gradients(parameters: Iterable[Tensor]) -> list[Tensor | None]:
 
 
 def drop_gradients(parameters: Iterable[Tensor]) -> None:
-    """Forgets what autograd has left in parameters on this rank."""
+    """Set the gradients of parameters on this rank to None."""
     with _bare():
         for parameter in parameters:
             _GRADIENT.__set__(parameter, None)
 
 
 def watch_gradient(parameter: nn.Parameter, check: Callable[[], None]) -> None:
-    """From now on `check` is called before somebody reads the parameter's gradient.
-
-    It may raise.
-    """
+    """Call `check`, which may raise, before each read of the parameter's gradient from now on."""
     if _become_divided(parameter):
         parameter.__dict__["_before_grad"] = check
 
 
 def watch_data(parameter: nn.Parameter, watch: Watch) -> None:
-    """From now on `watch` is told of who reads `parameter.data`, or assigns to it."""
+    """Report each read of `parameter.data` and each assignment to `watch` from now on."""
     if _become_divided(parameter):
         parameter.__dict__["_watch"] = watch
 
 
 def _become_divided(parameter: nn.Parameter) -> bool:
-    """Returns whether it is `Divided` now: one of a class of its own stays what it is."""
-    # A class is exchanged in place: the parameter stays the same object, which optimizers, hooks
-    # and users hold.
+    """Make a plain parameter `Divided`, and return whether it is `Divided` now.
+
+    A parameter of a user-defined class keeps its class.
+    """
+    # The class is exchanged in place: the parameter stays the same object, to which optimizers,
+    # hooks and users refer.
     if type(parameter) is nn.Parameter:
         parameter.__class__ = Divided
     return type(parameter) is Divided
@@ -200,7 +200,7 @@ def _become_divided(parameter: nn.Parameter) -> bool:
 
 @contextmanager
 def unwatched(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Inside, no check is called.
+    """Context manager that disables the checks of gradient reads.
 
     It is for code that looks at gradients without using them, such as a tracer.
     """
@@ -217,12 +217,12 @@ def unwatched(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 def send_away(
     parameter: nn.Parameter, fetch: Callable[[nn.Parameter], None], stays: bool = False
 ) -> None:
-    """Takes the elements from a parameter. `fetch` makes it whole when asked for, or raises.
+    """Remove the elements of a parameter. `fetch` restores them on access, or raises.
 
-    stays: its elements stay where they are, and are only kept from being used.
+    stays: the elements stay in memory, and only their use is prevented.
     """
     if not stays:
-        # One element, expanded: the shape is right, and no memory is held.
+        # A single element, expanded: the shape is right, and no memory is needed.
         nothing = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
         set_elements(parameter, nothing.expand(parameter.shape))
     parameter.__class__ = Away
@@ -230,14 +230,14 @@ def send_away(
 
 
 def bring_back(parameter: nn.Parameter, kind: type[nn.Parameter], elements: Tensor | None) -> None:
-    """Gives a parameter that is away its class, and its elements unless they have stayed."""
+    """Restore the class of an `Away` parameter, and its elements; None if the elements stayed."""
     parameter.__class__ = kind
     if elements is not None:
         set_elements(parameter, elements)
 
 
 def _away_among(node: Any) -> list[nn.Parameter]:
-    """The parameters in nested arguments that are away."""
+    """Return the `Away` parameters in nested arguments."""
     if isinstance(node, Tensor):
         return [node] if type(node) is Away else []
     if isinstance(node, dict):

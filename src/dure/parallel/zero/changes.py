@@ -1,13 +1,13 @@
-"""Who changes parameters that are only lent.
+"""Detection of changes to parameters outside the optimizer's update.
 
-In stage 3 a pass computes with parameters that it only borrows. In memory that all ranks read every
-rank would apply the same change once more; elsewhere the change would go with the buffer in which
-the unit was gathered. With masters in more digits (`precision="bf16"`) the next update would
-overwrite it, in every stage. So it is refused, at the end of the pass or before the next update.
+In stage 3 a pass computes with gathered parameters. In memory that all ranks read, every rank would
+apply a change again; in a gathered buffer the change would be lost when the buffer is freed. With
+masters in higher precision (`precision="bf16"`) the next update would overwrite the change, in
+every stage. Changes are therefore refused, at the end of the pass or before the next update.
 
-Torch counts most changes (`Tensor._version`), and comparing the counters costs next to nothing. It
-does not count what is written through `parameter.data`. Whoever reads that is given it, and a copy
-is kept; when the pass ends, or the unit is freed, the two are compared.
+Torch counts most changes (`Tensor._version`), and a comparison of the counters costs next to
+nothing. Torch does not count writes through `parameter.data`. Code that reads `data` gets it, and a
+copy is stored; when the pass ends, or the unit is freed, the two are compared.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from dure.tensors.elements import element_bytes
 
 
 class Changes:
-    """Parameters, by name, and what was done to them since they were last as they should be.
+    """Parameters by name, with the changes since the last accepted state.
 
-    rests: whether the model is whole now, so that whoever changes it may; set by whoever knows.
+    rests: returns whether the model is whole now, so that changes are allowed; set by the owner.
     """
 
     def __init__(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
@@ -35,33 +35,33 @@ class Changes:
             self._parameters.append(parameter)
             watch_data(parameter, self)
         self._name_of = dict(zip(map(id, self._parameters), self._names, strict=True))
-        # by id: copies of what was read as `data`
+        # by id: copies of elements that were read through `data`
         self._read: dict[int, Tensor] = {}
         self.rests: Callable[[], bool] = lambda: False
         self._found: str | None = None
         self.accept()
 
     def accept(self) -> None:
-        """What there is now is as it should be."""
+        """Accept the present values."""
         self._versions = versions_of(self._parameters)
         self._read.clear()
         self._found = None
 
     def read(self, parameter: nn.Parameter) -> None:
-        """Somebody has read `parameter.data`, and may be about to write there."""
+        """Store a copy of the elements when code reads `parameter.data` and may write there."""
         if id(parameter) not in self._read and not self.rests():
             with torch.inference_mode(False), torch.no_grad():
                 self._read[id(parameter)] = elements_of(parameter).clone()
 
     def replaced(self, parameter: nn.Parameter) -> None:
-        """Somebody has assigned to `parameter.data`."""
+        """Record an assignment to `parameter.data`."""
         if not self.rests():
             self._found = self._name_of[id(parameter)]
 
     def compare(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
-        """Compares what was read of them, or of all, with what is there now.
+        """Compare stored copies with the present elements, before these are freed.
 
-        Before they go away.
+        parameters: None stands for all parameters.
         """
         if not self._read:
             return
@@ -73,7 +73,10 @@ class Changes:
                 self._found = self._found or self._name_of[id(parameter)]
 
     def check(self) -> None:
-        """Raises ValueError if a parameter has changed since the last `accept`."""
+        """Check that no parameter has changed since the last `accept`.
+
+        Raises ValueError otherwise.
+        """
         now = versions_of(self._parameters)
         if now != self._versions:
             moved = [one != other for one, other in zip(now, self._versions, strict=True)]
@@ -81,7 +84,7 @@ class Changes:
         if self._found is None:
             return
         name = self._found
-        self.accept()  # so that it is said once
+        self.accept()  # so that the error is raised only once
         raise ValueError(
             f"the parameter {name} was changed, in a forward or backward pass or between steps, "
             f"where ZeRO only lends it (stage 3, and bf16 in any stage): change it after step(), "
@@ -92,5 +95,5 @@ class Changes:
 
 
 def _differ(one: Tensor, other: Tensor) -> bool:
-    """Whether any bit does; by value NaN would differ from itself."""
+    """Return whether any bit differs; by value NaN would differ from itself."""
     return not torch.equal(element_bytes(one), element_bytes(other))

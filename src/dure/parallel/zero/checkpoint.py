@@ -1,14 +1,14 @@
-"""Checkpoints of which every rank writes a part, and that any number of ranks can read.
+"""Checkpoints of which every rank writes a part, and which any number of ranks can read.
 
     folder/00002-of-00004.safetensors    rank 2's pieces: "weights/<name>" and "state/<key>/<name>",
-                                         runs of elements; which runs they are is in the metadata
-    folder/rest.safetensors              what is not divided, such as buffers
-    folder/index.json                    version, names, shapes, the optimizer's settings, how many
+                                         runs of elements; the metadata has their positions
+    folder/rest.safetensors              tensors that are not divided, such as buffers
+    folder/index.json                    version, names, shapes, the optimizer's settings, number of
                                          ranks, checksums (CRC-32) of the files and of the index;
                                          written last
 
-A reader takes from each file the elements that it needs, so that no rank needs room for more than
-its share. Checksums are compared before: of N ranks each reads every N-th file for that.
+A reader takes from each file only the elements that it needs, so that a rank needs memory for its
+share only. Checksums are compared first: each of N ranks reads every N-th file for that purpose.
 """
 
 from __future__ import annotations
@@ -36,47 +36,47 @@ from dure.record.seal import checksum, checksum_of
 from dure.record.weights import TensorFile, pairs_in, weights_from_bytes
 
 VERSION = 2
-"""Of the index. Before it had one, in version 1, runs were pairs [start, stop]."""
+"""Version of the index. In version 1, whose index has no number, runs were pairs [start, stop]."""
 
 _SETTINGS = "settings/"
 _REST = "rest.safetensors"
 
 
 def file_of(rank: int, ranks: int) -> str:
-    """The name of a rank's file in a checkpoint of so many ranks."""
+    """Return the file name of a rank's part in a checkpoint of `ranks` ranks."""
     return f"{rank:05d}-of-{ranks:05d}.safetensors"
 
 
 def save(
     folder: Path, model: nn.Module, shares: Sequence[Share], division: Division, group: Group
 ) -> None:
-    """Writes this rank's part; all ranks call it, on a folder that all of them see.
+    """Write this rank's part of a checkpoint to a folder that all ranks share. All ranks call it.
 
-    A checkpoint that is there already stays whole until all parts of the new one are written; only
-    while these take the places of the older ones there is none. What one rank cannot write, all
-    ranks raise an error about.
+    An existing checkpoint stays valid until all parts of the new checkpoint are written. Only
+    during the renames that follow is there no valid checkpoint. If a rank cannot write, all ranks
+    raise.
     """
     # Rank 0 may name the parts in an index only when all of them are there.
     with agreed(group, "waiting for all parts of a checkpoint"):
         folder.mkdir(parents=True, exist_ok=True)
         pieces = Summed(_part(shares, division))
         write_atomically(_new(folder, file_of(group.rank, group.size)), pieces)
-    # As numbers, of which none is beyond 32 bits.
+    # Checksums travel as float64 numbers, which represent 32 bits exactly.
     told = group.all_gather_values([float(int(pieces.checksum, 16))], "checksums of a checkpoint")
     sums = [f"{int(one):08x}" for (one,) in told]
-    # Nobody goes on, to end or to write the next one, before this one is whole.
+    # No rank ends, or begins the next checkpoint, before this checkpoint is complete.
     with agreed(group, "waiting for the index of a checkpoint"):
         if group.rank == 0:
             _write_index(folder, model, shares, division, sums)
 
 
 def _new(folder: Path, name: str) -> Path:
-    """Where a part waits for the others."""
+    """Return the temporary path of a part, until all parts are written."""
     return folder / f"{name}.new"
 
 
 def _part(shares: Sequence[Share], division: Division) -> TensorFile:
-    """This rank's file."""
+    """Return the content of this rank's file."""
     tensors: dict[str, Tensor] = {}
     runs: dict[str, dict[str, int]] = {}
     numbers: dict[str, dict[str, Any]] = {}
@@ -88,7 +88,7 @@ def _part(shares: Sequence[Share], division: Division) -> TensorFile:
             if piece is None:
                 continue
             runs[name] = {"start": piece.start, "stop": piece.stop}
-            # the master: nothing is lost where parameters are gathered in fewer digits
+            # the master weights: no precision is lost if parameters are gathered in bfloat16
             tensors[f"weights/{name}"] = share.of(share.master, piece)
             for key, value in division.state_of(parts.get(index)).items():
                 if isinstance(value, Tensor):
@@ -105,16 +105,27 @@ def _write_index(
     division: Division,
     sums: Sequence[str],
 ) -> None:
-    """Write what is not divided, and the index. sums: the checksums of the ranks' files."""
+    """Write the tensors that are not divided, and the index.
+
+    Args:
+        folder: Folder of the checkpoint.
+        model: The divided model.
+        shares: This rank's shares of the model.
+        division: The divided optimizer.
+        sums: Checksums of the files of all ranks, in order of rank.
+
+    Raises:
+        RunFolderError: if the part of another rank is not in the folder.
+    """
     ranks = len(sums)
     divided = {
         id(p): name
         for share in shares
         for name, p in zip(share.block.names, share.parameters, strict=True)
     }
-    # with keep_vars, so that parameters are known by identity, shared ones by all of their names
+    # with keep_vars, so that parameters can be matched by identity, tied parameters by every name
     state = model.state_dict(keep_vars=True)
-    # JSON has no tensors: those among the settings go into the file of the rest.
+    # JSON has no tensors: tensors among the settings go into rest.safetensors.
     settings, tensors = pack_tree(division.groups())
     rest: dict[str, Leaf] = {
         name: value
@@ -140,17 +151,17 @@ def _write_index(
     pieces = Summed(TensorFile(rest))
     write_atomically(_new(folder, _REST), pieces)
     names = [_REST, *(file_of(rank, ranks) for rank in range(ranks))]
-    # A folder that is another one on each host would make a checkpoint with parts missing.
+    # A folder that is local to each host would make a checkpoint with missing parts.
     unseen = [name for name in names if not _new(folder, name).exists()]
     if unseen:
         raise RunFolderError(
             f"rank 0 does not see {_new(folder, unseen[0])}: all ranks have to write to one folder"
         )
-    # parts of two checkpoints are none: until the new index is written there is no checkpoint
+    # Parts of two checkpoints are not valid: the old index goes first, the new index comes last.
     (folder / "index.json").unlink(missing_ok=True)
     for name in names:
-        # Each rename is atomic. Files of an older checkpoint of more ranks may stay; no index names
-        # them.
+        # Each rename is atomic. Files of an older checkpoint with more ranks may remain; the index
+        # does not list them.
         _new(folder, name).rename(folder / name)
     files = {file_of(rank, ranks): one for rank, one in enumerate(sums)}
     write_atomically(
@@ -159,12 +170,15 @@ def _write_index(
 
 
 def _sealed(index: Mapping[str, Any]) -> bytes:
-    """The index with its own checksum."""
+    """Return the index as JSON, with its own checksum."""
     return json.dumps({**index, "checksum": checksum(json.dumps(index).encode())}).encode()
 
 
 def _check_sums(folder: Path, index: Mapping[str, Any], rank: int, ranks: int) -> None:
-    """Compare this rank's share of the files. Raises ValueError. Older dure wrote no checksums."""
+    """Compare the checksums of this rank's share of the files. Raises ValueError for damage.
+
+    Checkpoints of older versions have no checksums and pass.
+    """
     if "checksum" not in index:
         return
     plain = {name: value for name, value in index.items() if name != "checksum"}
@@ -176,7 +190,7 @@ def _check_sums(folder: Path, index: Mapping[str, Any], rank: int, ranks: int) -
 
 
 class _Run(NamedTuple):
-    """The elements [start, stop) of a parameter that a file has."""
+    """Elements [start, stop) of a parameter that a file has."""
 
     start: int
     stop: int
@@ -186,7 +200,7 @@ _NOTHING = _Run(0, 0)
 
 
 def _runs_of(written: Mapping[str, Any]) -> dict[str, _Run]:
-    """The runs of a file by parameter, as either version writes them."""
+    """Return the runs of a file by parameter, for both versions of the format."""
     return {
         name: _Run(**run) if isinstance(run, Mapping) else _Run(*run)
         for name, run in written.items()
@@ -203,12 +217,12 @@ def _check_version(index: Mapping[str, Any], folder: Path) -> None:
 
 
 _DAMAGE = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
-"""What reading raises of files that are missing, or hold something else; and SafetensorError."""
+"""Errors that reading raises for missing or damaged files, besides SafetensorError."""
 
 
 @contextmanager
 def _whole(folder: Path) -> Iterator[None]:
-    """Inside, what shows that the files are no whole checkpoint becomes a RunFolderError."""
+    """Context manager that raises errors of incomplete or damaged files as RunFolderError."""
     try:
         yield
     except (*_DAMAGE, SafetensorError) as error:
@@ -217,16 +231,17 @@ def _whole(folder: Path) -> Iterator[None]:
 
 
 class Checkpoint:
-    """A checkpoint to read from, as a context.
+    """Context manager that reads a checkpoint.
 
-    rank, ranks: the others compare the other files with their checksums.
+    rank, ranks: this reader checks the checksums of every file whose number is `rank` modulo
+    `ranks`.
 
-    Raises RunFolderError if there is none, or a part of it is missing or damaged.
+    Raises RunFolderError if there is no checkpoint, or if a part is missing or damaged.
     """
 
     def __init__(self, folder: Path, rank: int = 0, ranks: int = 1) -> None:
         self.folder = folder
-        # If one file cannot be opened, those that were are closed again.
+        # If a file cannot be opened, the files that were opened before are closed again.
         with _whole(folder), ExitStack() as stack:
             index = json.loads(contents(folder / "index.json"))
             _check_version(index, folder)
@@ -239,7 +254,7 @@ class Checkpoint:
                 self._files.append(stack.enter_context(safe_open(name, framework="pt")))
             self._read_index(index, rest)
             self._read_headers()
-            # All are open and read: they stay so until `__exit__`.
+            # All files are open and their headers read: they stay open until `__exit__`.
             self._open = stack.pop_all()
 
     def _read_index(self, index: Mapping[str, Any], rest: Mapping[str, Tensor]) -> None:
@@ -264,7 +279,7 @@ class Checkpoint:
         self._keys: dict[str, set[str]] = {}
         for file, has in zip(self._files, self._has, strict=True):
             # Numbers, such as a count of steps, are written by each rank that has a piece; the
-            # first rank's count.
+            # number of the lowest rank counts.
             self._numbers = {**json.loads(file.metadata()["numbers"]), **self._numbers}
             for key in has:
                 kind, _, name = key.removeprefix("state/").partition("/")
@@ -278,9 +293,10 @@ class Checkpoint:
         self._open.close()
 
     def read(self, key: str, name: str, start: int, stop: int) -> Tensor | None:
-        """The elements [start, stop) of `key` of a parameter; None if there are none.
+        """Return the elements [start, stop) of `key` of a parameter; None if there are none.
 
-        A single number comes as it is. Raises RunFolderError if some of them are missing.
+        A single number is returned as it is. Raises RunFolderError if some of the elements are
+        missing.
         """
         with _whole(self.folder):
             return self._read(key, name, start, stop)
@@ -288,12 +304,12 @@ class Checkpoint:
     def _read(self, key: str, name: str, start: int, stop: int) -> Tensor | None:
         parts = []
         for file, runs, has in zip(self._files, self._runs, self._has, strict=True):
-            # What this file has of the parameter, and what is wanted of it.
+            # The overlap of this file's run of the parameter with [start, stop).
             first, last = runs.get(name, _NOTHING)
             low = max(start, first)
             high = min(stop, last)
             if first < last and f"{key}/{name}" in has:
-                # A slice reads from the file only the elements that are asked for.
+                # A slice reads only the requested elements from the file.
                 own = file.get_slice(f"{key}/{name}")
                 if not own.get_shape():
                     return file.get_tensor(f"{key}/{name}")  # type: ignore[no-any-return]
@@ -305,13 +321,13 @@ class Checkpoint:
         whole = torch.cat(parts)
         if len(whole) != stop - start:
             raise ValueError(f"{key}/{name} has {len(whole)} of the elements {start} to {stop}")
-        # safetensors has no complex numbers: they are written as pairs
+        # safetensors has no complex numbers: they are stored as pairs of real numbers
         return torch.view_as_complex(whole) if f"{key}/{name}" in self._pairs else whole
 
     def weights(self, name: str, start: int, stop: int) -> Tensor:
-        """The elements [start, stop) of a parameter."""
+        """Return the elements [start, stop) of a parameter's weights."""
         with _whole(self.folder):
-            # a frozen parameter, which was not divided when this was written
+            # a frozen parameter, which was not divided when the checkpoint was written
             if name not in self.shapes:
                 return self.rest[name].reshape(-1)[start:stop]
             found = self._read("weights", name, start, stop)
@@ -320,9 +336,9 @@ class Checkpoint:
             return found
 
     def check_covers(self, name: str, start: int, stop: int) -> None:
-        """Raises RunFolderError unless the files have the elements [start, stop) of a parameter.
+        """Check that the files have the elements [start, stop) of a parameter.
 
-        Nothing is read but what the files say of themselves.
+        Only headers are read. Raises RunFolderError if elements are missing.
         """
         with _whole(self.folder):
             if name not in self.shapes:
@@ -340,7 +356,7 @@ class Checkpoint:
                 raise ValueError(f"the parts have {there} of the {stop - start} weights of {name}")
 
     def state_of(self, name: str, start: int, stop: int) -> dict[str, Any]:
-        """The optimizer's state of a run of elements; empty if there is none."""
+        """Return the optimizer's state of a run of elements; empty if there is none."""
         tensors = {
             key: self.read(f"state/{key}", name, start, stop)
             for key in sorted(self._keys.get(name, ()))
@@ -355,10 +371,11 @@ class Checkpoint:
 def load(
     folder: Path, model: nn.Module, shares: Sequence[Share], division: Division, group: Group
 ) -> None:
-    """Takes this rank's pieces out of a checkpoint of the same model. Every rank calls it.
+    """Load this rank's pieces from a checkpoint of the same model. Every rank calls it.
 
-    Raises RunFolderError if there is no whole checkpoint, ValueError if it is of another model or
-    optimizer: on all ranks, if any of them finds so, and before anything changes.
+    Raises RunFolderError if there is no complete checkpoint, and ValueError if the checkpoint is of
+    another model or optimizer. If any rank finds such an error, all ranks raise, and nothing
+    changes.
     """
     with ExitStack() as stack:
         with agreed(group, "reading a checkpoint"):
@@ -378,7 +395,7 @@ def load(
             share.fill(checkpoint.weights)
         divided = {id(parameter) for share in shares for parameter in share.parameters}
         for name, parameter in model.named_parameters():
-            if id(parameter) not in divided:  # frozen ones are divided in stage 3 only
+            if id(parameter) not in divided:  # frozen parameters are divided in stage 3 only
                 parameter.copy_(
                     checkpoint.weights(name, 0, parameter.numel()).view(parameter.shape)
                 )
@@ -389,7 +406,10 @@ def load(
 
 
 def _check_weights(model: nn.Module, shares: Sequence[Share], checkpoint: Checkpoint) -> None:
-    """Raises RunFolderError unless all is there that this rank will take."""
+    """Check that the files have all weights that this rank loads.
+
+    Raises RunFolderError otherwise.
+    """
     divided = {id(parameter) for share in shares for parameter in share.parameters}
     for name, parameter in model.named_parameters():
         if id(parameter) not in divided:
@@ -418,9 +438,9 @@ def _check_model(model: nn.Module, checkpoint: Checkpoint, folder: Path) -> None
 
 
 def read_whole(folder: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """(the model's state_dict, the optimizer's) of a checkpoint, for one process.
+    """Return the model's and the optimizer's state_dict of a checkpoint, for a single process.
 
-    Raises RunFolderError if there is no whole checkpoint.
+    Raises RunFolderError if there is no complete checkpoint.
     """
     with Checkpoint(Path(folder)) as checkpoint:
         lengths = {name: torch.Size(shape).numel() for name, shape in checkpoint.shapes.items()}

@@ -1,4 +1,4 @@
-"""Which settings, models and optimizers ZeRO takes."""
+"""Checks of the settings, models and optimizers that ZeRO supports."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from dure.parallel.zero.division import Stage
 
 
 def prefetch_of(group: Group, device: torch.device) -> int:
-    """Units gathered ahead: one, or none where ranks share memory and keep all cores busy.
+    """Return the number of units to gather ahead: 1, or 0 if ranks share memory and use all cores.
 
-    It is rank 0's choice; all ranks call it.
+    The choice is rank 0's; all ranks call this function.
     """
     here = device.type == "cpu" and len(group.hosts()) == 1 and group.backend(device) == "dure"
     # A thread that sends would take a core from a rank that computes.
@@ -34,7 +34,18 @@ def check_settings(
     *,
     reduce: str = "mean",
 ) -> None:
-    """Raises ValueError for settings that there are not."""
+    """Check the settings of ZeRO.
+
+    Args:
+        stage: Must be 1, 2 or 3.
+        precision: Must be in `PRECISIONS`.
+        prefetch: Units gathered ahead, at least 0; None for the default.
+        overlap_gather: Not with stage 3, and not with `prefetch=0`.
+        reduce: Must be "mean" or "sum".
+
+    Raises:
+        ValueError: for an unknown value or a combination that is not supported.
+    """
     if stage not in get_args(Stage):
         raise ValueError(f"ZeRO has no stage {stage}; choose 1, 2 or 3")
     if precision not in PRECISIONS:
@@ -59,9 +70,10 @@ def check_settings(
 
 
 def check_model(model: nn.Module, optimizer: Optimizer) -> torch.device:
-    """The model's device.
+    """Check that a model can be divided and that the optimizer is for its parameters.
 
-    Raises ValueError if the model cannot be divided, or is not what the optimizer is for.
+    Returns the model's device. Raises ValueError if the model has no trainable parameter, has
+    parameters on several devices, or if the optimizer has other parameters.
     """
     parameters = {id(parameter): parameter for parameter in model.parameters()}
     if not any(parameter.requires_grad for parameter in parameters.values()):

@@ -1,7 +1,7 @@
-"""Memory that all ranks of a host map: what one of them writes, the others read where it lies.
+"""Shared memory that all ranks of a host map, so that data need no copies.
 
-It is a file without a name (memfd), which vanishes with the last process that maps it, however that
-process ends.
+The memory is an anonymous file (memfd), which vanishes with the last process that maps it, even if
+that process is killed.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _LINE = 64
 
 
 def common_memory(group: Group, nbytes: int) -> Tensor | None:
-    """Bytes, zeros, that are the same on all ranks; None where the ranks do not share memory.
+    """Return zeroed bytes that all ranks share; None if the ranks cannot share memory.
 
-    All ranks call it. They do if the backend is dure and all of them are on one host, and may open
-    each other's files.
+    Ranks can share memory if the backend is dure, all ranks are on the same host, and a rank may
+    open the files of another rank's process. All ranks call this function.
     """
-    # alone there is nobody to share with, and plain memory will do
+    # a single rank needs no shared memory
     if group.size == 1:
         return torch.zeros(nbytes, dtype=torch.uint8)
     if nbytes == 0 or group.backend(torch.device("cpu")) != "dure" or len(group.hosts()) > 1:
@@ -39,7 +39,7 @@ def common_memory(group: Group, nbytes: int) -> Tensor | None:
     pid, theirs = group.all_gather_values(
         [float(os.getpid()), float(descriptor)], "sharing memory"
     )[0]
-    # a system may forbid that one process opens another's files; all ranks have to know of it
+    # a system may forbid that a process opens another's files; all ranks must learn of a failure
     mapped: Tensor | None = None
     try:
         if group.rank != 0:
@@ -47,18 +47,18 @@ def common_memory(group: Group, nbytes: int) -> Tensor | None:
         mapped = Mapping(descriptor, nbytes).tensor()
     except (OSError, ValueError):
         mapped = None
-    # Only after this do all ranks know the same; it also keeps rank 0 from closing the file too
-    # early.
+    # After this exchange all ranks decide alike; it also keeps rank 0 from closing the file before
+    # the others have mapped it.
     told = group.all_gather_values([float(mapped is not None)], "sharing memory")
     everywhere = all(row[0] for row in told)
-    # A mapping outlives its descriptor.
+    # A mapping stays valid after its descriptor is closed.
     if descriptor >= 0:
         os.close(descriptor)
     return mapped if everywhere else None
 
 
 class Slices:
-    """Hands out pieces of common memory, each on a cache line of its own."""
+    """Allocator of pieces of common memory, each aligned to a cache line."""
 
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory
@@ -66,11 +66,14 @@ class Slices:
 
     @staticmethod
     def room(nbytes: int) -> int:
-        """Bytes that a piece takes, up to the end of its last cache line."""
+        """Return the bytes that a piece occupies, up to the end of its last cache line."""
         return -(-nbytes // _LINE) * _LINE
 
     def take(self, elements: int, dtype: torch.dtype) -> Tensor:
-        """The next piece; all ranks take the same ones in the same order, and so share them."""
+        """Return the next piece.
+
+        All ranks take the same pieces in the same order, and so share each piece.
+        """
         nbytes = elements * dtype.itemsize
         piece = self.memory[self.at : self.at + nbytes]
         self.at += self.room(nbytes)

@@ -1,6 +1,6 @@
-"""A model's parameters become shares.
+"""Conversion of a model's parameters to shares.
 
-Here it is decided which units and blocks there are, and in which precision they are computed with.
+This module decides on the units and blocks, and on the precision in which parameters are gathered.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ PRECISIONS: tuple[str, ...] = get_args(Precision)
 
 
 class Cut(NamedTuple):
-    """A unit that was cut.
+    """A unit after the division.
 
-    modules: names of those that need it. shares: of its blocks. around: whether other units are
-    used within.
+    modules: names of the modules that need the unit. shares: the shares of its blocks. around:
+    whether other units are used within the unit.
     """
 
     modules: list[str]
@@ -48,13 +48,22 @@ def divide(
     alone: int = ALONE,
     memory: Callable[[int, torch.dtype], Tensor] | None = None,
 ) -> list[Cut]:
-    """Takes the parameters over; returns the units.
+    """Divide the parameters of a model over the ranks and return its units. All ranks call it.
 
-    In stages 1 and 2 frozen parameters stay as they are, unless they are shortened.
+    In stages 1 and 2 frozen parameters stay as they are, unless their precision is reduced.
 
-    common: whether stage 3 may keep parameters in memory that all ranks read, where they can.
-    alone: elements from which on a parameter is a block of its own. memory: makes so many elements
-    for a share; by default memory that others are sent from. All ranks call it.
+    Args:
+        model: The model, whose parameters become shares.
+        stage: Stage of ZeRO.
+        group: The ranks.
+        precision: "bf16" gathers parameters in bfloat16.
+        units: Which parameters are gathered together (`dure.parallel.zero.units`).
+        common: Whether stage 3 may use memory that all ranks read, if the ranks can share memory.
+        alone: Number of elements from which on a parameter is a separate block.
+        memory: Allocates the elements of a share; by default memory that messages are sent from.
+
+    Returns:
+        The units that have elements, in the order of the plan.
     """
     named = dict(model.named_parameters())
     short = _shortened(model) if precision == "bf16" else {}
@@ -63,16 +72,16 @@ def divide(
         # Without elements there is nothing to divide, gather or send.
         names = [name for name in plan.parameters if named[name].numel()]
         names = [name for name in names if named[name].requires_grad or stage == 3 or name in short]
-        # the dtype in which each is gathered; its own where it is not shortened
+        # the dtype in which each parameter is gathered
         dtypes = [short.get(name, named[name].dtype) for name in names]
         planned.append(
             (plan, blocks_of([(name, named[name]) for name in names], group.size, dtypes, alone))
         )
     device = next(iter(named.values())).device
-    # Whether the ranks share memory is asked next, and together.
+    # `_slices` finds out together with the other ranks whether they share memory.
     common = common and stage == 3 and device.type == "cpu"
-    # All shares lie in one piece of common memory: to make it, and to learn that all can, costs two
-    # exchanges, whatever the number of blocks.
+    # All shares are in a single piece of common memory: its creation costs two exchanges, whatever
+    # the number of blocks.
     slices = (
         _slices([block for _, blocks in planned for block in blocks], group) if common else None
     )
@@ -88,7 +97,7 @@ def divide(
             else:
                 room = _sent_from(elements, block.dtype, group, device)
         made = Share(block, parameters, group.rank, room, common=slices is not None)
-        # What was read of parameters that lie in files (`dure.memory.mapped`) leaves memory.
+        # Pages of memory-mapped parameters (`dure.memory.mapped`) that were read leave memory.
         release(map(elements_of, parameters))
         return made
 
@@ -107,16 +116,16 @@ def _slices(blocks: list[Block], group: Group) -> Slices | None:
 
 
 def _sent_from(elements: int, dtype: torch.dtype, group: Group, device: torch.device) -> Tensor:
-    """Memory that others are sent from: shared where the backend is dure."""
+    """Return memory to send from: shared memory if the backend is dure."""
     if group.size > 1 and elements and group.backend(device) == "dure":
         return empty_shared(elements, dtype=dtype)
     return torch.empty(elements, dtype=dtype, device=device)
 
 
 def _shortened(model: nn.Module) -> dict[str, torch.dtype]:
-    """The parameters that are computed with in bfloat16.
+    """Return the parameters that are computed with in bfloat16, with that dtype.
 
-    Norms with running statistics keep their digits.
+    Norms with running statistics keep their precision.
     """
     norms = [module for module in model.modules() if isinstance(module, _NormBase)]
     kept = {id(parameter) for module in norms for parameter in module.parameters(recurse=False)}
@@ -128,10 +137,10 @@ def _shortened(model: nn.Module) -> dict[str, torch.dtype]:
 
 
 def shorten_numbers(model: nn.Module, rests: Callable[[], bool]) -> None:
-    """From now on inputs of the model become bfloat16, and its outputs float32 again.
+    """Add hooks that convert the model's inputs to bfloat16 and its outputs to float32.
 
-    rests: tells whether the parameters are whole and in their own dtype, so that inputs have to
-    stay in theirs.
+    rests: returns whether the parameters are whole and in their own dtype; inputs are not converted
+    then.
     """
 
     def shorten(module: nn.Module, args: Any, kwargs: Any) -> Any:

@@ -1,13 +1,14 @@
-"""Stage 3: units are gathered just before they are used, and freed after it.
+"""Stage 3: units are gathered just before they are used, and freed after use.
 
-A unit is gathered into a buffer, of which its parameters become views; when it is freed they are
-`Away`. What autograd saves of them for the backward pass is kept as a place in the unit and not as
-memory, and read from the buffer that the unit then has (torch's saved-tensor hooks). A unit is
-freed in backward when all its gradients are there and nothing in the graph needs it; before that
-some module of it may come again, such as a part whose activations are computed anew.
+A unit is gathered into a buffer, and its parameters become views of the buffer; after the unit is
+freed they are `Away`. For views of parameters that autograd saves for backward, an offset in the
+unit is stored instead of memory, and read from the unit's buffer of that time (torch's saved-tensor
+hooks). A unit is freed in backward when all its gradients are complete and nothing in the graph
+needs it; before that time some of its modules may run again, such as a part whose activations are
+recomputed.
 
-A unit is used from the first call of one of its modules to the end of the last. What a module gives
-back may be a view of a parameter; then the unit stays until the forward pass ends.
+A unit is in use from the first call of its modules to the end of the last call. The output of a
+module may be a view of a parameter; the unit then stays until the forward pass ends.
 """
 
 from __future__ import annotations
@@ -31,10 +32,11 @@ from dure.parallel.zero.wire import Wire
 class Unit:
     """Shares that are gathered together.
 
-    calls: of its modules in this forward pass. saved: places that autograd keeps. stays: until the
-    end of the pass. always_stays: so in every forward pass. complete: all its gradients of this
-    backward pass are there. comes_again: a backward pass needed it after it was freed. whole: one
-    buffer a share, where it is gathered or on its way. handles: while it is on its way.
+    calls: calls of its modules in this forward pass. saved: views of its parameters that autograd
+    has saved. stays: the unit stays until the end of the pass. always_stays: it does so in every
+    forward pass. complete: all gradients of this backward pass are there. comes_again: a backward
+    pass needed the unit after it was freed. whole: a buffer for each share while the unit is
+    gathered or on its way. handles: transfers while the unit is on its way.
     """
 
     def __init__(self, number: int, modules: list[nn.Module], shares: list[Share]) -> None:
@@ -54,12 +56,12 @@ class Unit:
 
     @property
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Those of all its shares."""
+        """Parameters of all shares of the unit."""
         for share in self.shares:
             yield from share.parameters
 
     def give(self, share: int, elements: Sequence[Tensor]) -> None:
-        """Gives the parameters of a share their elements."""
+        """Set the elements of a share's parameters."""
         for parameter, kind, own in zip(
             self.shares[share].parameters, self.kinds[share], elements, strict=True
         ):
@@ -67,28 +69,25 @@ class Unit:
 
     @property
     def frozen(self) -> bool:
-        """Whether it has parameters without gradients.
-
-        Nothing tells when backward is done with those.
-        """
+        """Whether the unit has frozen parameters, whose last use no gradient marks."""
         return any(not share.block.trained for share in self.shares)
 
 
 def tensors_in(outputs: Any, depth: int = 3) -> Iterator[Tensor]:
-    """The tensors in what a module gives back.
+    """Yield the tensors in the output of a module.
 
-    They may lie in containers, and in objects of classes that torch does not know.
+    They may be in containers, and in attributes of objects, to a nesting of `depth` objects.
     """
     for leaf in tree_leaves(outputs):
         if isinstance(leaf, Tensor):
             yield leaf
-        # to a depth, since objects may refer to each other
+        # the depth is limited, because objects may refer to each other
         elif depth and hasattr(leaf, "__dict__") and not isinstance(leaf, (nn.Module, type)):
             yield from tensors_in(list(vars(leaf).values()), depth - 1)
 
 
 class _Saved:
-    """What autograd keeps instead of a view of a parameter."""
+    """Placeholder that autograd saves instead of a view of a parameter: an offset and strides."""
 
     __slots__ = ("gathering", "number", "offset", "share", "size", "stride", "unit")
 
@@ -102,31 +101,28 @@ class _Saved:
         unit.saved += 1
 
     def __del__(self) -> None:
-        # Autograd drops what it has kept as soon as a node is done, and so tells when the unit is
-        # free.
+        # Autograd drops saved objects as soon as a node is done, which shows when the unit is free.
         self.unit.saved -= 1
         if not self.unit.saved:
             self.gathering.unneeded(self.unit)
 
 
 class Keeper(Protocol):
-    """Keeps what autograd keeps of activations."""
+    """Interface that replaces the activations which autograd saves, such as by files."""
 
     def pack(self, tensor: Tensor) -> Any:
-        """What autograd is to hold in place of a tensor."""
+        """Return the object that autograd saves in place of a tensor."""
 
     def unpack(self, held: Any) -> Tensor:
-        """The inverse of `pack`."""
+        """Return the tensor of an object that `pack` returned."""
 
 
 class Gathering:
-    """All units of a model on one rank, gathered and freed.
+    """All units of a model on this rank, which are gathered and freed.
 
-    need: called with a unit that a module needs; set by whoever decides when units are gathered.
-    changes: tells whether a pass has changed what it was lent.
-
-    here: whether all parameters are, so that nothing has to be asked
-    (`dure.parallel.zero.in_place`).
+    need: called with a unit that a module needs; set by `Passes`. changes: detects whether a pass
+    has changed gathered parameters. here: whether all parameters are available, so that no unit
+    needs to be gathered (`dure.parallel.zero.in_place`).
     """
 
     in_place = False
@@ -138,19 +134,19 @@ class Gathering:
         self.pool = pool
         self.changes = changes
         self.in_backward = False
-        # by address of a buffer's storage: the unit and share that lie in it
+        # by address of a buffer's storage: the unit and share in this buffer
         self._where: dict[int, tuple[Unit, int]] = {}
         self.need: Any = None
         self.keeper: Keeper | None = None
-        """Of what is no parameter; None leaves it to autograd."""
+        """Replacement of saved tensors other than parameters; None leaves them to autograd."""
         for unit in units:
             self.send_away(unit)
 
     def bring(self) -> None:
-        """All parameters may be used from now on, where they are `in_place`."""
+        """Make all parameters available from now on, if they are `in_place`."""
 
     def issue(self, unit: Unit) -> None:
-        """Begins to gather a unit."""
+        """Start the all-gathers of a unit."""
         assert unit.whole is None
         unit.whole = [
             self.pool.take(share.block.padded, share.block.dtype) for share in unit.shares
@@ -161,28 +157,28 @@ class Gathering:
         ]
 
     def arrive(self, unit: Unit) -> None:
-        """Waits for a unit that was issued, and gives its parameters their elements."""
+        """Wait for the all-gathers of a unit, and set the elements of its parameters."""
         if unit.handles is None:
             return
         for handle in unit.handles:
             self.wire.wait(handle, "parameters")
         unit.handles = None
-        # This rank's own chunks may lie in files (`ZeroRedundancy`), and were read to be sent.
+        # This rank's chunks may be memory-mapped files (`ZeroRedundancy`), which were read to send.
         release(share.own for share in unit.shares)
         assert unit.whole is not None
-        # Views that are made in inference mode could not be used for training afterwards.
+        # Views that are created in inference mode could not be used for training afterwards.
         with torch.inference_mode(False), torch.no_grad():
             for number, (share, whole) in enumerate(zip(unit.shares, unit.whole, strict=True)):
                 self._where[whole.untyped_storage().data_ptr()] = unit, number
                 unit.give(number, share.views(whole))
 
     def free(self, unit: Unit) -> None:
-        """Gives back the buffers of a unit, wherever it is."""
+        """Free the buffers of a unit that is gathered or on its way."""
         if unit.whole is None:
             return
         if unit.handles is not None:
-            # On its way: others count on the message, and the buffer must not be used before it has
-            # come.
+            # On its way: other ranks need the message, and the buffer must not be reused before the
+            # message has arrived.
             for handle in unit.handles:
                 self.wire.wait(handle, "parameters")
             unit.handles = None
@@ -196,16 +192,16 @@ class Gathering:
         unit.stays = False
 
     def free_all(self) -> None:
-        """Frees every unit that is here or on its way."""
+        """Free every unit that is gathered or on its way."""
         for unit in self.units:
             self.free(unit)
 
     def send_away(self, unit: Unit) -> None:
-        """Takes the elements from a unit's parameters."""
+        """Remove the elements of a unit's parameters."""
 
         def fetch(parameter: nn.Parameter) -> None:
             self.need(unit)
-            # a module that is not of the unit needs it, and does not tell for how long
+            # a module outside the unit needs it, and no hook shows for how long
             unit.stays = True
             unit.always_stays = True
 
@@ -215,7 +211,10 @@ class Gathering:
                     send_away(parameter, fetch, self.in_place)
 
     def lies_in(self, tensor: Tensor) -> tuple[Unit, int] | None:
-        """The unit, and its share, in whose buffer a tensor lies."""
+        """Return the unit, and the share's index, whose buffer a tensor is in.
+
+        None for other tensors.
+        """
         if tensor.layout != torch.strided:
             return None
         try:
@@ -223,34 +222,34 @@ class Gathering:
         except (
             NotImplementedError,
             RuntimeError,
-        ):  # tensors without memory of their own, such as nested or fake ones
+        ):  # tensors without their own memory, such as nested or fake tensors
             return None
 
     def called(self, unit: Unit, outputs: Any) -> None:
-        """A module of the unit has returned, in a forward pass."""
+        """Record that a module of the unit has returned in forward; free the unit if possible."""
         unit.calls += 1
         for output in tensors_in(outputs):
             if (found := self.lies_in(output)) is not None:
                 found[0].stays = True
-        # All of its modules have been called, so it is not used again until backward. One that is
+        # All modules have been called, so the unit is not used again until backward. A unit that is
         # called more often is gathered again, and then stays.
         if unit.calls >= len(unit.modules) and not (unit.stays or unit.always_stays):
             self.free(unit)
 
     def own_memory(self, outputs: Any) -> Any:
-        """The outputs, copied where they lie in a buffer."""
+        """Return the outputs, with copies of tensors that are in a buffer."""
         return tree_map_only(
             Tensor, lambda output: output.clone() if self.lies_in(output) else output, outputs
         )
 
-    # What autograd saves.
+    # Tensors that autograd saves.
 
     def count(self) -> None:
-        """Counts what a pass reads, where that is not sent."""
+        """Count the bytes that a pass reads instead of receiving, if parameters are `in_place`."""
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Inside, autograd keeps places in units instead of their memory."""
+        """Context manager: autograd saves offsets in units instead of views of parameters."""
         with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
             yield
 
@@ -269,16 +268,16 @@ class Gathering:
         if not isinstance(kept, _Saved):
             tensor: Tensor = kept if self.keeper is None else self.keeper.unpack(kept)
             return tensor
-        # in backward: it may have to be gathered now
+        # in backward: the unit may have to be gathered now
         self.need(kept.unit)
         assert kept.unit.whole is not None
         view = kept.unit.whole[kept.number].as_strided(kept.size, kept.stride, kept.offset)
         return (
             view.clone() if torch.is_grad_enabled() else view
-        )  # a graph of gradients keeps it beyond this pass
+        )  # a graph of gradients (create_graph) needs the tensor after this pass
 
     def begin_backward(self) -> None:
-        """A backward pass begins: from now on units are freed when they are complete."""
+        """Begin a backward pass, in which complete units are freed."""
         self.in_backward = True
         for unit in self.units:
             # A unit without trained parameters has no gradients to wait for, unless it was once
@@ -288,14 +287,14 @@ class Gathering:
             )
 
     def unneeded(self, unit: Unit) -> None:
-        """Autograd keeps no place in this unit any more."""
-        # Outside of backward a graph that is dropped frees nothing: the forward pass may still use
-        # the unit.
+        """Free a unit that autograd no longer needs, in backward, if its gradients are complete."""
+        # Outside backward the end of a graph frees nothing: the forward pass may still use the
+        # unit.
         if self.in_backward and unit.complete and unit.handles is None and not unit.stays:
             self.free(unit)
 
     def complete(self, unit: Unit) -> None:
-        """All gradients of the unit are there."""
+        """Record that all gradients of the unit are complete; free the unit if possible."""
         unit.complete = True
         if not unit.saved and not (unit.stays and unit.frozen):
             self.free(unit)

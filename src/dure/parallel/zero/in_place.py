@@ -1,8 +1,8 @@
-"""Stage 3 where all ranks share memory (the backend dure, on one host).
+"""Stage 3 for ranks that share memory (the backend dure, on one host).
 
-Nothing is gathered, and nothing is copied. The parameters are views of the memory in which every
-rank keeps its chunk. They are all there from the beginning of a pass to its end, and outside of
-passes only kept from being used.
+Nothing is gathered or copied. The parameters are views of the memory that holds the chunks of all
+ranks. All parameters are available from the beginning of a pass to its end; outside passes only
+their use is prevented.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from dure.parallel.zero.wire import Wire
 
 
 class InPlace(Gathering):
-    """All units of a model on one rank, in memory that all ranks read."""
+    """All units of a model on this rank, in memory that all ranks read."""
 
     in_place = True
 
     def __init__(self, units: list[Unit], wire: Wire, pool: Pool, changes: Changes) -> None:
-        # Before the parent sends the parameters away: from then on their memory stays, and only
-        # their class changes.
+        # Before the parent class removes the elements: from then on their memory stays, and only
+        # the class of the parameters changes.
         for unit in units:
             for share in unit.shares:
                 share.install()
@@ -39,14 +39,14 @@ class InPlace(Gathering):
                 self._kinds += zip(share.parameters, kinds, strict=True)
 
     def bring(self) -> None:
-        """All parameters may be used from now on."""
+        """Make all parameters available from now on."""
         if not self.here:
             self.here = True
             for parameter, kind in self._kinds:
                 parameter.__class__ = kind
 
     def free_all(self) -> None:
-        """Nothing is freed: parameters are only kept from being used, until the next pass."""
+        """Prevent the use of parameters until the next pass; no memory is freed."""
         if self.here:
             self.changes.compare()
             self.here = False
@@ -54,26 +54,26 @@ class InPlace(Gathering):
                 parameter.__class__ = Away
 
     def called(self, unit: Unit, outputs: Any) -> None:
-        """It stays, as do all others."""
+        """Do nothing: units stay until the end of the pass."""
 
     def count(self) -> None:
-        """Each takes what is not its own, once a pass, as if it had been sent."""
+        """Count the bytes of the other ranks' chunks, once a pass, as if they had been sent."""
         for unit in self.units:
             for share in unit.shares:
                 self.wire.count(share.own)
 
     def own_memory(self, outputs: Any) -> Any:
-        """As they are: the memory of parameters stays."""
+        """Return the outputs unchanged: the memory of parameters stays."""
         return outputs
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """What autograd saves stays where it lies."""
+        """Context manager without effect: autograd saves views, whose memory stays."""
         yield
 
     def begin_backward(self) -> None:
-        """Units stay, so nothing has to be noted of them."""
+        """Begin a backward pass; units need no preparation, because they stay."""
         self.in_backward = True
 
     def complete(self, unit: Unit) -> None:
-        """It stays."""
+        """Do nothing: units stay until the end of the pass."""

@@ -1,12 +1,11 @@
-"""Optimizers that update a rank's pieces, and how their state becomes whole again.
+"""Optimizers that update a rank's pieces, and the collection of their whole state.
 
-An optimizer is divided by giving its parameter groups the pieces instead of the parameters, so all
-its settings, and the objects that hold it (a scheduler of learning rates), stay as they are. That
-is right for optimizers that treat every element for itself; others are refused
-(`dure.parallel.divisible`).
+An optimizer is divided by replacing the parameters of its groups with the pieces. Its settings, and
+objects that refer to the optimizer (such as a scheduler of learning rates), stay as they are. This
+is right for element-wise optimizers; others are refused (`dure.parallel.divisible`).
 
-The whole state has the form of `Optimizer.state_dict()` over the undivided parameters, and so loads
-into the same optimizer of one process, of DataParallel, and of ZeRO on any number of ranks.
+The whole state has the form of `Optimizer.state_dict()` over the undivided parameters. It therefore
+loads into the same optimizer of one process, of DataParallel, and of ZeRO on any number of ranks.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from dure.tensors.optimizer_state import load_optimizer
 
 
 class Division:
-    """An optimizer whose groups hold this rank's pieces.
+    """An optimizer whose parameter groups have this rank's pieces.
 
     original: the undivided parameters of each group, in order.
     """
@@ -50,14 +49,14 @@ class Division:
         for group in optimizer.param_groups:
             parameters = list(group["params"])
             self.original.append(parameters)
-            # A parameter of which this rank has no piece leaves the group here; the group remains,
-            # with its settings.
+            # A parameter without a piece on this rank leaves the group; the group remains, with its
+            # settings.
             group["params"] = [
                 held[id(parameter)].part for parameter in parameters if id(parameter) in held
             ]
         for parameters in self.original:
             for parameter in parameters:
-                # An optimizer that has made steps before brings its state along.
+                # An optimizer that has made steps before has state to divide.
                 state = optimizer.state.pop(parameter, None)
                 if state is not None and id(parameter) in held:
                     optimizer.state[held[id(parameter)].part] = _divided(
@@ -66,17 +65,17 @@ class Division:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The undivided parameters in the order of the groups."""
+        """Undivided parameters in the order of the groups."""
         return [parameter for group in self.original for parameter in group]
 
     def state_dict(self, group: Group, shelf: Shelf = IN_MEMORY) -> dict[str, Any]:
-        """The whole state on rank 0, elsewhere without that of the parameters. All ranks call it.
+        """Return the whole state on rank 0; on other ranks only the settings. All ranks call it.
 
-        What comes from others goes into its place on the shelf, a few million bytes at a time.
+        Tensors of other ranks go to their place on the shelf, a few million bytes at a time.
         """
         mine = _Rows(self)
         told = group.gather_bytes(tree_to_bytes(mine.rows))
-        # Elsewhere than on rank 0 nothing is told, and so nothing is made room for.
+        # Only rank 0 receives the rows of the others and allocates the whole state.
         whole = _Whole(shelf)
         for rows in [mine.rows, *map(tree_from_bytes, told[1:])] if group.rank == 0 else []:
             whole.make_room(rows)
@@ -87,12 +86,12 @@ class Division:
         return {"state": dict(sorted(whole.state.items())), "param_groups": self.groups()}
 
     def state_of(self, part: nn.Parameter | None) -> Mapping[str, Any]:
-        """The state of a piece, if it has any."""
+        """Return the state of a piece; empty if there is none."""
         found: Mapping[str, Any] = self.optimizer.state.get(part, {}) if part is not None else {}
         return found
 
     def groups(self) -> list[dict[str, Any]]:
-        """The settings, with the numbers of the parameters as in a state_dict of torch."""
+        """Return the groups' settings, with parameters numbered as in torch's state_dict."""
         groups = []
         first = 0
         for settings, parameters in zip(self.optimizer.param_groups, self.original, strict=True):
@@ -104,9 +103,9 @@ class Division:
         return groups
 
     def load_state_dict(self, whole: Mapping[str, Any]) -> None:
-        """Takes this rank's pieces of a whole state, which every rank gives.
+        """Load this rank's pieces of a whole state, which is given on every rank.
 
-        Raises ValueError if it is that of an optimizer over other parameters.
+        Raises ValueError if the state is that of an optimizer over other parameters.
         """
         sizes = [len(group["params"]) for group in whole["param_groups"]]
         if sizes != [len(parameters) for parameters in self.original]:
@@ -130,13 +129,13 @@ class Division:
     def load_parts(
         self, states: Mapping[int, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]
     ) -> None:
-        """Takes the states of this rank's pieces, by their id, and the settings of the groups.
+        """Load the states of this rank's pieces, by the piece's id, and the settings of the groups.
 
-        Raises ValueError if there are not as many groups.
+        Raises ValueError if the number of groups differs.
         """
         self.check_groups(groups)
-        # torch's load_state_dict knows parameters by their number through all groups: pieces are
-        # numbered in the same way.
+        # torch's load_state_dict numbers parameters through all groups; pieces are numbered in the
+        # same way.
         mine: dict[int, Any] = {}
         settings = []
         first = 0
@@ -150,7 +149,7 @@ class Division:
         load_optimizer(self.optimizer, {"state": mine, "param_groups": settings})
 
     def check_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Raises ValueError if a state of so many groups is not the optimizer's."""
+        """Check that a state has as many groups as the optimizer. Raises ValueError otherwise."""
         if len(groups) != len(self.optimizer.param_groups):
             raise ValueError(
                 f"this state has {len(groups)} parameter groups, the optimizer "
@@ -159,17 +158,17 @@ class Division:
 
 
 def _divided(state: Mapping[str, Any], shape: Sequence[int], held: Held) -> dict[str, Any]:
-    """The piece of one parameter's state.
+    """Return the state of a piece, from the state of its parameter.
 
-    Tensors of the parameter's shape are cut; single numbers stay as they are.
+    Tensors of the parameter's shape are cut; other values stay as they are.
     """
     piece = held.piece
 
     def cut(value: Any) -> Any:
         if not isinstance(value, (Tensor, OnDisk)):
             return value
-        # Without dimensions there is nothing to cut: a count of steps, or the state of a single
-        # number.
+        # A tensor without dimensions is not cut: a count of steps, or the state of a parameter with
+        # a single element.
         if tuple(value.shape) == tuple(shape) and value.dim():
             return elements(value, piece.start, piece.stop).clone()
         return in_memory(value).clone()
@@ -178,10 +177,11 @@ def _divided(state: Mapping[str, Any], shape: Sequence[int], held: Held) -> dict
 
 
 class _Rows:
-    """What a rank has of the optimizer's state.
+    """The optimizer's state on this rank, as rows for rank 0 and tensors.
 
-    rows: for each piece the number of its parameter, the parameter's shape, and what there is by
-    name: either a single number, or the dtype of a tensor. tensors: these, by "number start name".
+    rows: for each piece, the number of its parameter, the parameter's shape, and its state: for
+    each name either a single number, or the dtype of a tensor. tensors: the tensors, by "number
+    start name".
     """
 
     def __init__(self, division: Division) -> None:
@@ -190,7 +190,7 @@ class _Rows:
         number_of = {id(parameter): n for n, parameter in enumerate(division.parameters)}
         for share in division.shares:
             for held in share.held:
-                # A trained parameter may not be the optimizer's.
+                # The optimizer may not have every trained parameter.
                 number = number_of.get(id(share.parameters[held.place]))
                 if number is not None:
                     shape = share.block.shapes[held.place]
@@ -204,20 +204,20 @@ class _Rows:
                 row.append([key, form_of(key, value.dtype, ()).dtype, None])
             else:
                 row.append([key, None, value])
-        # One that was never used has no state.
+        # A parameter that was never used has no state.
         if row:
             self.rows.append([number, list(shape), row])
 
 
 class _Whole:
-    """The state of the undivided optimizer, as rank 0 puts it together."""
+    """The whole state of the undivided optimizer, as rank 0 collects it."""
 
     def __init__(self, shelf: Shelf) -> None:
         self.shelf = shelf
         self.state: dict[int, dict[str, Any]] = {}
 
     def make_room(self, rows: Sequence[Sequence[Any]]) -> None:
-        """Takes a rank's rows. Single numbers are those of the first piece."""
+        """Allocate the tensors of a rank's rows. Single numbers are taken from the first piece."""
         for number, shape, row in rows:
             own = self.state.setdefault(number, {})
             for key, dtype, value in row:
@@ -225,7 +225,7 @@ class _Whole:
                     own[key] = value if dtype is None else self.shelf.place(Form(key, dtype, shape))
 
     def place(self, form: Form) -> Leaf:
-        """Where a run of elements belongs."""
+        """Return the memory of a run of elements, by "number start name"."""
         number, start, key = form.name.split(" ", 2)
         (length,) = form.shape
         return run_of(self.state[int(number)][key], int(start), int(start) + length)

@@ -1,8 +1,8 @@
-"""Forward and backward passes on one rank: hooks become messages, in the order of all ranks.
+"""Forward and backward passes on a rank: hooks send messages, in an order equal on all ranks.
 
-Hooks on the model's modules say when units are needed, hooks on parameters when gradients are
-there, and a callback of autograd when a backward pass has ended. A rank without examples takes part
-in a pass by sending what the order says.
+Hooks on the model's modules show when units are needed, hooks on parameters when gradients are
+complete, and a callback of autograd when a backward pass has ended. A rank without examples takes
+part in a pass by sending the messages of the order.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from dure.parallel.zero.reducing import Reducing
 from dure.parallel.zero.sweep import Action, Sweep, backward_order, completed, forward_order, guess
 
 VERSION = 2
-"""Of the state of `Orders`."""
+"""Version of the state of `Orders`."""
 
 
 class Orders:
-    """In which order passes send, the same on all ranks: guessed, then rank 0's.
+    """Order of the messages of a pass, equal on all ranks: a guess first, then rank 0's order.
 
-    blocks: of each unit, those that have gradients. around: units that others lie within.
+    blocks: for each unit, its blocks that have gradients. around: units that contain other units.
+    prefetch: units gathered ahead.
     """
 
     def __init__(self, blocks: list[list[int]], around: set[int], prefetch: int) -> None:
@@ -39,15 +40,20 @@ class Orders:
         self.prefetch = prefetch
         self.learned = False
         self.units = list(range(len(blocks)))
-        # Until the first pass has been seen; a guess that is wrong costs late gradients or waits,
-        # and not a wrong sum.
+        # Used until the first pass has been observed; a wrong guess costs late gradients or waits,
+        # but never a wrong sum.
         self.events = guess(self.units, blocks, around)
         self.everything = list(self.events)
 
     def forward(self) -> list[Action]:
+        """Return the order of the gathers of a forward pass."""
         return forward_order(self.units)
 
     def backward(self, gathers: bool, reduces: bool) -> list[Action]:
+        """Return the order of a backward pass.
+
+        Gathers, reduces: the kinds of messages that are sent.
+        """
         events = [
             event for event in self.events if (gathers if event.kind == "gather" else reduces)
         ]
@@ -56,17 +62,24 @@ class Orders:
     def learn(
         self, group: Group, needed: Sequence[int], events: Sequence[Action], carrier: int | None
     ) -> None:
-        """Takes over what rank 0 has seen. Bookkeeping, once: not counted by the meter."""
-        # What rank 0 did not need comes after what it did: other ranks may need it.
+        """Adopt the order that rank 0 has observed. The meter does not count the exchange.
+
+        Args:
+            group: The ranks.
+            needed: Units in the order in which this rank needed them in forward.
+            events: Gathers and reductions in the order of this rank's backward pass.
+            carrier: The block that carries the trailer, which goes last; None if there is none.
+        """
+        # Units that rank 0 did not need come last: other ranks may need them.
         units = list(dict.fromkeys([*needed, *self.units]))
         actions = completed(events, self.everything, carrier)
-        # Every rank sends as many numbers, though only rank 0's count.
+        # Every rank sends equally many numbers; only rank 0's numbers are used.
         mine = [float(number) for number in (*units, *map(_coded, actions))]
         numbers = [int(number) for number in group.all_gather_values(mine, "order")[0]]
         self._take(numbers)
 
     def state(self) -> dict[str, Any]:
-        """What was learned, for a checkpoint; `restore` takes it."""
+        """Return the learned order for a checkpoint, which `restore` accepts."""
         return {
             "version": VERSION,
             "learned": self.learned,
@@ -75,13 +88,13 @@ class Orders:
         }
 
     def restore(self, state: Mapping[str, Any] | Sequence[int]) -> bool:
-        """Goes on with what was learned before.
+        """Adopt the learned order of a checkpoint.
 
-        Returns whether anything was, for a model of as many units and blocks. Raises RunFolderError
-        for a state of another version.
+        Returns whether the state has an order for a model of as many units and blocks. Raises
+        RunFolderError for a state of another version.
 
-        Until version 2 a state was one list of numbers: units, then events as `_coded`; empty if
-        nothing was learned.
+        Until version 2 a state was a list of numbers: units, then events as `_coded`; empty if no
+        order was learned.
         """
         if not isinstance(state, Mapping):
             fits = len(state) == len(self.units) + len(self.everything)
@@ -102,7 +115,7 @@ class Orders:
         return True
 
     def _take(self, numbers: Sequence[int]) -> None:
-        """Takes over units and coded events."""
+        """Adopt units and coded events."""
         count = len(self.units)
         self.units = list(numbers[:count])
         self.events = [_decoded(number) for number in numbers[count:]]
@@ -110,21 +123,30 @@ class Orders:
 
 
 def _coded(action: Action) -> int:
-    """An action as one number: a gathering as its unit, a reduction of block b as -1 - b."""
+    """Return an action as a number: a gather as its unit, a reduction of block b as -1 - b."""
     return action.number if action.kind == "gather" else -1 - action.number
 
 
 def _decoded(number: int) -> Action:
-    """The inverse of `_coded`."""
+    """Return the action of a number, the inverse of `_coded`."""
     return Action("gather", number) if number >= 0 else Action("reduce", -1 - number)
 
 
 class Passes:
-    """The passes of one model. gathering: None in stages 1 and 2.
+    """Passes of a model on this rank.
 
-    direct: prepares gradients. hurried: whether gradients are sent while backward goes on (stages 2
-    and 3). sends: whether they are sent in this pass. rests: whether all is gathered, so that
-    nothing has to be done.
+    Args:
+        model: The divided model, which receives hooks.
+        group: The ranks.
+        gathering: Gathers and frees units; None in stages 1 and 2.
+        reducing: Sends gradients.
+        orders: Order of the messages.
+        direct: Computes large gradients in their buffers.
+        hurried: Whether gradients are sent during backward (stages 2 and 3).
+
+    Attributes:
+        sends: Whether gradients are sent in this pass.
+        rests: Whether the whole model is gathered, so that passes have nothing to do.
     """
 
     def __init__(
@@ -151,11 +173,11 @@ class Passes:
         self._unit_of = {block: unit for unit, blocks in self._blocks.items() for block in blocks}
         self.forward: Sweep | None = None
         self.backward: Sweep | None = None
-        # the outermost module of the forward pass under way; how deep in it, if it calls itself
+        # the outermost module of the running forward pass; its depth of recursive calls
         self.scope: nn.Module | None = None
         self._depth = 0
         self._handled: BaseException | None = None
-        # open during a forward pass: what autograd saves becomes places
+        # open during a forward pass: autograd saves offsets instead of views
         self._saving = ExitStack()
         self._needed: list[int] = []
         self._events: list[Action] = []
@@ -171,20 +193,20 @@ class Passes:
             self._watch_gradients()
 
     def _set_carrier(self) -> None:
-        # The block with the tail goes last: only then is it known what was used and what is late.
+        # The block with the trailer goes last: used and late parameters are known only then.
         carrier = self.reducing.choose_carrier(self.orders.events)
         self.reducing.carrier = carrier
         self.orders.events = completed(self.orders.events, [], carrier)
 
     def restore_order(self, state: Mapping[str, Any] | Sequence[int]) -> None:
-        """Goes on with what was learned before, in a model of the same units."""
+        """Adopt the learned order of a checkpoint of a model with the same units."""
         if self.orders.restore(state):
             self._set_carrier()
 
     # Hooks.
 
     def _watch_modules(self, gathering: Gathering) -> None:
-        # The model itself is watched in any case: it begins and ends a pass.
+        # The model itself always has hooks: it begins and ends a pass.
         units: dict[nn.Module, list[Unit]] = {self.model: []}
         for unit in gathering.units:
             for module in unit.modules:
@@ -196,7 +218,10 @@ class Passes:
             module.register_forward_hook(self._after(own, gathering), always_call=True)
 
     def _before_forward(self, module: nn.Module, inputs: Any) -> None:
-        """Stage 2: a forward pass of its own begins, or a part of one is computed anew."""
+        """Stage 2: end an aborted backward pass before a new forward pass.
+
+        Recomputation is ignored.
+        """
         if not self.in_backward():
             self.abandon()
 
@@ -205,13 +230,13 @@ class Passes:
             if self.rests:
                 return
             if gathering.here and self.scope is not None and self.orders.learned:
-                # in place all parameters are here, and nothing has to be noted any more
+                # in place all parameters are available, and the order is known
                 self._depth += module is self.scope
                 return
             if self.in_backward():  # recomputed activations
                 for unit in units:
                     self.need(unit)
-                    # No hook tells when the recomputed part is over.
+                    # No hook shows when the recomputed part ends.
                     unit.stays = True
                 return
             self._enter(module)
@@ -231,10 +256,10 @@ class Passes:
             self._depth -= 1
             if self._depth:
                 return None
-            # this hook is called after an error too; one that the caller was handling when the
-            # pass began does not count
+            # this hook is also called after an error; an error that the caller was handling when
+            # the pass began does not count
             failed = sys.exc_info()[1] is not self._handled
-            # The buffers are about to be freed: what the caller gets must not be a view of one.
+            # The buffers are freed next: the caller must not get views of them.
             outputs = gathering.own_memory(outputs)
             self._leave(failed)
             return outputs
@@ -242,7 +267,7 @@ class Passes:
         return untraced(after)
 
     def _look_at(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
-        """Long gradients are computed where they leave from."""
+        """Prepare large gradients to be computed in the memory that they are sent from."""
         if torch.is_grad_enabled() and not self.rests:
             self._direct.prepare(
                 output for output in tree_leaves(outputs) if isinstance(output, Tensor)
@@ -269,13 +294,13 @@ class Passes:
             if not reducing.arrived(number, index):
                 return
             if self.sends:
-                # The event is noted when the gradients are there, not when they leave: the order is
-                # learned from it.
+                # The event is recorded when the gradients are complete, not when they are sent: the
+                # order is learned from these events.
                 self._events.append(Action("reduce", number))
                 sweep.advance()
             unit = self._unit_of.get(number)
-            # A unit has several blocks where dtypes differ or parameters are long; it is complete
-            # with the last of them.
+            # A unit has several blocks if dtypes differ or parameters are long; it is complete with
+            # its last block.
             if unit is not None and all(map(reducing.ready, self._blocks[unit])):
                 assert self.gathering is not None
                 self.gathering.complete(unit)
@@ -289,7 +314,7 @@ class Passes:
             self._depth += module is self.scope
             return
         assert self.gathering is not None
-        # An error may have ended the backward pass before this.
+        # An error may have ended the previous backward pass.
         self.abandon()
         self.scope = module
         self._depth = 1
@@ -297,7 +322,7 @@ class Passes:
         if module is self.model:
             self._needed = []
             self.gathering.count()
-        # A pass of a part of the model has no order: it gathers on demand, on all ranks alike.
+        # A pass of a part of the model has no order: units are gathered on demand, by all ranks.
         if module is self.model and not self.gathering.in_place:
             self.forward = self._forward_sweep()
         self._saving.enter_context(self.gathering.saving())
@@ -319,8 +344,8 @@ class Passes:
         assert self.gathering is not None
         self._saving.close()
         self.scope = None
-        # Units that this rank did not need are gathered for those that did. After an error nothing
-        # is sent: the ranks are no longer in step anyway.
+        # Units that this rank did not need are gathered for the ranks that did. After an error
+        # nothing is sent: the ranks no longer agree on the order anyway.
         if self.forward is not None and not failed:
             self.forward.finish(self._make_room)
         self.forward = None
@@ -337,12 +362,12 @@ class Passes:
             self.gathering.issue(unit)
 
     def _make_room(self, action: Action) -> None:
-        """This rank does not need what is gathered at the end of a pass: it can go at once."""
+        """Free units gathered at the end of a pass: this rank does not need them."""
         if self.gathering is not None and action.kind == "gather":
             self.gathering.free_all()
 
     def need(self, unit: Unit) -> None:
-        """Makes the unit whole, now."""
+        """Make a unit available now: gather it, or wait for it."""
         assert self.gathering is not None
         sweep: Sweep | None = None
         if self.in_backward():
@@ -363,14 +388,14 @@ class Passes:
         if unit.whole is not None and unit.handles is None:
             return
         if sweep is not None:
-            # Its turn is over and it is not here: it was freed too early. From the next pass on it
-            # stays longer.
+            # The unit was gathered in this pass and freed too early. From the next pass on it stays
+            # longer.
             again = unit.whole is None and sweep.has_gathered(unit.number)
             sweep.need(unit.number)
             unit.always_stays |= again and self.scope is not None
             unit.comes_again |= again and self.scope is None
         if unit.whole is None:
-            # used again after it was freed, or outside of a pass of the whole model: on all ranks
+            # used again after it was freed, or outside a pass of the whole model: on all ranks
             self.gathering.issue(unit)
         self.gathering.arrive(unit)
 
@@ -378,12 +403,12 @@ class Passes:
 
     @staticmethod
     def in_backward() -> bool:
-        """Whether autograd runs a backward pass on this thread."""
-        # autograd numbers its passes; -1 is none
+        """Return whether autograd runs a backward pass on this thread."""
+        # autograd numbers its passes; -1 means none
         return torch._C._current_graph_task_id() != -1
 
     def _backward(self) -> Sweep:
-        """The pass that is under way, or begins now."""
+        """Return the order of the running backward pass; begin the pass if needed."""
         if self.backward is None:
             self._begin_backward()
             # at the end of this backward pass, when all gradients are there
@@ -406,7 +431,7 @@ class Passes:
         if self.gathering is not None:
             self.gathering.in_backward = False
             self.gathering.free_all()
-        # What this rank did not need or use: the other ranks wait for it.
+        # Send the messages that this rank did not need: the other ranks wait for them.
         self.backward.finish(self._make_room)
         if self.gathering is not None:
             self.gathering.free_all()
@@ -417,35 +442,35 @@ class Passes:
             if self.hurried and not self.orders.learned and self.group.size > 1:
                 self.orders.learn(self.group, self._needed, self._events, self.reducing.carrier)
                 self._set_carrier()
-        # last, when the ranks have ended the pass together
+        # last, after all messages of the pass: an error must not leave other ranks waiting
         if self.gathering is not None:
             self.gathering.changes.check()
 
     def reduce(self) -> None:
-        """Sends all gradients that are here, in a pass of its own."""
+        """Send all gradients of this rank, in a separate pass."""
         self._begin_backward()
         self._end_backward()
 
     def take_part(self, backward: bool) -> None:
-        """Takes part in a pass of the others, with nothing to compute.
+        """Take part in a pass of the other ranks without computing.
 
-        backward: whether a backward pass follows their forward pass.
+        backward: whether a backward pass follows the forward pass.
         """
         self.abandon()
         if self.gathering is not None:
             self.gathering.count()
             if not self.gathering.in_place:
-                # The others gather each unit once: this rank sends its chunks, and frees what it
-                # gets.
+                # The others gather each unit once: this rank sends its chunks, and frees the units
+                # that it receives.
                 self._forward_sweep().finish(self._make_room)
                 self.gathering.free_all()
         if backward and self.hurried:
             self.reduce()
 
     def abandon(self) -> None:
-        """Forgets a backward pass that an error has ended; called when none is under way.
+        """Discard a backward pass that an error ended; called while no pass is running.
 
-        Raises RuntimeError if some of its gradients had left: messages that the other ranks count,
+        Raises RuntimeError if some of its gradients were sent: messages that the other ranks count,
         or wait for, cannot be taken back.
         """
         if self.backward is None:

@@ -1,16 +1,16 @@
-"""Gradients become sums: the message of each block, the tail of the last one, late gradients.
+"""Sums of gradients over the ranks: a message for each block, the trailer, and late gradients.
 
-The message of a block is the gradient itself where a parameter is a block alone. Otherwise, and
-where messages have to lie in shared memory, gradients are copied into N rows, one for each rank; in
-shared memory the rank's own row is left out.
+If a block is a single parameter, its message is the gradient itself. Otherwise, and if messages
+have to be in shared memory, gradients are copied into N rows, a row for each rank; in shared
+memory the rank's own row is not copied.
 
-The last message of a step carries the tail (`dure.collectives.tail`), in each of its rows, because
-a reduce-scatter leaves every rank one row: the fields of the caller, and
+The last message of a step carries the trailer (`dure.collectives.tail`) in each of its rows,
+because a reduce-scatter gives every rank a row. The trailer has the fields of the caller, and
 
-    used   of each parameter          how many ranks have a gradient of it
-    late   of each block, in stage 3  how many ranks have a gradient that came after its message
+    used   for each parameter          how many ranks have a gradient of it
+    late   for each block, in stage 3  how many ranks have a gradient that missed its message
 
-A block that is late on any rank is sent once more by all.
+All ranks send a block again if it is late on any rank.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from dure.parallel.zero.wire import Later, Wire
 
 @dataclass(frozen=True)
 class Rider:
-    """What a caller sends along with every step.
+    """Numbers that a caller sends with every step.
 
-    fields: of the tail. say: gives what this rank says in them.
+    fields: the caller's fields of the trailer. say: returns this rank's numbers for these fields.
     """
 
     fields: Sequence[Field] = ()
@@ -47,14 +47,14 @@ class Rider:
 
 
 _EXACT = (torch.float32, torch.float64)
-"""Dtypes in which the numbers of a tail keep their value."""
+"""Dtypes that represent the numbers of a trailer exactly."""
 
 
 class _Sent(NamedTuple):
-    """A message under way.
+    """Message that is being sent.
 
-    into: where the sum goes. pooled: whether the message's memory goes back to the pool. adds:
-    whether the sum is added to a gradient that is there.
+    into: destination of the sum. pooled: whether the message's memory returns to the pool. adds:
+    whether the sum is added to an existing gradient.
     """
 
     share: Share
@@ -66,17 +66,26 @@ class _Sent(NamedTuple):
 
 
 class _Prepared(NamedTuple):
-    """What is used again with the same memory: where gradients go, and what sends them."""
+    """Rows and the start of their reduce-scatter, which are reused with the same memory."""
 
     rows: Rows
     begin: Callable[[Sequence[Tensor]], Handle[None]]
 
 
 class Reducing:
-    """The gradients of one rank, from autograd to the optimizer's parts.
+    """Gradients of a rank, from autograd to the optimizer's parts.
 
-    shares: of the blocks that have gradients. most: messages under way at once. rider: what the
-    caller sends along; `heard` are the sums of the tail in the last pass, by name.
+    Args:
+        shares: Shares of the blocks that have gradients.
+        wire: Sends the messages.
+        pool: Memory of the messages.
+        stage: Stage of ZeRO.
+        most: Largest number of messages in flight.
+        rider: Numbers that the caller sends with the trailer.
+
+    Attributes:
+        heard: Sums of the trailer's fields in the last pass, by name.
+        carrier: Block whose message carries the trailer; None sends the trailer separately.
     """
 
     def __init__(
@@ -100,17 +109,17 @@ class Reducing:
         self.carrier: int | None = None
         self.passes = 0
         self.some_used = False
-        # blocks of one parameter, whose gradient may be computed where it leaves from
+        # blocks of one parameter, whose gradient may be computed in the memory of its message
         self._number_of = {
             id(share.parameters[0]): n for n, share in enumerate(self.shares) if share.block.alone
         }
-        # the places that were given away for that, by block, until the gradient leaves
+        # the memory that `place_of` returned, by block, until the gradient is sent
         self._places: dict[int, Tensor] = {}
         self._prepared: dict[tuple[int, int, int, int], _Prepared] = {}
-        pool.before_change = self._prepared.clear  # so that what it drops is gone
-        # messages of stage 1 in whose rows gradients lie, until these are dropped
+        pool.before_change = self._prepared.clear  # no reference to a dropped buffer may remain
+        # messages of stage 1 whose rows are gradients, until the gradients are dropped
         self._kept: list[tuple[Tensor, Handle[None]]] = []
-        # messages that have ended here, and that other ranks may still read
+        # messages that have ended on this rank, and that other ranks may still read
         self._unread: list[tuple[Tensor, Handle[None]]] = []
         self._sent: deque[_Sent] = deque()
         self.begin()
@@ -123,12 +132,11 @@ class Reducing:
         return Tail([*fields, *own], group.rank, group.size)
 
     def choose_carrier(self, events: Sequence[Action]) -> int | None:
-        """The block that carries the tail; None if there is none that can.
+        """Return the block that carries the trailer; None if no block can carry it.
 
-        It is the last one that is copied anyway, or else the last one.
-
-        In half precision numbers do not keep their value, so where all gradients are so the tail
-        travels alone.
+        The carrier is the last block that is copied in any case, or else the last block. Half
+        precision does not represent the numbers exactly: if all gradients are in half precision,
+        the trailer is a separate message.
         """
         order = [action.number for action in events if action.kind == "reduce"]
         able = [number for number in order if self.shares[number].block.dtype in _EXACT]
@@ -137,10 +145,10 @@ class Reducing:
         return last[-1] if last else None
 
     def begin(self) -> None:
-        """A pass begins."""
+        """Begin a pass."""
         self._end_what_is_left()
-        # by block: parameters whose gradient autograd has finished; those whose gradient has been
-        # sent
+        # by block: parameters whose gradient autograd has finished; parameters whose gradient has
+        # been sent
         self._arrived: list[set[int]] = [set() for _ in self.shares]
         self._used: list[set[int]] = [set() for _ in self.shares]
         self._issued = [False] * len(self.shares)
@@ -148,22 +156,22 @@ class Reducing:
         self._numbers: Tensor | None = None
 
     def _end_what_is_left(self) -> None:
-        """Ends the messages of a pass that has failed, and has raised its error already."""
+        """Wait for the messages of a failed pass, which has raised its error already."""
         while self._sent:
             sent = self._sent.popleft()
             with suppress(DureError, RuntimeError):
                 self.wire.wait(sent.handle, "gradients")
-            # Other ranks may read it for as long as they like: it is not used again.
+            # Other ranks may still read the message: its memory is not reused.
             if sent.pooled:
                 self.pool.leave(sent.message)
 
     @property
     def has_sent(self) -> bool:
-        """Whether some gradients of this pass have left."""
+        """Whether some gradients of this pass have been sent."""
         return any(self._issued)
 
     def arrived(self, number: int, index: int) -> bool:
-        """Parameter `index` of a block has its gradient of this pass.
+        """Record that parameter `index` of a block has its gradient of this pass.
 
         Returns whether the block is complete now.
         """
@@ -171,47 +179,47 @@ class Reducing:
         return self.ready(number)
 
     def ready(self, number: int) -> bool:
-        """Whether all parameters of a block have their gradients of this pass."""
+        """Return whether all parameters of a block have their gradients of this pass."""
         return len(self._arrived[number]) == len(self.shares[number].parameters)
 
     def issue(self, number: int) -> None:
-        """Sends what there is of a block's gradients."""
+        """Send the available gradients of a block."""
         self._issued[number] = True
         carries = number == self.carrier
         self._send(number, carries)
-        # More under way would hold more memory. What was sent first has ended first.
+        # More messages in flight would need more memory. The first message ends first.
         while len(self._sent) > self.most:
             self._settle(self._sent.popleft())
 
     def _send(self, number: int, carries: bool) -> None:
         adds = self._adds[number]
-        self._adds[number] = True  # what is late is added to what has been sent
-        # With a tail the gradient has to be copied into rows after all.
+        self._adds[number] = True  # late gradients are added to the sum of those sent before
+        # With a trailer the gradient has to be copied into rows.
         alone = self.shares[number].block.alone and not carries
         self._sent.append(
             self._send_alone(number, adds) if alone else self._send_rows(number, carries, adds)
         )
 
     def _into(self, number: int, message: Tensor, adds: bool, carries: bool) -> Tensor:
-        """Where the sum of a message goes: where it is to stay, or into this rank's row."""
+        """Return the destination of a message's sum: its final memory, or this rank's row."""
         share = self.shares[number]
-        # what is added to a gradient, has a tail after it, or has fewer digits than the master is
-        # put in its place when it has come (`_put`)
+        # A sum that is added to a gradient, is followed by a trailer, or has less precision than
+        # the master goes to this rank's row first and is moved after it has arrived (`_put`).
         stays = not (adds or carries or share.block.dtype != share.block.master)
         if stays and self.stage > 1:
             if share.gradient is None:
                 share.gradient = torch.empty_like(share.master)
             return share.gradient
-        # in place: nobody else reads this rank's own row
+        # in place: no other rank reads this rank's row
         row = message.view(share.block.ranks, -1)[share.rank]
-        if stays:  # in stage 1 the message is kept for as long as its row is the gradient
+        if stays:  # in stage 1 the message stays allocated while its row is the gradient
             share.gradient = row
         return row
 
     def _take(self, number: int) -> list[Tensor | None]:
-        """Takes the gradients of a block from its parameters, which then have none.
+        """Return the gradients of a block and remove them from its parameters.
 
-        They are strided and without a graph; None where there is none.
+        The gradients are strided and without a graph; None for a missing gradient.
         """
         taken = take_gradients(self.shares[number].parameters)
         used = self._used[number]
@@ -219,18 +227,18 @@ class Reducing:
             if gradient is None:
                 continue
             used.add(index)
-            # With create_graph a gradient has a graph, which sums over ranks do not continue.
+            # With create_graph a gradient has a graph, which a sum over ranks cannot extend.
             if gradient.is_sparse or gradient.requires_grad:
                 taken[index] = gradient.detach().to_dense()
         return taken
 
     def place_of(self, parameter: nn.Parameter) -> Tensor | None:
-        """Where the gradient of a parameter can be computed so that it leaves from there.
+        """Return the memory of a message in which a parameter's gradient can be computed.
 
-        None where it cannot (`dure.parallel.direct`).
+        None if the gradient cannot be computed there (`dure.parallel.direct`).
         """
         number = self._number_of.get(id(parameter))
-        # A place is given once until it has left: a second product would overwrite the first.
+        # Once until the message is sent: a second product would overwrite the first.
         if number is None or number == self.carrier or number in self._places:
             return None
         block = self.shares[number].block
@@ -238,9 +246,9 @@ class Reducing:
         return self._places[number].view(block.shapes[0])
 
     def _alone(self, number: int) -> tuple[Tensor, bool, list[Tensor]]:
-        """(the message of a parameter that is a block, whether its memory is the pool's, own).
+        """Return (message of a block of one parameter, whether its memory is the pool's, own).
 
-        own: this rank's chunk, where that is not in the message.
+        own: this rank's chunk, if the chunk is not in the message.
         """
         block = self.shares[number].block
         (taken,) = self._take(number)
@@ -249,18 +257,17 @@ class Reducing:
         if place is not None and gradient is not None and gradient.data_ptr() == place.data_ptr():
             return place, True, []
         if place is not None and gradient is None:
-            # autograd may have written there, and waits for another part of the gradient
+            # autograd may have written there, and still waits for another part of the gradient
             self.pool.leave(place)
             place = None
-        # Others read this message where it lies: it has to be in memory of the pool, which is
-        # shared.
+        # Other ranks read this message in place: it has to be in the pool's shared memory.
         if self.wire.split_phase:
             place = place if place is not None else self._room(block.padded, block.dtype)
             if gradient is None:
                 return place.zero_(), True, []
             return place, True, self._copy_for_others(number, gradient, place)
         if place is not None:
-            # The gradient ended up elsewhere, and leaves from there.
+            # The gradient is in other memory, and is sent from there.
             self.pool.give(place)
         message = (
             gradient if gradient is not None else self.shares[number].own.new_zeros(block.padded)
@@ -268,9 +275,9 @@ class Reducing:
         return message, False, []
 
     def _copy_for_others(self, number: int, gradient: Tensor, message: Tensor) -> list[Tensor]:
-        """Copies what other ranks read of a gradient.
+        """Copy the part of a gradient that other ranks read to the message.
 
-        Returns this rank's own chunk, unless that is copied too.
+        Returns this rank's own chunk; an empty list if the chunk is copied too.
         """
         share = self.shares[number]
         if gradient.dtype != message.dtype:
@@ -313,8 +320,8 @@ class Reducing:
         )
 
     def _prepared_rows(self, number: int, tail: int, message: Tensor, into: Tensor) -> _Prepared:
-        # The pool gives the same buffers in every step, so after the first steps nothing is
-        # prepared any more.
+        # The pool returns the same buffers in every step, so that nothing is prepared again after
+        # the first steps.
         key = number, tail, message.data_ptr(), into.data_ptr()
         if key not in self._prepared:
             share = self.shares[number]
@@ -322,15 +329,15 @@ class Reducing:
                 share.block,
                 tail,
                 message,
-                # in split-phase the sum reads this rank's row where the gradients lie
+                # in split-phase the sum reads this rank's row from the gradients themselves
                 share.rank if self.wire.split_phase and not tail else None,
             )
             self._prepared[key] = _Prepared(rows, self.wire.prepare_reduce_scatter(message, into))
         return self._prepared[key]
 
     def _room(self, elements: int, dtype: torch.dtype) -> Tensor:
-        """Memory of the pool, after what others have read by now went back to it."""
-        # `_give` puts back on the list what is still being read.
+        """Return memory of the pool, after reclaiming messages that all ranks have read."""
+        # `_give` returns messages that are still being read to the list.
         unread = self._unread
         self._unread = []
         for message, handle in unread:
@@ -338,23 +345,23 @@ class Reducing:
         return self.pool.take(elements, dtype)
 
     def _give(self, message: Tensor, handle: Handle[None]) -> None:
-        """Gives a message back to the pool, as soon as no rank reads it."""
+        """Return a message to the pool, now or when all ranks have read it."""
         if isinstance(handle, Later) and not handle.is_read():
             self._unread.append((message, handle))
         else:
             self.pool.give(message)
 
     def _said(self) -> list[float]:
-        """This rank's tail, when all blocks before the last have been sent."""
+        """Return this rank's trailer, when all blocks before the last have been sent."""
         used: list[float] = []
         late: list[float] = []
         for number, share in enumerate(self.shares):
-            left = 0  # gradients that are still here: their block's message did not take them
+            left = 0  # gradients that missed the message of their block
             for index, gradient in enumerate(gradients_of(share.parameters)):
                 left += gradient is not None
-                # what leaves late counts as used: its sum is there at the end
+                # a late gradient counts as used: its sum is complete at the end of the pass
                 used.append(float(gradient is not None or index in self._used[number]))
-            # the carrier is being sent now, and takes what is left of it along
+            # the carrier is being sent now, with all gradients of its block
             late.append(float(left > 0 and self._issued[number] and number != self.carrier))
         said = {**self._say(), "used": used}
         if self.stage == 3:
@@ -362,19 +369,19 @@ class Reducing:
         return self.tail.encode(said)
 
     def _settle(self, sent: _Sent) -> None:
-        """Waits for a message and puts its sum where it belongs."""
+        """Wait for a message and move its sum to its destination."""
         self.wire.wait(sent.handle, "gradients")
         stays = sent.into is sent.share.gradient
         if not stays:
             self._put(sent)
-        # The gradient is a view of this message: its memory must not be used again before `drop`.
+        # The gradient is a view of this message: its memory must not be reused before `drop`.
         if sent.pooled and stays and self.stage == 1:
             self._kept.append((sent.message, sent.handle))
         elif sent.pooled:
             self._give(sent.message, sent.handle)
 
     def _put(self, sent: _Sent) -> None:
-        """Puts a sum that has come into this rank's row of the message where it belongs."""
+        """Move a sum from this rank's row of the message to its destination."""
         share = sent.share
         chunk = sent.share.block.chunk
         reduced = sent.into[:chunk]
@@ -385,25 +392,22 @@ class Reducing:
             assert share.gradient is not None
             share.gradient.add_(reduced)
             return
-        # In stage 1 an old gradient may be a view of a message; it is not written over.
+        # In stage 1 an old gradient may be a view of a message, which must not be overwritten.
         if share.gradient is None or self.stage == 1:
             share.gradient = torch.empty_like(share.master)
         share.gradient.copy_(reduced)
 
     def finish(self) -> None:
-        """The end of a pass: waits for all sums, and hands the gradients to the optimizer.
-
-        What was late is sent before.
-        """
-        # No block can carry the tail: it is a message of its own.
+        """Finish a pass: send late blocks, wait for sums, give the gradients to the optimizer."""
+        # No block can carry the trailer: it is a separate message.
         if self.carrier is None and self.shares:
             device = self.shares[0].own.device
             self._numbers = torch.tensor(self._said(), dtype=torch.float32, device=device)
             self.wire.wait(self.wire.all_reduce(self._numbers), "the tail")
         self._settle_all()
         self._hear()
-        # All ranks have heard the same, so all send these blocks once more, in the order of their
-        # numbers.
+        # All ranks have the same sums of the trailer, so all send these blocks again, in the order
+        # of their numbers.
         for number, late in enumerate(self.heard["late"]):
             if late > 0:
                 self._send(number, False)
@@ -411,18 +415,18 @@ class Reducing:
         first = 0
         for share in self.shares:
             last = first + len(share.parameters)
-            # What some rank has used is a sum on every rank; what none has used stays None.
+            # A gradient that any rank has used is a sum on every rank; others stay None.
             share.give_gradients([ranks > 0 for ranks in self.heard["used"][first:last]])
             first = last
         self.passes += 1
         self.some_used = self.some_used or any(self.heard["used"])
 
     def _hear(self) -> None:
-        """Reads the tail."""
+        """Decode the trailer."""
         if self._numbers is None:
             return
         numbers: list[float] = self._numbers.tolist()
-        if self.wire.mean and self.carrier is not None:  # it was divided with the gradients
+        if self.wire.mean and self.carrier is not None:  # divided by N with the gradients
             numbers = [number * self.wire.group.size for number in numbers]
         self.heard = self.tail.decode(numbers)
 
@@ -431,21 +435,21 @@ class Reducing:
             self._settle(self._sent.popleft())
 
     def local(self) -> list[Tensor]:
-        """Gradients on this rank that have not been sent."""
+        """Return the gradients on this rank that have not been sent."""
         found = [gradient for share in self.shares for gradient in gradients_of(share.parameters)]
         return [gradient for gradient in found if gradient is not None]
 
     def drop(self) -> None:
-        """Forgets gradients that have not been sent.
+        """Discard gradients that have not been sent.
 
-        In stage 1 the memory of those that have been sent is forgotten too.
+        In stage 1 also the memory of sent gradients.
         """
         self.some_used = False
         for share in self.shares:
             drop_gradients(share.parameters)
             if self.stage == 1 and not share.accumulates():
                 share.forget_gradient()
-        # places that were given away and whose gradients are now gone
+        # memory that `place_of` returned and whose gradients are discarded now
         for place in self._places.values():
             self.pool.give(place)
         self._places.clear()
@@ -462,10 +466,10 @@ class Reducing:
 
 
 def _plain(gradient: Tensor) -> Tensor:
-    """The same as a tensor whose memory holds its elements as they are."""
+    """Return the tensor with any lazy conjugation or negation resolved in memory."""
     return gradient.resolve_conj().resolve_neg()
 
 
 def lies_in(tensor: Tensor, buffer: Tensor) -> bool:
-    """Whether they share memory."""
+    """Return whether two tensors share memory."""
     return tensor.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()

@@ -47,7 +47,7 @@ NO_RIDER = Rider()
 
 
 class ZeroRedundancy:
-    """Divides a model and its optimizer over ranks, in place; the training loop stays as it is.
+    """Divide a model and its optimizer over ranks, in place; the training loop stays as it is.
 
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         zero = dure.parallel.ZeroRedundancy(model, optimizer, stage=3)
@@ -58,38 +58,38 @@ class ZeroRedundancy:
             optimizer.zero_grad()
 
     Args:
-        model: on one device, the same on all ranks in shapes; rank 0's weights and buffers become
-            those of all. Which parameters are trained is decided before.
-        optimizer: over parameters of the model, in any groups; or a function that makes one of
-            `model.parameters()`. It must treat every element for itself, as SGD and Adam do. It
-            goes on to be the one to call.
+        model: on one device, with equal shapes on all ranks; all ranks get the weights and buffers
+            of rank 0. Parameters must be frozen before the division.
+        optimizer: over parameters of the model, in any groups; or a function that creates it from
+            `model.parameters()`. It must update every element alone, as SGD and Adam do. The loop
+            continues to call this optimizer.
         stage: 1 divides the optimizer's state, 2 the gradients too, 3 the parameters too.
         process_group: a group of torch.distributed of any backend, or a `dure.collectives.Group`;
             None is all ranks.
-        reduce: what becomes of the ranks' gradients: their mean, or their sum.
+        reduce: the reduction of the ranks' gradients: mean or sum.
         precision: "bf16" computes and sends in bfloat16, and updates parameters in their own dtype.
-        units: what is gathered at once in stage 3: a number of elements, or kinds of modules; None
-            chooses.
-        prefetch: how many units are gathered ahead, and messages sent, alongside the computation;
-            with 0 none is. None means one, but 0 where the ranks of one host keep all of its cores
-            busy: messages would take their time.
+        units: the parameters that stage 3 gathers together: a number of elements, or classes of
+            modules; None lets dure choose.
+        prefetch: number of units gathered ahead, and of messages sent, during the computation; 0
+            overlaps nothing. None means 1, but 0 if the ranks of one host use all of its cores,
+            because messages would take their time.
         overlap_gather: in stages 1 and 2 `step` does not wait for the updated parameters. They
-            arrive during the next forward pass, and code that reads one before waits for it. It
-            needs a host for every rank and the backend dure; elsewhere it changes nothing.
-            Compiled code, and views of parameters that were made before a step, do not wait: call
+            arrive during the next forward pass, and code that reads a parameter earlier waits. It
+            needs a host for every rank and the backend dure; elsewhere it has no effect. Compiled
+            code, and views of parameters that were created before a step, do not wait: call
             `settle` before they read, and before the process group is destroyed. Ranks must send
-            the same in every step: what they send is no longer compared.
-        algorithm: "native" is the backend's own, which has to carry tensors of the model's device;
-            "ring" and "one_shot" go over sends, and from any device.
-        in_place: whether parameters of stage 3 lie in memory that all ranks read, where they share
-            a host and the backend is dure, so that no unit is copied; False gathers copies there
-            too.
-        memory: makes so many elements of a dtype, for the parameters that this rank keeps, such as
-            in a file; None keeps them in memory.
+            equal messages in every step: the messages are no longer compared.
+        algorithm: "native" is the backend's own, which must support tensors of the model's device;
+            "ring" and "one_shot" use point-to-point sends, and work for any device.
+        in_place: whether parameters of stage 3 are in memory that all ranks read, if the ranks
+            share a host and the backend is dure, so that no unit is copied; False gathers copies
+            there too.
+        memory: allocates a number of elements of a dtype for this rank's parameters, such as in a
+            file; None keeps the parameters in memory.
         rider: further numbers that travel with a step.
 
-    All ranks run the same loop. One that has no examples in a step calls `take_part` instead of
-    forward and backward. Raises ValueError for what does not fit.
+    All ranks run the same loop. A rank without examples in a step calls `take_part` instead of
+    forward and backward. Raises ValueError for an unsupported model, optimizer or setting.
     """
 
     def __init__(
@@ -123,9 +123,9 @@ class ZeroRedundancy:
             check_carried(self.device, self.group)
         check_element_wise(self.optimizer)
         check_weights_stay(model, self.group.size)
-        # A share has memory of its own: another tensor in the same place would no longer follow.
+        # A share has separate memory: another tensor in the same memory would no longer follow.
         check_apart(model)
-        # `prefetch_of` is collective: either all ranks ask, or none does.
+        # `prefetch_of` is collective: either all ranks call it, or none does.
         prefetch = prefetch_of(self.group, self.device) if prefetch is None else prefetch
         self.wire = Wire(
             self.group,
@@ -135,7 +135,7 @@ class ZeroRedundancy:
             planned=overlap_gather,
         )
         share_weights(self.model, self.group)
-        # From here on the parameters are the shares'; the optimizer gets pieces of them.
+        # From here on the shares own the parameters; the optimizer gets pieces of them.
         cuts = divide(
             model,
             stage,
@@ -150,7 +150,7 @@ class ZeroRedundancy:
         self.shares = [share for cut in cuts for share in cut.shares]
         self.trained = [share for share in self.shares if share.block.trained]
         self.division = Division(self.optimizer, self.trained)
-        # In split-phase the others read messages where they lie.
+        # In split-phase other ranks read messages in place.
         self._pool = Pool(self.device, shared=self.wire.split_phase)
         under_way = prefetch + 1 + self.wire.split_phase
         self.reducing = Reducing(
@@ -159,65 +159,68 @@ class ZeroRedundancy:
         for share in self.trained:
             for parameter in share.parameters:
                 watch_gradient(parameter, self._gradients_are_divided)
-        # before the units are made, which note the classes of parameters
+        # before the units are created, which record the classes of parameters
         self._changes = Changes(self._lent())
         self.passes = self._passes(cuts, prefetch)
         self._changes.rests = lambda: self.passes.rests
         self.arriving = Arriving(model, self.trained, self.wire)
         if precision == "bf16":
             shorten_numbers(model, lambda: self.passes.rests)
-        # the same group with a meter that nobody reads: bookkeeping is not counted
+        # the same group with a separate meter: bookkeeping is not counted
         self._quiet = copy.copy(self.group)
         self._quiet.meter = Meter(self.group.meter.name)
         self._whole = Whole(model, self.shares, self.passes, group=self._quiet, algorithm=algorithm)
         self._whole.meet()
         # whether stage 1 has sent the gradients of this step; whether this rank has taken part in
-        # it without examples; passes that the last step has used
+        # the step without examples; number of passes at the last step
         self._reduced = False
         self._took_part = False
         self._stepped = 0
         trained = [parameter for share in self.trained for parameter in share.parameters]
         self._structure = Structure(model, self.optimizer, trained, self._parts())
-        # in stage 3 no rank holds a parameter whole
+        # in stage 3 no rank has a whole parameter
         self._alike = Alike(model.named_parameters() if stage < 3 else (), self._quiet)
         self._accept()
         self._stand_by_the_loop()
 
     def _lent(self) -> list[tuple[str, nn.Parameter]]:
-        """The parameters that are not to be changed where the model has them, with their names."""
+        """Return the parameters that must not be changed in the model, with their names."""
         alone = self.group.size == 1
         lent: list[tuple[str, nn.Parameter]] = []
         for share in self.shares:
-            # on one rank the memory of a pass is that of the optimizer, unless that has more digits
+            # on one rank passes use the optimizer's memory, unless the master has more precision
             apart = share.master is not share.own
             if apart or (self.stage == 3 and not (alone and share.common)):
                 lent += zip(share.block.names, share.parameters, strict=True)
         return lent
 
     def _accept(self) -> None:
-        """What the parameters and the optimizer's pieces are now is as it should be."""
+        """Accept the present values of the parameters and of the optimizer's pieces."""
         self._changes.accept()
-        # A piece has the version of the master that it lies in.
+        # A piece shares its version counter with the master that it is a view of.
         self._versions = [share.master._version for share in self.trained]
 
     def _check_unchanged(self) -> None:
-        """Raises ValueError or RuntimeError for what was changed where nobody would see it."""
+        """Check that nothing was changed outside `gathered` and `step`.
+
+        Raises ValueError for changed parameters, RuntimeError for changed pieces.
+        """
         self._changes.compare()
         self._changes.check()
-        # What arrives after a step, by a plan, may count as a change.
+        # The overlapped all-gathers after a step may count as a change.
         versions = [share.master._version for share in self.trained]
         if versions != self._versions and not self.wire.planned:
-            self._accept()  # so that it is said once
+            self._accept()  # so that the error is raised only once
             raise RuntimeError(
                 "the optimizer's pieces (zero.parts()) were changed outside of step(), which other "
                 "ranks do not see: change parameters inside gathered(), on all ranks alike"
             )
 
     def _stand_by_the_loop(self) -> None:
-        """Puts this before and after what a training loop calls."""
+        """Hook the methods that a training loop calls: `step` and `zero_grad`."""
         self.optimizer.register_step_pre_hook(self._before_step)
         self.optimizer.register_step_post_hook(self._after_step)
-        # Loops call these by habit; torch's own would leave gradients that have not been sent.
+        # Loops call these by habit; torch's methods would leave gradients that have not been sent.
         self.optimizer.zero_grad = self.zero_grad  # type: ignore[method-assign]
         self.model.zero_grad = self.zero_grad  # type: ignore[method-assign]
 
@@ -226,7 +229,7 @@ class ZeroRedundancy:
         direct = Direct(own, self.reducing.place_of)
         gathering = None
         if self.stage == 3:
-            # All or none: the shares lie in one piece of common memory.
+            # All or none: the shares are in a single piece of common memory.
             in_place = all(share.common for share in self.shares)
             kind = InPlace if in_place else Gathering
             gathering = kind(self._units(cuts), self.wire, self._pool, self._changes)
@@ -252,7 +255,7 @@ class ZeroRedundancy:
         return units
 
     def _blocks_of(self, cuts: list[Cut]) -> list[list[int]]:
-        """For each unit the numbers of its blocks that have gradients."""
+        """Return for each unit the numbers of its blocks that have gradients."""
         number = {id(share): number for number, share in enumerate(self.trained)}
         blocks = []
         for cut in cuts:
@@ -260,28 +263,28 @@ class ZeroRedundancy:
             blocks.append([number[id(share)] for share in trained])
         return blocks
 
-    # What it costs.
+    # Costs.
 
     @property
     def blocks(self) -> list[Block]:
-        """The division, as data."""
+        """Blocks of the division, as data."""
         return [share.block for share in self.shares]
 
     def resident(self) -> list[Tensor]:
-        """The tensors of the model that this rank has in any case."""
-        # In stage 3 the parameters themselves come and go.
+        """Return the tensors of the model that this rank always has in memory."""
+        # In stage 3 the parameters themselves are gathered and freed.
         own = [share.own for share in self.shares]
         return [*(own if self.stage == 3 else self.model.parameters()), *self.model.buffers()]
 
     def keep_activations(self, keeper: Keeper) -> None:
-        """What autograd keeps in stage 3 that is no parameter goes through `keeper`."""
+        """Make `keeper` store tensors other than parameters that autograd saves in stage 3."""
         if self.passes.gathering is not None:
             self.passes.gathering.keeper = keeper
 
     def bytes_per_step(self) -> int:
-        """Bytes that this rank sends in a step of forward, backward and update.
+        """Return the bytes that this rank sends in a step of forward, backward and update.
 
-        In stage 3 that holds from when the order is learned.
+        In stage 3 the number is valid once the order is learned.
         """
         numbers = self.reducing.tail.length
         carrier = self.reducing.carrier
@@ -293,10 +296,10 @@ class ZeroRedundancy:
         )
 
     def memory(self) -> Memory:
-        """Bytes that this rank holds now.
+        """Return the bytes of this rank's memory now, by use.
 
-        The masters of mixed precision count as optimizer state; buffers are those for messages and
-        units. What the user and the model's own buffers hold does not count.
+        The masters of mixed precision count as optimizer state; buffers are for messages and units.
+        The tensors of the user and the model's buffers do not count.
         """
         state = [
             value
@@ -308,13 +311,13 @@ class ZeroRedundancy:
         gradients = [
             share.gradient for share in self.trained if share.gradient is not None
         ] + self.reducing.local()
-        # A gradient of stage 1 may be a view of a buffer: it counts once, as gradient.
+        # A gradient of stage 1 may be a view of a buffer: it counts as gradient only.
         own = {gradient.untyped_storage().data_ptr() for gradient in gradients}
         divided = {id(parameter) for share in self.shares for parameter in share.parameters}
         whole = [parameter for parameter in self.model.parameters() if id(parameter) not in divided]
         return Memory(
             _nbytes([*whole, *(share.own for share in self.shares if not share.common)])
-            # Common memory is one storage for all shares: a rank counts its own chunks of it.
+            # Common memory is a single storage for all shares: a rank counts only its own chunks.
             + sum(share.own.nbytes for share in self.shares if share.common),
             _nbytes(gradients),
             _nbytes([*state, *masters]),
@@ -323,8 +326,8 @@ class ZeroRedundancy:
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
-        """Inside, what is sent is not counted by the group's meter: an evaluation, for example."""
-        # What is recorded inside is dropped after it: the lists come back as they were.
+        """Context manager whose messages the group's meter does not count, as of an evaluation."""
+        # Records of the body are discarded: the lists are restored.
         waits = list(self.wire.waits)
         transfers = list(self.wire.transfers)
         self.settle()
@@ -341,7 +344,7 @@ class ZeroRedundancy:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside, backward passes leave their gradients on this rank, whole.
+        """Context manager: backward passes leave their gradients whole on this rank.
 
         The next backward pass outside sends their sum. In stage 1 nothing is sent before the step
         in any case.
@@ -354,35 +357,35 @@ class ZeroRedundancy:
             self.passes.sends = before
 
     def settle(self) -> None:
-        """Waits for parameters that are still on their way (`overlap_gather`)."""
+        """Wait for parameters that are still being gathered (`overlap_gather`)."""
         self.arriving.settle()
 
     def take_part(self, backward: bool = True) -> None:
-        """Takes part in a step of the others for which this rank has no examples: it adds zeros.
+        """Take part in a step of the other ranks without examples: this rank adds zeros.
 
-        In stage 3 a layer that the model uses several times in a pass is gathered as often, which
-        this rank cannot know: for such a model compute any example, and multiply its loss by 0.
-        backward: False for a forward pass alone, such as in an evaluation.
+        In stage 3 a layer that the model uses several times in a pass is gathered as many times,
+        which this rank cannot know: for such a model compute any example, and multiply its loss by
+        0. backward: False for a forward pass alone, such as in an evaluation.
         """
         self._took_part = self._took_part or backward
         self.passes.take_part(backward)
 
     def reduce(self) -> None:
-        """Makes sure that the gradients of this step are summed.
+        """Sum the gradients of this step, if they are not summed yet.
 
-        In stage 1 that is otherwise left to `optimizer.step`.
+        In stage 1 `optimizer.step` otherwise sums them.
         """
         if self.stage == 1 and not self._reduced:
             self.passes.reduce()
             self._reduced = True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets all gradients; `optimizer.zero_grad` and `model.zero_grad` are this."""
+        """Discard all gradients; replaces `optimizer.zero_grad` and `model.zero_grad`."""
         if not self.passes.in_backward():
             self.passes.abandon()
-        # by the class, since the instance's own has been replaced by this method
+        # through the class, because this method has replaced the attribute of the instance
         type(self.optimizer).zero_grad(self.optimizer, set_to_none)
-        for part in self._parts():  # also what the optimizer was not given
+        for part in self._parts():  # also parts that the optimizer does not have
             if set_to_none:
                 part.grad = None
             elif part.grad is not None:
@@ -392,12 +395,12 @@ class ZeroRedundancy:
         self._took_part = False
 
     def parts(self) -> list[nn.Parameter]:
-        """What the optimizer updates on this rank.
+        """Return the tensors that the optimizer updates on this rank.
 
-        These are runs of elements of the parameters, with their gradients. After a backward pass
-        all ranks call it, since in stage 1 it calls `reduce`. What is done to gradients must be
-        done to each element for itself: a norm over parts is that of this rank alone
-        (`clip_grad_norm_`). Their values are changed inside `gathered`, and not here.
+        They are runs of elements of the parameters, with their gradients. After a backward pass all
+        ranks call this method, because in stage 1 it calls `reduce`. An operation on gradients must
+        treat each element alone: a norm over parts is the norm of this rank alone
+        (`clip_grad_norm_`). Change the values of parameters inside `gathered`, and not here.
         """
         if self._took_part or self.reducing.local():
             self.reduce()
@@ -407,7 +410,7 @@ class ZeroRedundancy:
         return [held.part for share in self.trained for held in share.held]
 
     def parts_by_name(self) -> list[tuple[str, nn.Parameter]]:
-        """`parts`, each with the name of the parameter whose elements they are."""
+        """Return `parts`, each with the name of its parameter."""
         self.parts()
         return [
             (share.block.names[held.place], held.part)
@@ -418,10 +421,10 @@ class ZeroRedundancy:
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor:
-        """Scales the gradients so that their norm over all ranks is `max_norm` at most.
+        """Scale the gradients so that their norm over all ranks is at most `max_norm`.
 
-        Returns the norm before. Works as `torch.nn.utils.clip_grad_norm_`, whose arguments these
-        are. A rank sends one float64 to each other rank.
+        Returns the norm before scaling. The arguments are those of
+        `torch.nn.utils.clip_grad_norm_`. A rank sends one float64 to each other rank.
         """
         self.reduce()
         gradients = [part.grad for part in self._parts() if part.grad is not None]
@@ -430,7 +433,7 @@ class ZeroRedundancy:
             raise RuntimeError(
                 f"the norm of the gradients is {float(total)}, so they cannot be clipped"
             )
-        # as torch does it, so that the result is the same as that of one process
+        # as in torch, so that the result equals the result of a single process
         factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
         for gradient in gradients:
             gradient.mul_(factor.to(gradient.dtype))
@@ -442,7 +445,7 @@ class ZeroRedundancy:
             norms = torch.stack(
                 [torch.linalg.vector_norm(gradient, norm_type).double() for gradient in gradients]
             )
-        # A norm of norms is that of all elements together, since no element is in two parts.
+        # The norm of the norms is the norm of all elements, because no element is in two parts.
         mine = norms.max() if math.isinf(norm_type) else (norms**norm_type).sum()
         parts = all_gather(mine, self.wire.group, self.wire.algorithm)
         return parts.max() if math.isinf(norm_type) else parts.sum() ** (1 / norm_type)
@@ -465,7 +468,7 @@ class ZeroRedundancy:
             raise RuntimeError(
                 "step() after a backward pass inside no_sync(); the last one has to be outside"
             )
-        # Each finished pass counts: with the number of the last step there was none since.
+        # Finished passes are counted: an unchanged count means no pass since the last step.
         if self.reducing.passes == self._stepped or not self.reducing.some_used:
             raise RuntimeError(
                 "step() before backward(): no rank has a gradient (one without examples calls "
@@ -476,7 +479,7 @@ class ZeroRedundancy:
             self._check_home()
         self._check_unchanged()
         self._alike.passed()
-        self._whole.meet()  # others may still compute with what is updated now
+        self._whole.meet()  # other ranks may still compute with memory that is updated next
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._stepped = self.reducing.passes
@@ -487,28 +490,29 @@ class ZeroRedundancy:
 
     @contextmanager
     def parts_changed(self) -> Iterator[None]:
-        """Inside, all ranks change the values of their `parts`; afterwards all have them.
+        """Context manager in which all ranks change the values of their `parts`.
 
-        As after a step of the optimizer, and with its messages. All ranks enter and leave it.
+        Afterwards all ranks have the changes, with the messages of an optimizer step. All ranks
+        enter and leave together.
         """
         self.settle()
         if self.stage < 3:
             self._check_home()
         self._check_unchanged()
-        self._whole.meet()  # others may still compute with what is changed now
+        self._whole.meet()  # other ranks may still compute with memory that is changed next
         try:
             yield
         finally:
             self._spread()
 
     def _spread(self) -> None:
-        """What this rank's parts are now, the others get."""
+        """Send the new values of this rank's parts to the other ranks."""
         for share in self.trained:
             share.round()
-        # In common memory the next forward pass reads what other ranks have just updated.
+        # In common memory the next forward pass reads elements that other ranks have just updated.
         self._whole.meet()
         if self.stage < 3:
-            # Backward's order reversed is about the order in which forward needs the blocks.
+            # The reverse of backward's order is about the order in which forward needs the blocks.
             order = [
                 action.number
                 for action in reversed(self.passes.orders.events)
@@ -522,8 +526,8 @@ class ZeroRedundancy:
             assert share.whole is not None
             home = share.whole.data_ptr()
             for place, parameter in enumerate(share.parameters):
-                # `model.to(...)` and assignments to `data` give parameters other memory, and
-                # updates would go where nobody looks.
+                # `model.to(...)` and assignments to `data` give parameters other memory, where
+                # updates of the share would have no effect.
                 if parameter.data_ptr() != home + share.block.starts[place] * share.whole.itemsize:
                     raise RuntimeError(
                         f"the model was moved or converted after it was divided, or somebody has "
@@ -534,7 +538,7 @@ class ZeroRedundancy:
     def _gradients_are_divided(self) -> None:
         if self.passes.in_backward():
             return
-        # Before the first backward pass there is nothing to miss, and None is the truth.
+        # Before the first backward pass there are no gradients, and None is right.
         if any(share.accumulates() for share in self.trained) or (
             self.stage == 1 and self.reducing.local()
         ):
@@ -548,10 +552,10 @@ class ZeroRedundancy:
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Inside, every rank has the whole model: to look at, to run without gradients, to change.
+        """Context manager in which every rank has the whole model.
 
-        All ranks enter and leave it together. What is changed must be changed on all ranks alike.
-        Needs memory for the whole model.
+        The model can be read, run without gradients, and changed; changes must be equal on all
+        ranks. All ranks enter and leave together. Needs memory for the whole model.
         """
         self.settle()
         self._check_unchanged()
@@ -562,58 +566,61 @@ class ZeroRedundancy:
             self._accept()
 
     def state_dict(self, everywhere: bool = False) -> dict[str, Any]:
-        """The model's whole state_dict, on rank 0; elsewhere it is empty.
+        """Return the model's whole state_dict on rank 0; an empty dictionary on other ranks.
 
-        everywhere: on every rank. All ranks call it. Ranks that get nothing need room for one block
-        at a time.
+        everywhere: return the state_dict on every rank. All ranks call this method. Ranks that
+        return an empty dictionary need memory for one block at a time.
         """
         self.settle()
         self._check_unchanged()
         return self._whole.state_dict(everywhere)
 
     def weights(self, shelf: Shelf) -> Mapping[str, Tensor]:
-        """As `state_dict`, put on a shelf: no rank needs memory for more than its share."""
+        """Return `state_dict` with tensors on a shelf.
+
+        No rank needs memory for more than its share.
+        """
         self.settle()
         self._check_unchanged()
         return self._whole.weights(shelf)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes this rank's part of a whole state_dict, which every rank gives.
+        """Load this rank's part of a whole state_dict, which is given on every rank.
 
-        Raises ValueError, before anything changes, if it is not the model's.
+        Raises ValueError, before anything changes, if the state_dict is not the model's.
         """
         self.settle()
         self._whole.load_state_dict(state)
         self._accept()
 
     def optimizer_state_dict(self, shelf: Shelf = IN_MEMORY) -> dict[str, Any]:
-        """The optimizer's whole state, as `state_dict()` of the undivided one, on rank 0.
+        """Return the optimizer's whole state on rank 0, as its undivided `state_dict()`.
 
-        On other ranks it is without tensors. All ranks call it. It loads into the same optimizer of
-        one process, or of any number of ranks. shelf: where rank 0 puts it; on another one than
-        memory large tensors are `dure.record.on_disk.OnDisk`.
+        On other ranks the state has no tensors. All ranks call this method. The state loads into
+        the same optimizer of one process, or of any number of ranks. shelf: storage of the tensors
+        on rank 0; unless it is memory, large tensors are `dure.record.on_disk.OnDisk`.
         """
         return self.division.state_dict(self._quiet, shelf)
 
     def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes this rank's part of a whole state, which every rank gives.
+        """Load this rank's part of a whole state, which is given on every rank.
 
-        Raises ValueError if it does not fit.
+        Raises ValueError if the state is that of an optimizer over other parameters.
         """
         self.division.load_state_dict(state)
 
     def save(self, folder: str | Path) -> None:
-        """Writes model and optimizer into a folder that all ranks see, each rank its part.
+        """Write model and optimizer to a folder that all ranks share; each rank writes its part.
 
         See `dure.parallel.zero.checkpoint`.
         """
         checkpoint.save(Path(folder), self.model, self.shares, self.division, group=self._quiet)
 
     def load(self, folder: str | Path) -> None:
-        """Goes on from what `save` wrote, on however many ranks; every rank reads its part.
+        """Load a checkpoint of `save`, written by any number of ranks; every rank reads its part.
 
-        Raises RunFolderError if there is no whole checkpoint, ValueError if it is of another model
-        or optimizer.
+        Raises RunFolderError if there is no complete checkpoint, ValueError if the checkpoint is of
+        another model or optimizer.
         """
         self.settle()
         self._whole.meet()
@@ -623,6 +630,6 @@ class ZeroRedundancy:
 
 
 def _nbytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the memory in which these tensors lie, each piece of memory once."""
+    """Return the bytes of the tensors' storages, each storage counted once."""
     storages = [tensor.untyped_storage() for tensor in tensors]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

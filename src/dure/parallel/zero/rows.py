@@ -1,7 +1,7 @@
-"""The message of a block that is not one parameter alone.
+"""Message of a block with several parameters, or with padding.
 
-Its gradients are copied into N rows, one for each rank. No other rank reads the row of the rank
-itself: where a sum can be made of what lies anywhere, it is not copied.
+The block's gradients are copied into N rows, a row for each rank. No other rank reads the rank's
+own row: if a sum can read from several tensors, that row is not copied.
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ from dure.parallel.zero.division import Block, Part
 
 
 class Rows:
-    """Where the gradients of a block go, in a message that may be filled again and again.
+    """Places of a block's gradients in a message that is filled repeatedly.
 
-    tail: numbers after each row. own: the rank whose row need not be copied; None if all have to
-    be.
+    tail: numbers after each row. own: the rank whose row need not be copied; None to copy all rows.
     """
 
     def __init__(self, block: Block, tail: int, message: Tensor, own: int | None) -> None:
-        # All views are made here, once: a step only copies into them.
+        # All views are created here, once: a step only copies into them.
         rows = message.view(block.ranks, -1)
         self._dtype = message.dtype
         filled = [
@@ -33,15 +32,15 @@ class Rows:
         self._tails = rows[:, block.chunk :]
 
     def fill(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
-        """Copies the gradients, which are strided; zeros where there is none, and after them.
+        """Copy strided gradients to the message, and zeros for missing gradients and padding.
 
-        Returns what together is the row that was not copied, if there is one.
+        Returns the tensors that together are the row that was not copied; empty if all were copied.
         """
         own = self._whole_row(gradients)
         into = []
         values = []
-        # Where the own row can be read where it lies, its places in the message stay as they are:
-        # nobody reads them.
+        # If the own row can be read from the gradients, its places in the message are not filled:
+        # no rank reads them.
         for place, part in self._others if own else [*self._own, *self._others]:
             gradient = gradients[part.number] if part is not None else None
             if part is None or gradient is None:
@@ -50,18 +49,18 @@ class Rows:
             into.append(place)
             values.append(_run(gradient, part))
         if into:
-            # one call for all, which also converts dtypes
+            # a single call for all copies, which also converts dtypes
             torch._foreach_copy_(into, values)
         return own
 
     def _whole_row(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
-        """The own row as it lies in the gradients.
+        """Return the own row as views of the gradients.
 
-        It is empty if some of it is missing, or has to be converted.
+        Returns an empty list if a gradient is missing, or has to be converted.
         """
         row = []
         for place, part in self._own:
-            # padding has no gradient: zeros of the message stand for it
+            # padding has no gradient: zeros in the message are used instead
             gradient = gradients[part.number] if part is not None else place.zero_()
             if (
                 gradient is None
@@ -74,7 +73,7 @@ class Rows:
         return row
 
     def say(self, numbers: Sequence[float]) -> None:
-        """Writes the tail."""
+        """Write the numbers of the trailer."""
         # in every row, since each rank receives one row alone
         self._tails[:] = torch.tensor(numbers, dtype=self._tails.dtype, device=self._tails.device)
 
@@ -82,9 +81,9 @@ class Rows:
 def _filled(
     block: Block, row: Tensor, parts: Sequence[tuple[int, Part | None]]
 ) -> list[tuple[Tensor, Part | None]]:
-    """The places of a row, with what is to be copied there.
+    """Return the places of a row, each with its run of a parameter.
 
-    A whole parameter is copied as it is, in its shape.
+    A whole parameter has its shape.
     """
     places = row.split_with_sizes([length for length, _ in parts])
     return [
@@ -94,7 +93,7 @@ def _filled(
 
 
 def _is_lazy(gradient: Tensor) -> bool:
-    """Whether its memory holds something else than its elements."""
+    """Return whether a negation or conjugation of the tensor is lazy, so not in its memory."""
     return gradient.is_neg() or gradient.is_conj()
 
 

@@ -1,17 +1,17 @@
-"""ZeRO for `dure.train`: data parallel whose ranks each hold a part of what all would hold alike.
+"""ZeRO for `dure.train`: data parallelism whose ranks divide their replicated memory.
 
-The joint batch is divided as in data parallel (`dure.parallel.data.strategy`), so N ranks walk the
-path of one worker. What all ranks have to agree on travels in the tail of a step's last message
-(`dure.collectives.tail`, `dure.parallel.zero.reducing`):
+The joint batch is divided as in data parallelism (`dure.parallel.data.strategy`), so N ranks
+compute the same weights as one worker. Values that all ranks have to agree on travel in the trailer
+of a step's last message (`dure.collectives.tail`, `dure.parallel.zero.reducing`):
 
-    wish      of rank 0       to stop, or to write a checkpoint
-    loss      of each rank    its share of the mean loss
-    count     of all ranks    what the loss has counted, where it tells that only when computed
-    arrival   of each rank    when it came to the last message; until all have come, a rank is idle
-    changed   of each buffer  whether rank 0's forward pass has changed it; a broadcast follows
+    wish      of rank 0        control flags: stop, or write a checkpoint
+    loss      of each rank     its share of the mean loss
+    count     of all ranks     the loss's denominator, if the loss only returns it when computed
+    arrival   of each rank     the time when it sent the last message; earlier ranks are idle
+    changed   for each buffer  whether rank 0's forward pass has changed it; a broadcast follows
 
-Evaluations gather units as a forward pass does; for checkpoints rank 0 puts what the ranks hold
-together in a file, a few million bytes at a time: neither is counted.
+Evaluations gather units as a forward pass does. For checkpoints rank 0 collects the shares of all
+ranks in a file, a few million bytes at a time. The meter counts neither.
 """
 
 from __future__ import annotations
@@ -61,27 +61,27 @@ from dure.tensors.flat import check_apart, trained_in
 
 @dataclass(frozen=True)
 class ZeRO(Strategy):
-    """Ranks divide each batch, and what data parallel would repeat on every rank.
+    """Ranks divide each batch, and the memory that data parallelism would replicate.
 
     Args:
         stage: 1 divides the optimizer's state, 2 the gradients too, 3 the parameters too.
         batch_size: examples of a step over all workers together; None is all the data.
         algorithm: how sums and parameters travel: native (the backend's own), ring or one_shot.
-        accumulate: pieces in which a worker computes its part of a batch, one after another. From
-            stage 2 on each is reduced at once, so that memory stays what it is.
+        accumulate: number of micro-batches in which a worker computes its part of a batch. From
+            stage 2 on each is reduced at once, so that memory does not grow.
         unit_size: elements that are gathered at once in stage 3; by default a million.
-        prefetch: units gathered ahead in stage 3, alongside the computation; by default one, or
-            none on busy cores.
-        overlap_gather: in stages 1 and 2 updated parameters arrive during the next forward pass,
-            where every rank has a host of its own and the backend is dure (`ZeroRedundancy`);
-            elsewhere it changes nothing.
-        offload: what lies in files while it is not needed, such as optimizer,activations: of
-            optimizer, parameters and activations, as far as this rank holds them.
-        offload_folder: of these files, on a disk; by default the first of the usual ones that is.
-        recompute: modules that are computed again for backward, and keep their inputs alone, such
-            as layers.*; or all, those with which a step takes the least memory; none by default.
-        memory: that a worker's step may take, such as 2GB: its parts of weights, gradients and
-            optimizer's state, and activations. As few modules are computed again as that needs.
+        prefetch: units gathered ahead in stage 3, during the computation; by default 1, or 0 on
+            busy cores.
+        overlap_gather: in stages 1 and 2 updated parameters arrive during the next forward pass, if
+            every rank has a host of its own and the backend is dure (`ZeroRedundancy`); elsewhere
+            it has no effect.
+        offload: parts in files while they are not needed, such as optimizer,activations: of
+            optimizer, parameters and activations, as far as this rank has them.
+        offload_folder: of these files, on a disk; by default the first usual folder on a disk.
+        recompute: modules that are recomputed in backward, and store only their inputs, such as
+            layers.*; or all, the choice with the smallest peak memory of a step; none by default.
+        memory: limit of a worker's memory in a step, such as 2GB: its parts of weights, gradients
+            and optimizer state, and activations. As few modules are recomputed as this limit needs.
     """
 
     stage: Stage = 2
@@ -150,13 +150,16 @@ class ZeRO(Strategy):
         return Asked(self.recompute, self.memory, part, divided(1, self.stage, workers or 1))
 
     def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
-        """Raises ValueError for a model that replicas cannot train, or whose tensors overlap."""
+        """Check that replicas can train the model and that no tensors overlap.
+
+        Raises ValueError if not.
+        """
         check_apart(model)
         check_weights_stay(model, workers)
         check_pieces(task, model, self.batch_size, workers, self.accumulate)
 
     def prove(self, task: Task, model: nn.Module, workers: int | None) -> Proof | None:
-        """Tries what is computed again, where that is asked for."""
+        """Compare passes with and without recomputation, if recomputation is asked for."""
         self.check_model(task, model, workers)
         return prove_recompute(self._again(task, workers), task, model)
 
@@ -165,7 +168,7 @@ class ZeRO(Strategy):
 
 
 class ZeROLearner(SingleLearner):
-    """SGD over a model that is divided.
+    """SGD over a divided model.
 
     `self.model` and `self.optimizer` are the task's own, divided in place.
     """
@@ -192,10 +195,9 @@ class ZeROLearner(SingleLearner):
         self.folder = place.folder
         check_lying(self.model, self.train_examples, strategy.batch_size, strategy.accumulate)
         self._trained_from = trained_from(task, trained_in(self.model))
-        # Computed before the model is divided: afterwards its parameters are away.
+        # Computed before the model is divided: afterwards its parameters have no elements.
         self._flops = super().flops_per_step()
-        # gradients are summed, and not averaged, since each is multiplied with its share of the
-        # batch
+        # gradients are summed, not averaged, because each is multiplied by its share of the batch
         self.zero = ZeroRedundancy(
             self.model,
             self.optimizer,
@@ -219,9 +221,9 @@ class ZeROLearner(SingleLearner):
                 self._say,
             ),
         )
-        # Parameters have become shares; of a model in files, the rest moves into memory.
+        # Parameters have become shares; the buffers of a file-backed model move to memory.
         bring(self.model.buffers())
-        # What dividing took, and left between what stays, is not to count in training.
+        # Memory that the division needed must not count in training.
         give_back()
         self._watch_passes()
         self.speaking = speaker_of(self.model)
@@ -231,7 +233,7 @@ class ZeROLearner(SingleLearner):
         self._counted = 0.0
 
     def _watch_passes(self) -> None:
-        """For what is offloaded, as the model is now that it is divided."""
+        """Start offloading for the divided model."""
         if self.strategy.stage < 3:
             self.offloaded.watch_parameters(self.model)
         self.offloaded.keep_activations(self.zero.resident)
@@ -242,16 +244,16 @@ class ZeROLearner(SingleLearner):
         return self._flops
 
     def gradients(self, indices: Tensor, wish: int) -> Progress:
-        """Leaves this rank's part of the joint batch's gradient with the optimizer's pieces.
+        """Compute this rank's part of the joint batch's gradient, for the optimizer's pieces.
 
-        Raises LossNotFiniteError, on all ranks, if the loss of any of them is not finite.
+        Raises LossNotFiniteError, on all ranks, if the loss of any rank is not finite.
         """
         self._wish = wish
         self._loss = 0.0
         self._counted = 0.0
         self.zero.zero_grad()
         part = self.train_examples.part(indices, self.group.rank, self.group.size)
-        # Empty pieces too: every rank goes through as many passes.
+        # Empty micro-batches too: every rank runs equally many passes.
         for piece in part.tensor_split(self.strategy.accumulate):
             if len(piece):
                 self.backward(piece, self.losses.share(piece, indices))
@@ -264,7 +266,7 @@ class ZeROLearner(SingleLearner):
         self.zero.reduce()
         self.group.meter.compute("reduce", started, time.perf_counter(), self.step + 1)
         heard = self.zero.reducing.heard
-        # Until the last rank came, this one was idle and not sending.
+        # Until the last rank arrived, this rank was idle and not sending.
         self._account(self.started + max(heard["arrival"]))
         for rank, loss in enumerate(heard["loss"]):
             if not math.isfinite(loss):  # no rank can save the last good state alone
@@ -279,16 +281,16 @@ class ZeROLearner(SingleLearner):
 
     def trim(self) -> None:
         for name, part in self.zero.parts_by_name():
-            # Whole parameters are frozen, and so are the pieces of them that are here.
+            # A frozen parameter's pieces on this rank are frozen.
             if self.step < self._trained_from.get(name, 0):
                 part.grad = None
         if self.task.clip_norm is not None:
             self.zero.clip_grad_norm_(self.task.clip_norm)
 
     def backward(self, piece: Tensor, share: Share) -> None:
-        """Forward and backward over a piece of the joint batch, as this share of it.
+        """Run forward and backward over a piece of the joint batch, weighted by its share.
 
-        The loss is said in the tail of the last message, and so before backward ends.
+        The trailer of the last message has the loss, which is therefore known before backward ends.
         """
         inputs, targets = self.read(piece)
         started = time.perf_counter()
@@ -304,14 +306,14 @@ class ZeROLearner(SingleLearner):
         meter.compute("backward", forwarded, time.perf_counter(), self.step + 1)
 
     def _say(self) -> Numbers:
-        """What this rank says in the tail."""
+        """Return this rank's numbers for the trailer."""
         said: dict[str, Sequence[float]] = {
             "loss": [self._loss],
             "arrival": [time.perf_counter() - self.started],
         }
         if self.losses.is_late:
             said["count"] = [self._counted]
-        # The other ranks leave these zeros, so that the sum is what rank 0 says.
+        # The other ranks send zeros, so that the sum is rank 0's number.
         if self.group.rank == 0:
             said["wish"] = [float(self._wish)]
             if self.speaking is not None:
@@ -319,7 +321,7 @@ class ZeROLearner(SingleLearner):
         return said
 
     def _take_buffers(self, changed: Sequence[float]) -> None:
-        """Those of rank 0 that its forward pass has changed."""
+        """Take the buffers that rank 0's forward pass has changed."""
         assert self.speaking is not None
         started = time.perf_counter()
         self.speaking.take(self.group, [ranks > 0 for ranks in changed])
@@ -328,7 +330,7 @@ class ZeROLearner(SingleLearner):
         )
 
     def _account(self, arrival: float | None = None) -> None:
-        """What the program waited for was counted as computing."""
+        """Subtract the time of waiting from the computing time."""
         self.group.meter.counters.compute_seconds -= self.zero.wire.account(self.step + 1, arrival)
 
     def advance(self, wish: int) -> Progress:
@@ -338,7 +340,7 @@ class ZeROLearner(SingleLearner):
 
     def evaluate(self) -> dict[str, float]:
         def idle() -> None:
-            """Gathers what others gather, where this rank has no batch left."""
+            """Gather the units that other ranks gather, on a rank without a batch."""
             # In stages 1 and 2 a forward pass sends nothing.
             if self.strategy.stage == 3 and self.test_examples is not None:
                 first = torch.zeros(1, dtype=torch.int64)
@@ -360,7 +362,7 @@ class ZeROLearner(SingleLearner):
 
     @contextmanager
     def changing_averages(self) -> Iterator[None]:
-        # What travels for it is no training.
+        # The messages are not part of training.
         with self.zero.uncounted(), self.zero.parts_changed():
             yield
 
@@ -381,6 +383,6 @@ class ZeROLearner(SingleLearner):
         self.zero.load_optimizer_state_dict(state["optimizer"])
         self.offloaded.restored()
         self.zero.passes.restore_order(state["order"])
-        # Anew: what was loaded is what all ranks have now.
+        # A new instance: all ranks now have the loaded buffers.
         self.speaking = speaker_of(self.model)
         self.step = state["step"]

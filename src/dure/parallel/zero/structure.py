@@ -1,8 +1,9 @@
-"""The model and the optimizer as they were divided: what was put there later is refused by name.
+"""Check that the structure of the model and the optimizer has not changed since the division.
 
-Which parameters there are, and which are trained, is decided when the model is divided. A parameter
-that is unfrozen, added or put in another's place afterwards has no part in any message or update,
-and would stay as it is on every rank, or go its own way on each.
+The parameters, and whether they are trained, are fixed when the model is divided. A parameter that
+is unfrozen, added or replaced afterwards takes no part in messages and updates. It would keep its
+value on every rank, or diverge between the ranks. Such changes are refused with the parameter's
+name.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from torch.optim import Optimizer
 
 
 class Structure:
-    """How they were.
+    """Recorded structure of a model and its optimizer.
 
-    trained: the model's parameters that are divided with their gradients. parts: what the optimizer
+    trained: the model's parameters whose gradients are divided. parts: tensors that the optimizer
     updates.
     """
 
@@ -36,13 +37,16 @@ class Structure:
         self._frozen = [
             (name, parameter)
             for name, parameter in model.named_parameters()
-            # one without elements has nothing to train
+            # a parameter without elements has nothing to train
             if id(parameter) not in known and parameter.numel()
         ]
         self._note()
 
     def _note(self) -> None:
-        """Notes what each module holds: to compare that is quicker than to walk through them."""
+        """Record the parameters and submodules of each module.
+
+        A comparison with the record is faster than a walk over all modules.
+        """
         held = [
             within
             for module in self.model.modules()
@@ -51,7 +55,7 @@ class Structure:
         self._held = [(within, list(within.values())) for within in held if within]
 
     def check(self) -> None:
-        """Raises RuntimeError for what would not be trained as in one process."""
+        """Check that the structure has not changed. Raises RuntimeError otherwise."""
         for name, parameter in self._frozen:
             if parameter.requires_grad:
                 raise RuntimeError(
@@ -85,5 +89,8 @@ class Structure:
 
 
 def _holds(within: Mapping[str, object], values: Sequence[object]) -> bool:
-    """Whether a module holds the very same; equality would compare tensors by value."""
+    """Return whether a module has the identical objects.
+
+    Equality would compare tensors by value.
+    """
     return len(within) == len(values) and all(map(operator.is_, within.values(), values))

@@ -1,13 +1,13 @@
-"""In which order units are gathered and blocks reduced.
+"""Order in which units are gathered and blocks reduced.
 
-There is one list for all ranks, which each follows at its own pace. Ranks find each other's
-messages by nothing but their order, and they need not compute the same: one has no examples today,
-another does not use a branch of the model. So every rank issues the messages of a pass in the same
-fixed order, each exactly once, whatever it needs itself. A gathering may be issued early
-(prefetching); a reduction is issued when the block's gradients are there. A rank may need a unit
-whose gathering comes after a reduction for which it is not ready. Then it sends what it has: the
-gradients that come afterwards are *late*, and are sent in a second round, of which all ranks learn
-from the tail. A backward pass over three units with prefetch 1:
+All ranks follow the same list, each at its own pace. Ranks match messages only by their order, and
+may compute different things: a rank may have no examples, or not use a branch of the model. Every
+rank therefore issues the messages of a pass in the same fixed order, each exactly once, whatever
+the rank needs itself. A gather may be issued early (prefetching); a reduction is issued when the
+block's gradients are complete. A rank may need a unit whose gather comes after a reduction for
+which the rank is not ready. The rank then sends the gradients that it has: the gradients that come
+afterwards are *late*, and are sent in a second round, of which all ranks learn from the trailer. A
+backward pass over three units with prefetch 1:
 
     gather 3 | gather 2 | reduce 3 | gather 1 | reduce 2 | reduce 1
 
@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple
 
 
 class Action(NamedTuple):
-    """One message of a pass.
+    """Message of a pass.
 
     number: of the unit that is gathered, or of the block that is reduced.
     """
@@ -31,16 +31,15 @@ class Action(NamedTuple):
 
 
 def forward_order(units: Sequence[int]) -> list[Action]:
-    """A forward pass: the units in the order in which they are needed."""
+    """Return the messages of a forward pass: units in the order in which they are needed."""
     return [Action("gather", unit) for unit in units]
 
 
 def backward_order(events: Sequence[Action], prefetch: int) -> list[Action]:
-    """The messages of a backward pass.
+    """Return the messages of a backward pass.
 
-    events: a unit is needed, a block is ready; in order.
-
-    Gatherings are moved ahead, so that `prefetch` of them follow the one that is needed at once.
+    events: needs of units and completions of blocks, in order. Gathers are moved ahead, so that
+    `prefetch` gathers follow the gather that is needed at once.
     """
     gathers = [action for action in events if action.kind == "gather"]
     order: list[Action] = []
@@ -49,7 +48,7 @@ def backward_order(events: Sequence[Action], prefetch: int) -> list[Action]:
         if action.kind == "reduce":
             order.append(action)
             continue
-        # After the k-th unit that is needed, k + prefetch of them have been placed.
+        # After the k-th needed unit, k + prefetch gathers have been placed.
         needed += 1
         while placed < min(len(gathers), needed + prefetch):
             order.append(gathers[placed])
@@ -58,15 +57,16 @@ def backward_order(events: Sequence[Action], prefetch: int) -> list[Action]:
 
 
 def guess(units: Sequence[int], blocks: Sequence[Sequence[int]], around: set[int]) -> list[Action]:
-    """The events of a backward pass that no rank has seen.
+    """Return the probable events of a backward pass that no rank has observed.
 
-    Units come in reverse; those around others are gathered first, and their blocks reduced last.
+    Units come in reverse; units around others are gathered first, and their blocks reduced last.
 
-    units: in forward order. blocks: the blocks of each unit that have gradients.
+    units: in forward order. blocks: the blocks of each unit that have gradients. around: units that
+    contain other units.
     """
     outer = [unit for unit in units if unit in around]
     inner = [unit for unit in reversed(units) if unit not in around]
-    # they are there from first to last
+    # outer units are available during the whole pass
     events = [Action("gather", unit) for unit in outer]
     for unit in inner:
         events.append(Action("gather", unit))
@@ -79,9 +79,9 @@ def guess(units: Sequence[int], blocks: Sequence[Sequence[int]], around: set[int
 def completed(
     events: Sequence[Action], everything: Sequence[Action], carrier: int | None
 ) -> list[Action]:
-    """The events of a pass, each once, and then what did not happen.
+    """Return the events of a pass, each once, followed by the events that did not happen.
 
-    The block that carries the tail is last.
+    The block that carries the trailer is last.
     """
     seen = list(dict.fromkeys([*events, *everything]))
     last = [
@@ -94,11 +94,18 @@ def completed(
 
 
 class Sweep:
-    """One pass through an order.
+    """Pass through an order of messages.
 
-    gather, reduce: issue a message. ready: tells whether a block is complete. forced: blocks that
-    have left before they were complete. prefetch: units that are gathered ahead of the one that is
-    needed.
+    Args:
+        order: Messages of the pass.
+        prefetch: Units that are gathered ahead of the unit that is needed.
+        gather: Issues the gather of a unit.
+        reduce: Issues the reduction of a block.
+        ready: Returns whether a block is complete.
+
+    Attributes:
+        position: Index of the next message.
+        forced: Blocks that were sent before they were complete.
     """
 
     def __init__(
@@ -122,39 +129,39 @@ class Sweep:
         }
 
     def has_gathered(self, unit: int) -> bool:
-        """Whether the unit's turn in this pass is over, or it has none."""
-        # A unit without a turn has place -1, which is before any position.
+        """Return whether a unit's gather has been issued in this pass, or the order has none."""
+        # A unit that the order does not have is at place -1, which is before any position.
         return self._place.get(unit, -1) < self.position
 
     def need(self, unit: int) -> None:
-        """Issues everything up to a unit's gathering, and what may go ahead."""
+        """Issue all messages up to the gather of a unit, and the messages that may go ahead."""
         place = self._place.get(unit, -1)
         while self.position <= place:
             action = self.order[self.position]
-            # The order says that this block leaves before the unit is gathered. The others wait for
-            # that message, so it leaves with what there is.
+            # In the order this block is reduced before the unit is gathered. The other ranks wait
+            # for that message, so the block is sent with its available gradients.
             if action.kind == "reduce" and not self._ready(action.number):
                 self.forced.add(action.number)
             self._issue(action)
-        # It is in use now, and no longer ahead: another one may be.
+        # The unit is in use now and no longer ahead: another unit may be gathered ahead.
         self._ahead.discard(unit)
         self.advance()
 
     def advance(self) -> None:
-        """Issues what can be: reductions that are ready, and gatherings within the prefetching."""
+        """Issue the next messages: ready reductions, and gathers within the prefetch limit."""
         while self.position < len(self.order):
             action = self.order[self.position]
             if action.kind == "gather" and len(self._ahead) >= self.prefetch:
                 return
             if action.kind == "reduce":
-                # the tail tells of late gradients, so it waits while any block was forced to leave
+                # the trailer reports late gradients, so it waits if any block was sent incomplete
                 tail = self.position == len(self.order) - 1
                 if not self._ready(action.number) or (tail and self.forced):
                     return
             self._issue(action)
 
     def finish(self, before: Callable[[Action], None] = lambda action: None) -> None:
-        """Issues the rest. before: called with each action first."""
+        """Issue the remaining messages. before: called with each action first."""
         while self.position < len(self.order):
             before(self.order[self.position])
             self._issue(self.order[self.position])

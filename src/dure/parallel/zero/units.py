@@ -1,11 +1,11 @@
-"""Units: which parameters are gathered together, and for which modules.
+"""Units: groups of parameters that are gathered together, and the modules that need them.
 
-A unit is a module with all its parameters, or several small neighbours. Modules are opened from the
-root down until what is inside has at most `limit` elements, or until a module has most of its
-parameters of its own and no parts to speak of, such as a linear layer. What a module that was
-opened holds itself (a class token, a position table) is a unit of its own, gathered for as long as
-that module runs. A parameter that several units use belongs to the nearest module that contains all
-of them.
+A unit is a module with all its parameters, or several small neighbouring modules. Modules are
+opened from the root down until a module contains at most `limit` elements, or until it owns most of
+its parameters directly and has no submodules of significant size, such as a linear layer. The
+direct parameters of an opened module (a class token, a position table) are a separate unit,
+gathered as long as that module runs. A parameter that several units use belongs to the nearest
+module that contains all of these units.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ from dataclasses import dataclass
 from torch import nn
 
 UNIT = 1 << 20
-"""Elements of a unit unless told otherwise: 4 MiB in float32."""
+"""Default number of elements of a unit: 4 MiB in float32."""
 
 _OWN = 0.25
-"""A module that holds so much of what is inside it by itself is not opened."""
+"""A module is not opened if it owns directly at least this share of the elements inside it."""
 
 
 @dataclass
 class Plan:
-    """One unit.
+    """Plan of a unit.
 
-    modules: names of those that need it. parameters: by name, in order. around: whether modules
-    inside of which other units are used need it, so that it is there from first to last.
+    modules: names of the modules that need the unit. parameters: by name, in order. around: whether
+    the unit's modules contain uses of other units, so that the unit is needed during the whole
+    pass.
     """
 
     modules: list[str]
@@ -36,14 +37,15 @@ class Plan:
 
 
 Units = int | Iterable[type[nn.Module]] | None
-"""How a model is cut: elements that a unit has at most, or the kinds of modules that are units;
-None chooses."""
+"""Division of a model into units: the largest number of elements of a unit, or the classes of
+modules that are units; None chooses.
+"""
 
 
 def plan_units(model: nn.Module, units: Units = None) -> list[Plan]:
-    """The units of a model, in the order of its modules.
+    """Return the units of a model, in the order of its modules.
 
-    Every parameter is in exactly one of them. Raises ValueError for units of no element.
+    Every parameter is in exactly one unit. Raises ValueError for a unit size below 1.
     """
     planner = _Planner(model, units)
     plans = planner.open("", model)
@@ -67,8 +69,8 @@ class _Planner:
             self.kinds = tuple(units)
 
     def direct(self, module: nn.Module) -> list[str]:
-        """The names of what a module holds itself."""
-        # A parameter with two names in one module is there once.
+        """Return the names of the parameters that a module owns directly."""
+        # A parameter with two names in one module counts once.
         own = module.parameters(recurse=False)
         return list(dict.fromkeys(self.names[id(parameter)] for parameter in own))
 
@@ -79,12 +81,12 @@ class _Planner:
         return sum(self.lengths[name] for name in parameters)
 
     def open(self, name: str, module: nn.Module) -> list[Plan]:
-        """The units of what is inside a module."""
+        """Return the units inside a module."""
         inside = self.inside(module)
         direct = self.direct(module)
         if not inside:
             return []
-        # Nothing inside is of the kinds that were asked for: it stays with the whole model.
+        # No module inside is of the requested classes: the unit is needed by the whole model.
         if self.kinds and not any(isinstance(part, self.kinds) for part in module.modules()):
             return [Plan([""], inside, around=True)]
         parts = [
@@ -101,18 +103,18 @@ class _Planner:
         if self.kinds:
             return isinstance(module, self.kinds)
         size = self.size(inside)
-        # To open a module that holds much itself would gain little: its own part is there as long
-        # as it runs.
+        # To open a module that owns much directly would gain little: its own parameters stay
+        # gathered as long as it runs.
         return size <= self.limit or self.size(direct) >= _OWN * size
 
     def _merged(self, plans: list[Plan]) -> list[Plan]:
-        """Small neighbours as one unit, as long as it stays within the limit."""
+        """Merge small neighbouring units, up to the limit of elements."""
         merged: list[Plan] = []
         for plan in plans:
             last = merged[-1] if merged else None
             if (
                 last is not None
-                # a unit around others is there longer than its neighbours
+                # a unit around others stays gathered longer than its neighbours
                 and not (last.around or plan.around)
                 and self.size(last.parameters) + self.size(plan.parameters) <= self.limit
             ):
@@ -123,17 +125,17 @@ class _Planner:
         return merged
 
     def settle_shared(self, plans: list[Plan]) -> list[Plan]:
-        """Leaves one unit around each module, and every parameter in one unit.
+        """Merge the units around the same module, and assign every parameter to exactly one unit.
 
-        A parameter that several units use goes to the nearest module around them.
+        A parameter that several units use is assigned to the nearest module around them.
         """
-        # reversed, so that the first unit around a module is the one that remains
+        # reversed, so that the first unit around a module remains
         around = {plan.modules[0]: plan for plan in reversed(plans) if plan.around}
         for plan in plans:
             if plan.around and plan is not around[plan.modules[0]]:
                 around[plan.modules[0]].parameters += plan.parameters
                 plan.parameters = []
-        # A tied parameter is inside of several modules, and was put into the unit of each.
+        # A tied parameter is inside several modules, and was put into the unit of each.
         users: dict[str, list[Plan]] = {}
         for plan in plans:
             for parameter in dict.fromkeys(plan.parameters):
@@ -156,7 +158,7 @@ class _Planner:
 
 
 def _common(names: Sequence[str]) -> str:
-    """The name of the nearest module that contains all of these."""
+    """Return the name of the nearest module that contains all of these modules."""
     common = []
     for parts in zip(*(name.split(".") if name else [] for name in names), strict=False):
         if len(set(parts)) > 1:

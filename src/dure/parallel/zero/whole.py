@@ -1,6 +1,6 @@
-"""The whole model on one rank or on all: parameters to look at and change, and state_dicts.
+"""The whole model on rank 0 or on all ranks: parameters to read and change, and state_dicts.
 
-What travels here is bookkeeping, and not counted by the meter. It goes block by block.
+Messages go block by block. The meter does not count them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from dure.record.on_disk import (
 
 
 class Whole:
-    """The undivided model. group: whose meter counts nothing that matters."""
+    """The undivided model. group: a group whose meter is not reported."""
 
     def __init__(
         self,
@@ -50,17 +50,16 @@ class Whole:
         self.model = model
         self.shares = list(shares)
         self.passes = passes
-        # not beside: nothing else is under way when the whole model is asked for
+        # without overlap: nothing else runs when the whole model is requested
         self.wire = Wire(group, algorithm, beside=False)
 
     @torch.no_grad()
     def values(self, share: Share) -> list[Tensor]:
-        """A block's parameters in their own dtype.
+        """Return a block's parameters in their own dtype.
 
         In stages 1 and 2 they are the model's own memory, unless the master has another dtype.
         """
-        # A clone where memory is common: one rank may change what it was given, while others still
-        # read.
+        # A clone if memory is common: a rank may change its values while others still read.
         if share.whole is not None and share.master is share.own:
             return share.views(share.whole.clone() if share.common else share.whole)
         whole = torch.empty(share.block.padded, dtype=share.block.master, device=share.own.device)
@@ -69,8 +68,8 @@ class Whole:
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Inside, the model is whole on every rank."""
-        # Hooks would gather and free units under the feet of whoever uses the whole model.
+        """Context manager in which the model is whole on every rank."""
+        # Inside a pass, hooks would gather and free units while the caller uses the whole model.
         if self.passes.scope is not None or self.passes.in_backward():
             raise RuntimeError(
                 "gathered() inside the model's forward or backward pass: call it before or after"
@@ -80,7 +79,7 @@ class Whole:
         values = {id(share): self.values(share) for share in self.shares}
         with torch.no_grad():
             self._give(values)
-        # From here on hooks do nothing: all parameters are here.
+        # From here on hooks do nothing: all parameters are available.
         self.passes.rests = True
         try:
             yield
@@ -100,10 +99,10 @@ class Whole:
                 set_elements(parameter, value)
 
     def _take_back(self, values: Mapping[int, list[Tensor]]) -> None:
-        # Others may still read what this rank is about to write.
+        # Other ranks may still read memory that this rank writes next.
         self.meet()
         for share in self.shares:
-            # In stages 1 and 2 the user has changed the share itself, unless the master is apart.
+            # In stages 1 and 2 the caller changed the share itself, unless the master is a copy.
             if share.whole is None or share.common or share.master is not share.own:
                 share.take([elements_of(parameter) for parameter in share.parameters])
             if share.whole is not None:
@@ -114,7 +113,7 @@ class Whole:
         self.meet()
 
     def meet(self) -> None:
-        """Waits for all ranks where memory is common.
+        """Wait for all ranks if memory is common.
 
         No rank writes before all have read, and no rank reads before all have written.
         """
@@ -123,11 +122,11 @@ class Whole:
 
     @torch.no_grad()
     def state_dict(self, everywhere: bool) -> dict[str, Any]:
-        """The model's state_dict in memory of its own: on rank 0, or on every rank.
+        """Return a copy of the model's state_dict: on rank 0, or on every rank.
 
-        Elsewhere it is empty. All ranks call it.
+        On other ranks the dictionary is empty. All ranks call this method.
         """
-        # Every rank takes part in the gathering of every block, also one that keeps nothing.
+        # Every rank takes part in the gather of every block, even if it returns nothing.
         keeps = everywhere or self.wire.group.rank == 0
         found = {}
         for share in self.shares:
@@ -136,7 +135,7 @@ class Whole:
                     found[id(parameter)] = value.clone()
         if not keeps:
             return {}
-        # The model decides on names and order; with keep_vars its parameters are known by identity.
+        # The model defines names and order; with keep_vars its parameters match by identity.
         state: dict[str, Any] = self.model.state_dict(keep_vars=True)
         for name, value in state.items():
             if id(value) in found:
@@ -147,15 +146,15 @@ class Whole:
 
     @torch.no_grad()
     def weights(self, shelf: Shelf) -> TensorsOnDisk:
-        """As `state_dict` on rank 0, on a shelf, so that no rank has more than its share in memory.
+        """Return the state_dict on rank 0, with tensors on a shelf; empty on other ranks.
 
-        What comes from others is sent a few million bytes at a time.
+        No rank has more than its share in memory: other ranks send a few million bytes at a time.
         """
         leads = self.wire.group.rank == 0
         places: dict[str, Leaf] = {}
         own: dict[str, Tensor] = {}
         for share in self.shares:
-            # All of it is here already, and in all digits.
+            # The whole block is on this rank already, in full precision.
             whole = share.views(share.whole) if share.whole is not None else []
             whole = whole if share.master is share.own else []
             for index, name in enumerate(share.block.names):
@@ -180,13 +179,13 @@ class Whole:
         return TensorsOnDisk(self._named(places))
 
     def _named(self, places: Mapping[str, Leaf]) -> dict[str, Leaf]:
-        """A state_dict of the model, in which these take the place of divided parameters."""
+        """Return a state_dict of the model with these tensors in place of divided parameters."""
         names = {
             id(parameter): name
             for share in self.shares
             for name, parameter in zip(share.block.names, share.parameters, strict=True)
         }
-        # As in `state_dict`.
+        # with keep_vars, as in `state_dict`
         state: dict[str, Any] = self.model.state_dict(keep_vars=True)
         for name, value in state.items():
             if id(value) in names:
@@ -197,10 +196,10 @@ class Whole:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes a whole state_dict, which every rank gives.
+        """Load a whole state_dict, which is given on every rank.
 
-        Of one that lies in files, only this rank's share is read. Raises ValueError, on all ranks
-        and before anything is changed, if names or shapes are not the model's on any of them.
+        Only this rank's share of tensors in files is read. Raises ValueError, on all ranks and
+        before any change, if names or shapes differ from the model's on any rank.
         """
         known: dict[str, Any] = self.model.state_dict(keep_vars=True)
         leaves = leaves_of(state)
@@ -232,7 +231,10 @@ def _elements(given: Mapping[str, Leaf], name: str, start: int, stop: int) -> Te
 
 
 def _check_fits(state: Mapping[str, Any], known: Mapping[str, Any]) -> None:
-    """Raises ValueError if a state_dict has other names or shapes than the model's `known` one."""
+    """Check that a state_dict has the names and shapes of the model's `known` state_dict.
+
+    Raises ValueError otherwise.
+    """
     missing = sorted(known.keys() - state.keys())
     unknown = sorted(state.keys() - known.keys())
     if missing or unknown:

@@ -1,6 +1,6 @@
-"""What ZeRO sends: reduce-scatters and all-gathers of equal chunks.
+"""Collectives of ZeRO: reduce-scatters and all-gathers of equal chunks.
 
-They work in place, at once or alongside the program.
+They work in place, blocking or overlapped with computation.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ALGORITHMS: tuple[str, ...] = get_args(Algorithm)
 
 
 class Span(NamedTuple):
-    """What took from `start` to `end`, in seconds of `time.perf_counter`."""
+    """Interval from `start` to `end`, in seconds of `time.perf_counter`."""
 
     name: str
     start: float
@@ -31,9 +31,9 @@ class Span(NamedTuple):
 
 
 class Later(Handle[None]):
-    """What is begun, and ended by whoever waits for it.
+    """Handle of an operation that has started and that `wait` ends.
 
-    is_read: whether the message may be written to again.
+    is_read: returns whether the message may be written to again.
     """
 
     def __init__(self, end: Callable[[], None], is_read: Callable[[], bool] = lambda: True) -> None:
@@ -44,12 +44,11 @@ class Later(Handle[None]):
         return self._rest is None
 
     def wait(self) -> None:
-        """Raises what the end raises; whoever waits once more is told that it failed."""
+        """End the operation. Raises its error; a second call after an error raises RuntimeError."""
         rest = self._rest
         if rest is None:
             return
-        # Before the end is tried: if it raises, this stays, and a second wait does not try it
-        # again.
+        # Set before the end is tried: if the end raises, a second wait does not try it again.
         self._rest = _failed
         rest()
         self._rest = None
@@ -60,19 +59,22 @@ def _failed() -> None:
 
 
 class Wire:
-    """Messages of one group.
+    """Messages of a group.
 
-    beside: whether they travel alongside the program, in the order of their issue.
+    Args:
+        group: The ranks.
+        algorithm: "native" is the backend's; "ring" and "one_shot" use point-to-point sends.
+        beside: Whether messages overlap computation, in the order of their issue.
+        mean: Whether sums of gradients are divided by N.
+        planned: Whether overlapped operations start at once, in the order that all ranks follow,
+            and end in `wait`; only if each rank has a host of its own. Ranks then do not check that
+            all have started the same operations.
 
-    split_phase: whether a reduce-scatter is begun and ended apart: its message then lies in shared
-    memory, where the others read it, maybe after this rank has ended it. planned: whether all that
-    goes beside is begun at once, by the order that all ranks follow, and ended by whoever waits for
-    it: if that is asked for, where each has a host of its own. Nobody checks then that all have
-    begun the same.
-
-    mean: whether sums of gradients are divided by N. transfers: those that have ended since they
-        were last asked for;
-    waits: when the program waited for one.
+    Attributes:
+        split_phase: Whether the start and the end of a reduce-scatter are separate: its message is
+            in shared memory, where other ranks may read it after this rank has ended the operation.
+        transfers: Transfers that ended since the last `account`.
+        waits: Intervals in which the program waited for a transfer.
     """
 
     def __init__(
@@ -91,13 +93,13 @@ class Wire:
         carrier = group.transport
         self.planned = planned and beside and algorithm == "native" and carrier.apart
         self.split_phase = not beside and algorithm == "native" and carrier.split_phase
-        # when the planned transfer that ended last had ended
+        # end of the planned transfer that ended last
         self._last_end = 0.0
         self.transfers: list[Span] = []
         self.waits: list[Span] = []
 
     def all_gather(self, whole: Tensor, own: Tensor) -> Handle[None]:
-        """Fills `whole`, N chunks, with the ranks' `own`, each of one chunk.
+        """Fill `whole`, N chunks, with the chunk `own` of each rank.
 
         `own` may be its place in `whole`.
         """
@@ -106,7 +108,7 @@ class Wire:
         # views of `whole`, into which the backend writes directly
         chunks = list(whole.view(self.group.size, -1))
         mine = chunks[self.group.rank]
-        # else this rank's chunk lies in its place already
+        # otherwise this rank's chunk is in its place already
         apart = own.data_ptr() != mine.data_ptr()
 
         def work() -> None:
@@ -117,13 +119,13 @@ class Wire:
             if apart:
                 mine.copy_(own)
             if self.algorithm == "ring":
-                # The ring has rank r begin with chunk r+1: the list is turned by one, so that this
-                # is chunk r.
+                # In the ring rank r begins with chunk r+1: the list is rotated by one, so that
+                # this is chunk r.
                 ring.all_gather(chunks[-1:] + chunks[:-1], self.group)
             else:
                 one_shot.all_gather(chunks, self.group)
 
-        # alone nothing is sent (`_send`), and `work` is never called
+        # with a single rank nothing is sent (`_send`), and `work` is never called
         if self.group.size == 1 and apart:
             whole.copy_(own)
         return self._send("all-gather", work, whole)
@@ -131,12 +133,12 @@ class Wire:
     def reduce_scatter(
         self, message: Tensor, into: Tensor, own: Sequence[Tensor] = ()
     ) -> Handle[None]:
-        """On rank r `into` becomes the sum, or mean, of the ranks' chunk r of `message`.
+        """Set `into` on rank r to the sum, or mean, of the ranks' chunk r of `message`.
 
-        `into` may be that very chunk.
+        `into` may be that chunk.
 
-        own: contiguous tensors that together are this rank's own chunk, where that is not in the
-        message; only where calls are `split_phase`.
+        own: contiguous tensors that together are this rank's chunk, if the chunk is not in the
+        message; only if calls are `split_phase`.
         """
         return self.prepare_reduce_scatter(message, into)(own)
 
@@ -154,14 +156,14 @@ class Wire:
                 dist.reduce_scatter(into, chunks, op, group=self.group.process_group)
                 self.count(into)
             elif self.algorithm == "ring":
-                # turned by one, as in `all_gather`
+                # rotated by one, as in `all_gather`
                 ring.reduce_scatter(chunks[-1:] + chunks[:-1], self.group, into=into)
             else:
                 one_shot.reduce_scatter(chunks, self.group, into=into)
             if self.mean and not divides:
                 into.div_(self.group.size)
 
-        # alone `work` is never called
+        # with a single rank `work` is never called
         if self.group.size == 1 and into.data_ptr() != message.data_ptr():
             into.copy_(chunks[0])
         return self._send("reduce-scatter", work, message)
@@ -169,10 +171,10 @@ class Wire:
     def prepare_reduce_scatter(
         self, message: Tensor, into: Tensor
     ) -> Callable[[Sequence[Tensor]], Handle[None]]:
-        """`reduce_scatter` of the same tensors again and again.
+        """Return a function that starts a `reduce_scatter` of the same tensors at each call.
 
-        It is begun by calling what is returned with what is own. Where calls are not `split_phase`
-        all lies in the message, and nothing else is looked at.
+        The function takes the argument `own` of `reduce_scatter`. Without `split_phase` everything
+        is in the message, and the argument is ignored.
         """
         if not (self.split_phase or self.planned) or not message.numel():
             return lambda own: self._reduce_scatter(message, into)
@@ -195,53 +197,53 @@ class Wire:
         return Later(self._ending(name, end))
 
     def _plainly(self, name: str, work: Callable[[], Value]) -> Value:
-        """`Group.perform` in its shortest form, because it is in the way of a backward pass.
+        """Run `work` as `Group.perform` does, with less overhead, because backward waits for it.
 
-        It is for what the backend dure does with memory alone.
+        Only for operations of the backend dure on memory.
         """
         self.group.settle()
         with self.group.during(name):
             return work()
 
     def _ending(self, name: str, end: Callable[[], float]) -> Callable[[], None]:
-        """What waits for the end of a call that begins now."""
+        """Return a function that waits for the end of a call that starts now."""
         started = time.perf_counter()
 
         def ending() -> None:
             ended = self._plainly(name, end)
-            if self.planned:  # several are under way, one after another
-                # It had the link to itself from when the one before had ended.
+            if self.planned:  # several transfers are in flight, one after another
+                # This transfer had the link to itself since the end of the previous transfer.
                 self.transfers.append(Span(name, min(ended, max(started, self._last_end)), ended))
                 self._last_end = max(self._last_end, ended)
 
         return ending
 
     def meet(self) -> None:
-        """Waits until all ranks are here."""
+        """Wait until all ranks have called this method."""
         if self.group.size > 1:
             started = time.perf_counter()
             self._plainly("meeting", self.group.transport.meet)
             self.waits.append(Span("wait for all ranks", started, time.perf_counter()))
 
     def count(self, chunk: Tensor) -> None:
-        """Counts N-1 chunks each way: the backend does not tell what it sends.
+        """Count N-1 chunks in each direction: the backend does not report its messages.
 
-        Whatever it does, so many have to leave and to come.
+        Any algorithm has to send and receive that many bytes.
         """
         if chunk.numel():
-            # The counts of messages matter too: one a peer.
+            # The number of messages counts too: one message for each peer.
             for _ in range(self.group.size - 1):
                 self.group.meter.sent(chunk.nbytes)
                 self.group.meter.received(chunk.nbytes)
 
     def all_reduce(self, tensor: Tensor) -> Handle[None]:
-        """The sum over all ranks, in place; by a ring where the backend does not carry it."""
+        """Sum a tensor over all ranks, in place; with a ring if the backend lacks the device."""
         carried = tensor.is_cpu or self.group.backend(tensor.device)
         rule = native.all_reduce if carried else ring.all_reduce
         return self._send("all-reduce", lambda: rule(tensor, self.group), tensor)
 
     def _send(self, name: str, work: Callable[[], None], tensor: Tensor) -> Handle[None]:
-        # Nothing travels, and no rank may expect a message.
+        # Nothing is sent, and no rank may expect a message.
         if self.group.size == 1 or not tensor.numel():
             return Handle.of(None)
         name = f"{self.algorithm} {name}"
@@ -254,38 +256,36 @@ class Wire:
         if self.beside:
             return self.group.perform(name, transfer, tensor, True)  # type: ignore[return-value]
         self.group.perform(name, transfer, tensor)
-        # Not beside: all of the transfer was a wait.
+        # Without overlap the whole transfer is a wait.
         self.waits.append(self.transfers[-1])
         return Handle.of(None)
 
     def wait(self, handle: Handle[None], what: str) -> None:
-        """Waits for the end of a message."""
+        """Wait for the end of a message."""
         started = time.perf_counter()
         waits = not handle.is_completed()
         handle.wait()
-        # What had come already cost no wait, and would only fill the timeline.
+        # A message that had arrived cost no wait, and would only fill the timeline.
         if waits:
             self.waits.append(Span(f"wait for {what}", started, time.perf_counter()))
 
     def account(self, step: int, arrival: float | None = None) -> float:
-        """Tells the meter what was sent since the last call.
+        """Report the transfers since the last call to the meter; return the seconds of waiting.
 
-        Returns the seconds that the program waited.
-
-        arrival: when the last rank came to the last message: until then this one was idle.
+        arrival: time when the last rank sent the last message; until then this rank was idle.
         Transfers during which the program did not wait are hidden.
         """
         waits = self.waits
         transfers = self.transfers[:]
         meter = self.group.meter
         self.waits = []
-        del self.transfers[: len(transfers)]  # others may be ending now
+        del self.transfers[: len(transfers)]  # another thread may append at the same time
         for number, wait in enumerate(waits):
             last = arrival if number == len(waits) - 1 else None
             meter.communication(wait.name, wait.start, wait.end, step, last)
         if self.beside:
             for transfer in transfers:
-                # the part of the transfer in which the program waited, for whichever message
+                # the part of the transfer in which the program waited for any message
                 shown = sum(
                     max(0.0, min(w.end, transfer.end) - max(w.start, transfer.start)) for w in waits
                 )

@@ -1,1 +1,1 @@
-"""The report of runs that go on, kept current in a browser: what is shown, to whom, and how."""
+"""The live report of runs in progress, kept current in a browser, behind a token."""

@@ -1,13 +1,13 @@
-"""Who may see a page: whoever has its token, which never is in an address.
+"""Authentication of the live page: a token grants access, and is never in an address.
 
-The token is typed into a form, which sends it in the body of a POST. The browser gets a cookie in
-its place that scripts cannot read and no other site can send (HttpOnly, SameSite=Strict):
+The user types the token into a form, which sends it in the body of a POST. The browser gets a
+cookie in exchange that scripts cannot read and no other site can send (HttpOnly, SameSite=Strict):
 
     cookie = HMAC-SHA256(token, "the live page of dure")
 
-So the cookie does not tell the token, opens nothing but the page, and is good until the token is
-another one. A program sends `Authorization: Bearer TOKEN`. Nothing of it is in a URL, and so in no
-history, no log and no Referer.
+The cookie does not reveal the token, opens nothing but the page, and is valid until the token
+changes. A program sends `Authorization: Bearer TOKEN`. No URL contains the token or the cookie, so
+neither does any history, log or Referer.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from dure.contracts.page import Answer
 
 _PURPOSE = b"the live page of dure"
 _SIGNS = "ABCDEFGHJKLMNPQRSTUVWXYZ23456789"
-"""Letters and digits that nobody takes for one another; 32, so each is five bits."""
+"""Letters and digits that are hard to confuse; 32 of them, so each is five bits."""
 
 
 def new_code() -> str:
-    """A token of 100 random bits that can be typed: five groups of four."""
+    """Return a token of 100 random bits that can be typed: five groups of four characters."""
     groups = ("".join(secrets.choice(_SIGNS) for _ in range(4)) for _ in range(5))
     return "-".join(groups)
 
 
 class Door:
-    """secure: the page comes by TLS, and the cookie goes no other way."""
+    """Checks the token of requests. secure: the page uses TLS, and so must the cookie."""
 
     def __init__(self, token: str, secure: bool) -> None:
         self._token = token.encode()
         self._session = hmac.new(self._token, _PURPOSE, hashlib.sha256).hexdigest()
-        # Cookies of all ports of a machine go together: each page has one of its own.
+        # Browsers share cookies between all ports of a host, so each page has its own cookie name.
         self._name = f"dure_{hashlib.sha256(self._session.encode()).hexdigest()[:12]}"
         self._secure = secure
 
     def knows(self, headers: Mapping[str, str]) -> bool:
-        """Whether a request may see the page."""
+        """Return whether a request may see the page."""
         kind, _, token = headers.get("authorization", "").partition(" ")
         if kind.lower() == "bearer" and self._is(token.strip(), self._token):
             return True
@@ -51,7 +51,7 @@ class Door:
         return any(name == self._name and self._is(value, session) for name, _, value in pairs)
 
     def enter(self, body: bytes) -> Answer | None:
-        """The answer to a form with the token; None where it is another one."""
+        """Return the response to a form with the token; None for a wrong token."""
         try:
             fields = parse_qs(body.decode(errors="replace"), max_num_fields=4)
         except ValueError:  # more fields than the form has

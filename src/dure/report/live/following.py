@@ -1,16 +1,15 @@
-"""Run folders that others write, looked at again and again.
+"""Follow run folders that other processes write.
 
-    look    the runs as they are now; of a history only what was added is read
+    look    the current state of the runs; only new lines of a history are read
 
-A folder is read again where one of its files is another than before, by its time and size; whether
-somebody trains there is told by its lock (`dure.record.lock`). Nothing is written, and nothing that
-lies in a folder is called.
+A folder is read again if any of its files has changed, by time and size; its lock shows whether a
+process is training there (`dure.record.lock`). Nothing is written, and no code from a folder runs.
 
     starting   nothing is measured yet
-    running    somebody trains
-    over       its summary says by which limit
-    failed     it said why
-    stopped    nobody trains, and nothing says why: it was killed, perhaps
+    running    a process is training
+    over       the summary has the limit that ended the run
+    failed     the run has written its error
+    stopped    no process is training, without a recorded reason: perhaps the run was killed
 """
 
 from __future__ import annotations
@@ -49,9 +48,9 @@ _FILES = (
 
 @dataclass(frozen=True)
 class Followed:
-    """A run and how it is.
+    """A run and its state.
 
-    now: what it said of itself last, as in now.json. held: whether a process trains there.
+    now: content of now.json, the run's last report. held: whether a process is training there.
     """
 
     run: Run
@@ -60,7 +59,7 @@ class Followed:
 
     @property
     def state(self) -> str:
-        """One of the five above."""
+        """The run's state: one of the five states of this module."""
         if self.held:
             return RUNNING if self.run.steps or self.run.evaluations else STARTING
         if self.run.result.ended is not None:
@@ -76,9 +75,9 @@ class Followed:
 
 @dataclass(frozen=True)
 class Look:
-    """What was seen.
+    """State of all runs at a moment.
 
-    runs: for the report, each with a label of its own. followed: the same, in the same order.
+    runs: for the report, each with a distinct label. followed: the same runs, in the same order.
     """
 
     runs: Runs
@@ -86,15 +85,15 @@ class Look:
 
     @property
     def goes_on(self) -> bool:
-        """Whether anything is to come; of a folder without runs, the first one."""
+        """Whether changes are to be expected; true for a folder without runs, which may begin."""
         return not self.followed or any(one.goes_on for one in self.followed)
 
     def shows_the_same(self, other: Look) -> bool:
-        """Whether there is nothing else to show than in another look."""
+        """Return whether the page for this state would equal the page for another."""
         if self.runs.failed != other.runs.failed or len(self.followed) != len(other.followed):
             return False
         pairs = zip(self.followed, other.followed, strict=True)
-        # What was not read again is the same object; its values are many.
+        # A run that was not read again is the same object; comparing its values would be slow.
         return all(one is before for one, before in pairs)
 
 
@@ -113,7 +112,7 @@ class Following:
     _known: dict[Path, _Known] = field(default_factory=dict)
 
     def look(self) -> Look:
-        """How all runs are now."""
+        """Return the current state of all runs."""
         folders, failed = self._folders()
         followed = [self._run(folder) for folder in folders]
         labelled = distinct_labels([one.run for one in followed])
@@ -122,14 +121,14 @@ class Following:
     def _folders(self) -> tuple[list[Path], Mapping[str, str]]:
         try:
             return run_folders(self.folders)
-        # Nothing has begun there yet.
+        # No run has begun there yet.
         except RunFolderError:
             return [], {}
 
     def _run(self, folder: Path) -> Followed:
         known = self._known.setdefault(folder, _Known(HistoryFile(folder / "history.jsonl")))
         held = is_held(folder)
-        # Before the files are read: what is written meanwhile is seen at the next look.
+        # Before the files are read: changes during reading are noticed at the next look.
         seen = (held, [_stamp(folder / name) for name in _FILES])
         if known.found is None or seen != known.seen:
             run = replace(read_run(folder, known.lines), goes_on=held)

@@ -1,7 +1,8 @@
-"""The live page on this machine alone: a listener of the standard library, at a loopback address.
+"""Serve the live page on this machine alone: the standard library's HTTP server, on loopback.
 
-A request has to name a loopback address or localhost as its host, so that a site elsewhere whose
-name leads here gets nothing. A connection that is silent for `SILENT` seconds is closed.
+A request must have a loopback address or localhost as its host, so that a foreign site whose name
+resolves to this machine gets nothing (DNS rebinding). A connection that is silent for `SILENT`
+seconds is closed.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ from dure.errors import ServeError
 from dure.report.live.page import LivePage
 
 SILENT = 20.0
-"""Seconds that a request, or somebody who takes an answer, may take for the next bytes."""
+"""Timeout in seconds for the next bytes of a request, or for a reader that takes a response."""
 
 MOST_CONNECTIONS = 128
-"""Connections at a time, of which each has a thread; one more is closed."""
+"""Most simultaneous connections, each with a thread; further connections are closed."""
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class Listener:
-    """A page that is served by threads of this process. Raises ServeError where it cannot."""
+    """A page served by threads of this process. Raises ServeError if it cannot listen."""
 
     def __init__(self, page: LivePage, port: int = 0) -> None:
         try:
@@ -45,7 +46,7 @@ class Listener:
         self._thread.start()
 
     def close(self) -> None:
-        """Readers are told how things are by now, and that this is the end."""
+        """Send readers the final state and the end, and close the listener."""
         self.page.close()
         self._server.shutdown()
         self._thread.join()
@@ -65,13 +66,13 @@ class _Server(ThreadingHTTPServer):
         super().__init__(address, _Handler)
 
     def streams(self, more: int) -> None:
-        """So many more readers."""
+        """Change the number of readers by `more`."""
         with self._changed:
             self._streams += more
             self._changed.notify_all()
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
-        """Whether there is a thread for one more connection."""
+        """Return whether there is a thread for one more connection."""
         with self._changed:
             return self._connections < MOST_CONNECTIONS
 
@@ -85,12 +86,12 @@ class _Server(ThreadingHTTPServer):
                 self._connections -= 1
 
     def told(self, seconds: float) -> None:
-        """Waits until all readers have heard of the end."""
+        """Wait until all readers have received the end, for at most `seconds`."""
         with self._changed:
             self._changed.wait_for(lambda: not self._streams, seconds)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Nothing: who has gone away needs no answer, and the terminal is for the run."""
+        """Ignore errors: a lost reader needs no response, and the terminal is for the run."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -108,7 +109,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         length = self.headers.get("content-length", "")
-        # `int` takes no number of thousands of digits; leading zeros would hide a large one.
+        # Not plain int(): it rejects thousands of digits, and zeros could hide a large number.
         if re.fullmatch("[0-9]{1,9}", length) is None or int(length) > MOST_BODY:
             self.close_connection = True
             self._send(Answer(413))
@@ -133,7 +134,7 @@ class _Handler(BaseHTTPRequestHandler):
         for name, value in answer.headers.items():
             self.send_header(name, value)
         if answer.stream is not None:
-            # Its end is that of the connection.
+            # The end of the stream is the end of the connection.
             self.close_connection = True
             self.send_header("connection", "close")
             self.end_headers()
@@ -146,7 +147,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(answer.body)
 
     def _follow(self, stream: Stream) -> None:
-        """Sends what is due until the stream is over, or the reader has gone (OSError)."""
+        """Send due events until the stream or the connection ends (OSError)."""
         self.server.streams(1)
         try:
             while not stream.over:
@@ -158,4 +159,4 @@ class _Handler(BaseHTTPRequestHandler):
             self.server.streams(-1)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing is logged: the terminal is for the run."""
+        """Log nothing: the terminal is for the run."""

@@ -1,7 +1,7 @@
-"""The section that says how things are now: each run, and who takes part in a federation.
+"""The live page's section on the present: each run's state, and a federation's clients.
 
-What a server tells of its clients is that of /status (docs/watching.md): names and reasons come
-from clients, and are data.
+A server's content is that of /status (docs/watching.md): names and reasons come from clients, and
+are untrusted data.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from dure.report.words import (
 )
 
 MOST_CLIENTS = 200
-"""Rows of clients; those with trouble come first."""
+"""Most rows of clients; clients with trouble come first."""
 
 MOST_REFUSALS = 10
-"""Of the newest refusals."""
+"""Most recent refusals in the section."""
 
 _TROUBLE = ("missing", "away")
 
@@ -44,7 +44,7 @@ _SAID = {
 
 
 def now(look: Look, server: Mapping[str, Any]) -> str:
-    """The section. server: what /status says, where a server shows this page; else empty."""
+    """Return the section. server: content of /status if a server shows this page, else empty."""
     if not look.followed:
         lead = "Nothing has begun in this folder. What begins there is shown here."
         return section("now", "Now", lead, "")
@@ -59,7 +59,7 @@ def now(look: Look, server: Mapping[str, Any]) -> str:
 
 
 def _lead(look: Look) -> str:
-    """How all of them are, in a sentence."""
+    """Summarise the state of all runs in a sentence."""
     if len(look.followed) == 1:
         one = look.followed[0]
         ended = one.run.result.ended
@@ -77,7 +77,7 @@ def _row(place: int, label: str, one: Followed) -> str:
     steps = UNKNOWN if result.steps is None else plural(result.steps, result.unit)
     share = _share(one)
     done = "" if share is None else f" <small>{share:.0%}</small>"
-    # Of a run that goes on, what all workers have sent by the last evaluation.
+    # Of a run in progress, the bytes of all workers up to the last evaluation.
     newest = run.evaluations[-1] if run.evaluations else None
     sent = newest.bytes_sent if newest is not None else None
     state = f'<span class="state {one.state}">{one.state}</span>'
@@ -91,7 +91,7 @@ def _row(place: int, label: str, one: Followed) -> str:
 
 
 def _measured(one: Followed) -> str:
-    """The newest value of the metric to judge by."""
+    """Return the newest value of the main metric."""
     final = one.run.result.final
     names = [name for name in final if not is_spread(name)]
     if not names:
@@ -101,7 +101,7 @@ def _measured(one: Followed) -> str:
 
 
 def _share(one: Followed) -> float | None:
-    """How much of the run is done, by the limit that is nearest; None where none is known."""
+    """Return the finished share of the run, by the nearest limit; None if no limit is known."""
     stop = mapping(one.run.config.get("stop"))
     result = one.run.result
     so_far = {
@@ -119,7 +119,7 @@ def _share(one: Followed) -> float | None:
 
 
 def _why(one: Followed) -> str:
-    """Why a run goes on no more, where it should."""
+    """Return the reason for a failed or stopped run; empty for other runs."""
     why = text_of(one.now.get("failed"))
     if one.state == FAILED and why:
         return f'<p class="trouble">{escape(one.run.label)}: {escape(why)}</p>'
@@ -132,7 +132,7 @@ def _why(one: Followed) -> str:
 
 
 def _federation(one: Followed) -> str:
-    """What a server has written of its clients, where another process looks at its folder."""
+    """Return a server's facts about its clients, from the run folder that it writes."""
     told = mapping(one.now.get("federation"))
     if not told or not one.goes_on:
         return ""
@@ -159,14 +159,14 @@ def _outcomes(outcomes: object) -> str:
 
 
 def _facts(facts: Sequence[tuple[str, str]]) -> str:
-    """Pairs of a word and a text from outside."""
+    """Return pairs of a name and a text, escaped."""
     inside = "".join(
         f"<div><dt>{escape(name)}</dt><dd>{escape(text)}</dd></div>" for name, text in facts
     )
     return f'<dl class="facts">{inside}</dl>'
 
 
-# What a server knows of its clients.
+# The server's knowledge of its clients.
 
 
 def _server(told: Mapping[str, Any]) -> str:
@@ -188,7 +188,7 @@ def _clients(who: Sequence[Any]) -> str:
     seats = [one for one in who if isinstance(one, dict)]
     if not seats:
         return ""
-    # A stable sort: in the order of their numbers, but for those that somebody should look at.
+    # A stable sort: clients with trouble first, then in order of their numbers.
     shown = sorted(seats, key=_calm)[:MOST_CLIENTS]
     rows = "".join(map(_client, shown))
     head = ("client", "state", "examples", "round", "deadline", "last")

@@ -1,16 +1,16 @@
-"""The live page: what is answered to a request, whichever listener it came to.
+"""The live page: responses to requests, independent of the listener.
 
-    GET  /            the page; a form for the token to whoever has not given it
+    GET  /            the page; without the token, a form for it
     POST /            the token, for a cookie (`dure.report.live.door`)
-    GET  /events      what has changed since a state, as server-sent events
-    GET  /plotly.js   what draws, which a browser keeps
+    GET  /events      changes since a state, as server-sent events
+    GET  /plotly.js   the drawing library, which a browser caches
     GET  /here        204, or 401 without the token
 
     event: patch | whole    a state (`dure.report.live.state`)
-    event: beat             every `BEAT` seconds, so that both sides know that the other is there
+    event: beat             every `BEAT` seconds, so that both sides detect a lost connection
     event: bye              the server ends
 
-Scripts run by a nonce alone, and the page may ask nobody but its server.
+Only scripts with the nonce run, and the page may send requests to its server alone.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from dure.report.page import page_script
 from dure.report.words import escape
 
 BEAT = 10.0
-"""Seconds between two signs of life; the page looks for the server again after three of them."""
+"""Seconds between two heartbeats; the page reconnects after three missing heartbeats."""
 
 MOST_READERS = 32
-"""Streams at a time: each costs its listener something."""
+"""Most simultaneous streams, since each occupies the listener."""
 
 _HEADERS = {
     "cache-control": "no-store",
@@ -61,8 +61,14 @@ _JAVASCRIPT = "text/javascript; charset=utf-8"
 class LivePage:
     """A page about the runs in some folders. Implements `dure.contracts.page.Page`.
 
-    token: who has it may see the page; where_token: in words, where it is found. secure: the page
-    comes by TLS. server: what /status says. Raises ImportError where plotly is not installed.
+    Args:
+        folders: run folders.
+        token: secret that grants access to the page.
+        where_token: text that says where to find the token.
+        secure: whether the page uses TLS.
+        server: function that returns the content of /status.
+
+    Raises ImportError if plotly is not installed.
     """
 
     def __init__(
@@ -81,7 +87,7 @@ class LivePage:
         self.readers = 0
 
     def answer(self, method: str, path: str, headers: Mapping[str, str], body: bytes) -> Answer:
-        """The answer to a request."""
+        """Return the response to a request."""
         where, _, query = path.partition("?")
         if where == "/" and method == "POST":
             entered = self._door.enter(body)
@@ -110,7 +116,7 @@ class LivePage:
         self._closed.set()
 
     def wait(self, seconds: float) -> None:
-        """Until so much later, or the end."""
+        """Wait for `seconds`, or until the page is closed."""
         self._closed.wait(seconds)
 
     def _events(self, since: str) -> Answer:
@@ -121,12 +127,12 @@ class LivePage:
 
     @cached_property
     def _plotly(self) -> tuple[bytes, bytes, str]:
-        """(the source, the same compressed, its tag), from the first time on that it is wanted."""
+        """(source, compressed source, ETag) of plotly.js, loaded on first use."""
         source = document.plotly_source("the live page").encode()
         return source, gzip.compress(source, 6), f'"{hashlib.sha256(source).hexdigest()[:16]}"'
 
     def _drawing(self, headers: Mapping[str, str]) -> Answer:
-        # It may be kept, but is asked for again: another version has another tag.
+        # Cached, but revalidated: another version has another ETag.
         source, packed, tag = self._plotly
         kept = {"cache-control": "private, no-cache", "etag": tag}
         if headers.get("if-none-match") == tag:
@@ -154,7 +160,7 @@ class LivePage:
 
 
 class Events:
-    """What one reader is sent. since: the version that it has."""
+    """The event stream of one reader. since: version of the reader's state."""
 
     def __init__(self, page: LivePage, since: str) -> None:
         self._page = page
@@ -169,7 +175,7 @@ class Events:
         return self._ended
 
     def due(self) -> bytes:
-        """What is to be sent now."""
+        """Return the bytes to send now; may be empty."""
         closes = self._page.closed
         newest = self._page.states.newest(at_once=closes)
         said = b""
@@ -187,7 +193,7 @@ class Events:
         return b""
 
     def close(self) -> None:
-        """Nobody reads any more."""
+        """End the stream, and free the reader's place."""
         if self._counted:
             self._counted = False
             self._page.readers -= 1
@@ -201,7 +207,7 @@ def _event(name: str, told: Mapping[str, Any], version: str = "") -> bytes:
 
 
 def _with(headers: Mapping[str, str], answer: Answer) -> Answer:
-    """The answer with these headers, where it has not its own."""
+    """Return the response with additional headers; its own headers take precedence."""
     return Answer(answer.status, {**headers, **answer.headers}, answer.body, answer.stream)
 
 
@@ -214,7 +220,7 @@ def _html(status: int, text: str, nonce: str) -> Answer:
 
 
 def _around(title: str, body: str, attributes: str = "", scripts: str = "") -> str:
-    """A document with the report's style."""
+    """Return a document with the report's style."""
     style = document.source(document.__file__, "style.css") + document.source(__file__, "live.css")
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -236,8 +242,8 @@ def _document(state: State, nonce: str) -> str:
     data = document.as_json(state.data)
     scripts = [f'<script type="application/json" id="data">{data}</script>']
     scripts.append(f'<script nonce="{nonce}" src="plotly.js"></script>')
-    # Of a type that no browser runs: the live script takes the sections as they came, and runs it
-    # then, and again when sections are others.
+    # A type that no browser executes: live.js reads the original sections first, then runs this
+    # script, and runs it again when sections change.
     own = document.script_text(page_script())
     scripts.append(f'<script type="text/plain" id="page">{own}</script>')
     for beside, file in ((document.__file__, "common.js"), (__file__, "live.js")):

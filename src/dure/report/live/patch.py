@@ -1,11 +1,11 @@
-"""What has to change in a value of JSON so that it becomes another one.
+"""Patches between JSON values.
 
-    [path, "add", values]   values come at the end of the list at `path`
-    [path, "set", value]    the value at `path` is this one
-    [path, "cut"]           what is at `path` is no more
+    [path, "add", values]   append values to the list at `path`
+    [path, "set", value]    set the value at `path`
+    [path, "cut"]           remove the value at `path`
 
-A path is a list of keys and places. A list of which the old one is the beginning is added to, so a
-curve that has grown by a point costs a point. In the browser live.js does the same changes.
+A path is a list of keys and indices. A list that extends the old list is appended to, so a new
+point of a curve costs a single point. In the browser live.js applies the same patches.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Change = list[Any]
 
 
 def changes(old: Any, new: Any) -> list[Change]:
-    """From the one to the other; both are dictionaries."""
+    """Return the patches from `old` to `new`; both are dictionaries."""
     return list(_changes([], old, new))
 
 
@@ -49,7 +49,7 @@ def _of_lists(path: list[Any], old: list[Any], new: list[Any]) -> Iterator[Chang
 
 
 def patched(value: Any, made: list[Change]) -> Any:
-    """The value with these changes, in place: what live.js does, in Python."""
+    """Apply patches to a value in place, as live.js does, and return the value."""
     for path, what, *given in made:
         *way, last = path
         there = value

@@ -1,11 +1,11 @@
-"""What a page shows at one moment, and what a reader of an earlier moment is sent.
+"""States of the live page, and the updates between them.
 
     whole   all sections and all data
-    patch   sections that are others, and the changes of the data (`dure.report.live.patch`)
+    patch   changed sections, and changes of the data (`dure.report.live.patch`)
 
-A state is made when somebody asks for it, and no sooner than `PACE` after the last one, nor than
-ten times what that took: to be watched costs a run a tenth of a core at most, and nothing while
-nobody looks. A folder in which nothing has changed makes no state.
+A state is made on request, at least `PACE` seconds after the last state and at least ten times the
+time that making it took: watching a run costs at most a tenth of a core, and nothing without
+readers. An unchanged folder makes no state.
 """
 
 from __future__ import annotations
@@ -25,16 +25,19 @@ from dure.report.live.patch import changes
 from dure.report.page import content, title_of
 
 PACE = 1.0
-"""Seconds between two looks at the least."""
+"""Least seconds between two states."""
 
 KEPT = 4
-"""States from which a reader gets a patch; one of an earlier state gets the whole."""
+"""Number of stored states; a reader of an older state gets the whole page."""
 
 
 @dataclass(frozen=True)
 class State:
-    """version: unlike any other's, also after the server has begun again. over: nothing is to
-    come. sections: HTML; the second one is how things are now."""
+    """State of the page.
+
+    version: unique, also across restarts of the server. over: no changes are to come. sections:
+    HTML; the second section is the present (`dure.report.live.now`).
+    """
 
     version: str
     title: str
@@ -43,7 +46,7 @@ class State:
     data: dict[str, Any]
 
     def shows(self, over: bool, sections: list[str], data: dict[str, Any]) -> bool:
-        """Whether it is these."""
+        """Return whether the state has exactly this content."""
         return self.over == over and self.data is data and self.sections == sections
 
     def whole(self) -> dict[str, Any]:
@@ -56,7 +59,7 @@ class State:
         }
 
     def since(self, before: State) -> dict[str, Any]:
-        """What a reader of `before` is sent."""
+        """Return the update for a reader whose state is `before`."""
         pairs = zip(before.sections, self.sections, strict=True)
         return {
             "version": self.version,
@@ -69,7 +72,7 @@ class State:
 
 
 class States:
-    """The states of one page. server: what /status says, where a server shows it."""
+    """The states of a page. server: returns the content of /status, else nothing."""
 
     def __init__(self, folders: list[Path], server: Callable[[], Mapping[str, Any]] = dict) -> None:
         self._following = Following(folders)
@@ -85,7 +88,7 @@ class States:
         self._lock = threading.Lock()
 
     def newest(self, at_once: bool = False) -> State:
-        """How things are, as of a moment ago. at_once: as of now."""
+        """Return the newest state, made recently. at_once: make a state now."""
         with self._lock:
             began = time.monotonic()
             if not self._kept or at_once or began >= self._due:
@@ -95,7 +98,7 @@ class States:
             return next(reversed(self._kept.values()))
 
     def known(self, version: str) -> State | None:
-        """An earlier state, if it is still here."""
+        """Return an earlier state, if it is still stored."""
         with self._lock:
             return self._kept.get(version)
 
@@ -109,7 +112,7 @@ class States:
             self._sections, self._data = content(look.runs, self._title)
         present = now(look, told)
         header, *rest = self._sections
-        # A server whose run is over may still tell its clients so.
+        # After the end of the run, a server may still have to report the end to its clients.
         over = not look.goes_on and told.get("state", "over") in ("over", "broken")
         sections = [header, present, *rest]
         if before is not None and before.shows(over, sections, self._data):

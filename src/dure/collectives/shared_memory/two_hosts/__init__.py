@@ -1,1 +1,1 @@
-"""Groups of ranks on two hosts: shared memory within each, one connection between them."""
+"""Groups of ranks on several hosts: shared memory within each, network connections between them."""

@@ -1,6 +1,6 @@
 """Collectives of a group that spans hosts: shared memory within hosts, gloo between them.
 
-The first rank of each host is its leader, and only leaders use the network for what all ranks
+The first rank of each host is its leader, and only leaders use the network for data that all ranks
 share:
 
     all-reduce      sum within each host to its leader; leaders all-reduce; copy within each host
@@ -10,12 +10,12 @@ share:
                     copy within
     broadcast       within the root's host; leader to leaders; within the others
 
-With two hosts every byte that has to cross the link crosses it once per direction. What ranks send
-each other one by one (gather, scatter, all-to-all, messages) goes from rank to rank. Half precision
-is summed in float32 and rounded once.
+With two hosts every byte that has to cross the link crosses it once per direction. Individual data
+between ranks (gather, scatter, all-to-all, messages) travels directly from rank to rank. Half
+precision is summed in float32 and rounded once.
 
-Before every call the leaders exchange what their ranks have called, so that all ranks see the same
-mistake. The exception are calls that ranks have agreed on before (`begin_all_reduce` and its like:
+Before every call the leaders exchange their ranks' calls, so that all ranks detect the same
+mismatch. Planned calls are the exception (`begin_all_reduce` and similar:
 `dure.collectives.shared_memory.two_hosts.planned`).
 """
 
@@ -67,13 +67,13 @@ from dure.collectives.shared_memory.work import Work
 from dure.errors import PeerLostError
 from dure.machine.group_key import group_key
 
-_Gloo: Any = dist.ProcessGroupGloo  # of which torch's stubs know only half
-_PATIENCE = 0.5  # seconds in which those who know better may say who was lost
+_Gloo: Any = dist.ProcessGroupGloo  # torch's stubs are incomplete
+_PATIENCE = 0.5  # seconds for ranks with better knowledge to publish the lost rank
 
 
 def address_towards(store: Store) -> str | None:
-    """The address by which this host reaches the one that keeps the store; None if unknown."""
-    # Out of all prefixes, to the store that knows its host.
+    """Return the address by which this host reaches the store's host; None if unknown."""
+    # Unwrap all prefix stores, down to the store that has a host.
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     name = getattr(store, "host", None)
@@ -86,7 +86,7 @@ def address_towards(store: Store) -> str | None:
         )[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.connect(where)  # a datagram socket: nothing is sent
-            # What the kernel would send from; a loopback address means that the store is here.
+            # The kernel's source address; a loopback address means that the store is on this host.
             address = str(probe.getsockname()[0])
             return None if address.startswith("127.") or address == "::1" else address
     return None
@@ -97,14 +97,14 @@ def _elements(parts: Sequence[Tensor], ranks: Sequence[int]) -> int:
 
 
 def _together(parts: dict[int, Tensor], ranks: Sequence[int]) -> Tensor:
-    """The parts of these ranks, one after another."""
+    """Return the parts of these ranks, concatenated."""
     return torch.cat([parts[rank] for rank in ranks]) if len(ranks) > 1 else parts[ranks[0]]
 
 
 class UnderWay(NamedTuple):
-    """What was begun.
+    """Begun call.
 
-    finish: waits for it. ended: when it had ended, in seconds of `time.perf_counter`, or 0.
+    finish: waits for the end. ended: time of the end, in seconds of `time.perf_counter`, or 0.
     """
 
     finish: Callable[[], None]
@@ -112,9 +112,10 @@ class UnderWay(NamedTuple):
 
 
 class Across:
-    """The collectives of one rank, over its host and the network. Ranks are those of the group.
+    """Collectives of a rank, over its host and the network. Ranks are ranks of the group.
 
-    hosts: the ranks of each host, in order. host: this rank's. names: what errors call the ranks.
+    hosts: the ranks of each host, in order. host: this rank's host. names: names of the ranks in
+    errors.
     """
 
     def __init__(
@@ -139,11 +140,11 @@ class Across:
         address = address_towards(store)
         make = _Gloo.create_device
         options = _Gloo._Options()
-        # gloo's own limit comes last: `_wait` has one as well, and says more.
+        # gloo's own timeout is later than the timeout of `_wait`, whose error is more informative.
         options._timeout = timedelta(seconds=host.timeout + 2)
         options._devices = [make(hostname=address) if address else _Gloo.create_default_device()]
         self._options = options
-        # One group of all ranks, for what goes from rank to rank; one of the leaders, for the rest.
+        # A group of all ranks for data from rank to rank; a group of the leaders for the rest.
         self._all = _Gloo(PrefixStore("all", store), rank, self._size, options)
         self._leaders: Any = None
         if self._leads:
@@ -152,19 +153,19 @@ class Across:
         self._planned = self._for_plans(address) if len(hosts) == self._size else None
         host.tell = self._verdict.tell
         host.remote = self._verdict.told
-        # Leaders wait for each other, and know better who is late: ranks that wait for a leader
-        # give it time to say so.
+        # Leaders wait for each other and know the late rank: ranks that wait for a leader give it
+        # time to publish the rank.
         host.grace = 0.0 if self._leads else 2 * _PATIENCE
 
     def _group_of_leaders(self, name: str) -> Any:
         return _Gloo(PrefixStore(name, self._store), self._here, len(self._hosts), self._options)
 
     def _for_plans(self, address: str | None) -> Planned:
-        """What carries planned calls: a connection of our own between two hosts, else gloo."""
+        """Return the carrier of planned calls: dure's connection between two hosts, else gloo."""
         if self._size == 2:
             meeting = Meeting(self._store, self._rank, self._names, self._host.timeout)
             made = connection(meeting, address, self._host.in_c, group_key())
-            # Both ends know whether they are connected, so both go on to gloo, or neither.
+            # Both ends know whether they are connected, so both fall back to gloo, or neither.
             if made is not None:
                 return OverDuplex(Duplex(made, first=self._here == 0), self._here)
         return OverGloo(self._group_of_leaders("planned"), self._size)
@@ -181,10 +182,10 @@ class Across:
                 count=tensor.numel(),
             )
         )
-        # Sum to the leader, over the leaders, and back out to the ranks of each host.
+        # Sum to the leader, over the leaders, and copy back to the ranks of each host.
         work, operation = workable(tensor, op)
         if root >= 0 and work.data_ptr() == tensor.data_ptr():
-            work = work.clone()  # what a rank that is not the root gave stays as it was
+            work = work.clone()  # the tensor of a rank other than the root stays unchanged
         if not self._alone:
             self._host.all_reduce(work, operation, 0)
         if self._leads:
@@ -207,8 +208,11 @@ class Across:
         settle(own, op, out.view(-1), self._size)
 
     def _reduced_over_hosts(self, parts: Sequence[Tensor], mine: Tensor, operation: int) -> Tensor:
-        """On a leader: what all hosts have for this one's ranks, reduced in the order of hosts."""
-        # Ranks of a host need not follow each other: blocks are put in the order of hosts.
+        """Return, on a leader, the reduction over all hosts for this host's ranks.
+
+        Blocks are reduced in the order of hosts.
+        """
+        # Ranks of a host need not be consecutive: blocks are put in the order of hosts.
         leaving = torch.cat([parts[rank] for ranks in self._hosts for rank in ranks])
         lengths = [_elements(parts, ranks) for ranks in self._hosts]
         arriving = mine.new_empty(mine.numel() * len(self._hosts))
@@ -237,7 +241,7 @@ class Across:
 
     def _broadcast(self, root: int, tensor: Tensor) -> None:
         flat = bytes_of(tensor)
-        # On the root's host all have it first, the leader too, which gives it to the other leaders.
+        # First all ranks of the root's host get it; their leader then sends it to other leaders.
         if root in self._hosts[self._here]:
             self._share(flat, self._hosts[self._here].index(root))
         if self._leads:
@@ -256,7 +260,7 @@ class Across:
         here = self._hosts[self._here]
         near = {place: Pull(0, flat[rank]) for place, rank in enumerate(here) if rank != self._rank}
         self._host.exchange(Call(ALL_GATHER), [mine], near)
-        # A host's bytes in one piece: the tensor itself where it has one rank, else a copy.
+        # A host's bytes, contiguous: the tensor itself for a host with a single rank, else a copy.
         wholes = [_together(flat, ranks) for ranks in self._hosts]
         if self._leads:
             self._swap(wholes)
@@ -272,7 +276,7 @@ class Across:
                     flat[rank].copy_(part)
 
     def _swap(self, wholes: Sequence[Tensor]) -> None:
-        """On a leader: what each host has, to all others, both ways at once.
+        """Exchange, on a leader, each host's bytes with all others, both ways at once.
 
         wholes: the bytes of each host.
         """
@@ -280,8 +284,7 @@ class Across:
         lengths = [
             0 if index == self._here else whole.numel() for index, whole in enumerate(wholes)
         ]
-        # An all-to-all takes a part for each receiver: the same one, copied where there are
-        # several.
+        # An all-to-all takes a part for each receiver: the same part, copied for several.
         leaving = torch.cat([mine] * (len(wholes) - 1)) if len(wholes) > 2 else mine
         given = [0 if index == self._here else mine.numel() for index in range(len(wholes))]
         arriving = torch.empty(sum(lengths), dtype=torch.uint8)
@@ -297,11 +300,11 @@ class Across:
     def _to_each(
         self, parts: Sequence[Tensor], pulls: dict[int, Pull], deals: Sequence[Deal]
     ) -> None:
-        """From rank to rank; what a rank keeps stays with the caller."""
-        # The empty one in front, because `cat` refuses to have nothing.
+        """Send from rank to rank; the caller copies a rank's part for itself."""
+        # The leading empty tensor is there because `cat` refuses an empty list.
         flat = torch.cat([torch.empty(0, dtype=torch.uint8), *(bytes_of(part) for part in parts)])
         others = [rank for rank in range(self._size) if rank != self._rank]
-        # What a rank keeps for itself is left out: the parts of all others follow each other.
+        # A rank's part for itself is left out: the parts for the others are consecutive.
         given = {rank: flat[deals[rank].offset :][: deals[rank].nbytes] for rank in others}
         leaving = torch.cat([given[rank] for rank in others])
         taken = [pulls[rank].into.nbytes if rank in pulls else 0 for rank in range(self._size)]
@@ -313,7 +316,7 @@ class Across:
                 bytes_of(pulls[rank].into).copy_(part)
 
     def _share(self, tensor: Tensor, place: int) -> None:
-        """Within this host: the tensor of the rank at `place` to all."""
+        """Copy the tensor of the rank at position `place` to all ranks of this host."""
         if self._alone:
             return
         call = Call(
@@ -328,9 +331,9 @@ class Across:
 
     @property
     def _plans(self) -> Planned:
-        """What carries planned calls. Raises PeerLostError if the group has ended."""
+        """Carrier of planned calls. Raises PeerLostError if the group has ended."""
         assert self._planned is not None, "some host has several ranks"
-        # Nobody asks the others here, so nobody would learn that the group has ended.
+        # Planned calls do not ask the others, so the end of the group has to be checked here.
         loss = self._host.aborted()
         if loss is not None:
             raise loss
@@ -343,19 +346,22 @@ class Across:
         return self._begun(call, self._plans.all_reduce(call, tensor, op))
 
     def begin_reduce_scatter(self, source: Tensor, out: Tensor, op: int) -> UnderWay:
-        """source: contiguous, a block a rank."""
+        """Begin a planned reduce-scatter. source: contiguous, a block for each rank."""
         call = Call(
             kind=REDUCE_SCATTER, dtype=NUMBER_OF[out.dtype], op=op, root=-1, count=source.numel()
         )
         return self._begun(call, self._plans.reduce_scatter(call, source, out, op))
 
     def begin_all_gather(self, whole: Tensor, own: Tensor) -> UnderWay:
-        """whole: contiguous, a block a rank; own: contiguous, maybe its place in `whole`."""
+        """Begin a planned all-gather.
+
+        whole: contiguous, a block for each rank; own: contiguous, possibly its block in `whole`.
+        """
         call = Call(kind=ALL_GATHER, dtype=NUMBER_OF[own.dtype], op=0, root=-1, count=own.numel())
         return self._begun(call, self._plans.all_gather(call, whole, own))
 
     def _begun(self, call: Call, carried: Carried) -> UnderWay:
-        """A planned call under way, whose end raises MismatchError or PeerLostError."""
+        """Return a planned call in progress, whose end raises MismatchError or PeerLostError."""
         self._number += 1
         number = self._number
 
@@ -364,7 +370,7 @@ class Across:
             try:
                 self._wait(carried.work)
             except UnlikeCallsError as unlike:
-                # In the order of ranks, so that both ends raise the same: [::-1] on the second.
+                # In the order of ranks, so that both ends raise the same: [::-1] on the second end.
                 raise mismatch(
                     number, [call, unlike.theirs][:: 1 - 2 * self._here], self._names
                 ) from None
@@ -374,27 +380,27 @@ class Across:
 
     @property
     def apart(self) -> bool:
-        """Whether every rank has a host of its own."""
+        """Whether every rank has a separate host."""
         return self._planned is not None
 
     def close(self) -> None:
-        """Whatever is still under way is lost."""
+        """Close the connections; calls in progress fail."""
         if self._planned is not None:
             self._planned.close()
 
     def abandon(self) -> None:
-        """In a child that was forked."""
+        """Detach from the connections in a forked child."""
         if self._planned is not None:
             self._planned.abandon()
 
     # Agreement.
 
     def _agree(self, call: Call, deals: Sequence[Deal] | None = None) -> None:
-        """Raises MismatchError, on every rank the same, unless all ranks have called the same."""
+        """Raise the same MismatchError on every rank unless all ranks make the same call."""
         self._number += 1
         self._host.doing = (str(call), f"call {self._number}")
-        # A row a rank: its call, then its deals with each rank, zeros where there are none. Within
-        # a host the rows are gathered; the leaders' tables, zeros elsewhere, add up to the whole.
+        # A row for each rank: its call, then its deals with each rank, or zeros. Within a host the
+        # rows are gathered; the sum of the leaders' tables, zeros elsewhere, is the whole table.
         dealt = [number for deal in deals or () for number in (deal.nbytes, deal.wanted)]
         row = [call.kind, call.dtype, call.op, call.root, call.count, call.extra, *dealt]
         width = 6 + 2 * self._size
@@ -410,12 +416,12 @@ class Across:
         self._compare(table)
 
     def _compare(self, table: Tensor) -> None:
-        """Raises MismatchError unless all rows of the table say the same. table: as in `_agree`."""
+        """Raise MismatchError unless all rows of the table agree. table: as in `_agree`."""
         rows = table[:, :6].tolist()
         calls = [Call(*row) for row in rows]
         if len({(c.kind, c.dtype, c.op, c.root, c.extra) for c in calls}) > 1:
             raise mismatch(self._number, calls, self._names)
-        # Only up to BROADCAST have all ranks the same count.
+        # Only for kinds up to BROADCAST do all ranks have the same count.
         if calls[0].kind <= BROADCAST and len({c.count for c in calls}) > 1:
             raise mismatch(self._number, calls, self._names)
         deals = table[:, 6:].view(self._size, self._size, 2)
@@ -427,11 +433,11 @@ class Across:
     # The network, and who is lost there.
 
     def _between(self, call: Callable[[Any], Any]) -> None:
-        """A collective of the leaders."""
+        """Run a collective of the leaders."""
         self._wait(call(self._leaders))
 
     def _wait(self, work: Any) -> None:
-        """Until gloo, or the connection, is done. Raises PeerLostError, which ends the group."""
+        """Wait for gloo or the connection. Raises PeerLostError, which ends the group."""
         start = time.monotonic()
         over = False
         while True:
@@ -439,28 +445,29 @@ class Across:
                 work.wait(timedelta(seconds=TICK))
                 return
             except RuntimeError as error:
-                # A tick is over, or the work has failed: both raise RuntimeError. What others have
-                # told about a loss is better than what this end can say.
+                # A tick is over, or the work has failed: both raise RuntimeError. A loss published
+                # by other ranks is more informative than this end's error.
                 loss = self._host.aborted() or self._verdict.told()
                 if loss is None and over:
                     loss = self._closed(str(error))
-                over = work.is_completed()  # in time after all, or failed: the next wait tells
+                over = work.is_completed()  # in time after all, or failed: the next wait shows it
                 if loss is None and time.monotonic() - start >= self._host.timeout + _PATIENCE:
                     others = [
                         ranks[0] for index, ranks in enumerate(self._hosts) if index != self._here
                     ]
                     loss = self._loss(others, not_in_time(self._host.timeout))
                 if loss is not None:
-                    # what comes late must not be written to tensors that are used again
+                    # Late data must not be written to tensors that are used again.
                     self.close()
                     raise self._host.abort(loss) from error
 
     def _closed(self, reason: str) -> PeerLostError:
-        """The error for a connection that has failed.
+        """Return the error for a failed connection.
 
-        The ranks of the other host know best whom they lost, if any of them lives.
+        The ranks of the other host know best which rank they lost, if any of them is alive.
         """
-        # When a rank is lost, many connections break. A rank that saw it die says so in this time.
+        # When a rank is lost, many connections break. A rank that saw its death publishes it in
+        # this time.
         until = time.monotonic() + _PATIENCE
         while time.monotonic() < until:
             told = self._verdict.told()
@@ -479,12 +486,12 @@ class Across:
             return "unknown"
 
     def _loss(self, ranks: Sequence[int], reason: str) -> PeerLostError:
-        """The error for ranks that are lost to the call that is worked on."""
+        """Return the error for ranks that are lost to the current call."""
         operation, step = self._host.doing or ("a call", "this group")
         return PeerLostError(tuple(self._names[rank] for rank in ranks), operation, step, reason)
 
     def send(self, tensor: Tensor, to: int, tag: int) -> Work:
-        """To a rank of another host."""
+        """Send to a rank of another host."""
         dense = tensor.contiguous()
         return Parcel(
             across=self,
@@ -495,7 +502,7 @@ class Across:
         )
 
     def receive(self, tensor: Tensor, source: int, tag: int) -> Work:
-        """From a rank of another host."""
+        """Receive from a rank of another host."""
         dense = tensor if tensor.is_contiguous() else tensor.contiguous()
         name = f"recv(from rank {self._names[source]}, tag {tag})"
         return Parcel(
@@ -512,7 +519,7 @@ class Across:
         return self._host.timeout
 
     def lost(self, peer: int, operation: str, reason: str) -> PeerLostError:
-        """The error for a message that did not come through; ends the group."""
+        """Return the error for a failed message, and end the group."""
         told = self._host.aborted() or self._verdict.told()
         step = f"call {self._number}"
         return self._host.abort(
@@ -521,12 +528,11 @@ class Across:
 
 
 class Parcel(Work):
-    """A message to or from another host, which gloo carries.
+    """Message to or from another host, over gloo.
 
-    A thread waits for it, as gloo cannot be asked.
-
-    `work` on its way to or from `peer`. into: where what arrives goes from `dense`, if it has
-    another layout."""
+    A thread waits for it, because gloo cannot be polled. `work` is gloo's operation with `peer`.
+    into: destination of received data in `dense`, if it has another layout.
+    """
 
     def __init__(
         self,
@@ -549,7 +555,7 @@ class Parcel(Work):
                 self.finish(across.lost(peer, name, reason))
                 return
             if into is not None and into is not dense:
-                # As calls in line: `into` may be a parameter.
+                # As in queued calls: `into` may be a parameter.
                 with torch.inference_mode():
                     into.copy_(dense)
             self.finish()

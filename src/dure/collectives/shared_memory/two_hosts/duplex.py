@@ -1,12 +1,11 @@
-"""The connection between two hosts of one rank each, in C (core/duplex.c).
+"""Connection between two hosts of a single rank each, in C (core/duplex.c).
 
-Both ends begin the same calls, and give and take for each.
-
-gloo carries any number of hosts and is made for short messages: its thread wakes for every few
-packets, takes a core from the one that computes, and an all-reduce crosses the link in two rounds.
-Between two hosts one round will do: each gives the other all it has. That is the one-shot
-all-reduce; S bytes each way are, for N = 2, the 2(N-1)/N·S of a ring. A reduce-scatter or an
-all-gather sends half of that. A call sends 64 bytes more.
+Both ends begin the same calls, and send and receive for each. gloo supports any number of hosts and
+is made for short messages: its thread wakes for every few packets, takes a core from the computing
+thread, and an all-reduce crosses the link in two rounds. Between two hosts a single round suffices:
+each sends its whole tensor to the other. That is the direct ("one-shot") all-reduce; S bytes each
+way are, for N = 2, the 2(N-1)/N·S of a ring. A reduce-scatter or an all-gather sends half of that.
+A call sends 64 bytes more.
 """
 
 from __future__ import annotations
@@ -37,10 +36,10 @@ from dure.machine.group_key import VARIABLE
 
 _DONE, _MISMATCH, _ABORTED, _GAVE_UP = range(4)
 _PATIENCE = 5.0  # seconds for two hosts to reach each other, or a quarter of the meeting's time
-_STRANGER = 0.5  # seconds for a caller to prove who it is
-_MOST_CALLERS = 64  # who have proved nothing yet; of more, the one that has waited longest goes
-_WORD = 16  # bytes of the word that the store tells, and of each end's random number
-_PROOF = 32  # bytes by which an end proves that it knows word and key
+_STRANGER = 0.5  # seconds for a caller to authenticate
+_MOST_CALLERS = 64  # unauthenticated callers; above this number the oldest is disconnected
+_WORD = 16  # bytes of the word in the store, and of each end's nonce
+_PROOF = 32  # bytes of the proof that an end knows word and key
 
 
 class _Exchange(Structure):
@@ -66,37 +65,38 @@ class UnlikeCallsError(Exception):
 
 
 class Exchange:
-    """What was begun. It keeps the tensors until it is over."""
+    """Begun call. It keeps the tensors until its end."""
 
     def __init__(self, end: int, posted: Posted, tensors: Sequence[Tensor | None]) -> None:
         out, own, into = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
         self.tensors = tensors
-        # C has the address of this struct until the exchange is over: it must not move, nor go.
+        # C uses the address of this struct until the exchange has ended: it must stay in place.
         self._end = end
         self.inner = _Exchange(call=posted, out=out, own=own, into=into)
 
     def _status(self, seconds: float) -> int:
-        """C's status after at most so many seconds."""
+        """Return C's status after at most `seconds`."""
         core = library()
         assert core is not None
         return int(core.duplex_wait(self._end, addressof(self.inner), seconds))
 
     def is_completed(self) -> bool:
-        """Whether it is over, or lost."""
+        """Return whether the exchange has ended, or is lost."""
         return self._status(0.0) != _GAVE_UP
 
     @property
     def is_over(self) -> bool:
-        """Whether nobody touches its tensors any more.
+        """Whether no thread uses the tensors any more.
 
-        If it was lost, threads may touch them until they have ended.
+        After a loss, threads may use them until they have ended.
         """
         return self._status(0.0) in (_DONE, _MISMATCH)
 
     def wait(self, limit: timedelta) -> None:
-        """Waits until it is over.
+        """Wait until the exchange has ended.
 
-        Raises RuntimeError if it is not by then, or if the connection was lost; UnlikeCallsError.
+        Raises RuntimeError after the timeout, or if the connection was lost; UnlikeCallsError if
+        the other rank began another call.
         """
         status = self._status(limit.total_seconds())
         if status == _MISMATCH:
@@ -106,12 +106,12 @@ class Exchange:
 
     @property
     def ended(self) -> float:
-        """When it was over, in seconds of `time.perf_counter`; 0 before."""
+        """Time of the end, in seconds of `time.perf_counter`; 0 before."""
         return float(self.inner.ended)
 
 
 class Duplex:
-    """One end. It takes the connection over.
+    """Local end of the connection, which it takes over.
 
     first: whether this rank's numbers come first in a reduction.
     """
@@ -120,25 +120,25 @@ class Duplex:
         core = library()
         assert core is not None
         self._core = core
-        self._descriptor = connection.detach()  # Python does not close it any more; C does
+        self._descriptor = connection.detach()  # C closes it, not Python
         self._end = core.duplex_open(self._descriptor, int(first))
         if not self._end:
             os.close(self._descriptor)
             raise MemoryError("no connection to the other host could be opened: out of memory")
-        # What C still uses, even if nobody waits for it. The finalizer holds these and not `self`:
-        # it runs when the group is gone, at the latest when the process ends.
+        # Exchanges that C still uses, even if no thread waits for them. The finalizer refers to
+        # these and not to `self`: it runs when the group is gone, at the latest at process exit.
         self._lent: deque[Exchange] = deque()
         self._close = weakref.finalize(self, _close, core, self._end, self._lent, os.getpid())
 
     def begin(self, call: Call, out: Tensor, into: Tensor, own: Tensor | None = None) -> Exchange:
-        """Gives `out` and takes as many bytes.
+        """Send `out` and receive as many bytes.
 
-        They go into `into`, reduced with `own` by the call's dtype and operation if there is one.
-        All are contiguous; `into` is `out`, or does not overlap with it.
+        The received bytes are written to `into`, reduced with `own`, if given, by the call's dtype
+        and operation. All are contiguous; `into` is `out`, or does not overlap with it.
         """
         if not self._close.alive:
             raise RuntimeError("this connection was closed")
-        # They end in the order of their beginning.
+        # Exchanges end in the order of their beginning.
         while self._lent and self._lent[0].is_over:
             self._lent.popleft()
         exchange = Exchange(self._end, posted_call(call, out.nbytes), (out, own, into))
@@ -147,41 +147,48 @@ class Duplex:
         return exchange
 
     def close(self) -> None:
-        """What is under way is lost, at both ends."""
+        """Close the connection; calls in progress fail at both ends."""
         self._close()
 
     def abandon(self) -> None:
-        """In a child that was forked: it is the parent's alone."""
+        """Detach from the connection in a forked child: it belongs to the parent."""
         if (
             self._close.alive and self._descriptor >= 0
-        ):  # else the number may be another file's by now
+        ):  # otherwise the descriptor number may belong to another file by now
             os.close(self._descriptor)
         self._descriptor = -1
 
 
 def _close(core: Any, end: int, lent: deque[Exchange], process: int) -> None:
-    """Closes one end, unless this is a forked child, and lets its tensors go."""
+    """Close a local end, unless this is a forked child, and release its tensors."""
     # A forked child has no threads to end. After this no thread touches a tensor.
     if os.getpid() == process:
         core.duplex_close(end)
     lent.clear()
 
 
-# How two hosts reach each other: the first listens, the second connects, and the store says where,
-# and whether it did. Both prove that they know the word, which the store tells, and the job's key,
-# which it does not; neither is sent.
+# Connection of two hosts: the first listens, the second connects, and the store has the address and
+# the result. Both prove that they know the word, which is in the store, and the job's key, which is
+# not; neither is sent over the connection.
 
 
 def connection(
     meeting: Meeting, address: str | None, willing: bool, key: bytes | None = None
 ) -> socket.socket | None:
-    """This host's end of a connection between two hosts.
+    """Return this host's end of a connection between two hosts.
 
-    None, on both, where they do not reach each other or one does not want to.
+    None, on both, if they do not reach each other or either is unwilling.
 
-    meeting: of rank 0 and rank 1. address: by which others reach this host; None where that is not
-    known. key: the job's, the same on both. Raises PeerLostError if the other does not come within
-    the meeting's time; where there is a key, also if the other has not proved that it knows it.
+    Args:
+        meeting: meeting of rank 0 and rank 1.
+        address: address by which other hosts reach this host; None if unknown.
+        willing: whether this host can use the connection.
+        key: the job's key, the same on both hosts.
+
+    Raises:
+        PeerLostError: the other host does not arrive within the meeting's timeout, or, with a key,
+            does
+            not prove that it knows the key.
     """
     card = address, willing, key is not None
     meeting.store.set(f"duplex {meeting.rank}", msgspec.json.encode(card).decode())
@@ -194,8 +201,8 @@ def connection(
         raise _unproved(
             meeting, f"has {which}, unlike this one: set {VARIABLE} alike on both hosts"
         )
-    # Neither knows an address where the store is on this very machine: then loopback will do. Where
-    # only one knows one, they would not meet.
+    # Neither knows an address if the store is on this machine: then loopback suffices. If only one
+    # host knows an address, they cannot connect.
     if not (willing and too) or (address is None) != (theirs is None):
         made = None
     elif meeting.rank == 0:
@@ -203,8 +210,8 @@ def connection(
     else:
         made = _connected(meeting, key or b"")
     if made is None:
-        # Without a key gloo carries what this connection would. It asks for none: with one, whoever
-        # holds the hosts apart would be let in there.
+        # Without a key, gloo is the fallback. gloo does not authenticate: with a key, the fallback
+        # would admit an attacker who prevents this connection.
         if key is not None:
             raise _unproved(
                 meeting,
@@ -224,9 +231,9 @@ def _unproved(meeting: Meeting, reason: str) -> PeerLostError:
 
 
 def _listening(meeting: Meeting, address: str, key: bytes) -> socket.socket | None:
-    """Rank 0's end: opens a door, tells where, and waits for the one that proves who it is."""
+    """Return rank 0's end: listen, publish the address, and accept the authenticated peer."""
     made: socket.socket | None = None
-    # Anybody may call at the door.
+    # Any host may connect to the port, so callers have to prove knowledge of the word.
     word = secrets.token_bytes(_WORD)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
@@ -234,9 +241,9 @@ def _listening(meeting: Meeting, address: str, key: bytes) -> socket.socket | No
             door = address, server.getsockname()[1], word.hex()
             meeting.store.set("duplex door", msgspec.json.encode(door).decode())
             made = _accepted(server, word, key, _patience(meeting))
-    except OSError:  # no door: the other one must not wait for it
+    except OSError:  # no listening port: the other host must not wait for it
         meeting.store.set("duplex door", "null")
-    # The one that connects has heard the proof last, so its verdict is the one for both.
+    # The connecting end receives the last proof, so its verdict is valid for both.
     if meeting.read("duplex verdict", 1) == b"yes":
         return made
     if made is not None:
@@ -251,9 +258,9 @@ def _patience(meeting: Meeting) -> float:
 def _accepted(
     server: socket.socket, word: bytes, key: bytes, patience: float
 ) -> socket.socket | None:
-    """The connection of the one that knows the word and the key.
+    """Return the connection of the peer that knows the word and the key.
 
-    Callers are heard side by side, so that strangers who say nothing hold up no one.
+    Callers are handled concurrently, so that silent strangers delay no other caller.
     """
     until = time.monotonic() + patience
     callers: deque[_Caller] = deque()
@@ -281,7 +288,7 @@ def _accepted(
 
 
 class _Caller:
-    """One who has called, and has not proved anything yet. until: when it has to have done so."""
+    """Caller that is not authenticated yet. until: deadline of its proof."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
@@ -303,7 +310,7 @@ def _answer_call(
 
 
 def _heard(caller: _Caller, word: bytes, key: bytes) -> socket.socket | None:
-    """The caller's connection, once it has proved that it knows word and key; it is answered."""
+    """Return the caller's connection, once it has proved that it knows word and key; answer it."""
     try:
         more = caller.connection.recv(_WORD + _PROOF - len(caller.said))
     except BlockingIOError:
@@ -315,7 +322,7 @@ def _heard(caller: _Caller, word: bytes, key: bytes) -> socket.socket | None:
     theirs, proof = caller.said[:_WORD], caller.said[_WORD:]
     if len(proof) < _PROOF:
         return None
-    # The caller proves itself first: a stranger gets nothing that the key has made.
+    # The caller proves its knowledge first, so that a stranger gets no value derived from the key.
     caller.ended = not compare_digest(proof, _proof(key, b"1", word, caller.own, theirs))
     if caller.ended:
         return None
@@ -334,7 +341,7 @@ def _hang_up(ready: selectors.DefaultSelector, caller: _Caller) -> None:
 
 
 def _connected(meeting: Meeting, key: bytes) -> socket.socket | None:
-    """Rank 1's end: calls at the door, and tells whether it was let in, by the right one."""
+    """Return rank 1's end: connect, authenticate both ends, and publish the result."""
     door = msgspec.json.decode(meeting.read("duplex door", 0), type=tuple[str, int, str] | None)
     made: socket.socket | None = None
     proved = False
@@ -354,10 +361,10 @@ def _connected(meeting: Meeting, key: bytes) -> socket.socket | None:
 
 
 def _proof(key: bytes, rank: bytes, word: bytes, nonce_of_0: bytes, nonce_of_1: bytes) -> bytes:
-    """What only one that knows the key and the word can say, and for this connection alone."""
+    """Return a proof of the knowledge of key and word, for this connection alone."""
     return hmac.digest(key, b"dure two hosts" + rank + word + nonce_of_0 + nonce_of_1, "sha256")
 
 
 def _received(connection: socket.socket, nbytes: int) -> bytes:
-    """So many bytes; fewer, which are no proof, if the other end closes before."""
+    """Return `nbytes` bytes; fewer, which are never a valid proof, if the other end closes."""
     return connection.recv(nbytes, socket.MSG_WAITALL)

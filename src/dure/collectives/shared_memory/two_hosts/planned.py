@@ -1,8 +1,8 @@
-"""What ranks that have a host each begin by a plan: at once, with several calls under way.
+"""Planned calls of ranks on separate hosts: begun at once, with several calls in progress.
 
-Nobody asks the others first whether they begin the same. Two hosts have a connection of their own
-(`duplex`), where both cores are C; more hosts, and the core in torch, have gloo. Both are handed
-tensors that are contiguous and stay as they are until the call is over.
+Ranks do not check first that the others begin the same call. Two hosts use dure's own connection
+(`duplex`) if both have the C core; more hosts, and the torch core, use gloo. Both take tensors that
+are contiguous and stay unchanged until the end of the call.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _REDUCE_OPS = [getattr(dist.ReduceOp, name.upper()) for name in OPERATIONS]
 
 
 class Carried(NamedTuple):
-    """What is on its way.
+    """Call in progress.
 
-    work: `wait(timedelta)` raises RuntimeError if it has not come by then, or never will;
-    `is_completed()` tells whether one of these is certain. then: makes the result of what has come.
-    ended: when it came, in seconds of `time.perf_counter`; 0 as long as that is not known.
+    work: `wait(timedelta)` raises RuntimeError after the timeout or a failure; `is_completed()`
+    returns whether the work has ended or failed. then: computes the result from the received data.
+    ended: time of arrival, in seconds of `time.perf_counter`; 0 while unknown.
     """
 
     work: Any
@@ -48,24 +48,27 @@ class Carried(NamedTuple):
 
 
 class Planned(Protocol):
-    """Begins the calls. op: a number of `calls.OPERATIONS`."""
+    """Carrier of planned calls. op: a number of `calls.OPERATIONS`."""
 
     def all_reduce(self, call: Call, tensor: Tensor, op: int) -> Carried: ...
 
     def reduce_scatter(self, call: Call, source: Tensor, out: Tensor, op: int) -> Carried:
-        """source: a block a rank; out: this rank's."""
+        """Begin a reduce-scatter. source: a block for each rank; out: this rank's result."""
 
     def all_gather(self, call: Call, whole: Tensor, own: Tensor) -> Carried:
-        """whole: a block a rank; own: this rank's, maybe its place in `whole`."""
+        """Begin an all-gather.
+
+        whole: a block for each rank; own: this rank's tensor, possibly its block in `whole`.
+        """
 
     def close(self) -> None: ...
 
     def abandon(self) -> None:
-        """In a child that was forked."""
+        """Detach from the connections in a forked child."""
 
 
 class OverDuplex:
-    """Two hosts. here: which of them this is, 0 or 1. Sums are formed in the order of hosts."""
+    """Carrier between two hosts. here: this host, 0 or 1. Sums are formed in the order of hosts."""
 
     def __init__(self, duplex: Duplex, here: int) -> None:
         self._duplex = duplex
@@ -78,13 +81,13 @@ class OverDuplex:
         return self._begun(call, tensor, tensor, tensor)
 
     def reduce_scatter(self, call: Call, source: Tensor, out: Tensor, op: int) -> Carried:
-        # The other's block leaves; what comes is its part of the own one.
+        # Sends the other host's block, and receives the other host's part of the own block.
         blocks = source.view(2, -1)
         return self._begun(call, blocks[self._there], out, blocks[self._here])
 
     def all_gather(self, call: Call, whole: Tensor, own: Tensor) -> Carried:
         blocks = whole.view(2, -1)
-        # Only the other's block travels into `whole`; the own one is copied, unless it is there.
+        # Only the other host's block is received; the own block is copied unless already in place.
         if own.data_ptr() != blocks[self._here].data_ptr():
             blocks[self._here].copy_(own.view(-1))
         return self._begun(call, own, blocks[self._there])
@@ -95,7 +98,7 @@ class OverDuplex:
 
 
 class OverGloo:
-    """Any number of hosts. group: gloo's, with a rank a host."""
+    """Carrier between any number of hosts. group: gloo's group, with a rank for each host."""
 
     def __init__(self, group: Any, size: int) -> None:
         self._group = group
@@ -109,8 +112,8 @@ class OverGloo:
         )
 
     def reduce_scatter(self, call: Call, source: Tensor, out: Tensor, op: int) -> Carried:
-        # Blocks are exchanged, and reduced here in the order of hosts: half of what an all-reduce
-        # sends.
+        # Blocks are exchanged and reduced here, in the order of hosts: half of the bytes of an
+        # all-reduce.
         work, operation = workable(source.view(-1), op)
         arriving = torch.empty_like(work)
         blocks = list(arriving.view(self._size, -1))
@@ -133,8 +136,8 @@ class OverGloo:
 
 
 def _noted(work: Any, then: Callable[[], None]) -> Carried:
-    """A work of gloo, with the time of its end."""
-    # gloo does not say when a call has ended: a callback looks at the clock, on gloo's thread.
+    """Return a work of gloo, with the time of its end."""
+    # gloo does not report the end time: a callback reads the clock, on gloo's thread.
     moments: list[float] = []
     work.get_future().add_done_callback(lambda _: moments.append(time.perf_counter()))
     return Carried(work, then, lambda: moments[0] if moments else 0.0)
@@ -144,7 +147,7 @@ def _noted(work: Any, then: Callable[[], None]) -> Carried:
 
 
 def workable(tensor: Tensor, op: int) -> tuple[Tensor, int]:
-    """The values in a dtype in which gloo reduces, and the operation on them.
+    """Return the values in a dtype that gloo reduces, and the operation on them.
 
     Averages are sums here, and are divided at the end.
     """
@@ -162,15 +165,15 @@ def workable(tensor: Tensor, op: int) -> tuple[Tensor, int]:
 
 
 def reduce_options(op: int) -> Any:
-    """gloo's options for an all-reduce. op: a number of `calls.OPERATIONS`."""
+    """Return gloo's options for an all-reduce. op: a number of `calls.OPERATIONS`."""
     options = dist.AllreduceOptions()
     options.reduceOp = _REDUCE_OPS[op]
     return options
 
 
 def settle(total: Tensor, op: int, into: Tensor, size: int) -> None:
-    """The reduction of `size` ranks, as gloo left it, where it belongs."""
-    # The division writes where the result belongs: a pass over the tensor less.
+    """Write gloo's reduction of `size` ranks to its destination."""
+    # The division writes directly to the destination, which saves a pass over the tensor.
     if op == AVG and total.dtype == into.dtype:
         torch.div(total, size, out=into)
         return
