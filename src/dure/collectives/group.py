@@ -525,7 +525,7 @@ class Group:
             self.meter.received(message.nbytes)
         start = 0
         for tensor in tensors:
-            # A copy, since a dtype wants its bytes at a multiple of its size.
+            # A copy, since a dtype needs its bytes at a multiple of its size.
             arrived = (
                 message[start : start + tensor.nbytes].clone().view(tensor.dtype).view(tensor.shape)
             )

@@ -51,7 +51,7 @@ def _needed_by(step: Any) -> list[str]:
     """Return the names of the required arguments."""
     try:
         parameters = inspect.signature(step).parameters.values()
-    except (TypeError, ValueError):  # written in C, which tells nothing
+    except (TypeError, ValueError):  # written in C, without a signature
         return []
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return [one.name for one in parameters if one.default is one.empty and one.kind not in variadic]

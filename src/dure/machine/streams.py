@@ -23,5 +23,5 @@ def open_streams() -> None:
 def nobody_reads(descriptor: int) -> bool:
     """Return whether the descriptor is a pipe without a reader."""
     looks = select.poll()
-    looks.register(descriptor, 0)  # errors are told unasked
+    looks.register(descriptor, 0)  # errors are always reported
     return any(event & select.POLLERR for _, event in looks.poll(0))

@@ -1,4 +1,4 @@
-"""Publication of a lost rank between hosts, through the group's store: the first one is valid."""
+"""Publication of a lost rank between hosts, through the group's store: the first is valid."""
 
 from __future__ import annotations
 
