@@ -166,8 +166,8 @@ def stopped() -> type[Exception]:
 def check(url: str, task: Task, reach: Reach) -> Iterator[str]:
     """Try the steps of `join`, and yield lines about the findings and the data to be sent.
 
-    A check-in that only looks tests network, certificate and identity; free disk space is compared
-    with the space that the client needs; one training step tests the task. No data leave the
+    A check-in that only looks tests network, certificate and identity; a line says how much disk is
+    free and how much the client needs; one training step tests the task. No data leave the
     machine, and the check-in is in the log of outgoing messages. Raises the errors of `join`, after
     `CHECK_SECONDS` if the server is unreachable.
     """
