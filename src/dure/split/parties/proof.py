@@ -95,7 +95,10 @@ def _check_alike(what: str, one: Tensor, other: Tensor) -> None:
         return
     finite = one.isfinite()
     if not torch.equal(finite, other.isfinite()):
-        raise ValueError(f"{what} are not finite in the model or in its parts alone")
+        raise ValueError(
+            f"{what} are not finite in the model or in its parts alone: it does more than its "
+            f"heads, their join and its tail"
+        )
     # NaN in both: data or model are at fault, and the first step reports the error.
     one = one.where(finite, 0)
     other = other.where(finite, 0)
