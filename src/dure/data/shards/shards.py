@@ -32,8 +32,9 @@ class Shards(Examples):
     If all examples fit into a window, their order is that of examples in memory.
 
     Args:
-        where: a folder, all of whose files are shards, in the order of their names; or files, in
-            the given order. `dure.data.shards` lists the formats.
+        where: a folder, whose files of the known formats are the shards, sorted by name; or files,
+            in the given order. `dure.data.shards` lists the formats; other files of a folder are
+            ignored.
         inputs: column of the model's argument: a name, or a tuple, list or dict of names, for an
             argument of that structure.
         targets: column of the loss's targets, in the same way.
