@@ -47,7 +47,7 @@ class Account:
 
     def passed(self, passage: Passage) -> None:
         """Record a message with a payload."""
-        counted = self.kinds.setdefault(type(passage.message).__name__, [0, 0, 0])
+        counted = self.kinds.setdefault(str(passage.message.__struct_config__.tag), [0, 0, 0])
         counted[0] += 1
         counted[1] += passage.nbytes
         counted[2] = max(counted[2], passage.nbytes)

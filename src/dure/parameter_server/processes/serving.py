@@ -72,7 +72,7 @@ def _answer(server: Server, sender: str, message: Message, port: Port, place: Pl
         if isinstance(answer, Values | Replicate) and to != MANAGER:
             place.group.meter.sent(payload_of(answer))
     if sender != MANAGER:
-        what = type(message).__name__.lower()
+        what = str(message.__struct_config__.tag).lower()
         clock = getattr(message, "clock", None) or 0
         place.group.meter.compute(what, began, time.perf_counter(), clock + 1)
 

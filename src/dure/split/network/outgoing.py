@@ -1,6 +1,6 @@
 """Outgoing messages of a site, each with the kind under which the site's log records it.
 
-The kind is the name of the message's type: "smashed", "output-gradients". Messages of every step
+The kind is the tag of the message: "smashed", "output-gradients". Messages of every step
 are frequent, and may be on disk slightly later (`dure.worlds.network.client.audit`); the line of
 any other message is on disk before the message is sent.
 """
@@ -51,4 +51,4 @@ def say(channel: Says, message: Frame, encoded: Pieces) -> None:
 
 def kind_of(message: Frame) -> str:
     """Return the kind of a message in the log: "output-gradients" of `OutputGradients`."""
-    return re.sub(r"(?<!^)(?=[A-Z])", "-", type(message).__name__).lower()
+    return re.sub(r"(?<!^)(?=[A-Z])", "-", str(message.__struct_config__.tag)).lower()
