@@ -36,7 +36,7 @@ _WORDS: dict[Any, str] = {
 }
 
 
-class Named:
+class SuggestsArguments:
     """Base of dataclasses that users make: an unknown argument is refused with a suggestion."""
 
     _ELSEWHERE: ClassVar[list[type]] = []
@@ -46,7 +46,7 @@ class Named:
         """Register the class. common: whether its arguments are suggested for other classes."""
         super().__init_subclass__(**options)
         if common:
-            Named._ELSEWHERE.append(cls)
+            SuggestsArguments._ELSEWHERE.append(cls)
 
     # Runs before the dataclass's `__init__`, whose error would give the argument's name alone.
     def __new__(cls, *values: Any, **kwargs: Any) -> Self:
@@ -64,13 +64,13 @@ def _arguments_of(kind: Any) -> list[str]:
 
 def _unknown(kind: type, name: str, known: list[str]) -> str:
     """Return the error text for an unknown argument: the class that has it, or the nearest name."""
-    owners = [each for each in Named._ELSEWHERE if name in _arguments_of(each)]
+    owners = [each for each in SuggestsArguments._ELSEWHERE if name in _arguments_of(each)]
     if owners:
         return f"{kind.__name__} has no {name!r}: it is an argument of dure.{owners[0].__name__}"
     return f"{kind.__name__} has no {name!r}{suggestion(name, known)}"
 
 
-class Told(Named):
+class CheckedSettings(SuggestsArguments):
     """Base of settings whose `__post_init__` may meet values of a wrong type.
 
     An error that such a value causes is replaced by the error of `check_fields`.

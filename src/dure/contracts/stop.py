@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from dure.arguments import Named
+from dure.arguments import SuggestsArguments
 from dure.record.history import reaches
 from dure.settings import parse_fields, read_bytes
 
@@ -14,7 +14,7 @@ SILENT = 10
 
 
 @dataclass(frozen=True)
-class Stop(Named, common=True):
+class Stop(SuggestsArguments, common=True):
     """Limits of a run, whichever comes first; None is no limit.
 
     Args:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, 
 import torch
 from torch import Tensor, nn
 
-from dure.arguments import Told
+from dure.arguments import CheckedSettings
 from dure.collectives.group import Group
 from dure.contracts.channels import Channels, Hosted
 from dure.contracts.learning import Part
@@ -329,7 +329,7 @@ class Place:
         return seeded_model(task, seed) if self.prepared is None else self.prepared()
 
 
-class World(Told):
+class World(CheckedSettings):
     """Participants of a run and their connections: a frozen dataclass, made by the user.
 
     The fields are settings of the environment: they are written into run folders, and are flags of
@@ -403,7 +403,7 @@ class World(Told):
         raise NotImplementedError(f"{type(self).__name__} has no method run")
 
 
-class Strategy(Told):
+class Strategy(CheckedSettings):
     """Division of the learning between workers: a frozen dataclass, made by the user.
 
     The fields are the hyperparameters: they are written into run folders, and are flags of the

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dure.arguments import Named, check_path
+from dure.arguments import SuggestsArguments, check_path
 from dure.contracts.learning import Precision, check_learning
 from dure.contracts.lr_schedule import LRSchedule
 from dure.contracts.metric import Metric, check_metrics
@@ -63,7 +63,7 @@ def class_accuracy(outputs: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(frozen=True)
-class Task(Named, common=True):
+class Task(SuggestsArguments, common=True):
     """Definition of a learning problem.
 
     model: a function without arguments that returns a new `nn.Module` in each call; called under

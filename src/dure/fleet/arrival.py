@@ -26,13 +26,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from dure.arguments import Told
+from dure.arguments import CheckedSettings
 from dure.randomness.chance import check_share
 from dure.settings import listed, read, write
 
 
 @dataclass(frozen=True)
-class Arrival(Told):
+class Arrival(CheckedSettings):
     """Base class of arrival settings, with a name, a text form, and `present`.
 
     still: whether all data are always available, so that no query is needed.

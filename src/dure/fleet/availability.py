@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from dure.arguments import Told
+from dure.arguments import CheckedSettings
 from dure.errors import DataError
 from dure.fleet.table import in_order, read_table
 from dure.randomness.chance import uniform
@@ -44,7 +44,7 @@ Closer than that, floats do not distinguish the periods.
 
 
 @dataclass(frozen=True)
-class Availability(Told):
+class Availability(CheckedSettings):
     """Base class of availability settings, with a name, a text form, `next` and `until`.
 
     always: whether every client is always available, so that no query is needed.

@@ -32,7 +32,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-from dure.arguments import Told
+from dure.arguments import CheckedSettings
 from dure.errors import DataError
 from dure.fleet.table import in_order, read_table
 from dure.randomness.chance import check_share, normal, uniform
@@ -62,7 +62,7 @@ class Device(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Devices(Told):
+class Devices(CheckedSettings):
     """Base class of device settings, with a name, a text form, and `of`."""
 
     name: ClassVar[str]

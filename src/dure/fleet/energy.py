@@ -13,12 +13,12 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from dure.arguments import Told
+from dure.arguments import CheckedSettings
 from dure.settings import listed, read, write
 
 
 @dataclass(frozen=True)
-class Energy(Told):
+class Energy(CheckedSettings):
     """Base class of energy settings, with a name, a text form, and `joules`."""
 
     name: ClassVar[str]

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from dure.arguments import Told
+from dure.arguments import CheckedSettings
 from dure.collectives.all_reduce import Algorithm
 from dure.collectives.compression.bucket import Bucket
 from dure.collectives.compression.gathered import Codec, GatheredCompressor
@@ -63,7 +63,7 @@ class Compressor(Protocol):
 
 
 @dataclass(frozen=True)
-class Compression(Told):
+class Compression(CheckedSettings):
     """Base of all compressions: a name, a text form, compressors, mostly a codec."""
 
     name: ClassVar[str]

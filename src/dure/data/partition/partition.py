@@ -12,14 +12,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from dure.arguments import Told
+from dure.arguments import CheckedSettings
 from dure.data.examples import Examples
 from dure.data.partition.parts import Parts
 from dure.settings import write
 
 
 @dataclass(frozen=True)
-class Partition(Told):
+class Partition(CheckedSettings):
     """Base of all partitions: a name, a text form, and `divide`."""
 
     name: ClassVar[str]

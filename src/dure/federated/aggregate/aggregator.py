@@ -25,7 +25,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from dure.arguments import Told
+from dure.arguments import CheckedSettings
 from dure.errors import TooFewUpdatesError
 from dure.federated.aggregate.rows import Rows
 from dure.randomness.turn import Turn
@@ -36,7 +36,7 @@ Groups = Callable[[int, Turn], list[list[int]]]
 
 
 @dataclass(frozen=True)
-class Aggregator(Told):
+class Aggregator(CheckedSettings):
     """Base class of `Folds` and `Collects`.
 
     name: the beginning of the text form; a user-defined rule needs none. collects: whether the rule

@@ -33,7 +33,7 @@ from typing import ClassVar, Protocol
 
 import numpy as np
 
-from dure.arguments import Told
+from dure.arguments import CheckedSettings
 from dure.randomness.permutation import Permutation
 from dure.randomness.seeds import derive
 from dure.settings import name_of, read, write
@@ -57,7 +57,7 @@ class Losses(Protocol):
 
 
 @dataclass(frozen=True)
-class Selection(Told):
+class Selection(CheckedSettings):
     """Base class of selections.
 
     over: factor of over-selection. deadline: seconds after which a round ends with the answers so

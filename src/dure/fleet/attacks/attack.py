@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from dure.arguments import Told
+from dure.arguments import CheckedSettings
 from dure.randomness.seeds import generator
 from dure.settings import write
 
@@ -25,7 +25,7 @@ Random = Callable[[int], torch.Generator]
 
 
 @dataclass(frozen=True)
-class Attack(Told):
+class Attack(CheckedSettings):
     """Base class of attacks, with a name, a text form, `poison` and `forge`.
 
     sees: "own" if a malicious client knows its own update only, "honest" if it knows all honest

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from dure.arguments import Told
+from dure.arguments import CheckedSettings
 from dure.data.examples import Examples
 from dure.settings import write
 
@@ -27,7 +27,7 @@ Memory = Mapping[str, Any] | None
 
 
 @dataclass(frozen=True)
-class Defence(Told):
+class Defence(CheckedSettings):
     """Base class of defences: a name, a text form, and three methods, one of which has an effect.
 
     guards: the values that the defence changes.
