@@ -39,7 +39,7 @@ from outcome import give, takes_result
 from pages import fill, table
 
 import dure
-from dure.averaging.shuffle import Layout
+from dure.averaging.shuffle import ExampleLayout
 from dure.contracts.strategy import Strategy
 from dure.record.run import Run
 
@@ -232,7 +232,7 @@ def studied(asked: argparse.Namespace, setting: Setting) -> dict[str, Any]:
         "task": setting.name,
         "title": setting.title,
         "examples": len(task.train),
-        "example_bytes": Layout.of(task.train).nbytes,
+        "example_bytes": ExampleLayout.of(task.train).nbytes,
         "parameters": sum(one.numel() for one in task.model().parameters()),
         "batch": setting.batch,
         "least_loss": least,

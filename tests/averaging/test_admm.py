@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dure
-from dure.averaging.meeting import elements_in_message
+from dure.averaging.synchronisation import elements_in_message
 from dure.collectives.algorithms import ring
 from dure.contracts.strategy import seeded_model
 from small import same_bits, small_task, weights_of

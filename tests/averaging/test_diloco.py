@@ -12,7 +12,7 @@ from rounds import Regular, alone, hashed, run_on, watched
 from torch import Tensor
 
 import dure
-from dure.averaging.meeting import elements_in_message
+from dure.averaging.synchronisation import elements_in_message
 from dure.collectives.algorithms import ring
 from dure.contracts.strategy import seeded_model
 from small import largest_difference, same_bits, small_task, weights_of

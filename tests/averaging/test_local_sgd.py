@@ -14,7 +14,7 @@ from rounds import Regular, alone, hashed, run_on, watched
 from torch.nn import functional as F
 
 import dure
-from dure.averaging.meeting import elements_in_message
+from dure.averaging.synchronisation import elements_in_message
 from dure.collectives.algorithms import master, ring
 from dure.collectives.compression import Cast, TopK
 from dure.contracts.strategy import seeded_model

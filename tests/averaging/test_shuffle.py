@@ -16,14 +16,14 @@ from torch.utils.data import Dataset
 import dure
 from dure.averaging import shuffle
 from dure.averaging.shuffle import (
-    Layout,
+    ExampleLayout,
     bytes_sent,
-    dealt,
     division_after,
     examples_sent,
-    leaving,
     messages_sent,
-    shuffled,
+    outgoing_positions,
+    shuffle_counts,
+    shuffle_examples,
 )
 from dure.collectives.algorithms import ring
 from dure.contracts.strategy import Place
@@ -39,14 +39,14 @@ def test_every_example_goes_to_one_rank_and_every_rank_gets_its_share_of_each(
     counts: list[int], seed: int
 ) -> None:
     ranks, n = len(counts), sum(counts)
-    for rank, (count, row) in enumerate(zip(counts, dealt(counts), strict=True)):
-        parts = leaving(counts, rank, seed)
+    for rank, (count, row) in enumerate(zip(counts, shuffle_counts(counts), strict=True)):
+        parts = outgoing_positions(counts, rank, seed)
         assert [len(part) for part in parts] == row
         assert torch.cat(parts).sort().values.tolist() == list(range(count))
         assert all(count // ranks <= got <= -(-count // ranks) for got in row)
         if count % ranks == 0:
             assert examples_sent(counts, rank) * ranks == count * (ranks - 1)
-    totals = [sum(column) for column in zip(*dealt(counts), strict=True)]
+    totals = [sum(column) for column in zip(*shuffle_counts(counts), strict=True)]
     assert all(n // ranks <= total <= -(-n // ranks) for total in totals)
 
 
@@ -75,20 +75,20 @@ def exchange(place: Place) -> list[Any]:
     """What each rank received, sent, and is told where examples differ."""
     shuffle.PIECE = 100  # a part is several messages
     rank, counts = place.group.rank, list(map(len, PARTS))
-    got = shuffled(several(), PARTS[rank], counts, 5, place.group)
+    got = shuffle_examples(several(), PARTS[rank], counts, 5, place.group)
     counters = place.group.meter.counters
     received = got.batch(torch.arange(len(got)))
     told = [
-        counters.bytes_sent == bytes_sent(counts, rank, Layout.of(got).nbytes),
-        counters.messages_sent == messages_sent(counts, rank, Layout.of(got)),
+        counters.bytes_sent == bytes_sent(counts, rank, ExampleLayout.of(got).nbytes),
+        counters.messages_sent == messages_sent(counts, rank, ExampleLayout.of(got)),
         _same(received, several().batch(division_after(PARTS, 5)[rank])),
     ]
     shuffle.available_memory = lambda: 0  # what arrives lies on a disk
-    again = shuffled(several(), PARTS[rank], counts, 5, place.group)
+    again = shuffle_examples(several(), PARTS[rank], counts, 5, place.group)
     told.append(_same(received, again.batch(torch.arange(len(got)))))
     alike = dure.Examples(torch.zeros(40, 2 + (rank == 1)), torch.zeros(40))
     with pytest.raises(ValueError, match="an example of rank 1 has other tensors than one of rank"):
-        shuffled(alike, PARTS[rank], counts, 5, place.group)
+        shuffle_examples(alike, PARTS[rank], counts, 5, place.group)
     parts = place.group.gather_bytes(bytes(told))
     return [list(map(bool, part)) for part in parts]
 

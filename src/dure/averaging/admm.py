@@ -23,7 +23,7 @@ float32 an r below 0.0003·s/rho is rounding). Adaptive rho: r > 10·s doubles r
 s > 10·r halves rho and doubles all u_i.
 
 Each rank sends x_i + u_i as a vector, through a selectable all-reduce: one message of d elements a
-round (`dure.averaging.meeting`). u_i and the optimizer's state stay on their rank.
+round (`dure.averaging.synchronisation`). u_i and the optimizer's state stay on their rank.
 
 Source: Boyd et al. 2011, "Distributed Optimization and Statistical Learning via the Alternating
 Direction Method of Multipliers", sections 3.3, 3.4.1 and 7.1.
@@ -39,8 +39,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from dure.averaging.meeting import Meeting, Momentum, check_exchange
-from dure.averaging.replica import Replica, check_partition, copy_model, shards_of
+from dure.averaging.replica import AveragedReplica, check_partition, copy_model, shards_of
+from dure.averaging.synchronisation import Momentum, RoundSynchronisation, check_exchange
 from dure.collectives.all_reduce import Algorithm
 from dure.contracts.learning import ALL, Part
 from dure.contracts.strategy import Kind, Learner, Place, Progress, Strategy, another
@@ -164,7 +164,7 @@ class ADMMLearner(Learner):
         self.task = task
         self.group = place.group
         self.strategy = strategy
-        self.replica = Replica(task, place, seed, strategy.accumulate)
+        self.replica = AveragedReplica(task, place, seed, strategy.accumulate)
         self.shards = shards_of(self.replica, strategy.partition, strategy.batch_size)
         self.shard = self.shards[self.group.rank]
         self.consensus = another(self.replica.model, task, seed)
@@ -176,7 +176,7 @@ class ADMMLearner(Learner):
         # further numbers: |x_i - z|^2, for the residuals; and the loss's denominator, if it does
         # not follow from the number of examples
         numbers = 1 if self.losses.is_alike else 2
-        self.meeting = Meeting(
+        self.meeting = RoundSynchronisation(
             self.replica, place, strategy.all_reduce, strategy.momentum, numbers=numbers
         )
         self.rho = strategy.rho
@@ -187,7 +187,7 @@ class ADMMLearner(Learner):
         """Return N times this rank's share of the loss's total denominator."""
         counts = [self.losses.expected(shard.indices) for shard in self.shards]
         if self.losses.is_late:
-            mine = self.replica.counted_in(self.shard.indices)
+            mine = self.replica.loss_count_of(self.shard.indices)
             rows = self.group.all_gather_values([mine], "what the loss counts")
             counts = [row[0] for row in rows]
         return self.group.size * counts[self.group.rank] / sum(counts) if any(counts) else 1.0

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from dure.averaging.local_sgd import LocalSGD, LocalSGDLearner
-from dure.averaging.meeting import Momentum
+from dure.averaging.synchronisation import Momentum
 from dure.collectives.all_reduce import Algorithm
 from dure.collectives.compression import Compression, NoCompression
 from dure.collectives.compression import parse as parse_compression

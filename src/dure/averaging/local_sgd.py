@@ -9,9 +9,9 @@ w_j is rank j's share of the round's examples, or of the loss's denominator
 example after the first decay of the learning rate. Batch norm's statistics are averaged like the
 weights; dropout is drawn from (seed, step, rank).
 
-One message a round is sent (`dure.averaging.meeting`), through a selectable all-reduce: 1/H of the
-messages of data parallelism. The optimizer's state stays on its rank, is averaged as well, or is
-reset: `momentum`.
+One message a round is sent (`dure.averaging.synchronisation`), through a selectable all-reduce: 1/H
+of the messages of data parallelism. The optimizer's state stays on its rank, is averaged as well,
+or is reset: `momentum`.
 
 Sources: Stich 2019, "Local SGD Converges Fast and Communicates Little"; Lin et al. 2020, "Don't Use
 Large Mini-Batches, Use Local SGD".
@@ -26,8 +26,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from dure.averaging.meeting import Meeting, Momentum, check_exchange
-from dure.averaging.replica import Replica
+from dure.averaging.replica import AveragedReplica
+from dure.averaging.synchronisation import Momentum, RoundSynchronisation, check_exchange
 from dure.collectives.all_reduce import Algorithm
 from dure.collectives.compression import Compression, NoCompression
 from dure.collectives.compression import parse as parse_compression
@@ -131,7 +131,7 @@ class LocalSGDLearner(Learner):
         self.task = task
         self.group = place.group
         self.strategy = strategy
-        self.replica = Replica(task, place, seed, strategy.accumulate)
+        self.replica = AveragedReplica(task, place, seed, strategy.accumulate)
         self.model = self.replica.model
         self.losses = self.replica.losses
         check_lying(
@@ -145,7 +145,7 @@ class LocalSGDLearner(Learner):
             drop_last=self.replica.train_examples.sampling.drop_last,
         )
         self.examples = self.batches.visited
-        self.meeting = Meeting(
+        self.meeting = RoundSynchronisation(
             self.replica,
             place,
             strategy.all_reduce,

@@ -44,16 +44,16 @@ from typing import Any, ClassVar, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor, nn
 
-from dure.averaging.meeting import check_exchange, difference, packed
 from dure.averaging.replica import (
-    Replica,
-    Shard,
+    AveragedReplica,
+    DataShard,
     check_partition,
     copy_model,
     shards_from,
     shards_of,
 )
-from dure.averaging.shuffle import check_movable, dealt, shuffled
+from dure.averaging.shuffle import check_movable, shuffle_counts, shuffle_examples
+from dure.averaging.synchronisation import check_exchange, difference, pack_message
 from dure.collectives.all_gather import all_gather
 from dure.collectives.all_reduce import Algorithm, all_reduce
 from dure.collectives.group import Group
@@ -203,10 +203,10 @@ class ParallelSGDLearner(Learner):
         self.task = task
         self.group = place.group
         self.strategy = strategy
-        self.replica = Replica(task, place, seed, strategy.accumulate)
+        self.replica = AveragedReplica(task, place, seed, strategy.accumulate)
         self.all_examples = self.replica.train_examples
-        self.born = shards_of(self.replica, strategy.partition, strategy.batch_size)
-        self.shards = self.born
+        self.initial_shards = shards_of(self.replica, strategy.partition, strategy.batch_size)
+        self.shards = self.initial_shards
         self.is_mixed = not strategy.shuffle
         self.passes = strategy.combine_every or 1
         self.combined = another(self.replica.model, task, seed)
@@ -222,7 +222,7 @@ class ParallelSGDLearner(Learner):
         self.counted = False
 
     @property
-    def shard(self) -> Shard:
+    def shard(self) -> DataShard:
         """This rank's own examples, in the present division."""
         return self.shards[self.group.rank]
 
@@ -276,11 +276,11 @@ class ParallelSGDLearner(Learner):
     def _exchange(self, group: Group) -> None:
         """Exchange examples, so that each rank has the examples that it trains on."""
         seed = self.replica.seed
-        counts = [shard.n for shard in self.born]
-        own = self.born[group.rank].indices
-        self.replica.hold(shuffled(self.all_examples, own, counts, seed, group))
+        counts = [shard.n for shard in self.initial_shards]
+        own = self.initial_shards[group.rank].indices
+        self.replica.hold(shuffle_examples(self.all_examples, own, counts, seed, group))
         # Of other ranks only the number of examples is known, which is enough.
-        sizes = map(sum, zip(*dealt(counts), strict=True))
+        sizes = map(sum, zip(*shuffle_counts(counts), strict=True))
         parts = map(torch.arange, sizes)
         self.shards = shards_from(self.replica, parts, self.strategy.batch_size)
         self.is_mixed = True
@@ -323,7 +323,7 @@ class ParallelSGDLearner(Learner):
         means = [buffer for buffer in buffers if buffer.is_floating_point()]
         changes = [difference(now, first) for now, first in zip(means, self.first, strict=True)]
         # without a trailer: the ranks exchanged their numbers at the end of the pass
-        message, views, _ = packed([*self.flat.buffers, *changes], 0, group)
+        message, views, _ = pack_message([*self.flat.buffers, *changes], 0, group)
         share = self._share()
         for view, content in zip(views, [*self.flat.buffers, *changes], strict=True):
             torch.mul(content, share, out=view)

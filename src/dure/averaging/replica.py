@@ -36,7 +36,7 @@ from dure.tensors.flat import FlatParameters, by_dtype, trained_of, views_of
 from dure.tensors.optimizer_state import load_optimizer
 
 
-class Trained(NamedTuple):
+class LocalSteps(NamedTuple):
     """Result of a rank's separate steps.
 
     loss: mean over its denominator; not finite if a loss or the weights were not. counted: the
@@ -52,7 +52,7 @@ class Trained(NamedTuple):
         return self.loss * self.counted if self.counted else self.loss
 
 
-class Replica:
+class AveragedReplica:
     """A rank's model, in a flat buffer for each dtype, and its optimizer.
 
     Initially both are equal on every rank.
@@ -102,7 +102,7 @@ class Replica:
         batches: Iterable[tuple[int, Tensor]],
         share: float = 1.0,
         adjust: Callable[[Sequence[Tensor]], None] | None = None,
-    ) -> Trained:
+    ) -> LocalSteps:
         """Make a step of the optimizer on each of `batches`; an empty batch makes no step.
 
         batches: pairs of the step's number and the examples' indices. share: factor of the loss's
@@ -118,11 +118,11 @@ class Replica:
             counted += count
             # Further steps would only cost time; the other ranks learn of the loss in `meet`.
             if not math.isfinite(loss):
-                return Trained(loss, counted)
+                return LocalSteps(loss, counted)
             total += loss * count
         if not self._is_finite():
-            return Trained(math.nan, counted)
-        return Trained(total / counted if counted else 0.0, counted)
+            return LocalSteps(math.nan, counted)
+        return LocalSteps(total / counted if counted else 0.0, counted)
 
     def _step(
         self,
@@ -166,7 +166,7 @@ class Replica:
         return learned.loss, learned.counted
 
     @torch.no_grad()
-    def counted_in(self, indices: Tensor) -> float:
+    def loss_count_of(self, indices: Tensor) -> float:
         """Return the loss's denominator for these examples, if it needs a forward pass."""
         before = generators_state()
         self.model.eval()
@@ -213,7 +213,7 @@ class Replica:
         )
 
 
-class Shard:
+class DataShard:
     """A rank's own examples.
 
     Args:
@@ -257,7 +257,9 @@ class Shard:
         return passes * self.n + min(steps * self.batches.batch_size, self.n)
 
 
-def shards_of(replica: Replica, partition: Partition, batch_size: int | None) -> list[Shard]:
+def shards_of(
+    replica: AveragedReplica, partition: Partition, batch_size: int | None
+) -> list[DataShard]:
     """Return the shards of all ranks, which every rank computes alike.
 
     batch_size: of all ranks together; a rank has the N-th part, rounded up.
@@ -270,14 +272,17 @@ def shards_of(replica: Replica, partition: Partition, batch_size: int | None) ->
     return shards_from(replica, parts, batch_size)
 
 
-def shards_from(replica: Replica, parts: Iterable[Tensor], batch_size: int | None) -> list[Shard]:
+def shards_from(
+    replica: AveragedReplica, parts: Iterable[Tensor], batch_size: int | None
+) -> list[DataShard]:
     """Return the shards of given parts: for each rank, the indices of its examples."""
     train = replica.train_examples
     seed = replica.seed
     own = None if batch_size is None else -(-batch_size // replica.group.size)
     joins = needs_two(replica.model, train, train.first)
     return [
-        Shard(part, own, seed, rank, joins, train.order(part)) for rank, part in enumerate(parts)
+        DataShard(part, own, seed, rank, joins, train.order(part))
+        for rank, part in enumerate(parts)
     ]
 
 

@@ -10,12 +10,12 @@ each to within one. The destination of an example follows from the seed and the 
 has to know another rank's examples, and a resumed run repeats the exchange.
 
 A rank sends each example that it does not keep, once: n_i - n_ii examples, with n_ij the number
-from rank i for rank j (`dealt`). This is (N-1)/N of its examples if N divides n_i. The exchange is
-an all-to-all of parts of unequal length, in pairs as in `dure.collectives.all_to_all`: in step s
-rank r sends to rank r+s while it receives from rank r-s. A part is sent in pieces of `PIECE` bytes,
-one message for each tensor of an example (`bytes_sent`, `messages_sent`). Memory: the examples that
-a rank receives, and a piece. If all examples would take more than half of the free memory, received
-examples are in files on a disk (`dure.memory.mapped`).
+from rank i for rank j (`shuffle_counts`). This is (N-1)/N of its examples if N divides n_i. The
+exchange is an all-to-all of parts of unequal length, in pairs as in `dure.collectives.all_to_all`:
+in step s rank r sends to rank r+s while it receives from rank r-s. A part is sent in pieces of
+`PIECE` bytes, one message for each tensor of an example (`bytes_sent`, `messages_sent`). Memory:
+the examples that a rank receives, and a piece. If all examples would take more than half of the
+free memory, received examples are in files on a disk (`dure.memory.mapped`).
 
 Sources: Zinkevich et al. 2010, "Parallelized Stochastic Gradient Descent", algorithm 3, whose first
 line divides the examples at random; Dean and Ghemawat 2004, "MapReduce", section 3.1 (shuffle).
@@ -43,7 +43,7 @@ PIECE = 8 << 20
 """Bytes of examples that are read and sent at once, at least one example."""
 
 
-def dealt(counts: Sequence[int]) -> list[list[int]]:
+def shuffle_counts(counts: Sequence[int]) -> list[list[int]]:
     """Return how many examples of rank i go to rank j, by [i][j]. counts: the n_i."""
     ranks = len(counts)
     rows = []
@@ -56,7 +56,7 @@ def dealt(counts: Sequence[int]) -> list[list[int]]:
     return rows
 
 
-def leaving(counts: Sequence[int], rank: int, seed: int) -> list[Tensor]:
+def outgoing_positions(counts: Sequence[int], rank: int, seed: int) -> list[Tensor]:
     """Return the positions of the examples that `rank` sends to each rank, in ascending order."""
     ranks = len(counts)
     before = sum(counts[:rank])
@@ -72,7 +72,7 @@ def division_after(parts: Sequence[Tensor], seed: int) -> list[Tensor]:
     parts: indices of the examples of each rank before, from a partition.
     """
     counts = list(map(len, parts))
-    rows = [leaving(counts, rank, seed) for rank in range(len(counts))]
+    rows = [outgoing_positions(counts, rank, seed) for rank in range(len(counts))]
     return [
         torch.cat([part[row[to]] for part, row in zip(parts, rows, strict=True)])
         for to in range(len(counts))
@@ -99,14 +99,14 @@ class _Leaf(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-class Layout(NamedTuple):
+class ExampleLayout(NamedTuple):
     """Structure of an example."""
 
     leaves: list[_Leaf]
     tree: TreeSpec
 
     @classmethod
-    def of(cls, examples: Examples, index: int = 0) -> Layout:
+    def of(cls, examples: Examples, index: int = 0) -> ExampleLayout:
         """Return the layout of the example at `index`, which is read for this purpose."""
         leaves, tree = tree_flatten(examples.batch(torch.tensor([index])))
         return cls([_Leaf(leaf.shape[1:], leaf.dtype) for leaf in leaves], tree)
@@ -127,7 +127,7 @@ class Layout(NamedTuple):
         return float(int.from_bytes(hashlib.blake2b(text, digest_size=6).digest(), "little"))
 
 
-def shuffled(
+def shuffle_examples(
     examples: Examples, indices: Tensor, counts: Sequence[int], seed: int, group: Group
 ) -> Examples:
     """Return the examples of this rank after the shuffle; all ranks call this function together.
@@ -145,14 +145,14 @@ def shuffled(
     Raises:
         ValueError: on all ranks, if the structure of an example differs between them.
     """
-    layout = Layout.of(examples, int(indices[0]))
+    layout = ExampleLayout.of(examples, int(indices[0]))
     _check_alike(layout, group)
-    rows = dealt(counts)
+    rows = shuffle_counts(counts)
     arriving = [row[group.rank] for row in rows]
     # The examples for this rank are stored in the order of the sending ranks.
     mine = _room(layout, sum(arriving), sum(counts))
     starts = [sum(arriving[:rank]) for rank in range(group.size)]
-    parts = leaving(counts, group.rank, seed)
+    parts = outgoing_positions(counts, group.rank, seed)
     group.settle()
     with torch.no_grad(), group.during("the shuffle"):
         for step in range(group.size):
@@ -168,7 +168,7 @@ def shuffled(
     return Examples(inputs, targets, classes=examples.classes)
 
 
-def _room(layout: Layout, count: int, n: int) -> list[Tensor]:
+def _room(layout: ExampleLayout, count: int, n: int) -> list[Tensor]:
     """Return memory for `count` of n examples; on a disk if the n examples are large."""
     free = available_memory()
     # All n, because the ranks may share a machine.
@@ -208,7 +208,7 @@ def _bytes_of(tensor: Tensor) -> Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
-def _check_alike(layout: Layout, group: Group) -> None:
+def _check_alike(layout: ExampleLayout, group: Group) -> None:
     digests = group.all_gather_values([layout.digest()], "what examples consist of")
     other = next((rank for rank, one in enumerate(digests) if one != digests[0]), None)
     if other is not None:
@@ -220,19 +220,19 @@ def _check_alike(layout: Layout, group: Group) -> None:
 
 def examples_sent(counts: Sequence[int], rank: int) -> int:
     """Return the number of examples that `rank` sends: all except those that it keeps."""
-    return counts[rank] - dealt(counts)[rank][rank]
+    return counts[rank] - shuffle_counts(counts)[rank][rank]
 
 
 def bytes_sent(counts: Sequence[int], rank: int, example: int) -> int:
-    """Return the bytes that `rank` sends. example: bytes of an example (`Layout.nbytes`)."""
+    """Return the bytes that `rank` sends. example: bytes of an example (`ExampleLayout.nbytes`)."""
     return example * examples_sent(counts, rank)
 
 
-def messages_sent(counts: Sequence[int], rank: int, layout: Layout) -> int:
+def messages_sent(counts: Sequence[int], rank: int, layout: ExampleLayout) -> int:
     """Return the number of messages that `rank` sends.
 
     A piece has a message for each tensor of an example that has elements.
     """
-    row = dealt(counts)[rank]
+    row = shuffle_counts(counts)[rank]
     pieces = sum(-(-count // layout.rows) for to, count in enumerate(row) if to != rank)
     return pieces * sum(leaf.nbytes > 0 for leaf in layout.leaves)

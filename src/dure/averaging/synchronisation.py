@@ -33,7 +33,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from dure.averaging.replica import Replica
+from dure.averaging.replica import AveragedReplica
 from dure.collectives.all_reduce import ALGORITHMS, Algorithm, all_reduce
 from dure.collectives.compression import Compression, Compressor
 from dure.collectives.group import Group
@@ -88,7 +88,7 @@ def elements_in_message(
     return (1 + states) * parameters + floating_buffers + 1 + 3 * ranks + other_buffers + numbers
 
 
-class Met(NamedTuple):
+class RoundSums(NamedTuple):
     """Result of a round, equal on all ranks.
 
     loss, numbers: sums over the ranks. wish: rank 0's control flags.
@@ -106,7 +106,7 @@ class _Compressed(NamedTuple):
     like: Sequence[Tensor]
 
 
-class Meeting:
+class RoundSynchronisation:
     """Synchronisation of the rounds on this rank.
 
     Args:
@@ -123,7 +123,7 @@ class Meeting:
 
     def __init__(
         self,
-        replica: Replica,
+        replica: AveragedReplica,
         place: Place,
         algorithm: Algorithm,
         momentum: Momentum = "keep",
@@ -170,7 +170,9 @@ class Meeting:
         extras = [*self.means, *states]
         # Bodies, extras and trailer are views of one buffer for each dtype, and a round sends these
         # buffers: nothing is copied into a message.
-        self.message, views, self._tail = packed([*carried, *extras], self.tail.length, self.group)
+        self.message, views, self._tail = pack_message(
+            [*carried, *extras], self.tail.length, self.group
+        )
         self.bodies = views[: len(carried)]
         if self._compressed:
             self.bodies = [torch.empty_like(body) for body in bodies]
@@ -185,7 +187,7 @@ class Meeting:
         round: int,
         numbers: Sequence[float] = (),
         scale: Callable[[Sequence[float]], float] = lambda heard: 1.0,
-    ) -> Met:
+    ) -> RoundSums:
         """Sum `bodies` over the ranks, and average the buffers; all ranks call this method.
 
         The optimizer's state is kept, averaged or reset, according to `momentum`.
@@ -236,7 +238,7 @@ class Meeting:
         rescale([*self.bodies, *self.extras], found)
         self._take([state for state, _ in states])
         self._take_changed(heard["changed"], round)
-        return Met(found * sum(heard["loss"]), int(heard["wish"][0]), heard["numbers"])
+        return RoundSums(found * sum(heard["loss"]), int(heard["wish"][0]), heard["numbers"])
 
     def _fill(self, weight: float, states: Sequence[tuple[Tensor | None, Tensor]]) -> None:
         """Write this rank's share of the buffers and the optimizer's states to the message.
@@ -312,7 +314,7 @@ class Meeting:
         self._note_buffers()
 
 
-def packed(
+def pack_message(
     like: Sequence[Tensor], tail: int, group: Group
 ) -> tuple[list[Tensor], list[Tensor], Tensor]:
     """Return (buffers, views of them shaped as `like`, trailer), with a buffer for each dtype.
@@ -346,7 +348,7 @@ def difference(now: Tensor, before: Tensor) -> Tensor:
     return torch.where(now == before, 0, now - before)
 
 
-def states_of(replica: Replica) -> list[tuple[Tensor | None, Tensor]]:
+def states_of(replica: AveragedReplica) -> list[tuple[Tensor | None, Tensor]]:
     """Return (state, parameter) for every optimizer state tensor of a parameter's shape.
 
     The state is None if this rank has none yet, for a parameter that its batches never used.
@@ -373,7 +375,7 @@ def _belongs(name: str, value: Any, parameter: Tensor) -> bool:
     return value.is_floating_point() or value.is_complex()
 
 
-def _compressors(compression: Compression | None, replica: Replica) -> list[_Compressed]:
+def _compressors(compression: Compression | None, replica: AveragedReplica) -> list[_Compressed]:
     """Return a compressor for each dtype; an empty list without compression."""
     if compression is None or not compression.compresses:
         return []
