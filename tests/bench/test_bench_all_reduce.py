@@ -16,8 +16,8 @@ from rich.console import Console
 
 from dure.bench import fit, open_mpi
 from dure.bench.page import page
-from dure.bench.plan import CONTENDERS, LADDER, Plan, parse_size, size_text
-from dure.bench.result import Result
+from dure.bench.plan import CONTENDERS, LADDER, BenchPlan, parse_size, size_text
+from dure.bench.result import BenchResult
 from dure.bench.table import ratio_text, seconds_text, shown
 from dure.cli.main import main
 from dure.collectives import ALGORITHMS, cost
@@ -40,11 +40,11 @@ def dure(
     return run
 
 
-def made_up(plan: Plan, slow: float = 1.0) -> Result:
+def made_up(plan: BenchPlan, slow: float = 1.0) -> BenchResult:
     """A result whose algorithms take exactly what a link predicts, and whose other contenders take
     a millisecond."""
     link = cost.Link(2e-4, 3e-10, 3e-10, 8e-5, shared=True)
-    result = Result(
+    result = BenchResult(
         {"processor": "<b>", "cores": 2, "memory": 1, "system": "s"}, {"dure": "1"}, plan
     )
     for ranks in plan.ranks:
@@ -71,7 +71,7 @@ def made_up(plan: Plan, slow: float = 1.0) -> Result:
     return result
 
 
-def written(result: Result) -> str:
+def written(result: BenchResult) -> str:
     """The tables as text."""
     console = Console(width=200, file=io.StringIO(), record=True)
     console.print(shown(result))
@@ -204,7 +204,7 @@ def test_numbers_are_written_with_the_digits_that_matter() -> None:
 
 
 def test_ratios_and_the_floor_compare_with_the_same_size_and_ranks() -> None:
-    result = made_up(Plan(sizes=(1 << 20,), ranks=(4,)))
+    result = made_up(BenchPlan(sizes=(1 << 20,), ranks=(4,)))
     cell: Any = result.cell("dure", 4, 1 << 20)
     assert (cell["to_gloo"], cell["to_open_mpi"], cell["floor_share"]) == (1, 1, 1)
     assert cell["bus_bandwidth"] == pytest.approx((1 << 20) / 1e-3 * 1.5)
@@ -212,7 +212,7 @@ def test_ratios_and_the_floor_compare_with_the_same_size_and_ranks() -> None:
 
 
 def test_a_fit_of_exact_times_predicts_all_algorithms(tmp_path: Path) -> None:
-    result = made_up(Plan(sizes=LADDER, ranks=(4, 8)))
+    result = made_up(BenchPlan(sizes=LADDER, ranks=(4, 8)))
     fit.calibrate(result, tmp_path)
     assert result.calibration is not None
     for link in result.calibration["links"]:
@@ -228,7 +228,7 @@ def test_a_fit_of_exact_times_predicts_all_algorithms(tmp_path: Path) -> None:
 
 
 def test_a_contender_that_is_absent_or_was_skipped_is_a_dash() -> None:
-    result = made_up(Plan(sizes=(4096,), ranks=(2,), contenders=("gloo", "open-mpi", "ring")))
+    result = made_up(BenchPlan(sizes=(4096,), ranks=(2,), contenders=("gloo", "open-mpi", "ring")))
     result.absent["open-mpi"] = "not installed: there is no mpirun"
     result.cells[-1] = {
         "contender": "ring",

@@ -11,8 +11,8 @@ from browser import PROGRAM, chromium
 
 from dure.bench import fit
 from dure.bench.page import write
-from dure.bench.plan import LADDER, Plan
-from dure.bench.result import Result
+from dure.bench.plan import LADDER, BenchPlan
+from dure.bench.result import BenchResult
 from dure.collectives import cost
 
 pytestmark = pytest.mark.skipif(
@@ -21,11 +21,11 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def made_up() -> Result:
+def made_up() -> BenchResult:
     """Times that a cost model predicts; gloo and the floor take a millisecond."""
-    plan = Plan(LADDER[::2], (2, 4), ("gloo", "ring", "tree", "one-shot", "memory"))
+    plan = BenchPlan(LADDER[::2], (2, 4), ("gloo", "ring", "tree", "one-shot", "memory"))
     link = cost.Link(2e-4, 3e-10, 3e-10, 8e-5, shared=True)
-    result = Result({"processor": "p", "cores": 2, "memory": 1, "system": "s"}, {}, plan)
+    result = BenchResult({"processor": "p", "cores": 2, "memory": 1, "system": "s"}, {}, plan)
     for ranks in plan.ranks:
         cells = []
         for contender in result.contenders:

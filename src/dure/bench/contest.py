@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dure.bench.open_mpi import OpenMpi, absent
-from dure.bench.plan import CONTENDERS, MIB, Plan
+from dure.bench.plan import CONTENDERS, MIB, BenchPlan
 from dure.collectives import Group, all_reduce
 from dure.collectives.shared_memory import Options, empty_shared
 from dure.contracts.strategy import Place
@@ -42,7 +42,7 @@ OPEN_MPI = "open-mpi"
 JSON = dict[str, Any]
 
 
-class Unavailable(Exception):  # noqa: N818 - it is not an error that a peer is not installed
+class ContenderUnavailable(Exception):  # noqa: N818 - it is not an error that a peer is not installed
     """Raised if a contender cannot take part; its text is the reason."""
 
 
@@ -80,7 +80,7 @@ def cpu_seconds() -> float:
 
 
 @dataclass
-class Turn:
+class TimedContender:
     """A contender at one size: its timing function and measurements.
 
     time: function of (number of calls, whether an untimed call precedes them) that returns the
@@ -99,7 +99,7 @@ class Turn:
 class Contest:
     """The ranks' side of a benchmark with a fixed number of ranks."""
 
-    def __init__(self, plan: Plan, place: Place) -> None:
+    def __init__(self, plan: BenchPlan, place: Place) -> None:
         self.plan = plan
         self.place = place
         # Ranks share the cores: more threads would compete.
@@ -159,7 +159,7 @@ class Contest:
             try:
                 self._groups[core] = dist.new_group(backend="dure", pg_options=Options(core=core))
             except (RuntimeError, ValueError, OSError) as error:
-                raise Unavailable(str(error)) from error
+                raise ContenderUnavailable(str(error)) from error
         return self._groups[core]
 
     # A tensor of each kind serves all contenders, since only one of them works at a time. Zeros
@@ -201,7 +201,7 @@ class Contest:
         # The tensors of the previous size are freed first.
         self._ordinary = None
         self._pooled = None
-        turns: list[Turn] = []
+        turns: list[TimedContender] = []
         skipped: list[JSON] = []
         for name in self.plan.contenders:
             self._progress(nbytes, position, 0.0, f"{CONTENDERS[name].label}, check")
@@ -222,7 +222,7 @@ class Contest:
                 break
         return [self._cell(turn, nbytes) for turn in turns] + skipped
 
-    def _round(self, turns: list[Turn], repeat: int) -> None:
+    def _round(self, turns: list[TimedContender], repeat: int) -> None:
         """Time a batch of every contender; each round begins with another contender."""
         for offset in range(len(turns)):
             turn = turns[(offset + repeat) % len(turns)]
@@ -238,7 +238,7 @@ class Contest:
         self.interrupted = any(row[0] for row in rows)
         return self.interrupted
 
-    def _cell(self, turn: Turn, nbytes: int) -> JSON:
+    def _cell(self, turn: TimedContender, nbytes: int) -> JSON:
         return {
             "contender": turn.name,
             "ranks": self.size,
@@ -265,7 +265,7 @@ class Contest:
         growth = nbytes / max(before["bytes"], MIB)  # below, time is latency
         return "skipped" in before or before["seconds"] * max(growth, 1.0) > self.plan.longest
 
-    def _prepared(self, name: str, n: int) -> Turn | None:
+    def _prepared(self, name: str, n: int) -> TimedContender | None:
         """Return a checked contender, with the calls that fill a batch; None if it is absent."""
         turn = self._checked_mpi(name, n) if name == OPEN_MPI else self._checked(name, n)
         if turn is None:
@@ -281,18 +281,18 @@ class Contest:
         turn.calls = self._calls(turn.pilot)
         return turn
 
-    def _checked_mpi(self, name: str, n: int) -> Turn:
+    def _checked_mpi(self, name: str, n: int) -> TimedContender:
         self._ask_mpi("prepare", elements=n)
         right = all(answer["right"] for answer in self._ask_mpi("check"))
         self._must_be_right(name, right)
-        return Turn(name, self._time_mpi)
+        return TimedContender(name, self._time_mpi)
 
-    def _checked(self, name: str, n: int) -> Turn | None:
+    def _checked(self, name: str, n: int) -> TimedContender | None:
         """Check a contender of this process; return None if any rank lacks it. Collective."""
         mine = ""
         try:
             call, tensor = self._call(name, n)
-        except Unavailable as error:
+        except ContenderUnavailable as error:
             mine = str(error)
         # A single rank without the contender makes every call impossible.
         complaint = next(filter(None, self._all(mine)), "")
@@ -306,7 +306,7 @@ class Contest:
             self._must_be_right(name, holds(tensor, expected(PERIOD, self.size)))
             # Zeros stay zeros in all timed calls; other sums would grow until they overflow.
             tensor.zero_()
-        return Turn(name, partial(self._time, call))
+        return TimedContender(name, partial(self._time, call))
 
     def _must_be_right(self, name: str, right: bool) -> None:
         """Raise RuntimeError on all ranks if the sum is wrong on any rank."""

@@ -25,7 +25,7 @@ from statistics import median
 from typing import Any
 
 from dure.bench.plan import MIB
-from dure.bench.result import Result
+from dure.bench.result import BenchResult
 from dure.collectives import cost
 
 CALIBRATORS = ("tree", "one-shot")
@@ -39,7 +39,7 @@ FILE = "all-reduce.json"
 """Name of the file with the links of this machine, in its folder."""
 
 
-def calibrate(result: Result, folder: Path) -> cost.Calibration:
+def calibrate(result: BenchResult, folder: Path) -> cost.Calibration:
     """Fit and predict, put both into `result`, and add the links to those in `folder`."""
     # Links of other numbers of ranks, from earlier benchmarks, stay.
     kept = cost.Calibration.load(folder / FILE)
@@ -68,7 +68,7 @@ def calibrate(result: Result, folder: Path) -> cost.Calibration:
     return kept
 
 
-def samples(result: Result, ranks: int) -> list[cost.Sample]:
+def samples(result: BenchResult, ranks: int) -> list[cost.Sample]:
     """Return the times of the algorithms over gloo on so many ranks, up to 64 MiB."""
     found = []
     for cell in result.cells:

@@ -28,7 +28,7 @@ def cpu_seconds() -> float:
     return used.ru_utime + used.ru_stime
 
 
-class Rank:
+class MpiRank:
     """Orders that the benchmark may send to a rank: a method for each."""
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class Rank:
 
 def main() -> None:
     """Execute orders until the socket is closed."""
-    rank = Rank()
+    rank = MpiRank()
     deeds: dict[str, Callable[..., dict[str, Any]]] = {
         "prepare": rank.prepare,
         "check": rank.check,

@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from dure.bench.fit import CALIBRATORS
-from dure.bench.plan import CONTENDERS, LADDER, Plan, parse_size
+from dure.bench.plan import CONTENDERS, LADDER, BenchPlan, parse_size
 
 # Every second size up to 16 MiB.
-QUICK = Plan(sizes=LADDER[0:7:2], ranks=(2, 4), repeats=3, batch=0.005, longest=0.1)
+QUICK = BenchPlan(sizes=LADDER[0:7:2], ranks=(2, 4), repeats=3, batch=0.005, longest=0.1)
 
 
 def plan(
@@ -20,7 +20,7 @@ def plan(
     repeats: int | None = None,
     quick: bool = False,
     fit: bool = False,
-) -> Plan:
+) -> BenchPlan:
     """Return the plan; options that are not given have their defaults.
 
     Args:
@@ -45,5 +45,5 @@ def plan(
     }
     # Options that are not given keep the plan's own default.
     given = {name: value for name, value in asked.items() if value not in ((), None)}
-    usual = QUICK if quick else Plan()
+    usual = QUICK if quick else BenchPlan()
     return replace(usual, contenders=tuple(names), **given)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dure.bench.plan import Contender, size_text
-from dure.bench.result import Result
+from dure.bench.result import BenchResult
 from dure.bench.table import FITTED, link_texts, ratio_text, seconds_text
 from dure.record.disk import write_atomically
 from dure.report.document import document, plotly_source, section, source
@@ -27,7 +27,7 @@ _DRAWN = ("bytes", "seconds", "low", "high", "bus_bandwidth")
 """Entries of a cell that the charts use."""
 
 
-def write(result: Result, folder: str | Path) -> Path:
+def write(result: BenchResult, folder: str | Path) -> Path:
     """Write both files into `folder`, which may exist, and return the path of the page.
 
     Raises ImportError if plotly is not installed; the JSON is written first.
@@ -42,7 +42,7 @@ def write(result: Result, folder: str | Path) -> Path:
     return path
 
 
-def page(result: Result, plotly: str) -> str:
+def page(result: BenchResult, plotly: str) -> str:
     """Return the whole HTML document. plotly: source of plotly.js."""
     sections = [
         _header(result),
@@ -61,7 +61,7 @@ def page(result: Result, plotly: str) -> str:
     )
 
 
-def charts(result: Result) -> dict[str, Any]:
+def charts(result: BenchResult) -> dict[str, Any]:
     """Return the data of the charts, as plain JSON.
 
     Each contender's appearance, and its points for each number of ranks.
@@ -78,7 +78,7 @@ def charts(result: Result) -> dict[str, Any]:
     return {"contenders": looks, "panels": panels, "calibration": result.calibration}
 
 
-def _points(result: Result, contender: Contender, ranks: int) -> dict[str, list[float]]:
+def _points(result: BenchResult, contender: Contender, ranks: int) -> dict[str, list[float]]:
     points: dict[str, list[float]] = {key: [] for key in _DRAWN}
     for nbytes in result.plan.sizes:
         cell = result.cell(contender.name, ranks, nbytes)
@@ -106,15 +106,15 @@ def _look(contender: Contender, index: int) -> dict[str, str]:
     }
 
 
-def _present(result: Result) -> list[Contender]:
+def _present(result: BenchResult) -> list[Contender]:
     return [contender for contender in result.contenders if contender.name not in result.absent]
 
 
-def _ranks(result: Result) -> list[int]:
+def _ranks(result: BenchResult) -> list[int]:
     return sorted({cell["ranks"] for cell in result.cells})
 
 
-def _header(result: Result) -> str:
+def _header(result: BenchResult) -> str:
     machine = result.machine
     facts = {
         "processor": machine["processor"],
@@ -145,7 +145,7 @@ def _chip(index: int, contender: Contender) -> str:
     )
 
 
-def _curves(result: Result) -> str:
+def _curves(result: BenchResult) -> str:
     chips = "".join(starmap(_chip, enumerate(_present(result))))
     panels = "".join(
         f"<figure><h3>{ranks} ranks: time of a call</h3>"
@@ -164,7 +164,7 @@ def _curves(result: Result) -> str:
     )
 
 
-def _calibration(result: Result) -> str:
+def _calibration(result: BenchResult) -> str:
     fitted = result.calibration or {}
     rows = ""
     panels = ""
@@ -189,7 +189,7 @@ def _calibration(result: Result) -> str:
     )
 
 
-def _table(result: Result, ranks: int) -> str:
+def _table(result: BenchResult, ranks: int) -> str:
     head = "".join(f"<th>{size_text(nbytes)}</th>" for nbytes in result.plan.sizes)
     head = f"<thead><tr><th></th>{head}</tr></thead>"
     rows = ""
@@ -204,7 +204,7 @@ def _table(result: Result, ranks: int) -> str:
     return section(f"table-{ranks}", f"{ranks} ranks", lead, body)
 
 
-def _cell(result: Result, contender: Contender, ranks: int, nbytes: int) -> str:
+def _cell(result: BenchResult, contender: Contender, ranks: int, nbytes: int) -> str:
     cell = result.cell(contender.name, ranks, nbytes)
     if cell is None:
         return "<td>–</td>"
@@ -216,7 +216,7 @@ def _cell(result: Result, contender: Contender, ranks: int, nbytes: int) -> str:
     return f'<td title="{escape(title)}">{seconds_text(cell["seconds"])}{below}</td>'
 
 
-def _footer(result: Result) -> str:
+def _footer(result: BenchResult) -> str:
     who = "".join(
         f"<p><b>{escape(contender.label)}</b> {escape(contender.what)}.</p>"
         for contender in _present(result)

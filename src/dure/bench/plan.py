@@ -122,7 +122,7 @@ CONTENDERS = {one.name: one for one in (*PEERS, *BACKENDS, *_algorithms(), FLOOR
 
 
 @dataclass(frozen=True)
-class Plan:
+class BenchPlan:
     """The plan of a benchmark.
 
     Args:

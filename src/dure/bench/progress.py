@@ -8,13 +8,13 @@ from typing import Any
 from rich import progress
 from rich.console import Console
 
-from dure.bench.plan import Plan, size_text
+from dure.bench.plan import BenchPlan, size_text
 
 
-class Progress:
+class BenchProgress:
     """Shows events of the contest. quiet: show nothing."""
 
-    def __init__(self, plan: Plan, quiet: bool = False) -> None:
+    def __init__(self, plan: BenchPlan, quiet: bool = False) -> None:
         self.plan = plan
         self.quiet = quiet
         console = Console(stderr=True)
@@ -34,7 +34,7 @@ class Progress:
         )
         self._said: tuple[int, int] | None = None
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> BenchProgress:
         if self.live:
             self.bar.start()
         return self

@@ -5,7 +5,7 @@ As JSON (schema 1):
     benchmark     "all_reduce"
     machine       processor, cores, memory (bytes), system
     versions      of dure, torch, numpy, python, and of the peers that took part
-    settings      sizes, ranks, repeats, batch, longest: the fields of `Plan`
+    settings      sizes, ranks, repeats, batch, longest: the fields of `BenchPlan`
     contenders    name, label, kind (peer, algorithm, backend, floor), what;
                   `absent` is the reason for a missing contender
     interrupted   whether Ctrl-C ended it early
@@ -29,18 +29,18 @@ from dataclasses import dataclass, field
 from statistics import median, quantiles
 from typing import Any
 
-from dure.bench.plan import CONTENDERS, Contender, Plan
+from dure.bench.plan import CONTENDERS, BenchPlan, Contender
 
 JSON = dict[str, Any]
 
 
 @dataclass
-class Result:
+class BenchResult:
     """Measurements of a benchmark so far."""
 
     machine: JSON
     versions: dict[str, str]
-    plan: Plan
+    plan: BenchPlan
     cells: list[JSON] = field(default_factory=list)
     absent: dict[str, str] = field(default_factory=dict)
     interrupted: bool = False

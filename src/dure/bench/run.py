@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from dure.bench.contest import Contest
-from dure.bench.plan import Plan
-from dure.bench.result import Result
+from dure.bench.plan import BenchPlan
+from dure.bench.result import BenchResult
 from dure.contracts.strategy import Place
 from dure.machine.cores import available_cores
 from dure.worlds.processes.fork_server import server
@@ -60,15 +60,17 @@ def versions() -> dict[str, str]:
     return found
 
 
-def program(plan: Plan) -> Callable[[Place], dict[str, Any]]:
+def program(plan: BenchPlan) -> Callable[[Place], dict[str, Any]]:
     """Return the program of every rank."""
     # A closure: the world pickles it by value for its ranks.
     return lambda place: Contest(plan, place).run()
 
 
-def run(plan: Plan, on_progress: Callable[[dict[str, Any]], None] = lambda event: None) -> Result:
+def run(
+    plan: BenchPlan, on_progress: Callable[[dict[str, Any]], None] = lambda event: None
+) -> BenchResult:
     """Measure all of `plan`. Raises DureError if a rank fails, or for a wrong sum."""
-    result = Result(machine(), versions(), plan)
+    result = BenchResult(machine(), versions(), plan)
     # Started before, so that the first world is not charged for the start of the server.
     server.ready()
     for ranks in plan.ranks:

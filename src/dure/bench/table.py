@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dure.bench.plan import size_text
-from dure.bench.result import Result
+from dure.bench.result import BenchResult
 
 
 def seconds_text(seconds: float) -> str:
@@ -35,7 +35,7 @@ def ratio_text(ratio: float | None) -> str:
     return f"{ratio:.3g}x" if ratio >= 1 else f"{ratio:.2g}x"
 
 
-def rows(result: Result) -> list[str]:
+def rows(result: BenchResult) -> list[str]:
     """Return the names of the contenders that took part."""
     return [
         contender.name for contender in result.contenders if contender.name not in result.absent
@@ -53,7 +53,7 @@ def _titled(title: str) -> Table:
     )
 
 
-def times(result: Result, ranks: int) -> Table:
+def times(result: BenchResult, ranks: int) -> Table:
     """Return a table of the median time a call, with the ratios to gloo and Open MPI below."""
     peers = [name for name in ("gloo", "open-mpi") if name in rows(result)]
     table = _titled(f"{ranks} ranks")
@@ -78,7 +78,7 @@ def times(result: Result, ranks: int) -> Table:
     return table
 
 
-def details(result: Result, ranks: int) -> Table:
+def details(result: BenchResult, ranks: int) -> Table:
     """Return a table of the costs of a call at the largest measured size."""
     nbytes = max(cell["bytes"] for cell in result.cells if cell["ranks"] == ranks)
     table = _titled(f"{ranks} ranks, {size_text(nbytes)}")
@@ -149,7 +149,7 @@ def link_texts(link: dict[str, Any]) -> list[str]:
     ]
 
 
-def shown(result: Result) -> Any:
+def shown(result: BenchResult) -> Any:
     """Return all tables for a rich console."""
     parts: list[Any] = []
     for ranks in sorted({cell["ranks"] for cell in result.cells}):

@@ -417,12 +417,12 @@ def _bench(given: list[str]) -> int:
         raise ValueError(f"{how.out} is a file, and the result goes into a folder: name another")
     start_fork_server()
     from dure.bench.page import write
-    from dure.bench.progress import Progress
+    from dure.bench.progress import BenchProgress
     from dure.bench.run import run
     from dure.bench.table import shown
     from dure.cli.show import error_console
 
-    with Progress(plan, how.json) as progress:
+    with BenchProgress(plan, how.json) as progress:
         result = run(plan, progress)
     if how.fit:
         from dure.bench.fit import calibrate
