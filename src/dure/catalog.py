@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
-class System(NamedTuple):
+class StrategyEntry(NamedTuple):
     """Strategy: its module, its class in the module, and a summary line.
 
     forks: whether its ranks are forked processes, unless another world is named.
@@ -21,7 +21,7 @@ class System(NamedTuple):
     forks: bool = False
 
 
-class World(NamedTuple):
+class WorldEntry(NamedTuple):
     """World: its module, its class in the module, and a summary line.
 
     lives: kind of strategies that run in it. call: the constructor call, for errors.
@@ -49,168 +49,168 @@ TASKS: dict[str, str] = {
 
 
 # `forks` is here so that ranks can be prepared before the strategy itself is imported.
-SYSTEMS: dict[str, System] = {
-    "single-worker": System(
+SYSTEMS: dict[str, StrategyEntry] = {
+    "single-worker": StrategyEntry(
         "dure.parallel.local.single",
         "SingleWorker",
         "one worker: SGD; gradient descent with a full batch",
     ),
-    "data-parallel": System(
+    "data-parallel": StrategyEntry(
         "dure.parallel.data.strategy",
         "DataParallel",
         "ranks divide each batch, gradients are summed",
         forks=True,
     ),
-    "zero": System(
+    "zero": StrategyEntry(
         "dure.parallel.zero.strategy",
         "ZeRO",
         "data parallel that divides what ranks would hold alike",
         forks=True,
     ),
-    "pipeline": System(
+    "pipeline": StrategyEntry(
         "dure.parallel.mesh.pipeline", "Pipeline", "ranks hold stages of the model", forks=True
     ),
-    "tensor-parallel": System(
+    "tensor-parallel": StrategyEntry(
         "dure.parallel.mesh.tensor_parallel",
         "TensorParallel",
         "ranks divide each layer, and compute every example together",
         forks=True,
     ),
-    "parallel": System(
+    "parallel": StrategyEntry(
         "dure.parallel.mesh.strategy",
         "Parallel",
         "data, pipeline and tensor parallelism on a mesh of ranks",
         forks=True,
     ),
-    "parallel-sgd": System(
+    "parallel-sgd": StrategyEntry(
         "dure.averaging.parallel_sgd",
         "ParallelSGD",
         "ranks train apart, models are combined seldom",
         forks=True,
     ),
-    "local-sgd": System(
+    "local-sgd": StrategyEntry(
         "dure.averaging.local_sgd",
         "LocalSGD",
         "ranks train apart, weights are averaged every few steps",
         forks=True,
     ),
-    "diloco": System(
+    "diloco": StrategyEntry(
         "dure.averaging.diloco",
         "DiLoCo",
         "local SGD with long rounds and an outer optimizer",
         forks=True,
     ),
-    "admm": System(
+    "admm": StrategyEntry(
         "dure.averaging.admm",
         "ADMM",
         "ranks minimise apart, duals draw them to a consensus",
         forks=True,
     ),
-    "layers-per-core": System(
+    "layers-per-core": StrategyEntry(
         "dure.parallel.local.layers_per_core",
         "LayersPerCore",
         "a pipeline of threads, each with some of the layers",
     ),
-    "parameter-server": System(
+    "parameter-server": StrategyEntry(
         "dure.parameter_server.strategy",
         "ParameterServer",
         "servers own the weights by ranges, workers push gradients and pull weights",
         forks=True,
     ),
-    "downpour": System(
+    "downpour": StrategyEntry(
         "dure.parameter_server.downpour",
         "Downpour",
         "replicas with data of their own push to servers and fetch, each at its own pace",
         forks=True,
     ),
-    "hogwild": System(
+    "hogwild": StrategyEntry(
         "dure.parallel.local.hogwild",
         "Hogwild",
         "threads or processes update the same weights without locks",
     ),
-    "split": System(
+    "split": StrategyEntry(
         "dure.split.in_turn",
         "SplitLearning",
         "clients have the head of the model, a server its tail; clients train in turn",
     ),
-    "parallel-split": System(
+    "parallel-split": StrategyEntry(
         "dure.split.parallel",
         "ParallelSplit",
         "split learning in which all clients' batches are one batch of the server's",
     ),
-    "split-fed": System(
+    "split-fed": StrategyEntry(
         "dure.split.split_fed",
         "SplitFed",
         "split learning at the same time, heads (and tails) are averaged every round",
     ),
-    "vertical-split": System(
+    "vertical-split": StrategyEntry(
         "dure.split.vertical",
         "VerticalSplit",
         "parties have different features of the same people, activations are joined",
     ),
-    "fed-sgd": System(
+    "fed-sgd": StrategyEntry(
         "dure.federated.algorithms.fed_sgd",
         "FedSGD",
         "clients send gradients of all their data, a server makes one step",
     ),
-    "fed-avg": System(
+    "fed-avg": StrategyEntry(
         "dure.federated.algorithms.fed_avg",
         "FedAvg",
         "clients train locally, a server averages their updates",
     ),
-    "fed-prox": System(
+    "fed-prox": StrategyEntry(
         "dure.federated.algorithms.fed_prox",
         "FedProx",
         "FedAvg whose clients are held near the global model, and may do less",
     ),
-    "scaffold": System(
+    "scaffold": StrategyEntry(
         "dure.federated.algorithms.scaffold",
         "Scaffold",
         "FedAvg with control variates against the clients' drift",
     ),
-    "fed-avg-m": System(
+    "fed-avg-m": StrategyEntry(
         "dure.federated.algorithms.fed_opt", "FedAvgM", "FedAvg with momentum on the server"
     ),
-    "fed-adagrad": System(
+    "fed-adagrad": StrategyEntry(
         "dure.federated.algorithms.fed_opt", "FedAdagrad", "FedAvg with Adagrad on the server"
     ),
-    "fed-adam": System(
+    "fed-adam": StrategyEntry(
         "dure.federated.algorithms.fed_opt", "FedAdam", "FedAvg with Adam on the server"
     ),
-    "fed-yogi": System(
+    "fed-yogi": StrategyEntry(
         "dure.federated.algorithms.fed_opt", "FedYogi", "FedAvg with Yogi on the server"
     ),
-    "fed-async": System(
+    "fed-async": StrategyEntry(
         "dure.federated.algorithms.fed_async",
         "FedAsync",
         "no rounds: updates are mixed in one by one, the stale ones by less",
     ),
-    "fed-buff": System(
+    "fed-buff": StrategyEntry(
         "dure.federated.algorithms.fed_buff",
         "FedBuff",
         "no rounds: a step for every so many updates, the stale ones count less",
     ),
-    "byzantine": System(
+    "byzantine": StrategyEntry(
         "dure.federated.algorithms.byzantine",
         "ByzantineGD",
         "gradient descent by the geometric median of means: withstands liars",
     ),
-    "fed-per": System(
+    "fed-per": StrategyEntry(
         "dure.federated.algorithms.fed_per",
         "FedPer",
         "FedAvg of the lower layers; the last ones are each client's own",
     ),
-    "ditto": System(
+    "ditto": StrategyEntry(
         "dure.federated.algorithms.ditto",
         "Ditto",
         "FedAvg, and for every client a model of its own near the global one",
     ),
-    "local-only": System(
+    "local-only": StrategyEntry(
         "dure.federated.algorithms.local_only",
         "LocalOnly",
         "every client trains alone, nothing travels: what taking part is compared with",
     ),
-    "per-fed-avg": System(
+    "per-fed-avg": StrategyEntry(
         "dure.federated.algorithms.per_fed_avg",
         "PerFedAvg",
         "a global model that is good after a step on a client's own data",
@@ -307,36 +307,36 @@ FAMILIES: tuple[Family, ...] = (
 )
 """All systems, each once, by what they divide."""
 
-WORLDS: dict[str, World] = {
-    "processes": World(
+WORLDS: dict[str, WorldEntry] = {
+    "processes": WorldEntry(
         "dure.worlds.processes.world",
         "Processes",
         "ranks as processes of this machine",
         lives="ranks",
         call="Processes(n)",
     ),
-    "threads": World(
+    "threads": WorldEntry(
         "dure.worlds.threads",
         "Threads",
         "worker threads of one process, on its cores or its GPUs",
         lives="threads",
         call="Threads(n)",
     ),
-    "torchrun": World(
+    "torchrun": WorldEntry(
         "dure.worlds.torchrun.world",
         "Torchrun",
         "the ranks that torchrun has started, on many machines",
         lives="ranks",
         call="Torchrun()",
     ),
-    "simulated": World(
+    "simulated": WorldEntry(
         "dure.worlds.simulated",
         "Simulated",
         "a federation, or a parameter server, in one process under a virtual clock",
         lives="clients",
         call="Simulated()",
     ),
-    "network": World(
+    "network": WorldEntry(
         "dure.worlds.network.world",
         "Network",
         "a federation whose clients come to this server over a network",
@@ -347,6 +347,6 @@ WORLDS: dict[str, World] = {
 """Worlds by name."""
 
 
-def homes(kind: str) -> str:
+def worlds_for(kind: str) -> str:
     """Return the worlds in which strategies of this kind run, for errors."""
     return f"{kind}: {' or '.join(world.call for world in WORLDS.values() if world.lives == kind)}"

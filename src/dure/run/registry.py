@@ -94,7 +94,10 @@ def world_class(name: str) -> type[World]:
 
 
 def _class(
-    what: str, name: str, known: Mapping[str, catalog.System | catalog.World], base: type[Base]
+    what: str,
+    name: str,
+    known: Mapping[str, catalog.StrategyEntry | catalog.WorldEntry],
+    base: type[Base],
 ) -> type[Base]:
     # A reference has a colon, which no built-in name has.
     if references.is_reference(name):

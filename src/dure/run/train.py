@@ -656,7 +656,7 @@ def _check_kinds(strategy: Strategy, world: World) -> None:
     check_kind(strategy, Strategy)
     check_kind(world, World)
     if world.kind not in strategy.dwellings():
-        lives = ", or of ".join(map(catalog.homes, strategy.dwellings()))
+        lives = ", or of ".join(map(catalog.worlds_for, strategy.dwellings()))
         raise ValueError(
             f"{type(strategy).__name__} does not live in {type(world).__name__}; it needs a world "
             f"of {lives}"
