@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from dure.cli import federation as module
-from dure.cli.federation import FederationView
-from dure.cli.joining import Joining, Picture
+from dure.cli import federation_view as module
+from dure.cli.client_display import ClientActivity, ClientDisplay
+from dure.cli.federation_view import FederationView
 from dure.cli.show import Display
 from dure.contracts.stop import Stop
 
@@ -98,7 +98,7 @@ def test_the_display_of_a_run_takes_what_is_no_progress(capsys) -> None:
 
 
 def test_a_client_shows_its_round_its_transfer_and_what_came_of_the_last() -> None:
-    picture = Picture()
+    picture = ClientActivity()
     picture.hears("checked in", {"client": 2, "differs": []})
     picture.hears("settled", {"kept": True, "reason": ""})
     picture.hears("settled", {"kept": False, "reason": "too late"})
@@ -115,7 +115,7 @@ def test_a_client_shows_its_round_its_transfer_and_what_came_of_the_last() -> No
     assert "12.3 MB" not in text
 
 
-def a_round(display: Joining, number: int, kept: bool = True, reason: str = "") -> None:
+def a_round(display: ClientDisplay, number: int, kept: bool = True, reason: str = "") -> None:
     """All events of a round."""
     display("fetching", {"round": number, "bytes": 812_000})
     display("training", {"round": number})
@@ -127,7 +127,7 @@ def a_round(display: Joining, number: int, kept: bool = True, reason: str = "") 
 
 
 def test_a_client_without_a_terminal_says_one_line_a_round(capsys) -> None:
-    with Joining() as display:
+    with ClientDisplay() as display:
         display("checked in", {"client": 1})
         for number in range(3):
             a_round(display, number)
@@ -156,7 +156,7 @@ def test_a_client_without_a_terminal_says_one_line_a_round(capsys) -> None:
     ],
 )
 def test_what_a_server_says_moves_no_cursor(capsys, what: str, about: dict[str, Any]) -> None:
-    with Joining() as shows:
+    with ClientDisplay() as shows:
         shows(what, about)
     said = capsys.readouterr().err
     assert said.count("\n") == 1
@@ -165,7 +165,7 @@ def test_what_a_server_says_moves_no_cursor(capsys, what: str, about: dict[str, 
 
 
 def test_a_server_that_is_away_is_told_once_for_each_time(capsys) -> None:
-    with Joining() as display:
+    with ClientDisplay() as display:
         for _ in range(2):
             display("waiting", {"why": "the server is away; trying again in 1 s"})
             display("waiting", {"why": "the server is away; trying again in 2 s"})
@@ -175,7 +175,7 @@ def test_a_server_that_is_away_is_told_once_for_each_time(capsys) -> None:
 
 
 def test_json_lines_have_no_pieces_of_transfers(capsys) -> None:
-    with Joining(as_json=True) as display:
+    with ClientDisplay(as_json=True) as display:
         display("sending", {"round": 0, "bytes": 10})
         display("moved", {"bytes": 5})
     lines = capsys.readouterr().out.splitlines()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from dure.cli import interrupted
+from dure.cli import interrupts
 from dure.cli.main import main
 from dure.cli.running import run_folder
 from dure.references import from_file
@@ -24,7 +24,7 @@ SLOW = "import time\nopen({ready!r}, 'w').close()\ntime.sleep(60)\n"
 @pytest.fixture
 def handler() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    with interrupted.interrupts_end_imports():
+    with interrupts.interrupts_end_imports():
         yield
     signal.signal(signal.SIGINT, before)
 
@@ -81,7 +81,7 @@ def test_elsewhere_than_in_an_import_it_raises(handler: None) -> None:
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler
-    with interrupted.interrupts_raise():
+    with interrupts.interrupts_raise():
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler
 
@@ -90,7 +90,7 @@ def test_a_handler_of_somebody_else_stays() -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         assert main(["--version"]) == 0
-        with interrupted.interrupts_raise():
+        with interrupts.interrupts_raise():
             assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)

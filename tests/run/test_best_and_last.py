@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import dure
 from dure.cli.main import main
-from dure.cli.over_seeds import table_over_seeds
+from dure.cli.seed_table import table_over_seeds
 from dure.cli.show import table
 from dure.report.read import read_runs
 from dure.report.table import table as report_table

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dure.cli.federation import FederationView
-from dure.cli.joining import in_words
+from dure.cli.client_display import in_words
+from dure.cli.federation_view import FederationView
 from dure.peer_text import MOST_REASON, one_line, printable
 from dure.report import document
 from dure.report.words import escape

@@ -10,7 +10,7 @@ import pytest
 
 import dure
 from dure.cli.main import main
-from dure.cli.network import Invites
+from dure.cli.network import JoinInstructions
 from dure.run.site import Reach, opened
 from dure.wire.loopback import is_loopback
 from dure.worlds.network.client import session
@@ -98,7 +98,7 @@ def test_a_server_has_the_same_rule(host: str) -> None:
 
 
 def test_a_server_without_tls_says_how_a_client_joins(capsys: pytest.CaptureFixture[str]) -> None:
-    says = Invites("digits", True, Path("run"), False)
+    says = JoinInstructions("digits", True, Path("run"), False)
     for url, there in (
         ("http://127.0.0.1:1", False),
         ("http://192.0.2.1:1", True),

@@ -48,7 +48,7 @@ class InviteOptions:
 
 
 @dataclass(frozen=True)
-class ListOptions:
+class ListClientsOptions:
     """Options of the list of clients.
 
     Args:
@@ -59,7 +59,7 @@ class ListOptions:
 
 
 @dataclass(frozen=True)
-class NoOptions:
+class NoClientsOptions:
     """Options of a command without options."""
 
 
@@ -97,7 +97,7 @@ def _invite(register: Register, names: list[str], how: InviteOptions) -> None:
     )
 
 
-def _list(register: Register, names: list[str], how: ListOptions) -> None:
+def _list(register: Register, names: list[str], how: ListClientsOptions) -> None:
     clients = register.clients()
     open_invitations = register.invitations()
     if how.json:
@@ -122,16 +122,16 @@ def _list(register: Register, names: list[str], how: ListOptions) -> None:
     print(f"{free} of {register.places} places are free, {len(open_invitations)} invitations open")
 
 
-def _revoke(register: Register, names: list[str], how: NoOptions) -> None:
+def _revoke(register: Register, names: list[str], how: NoClientsOptions) -> None:
     client = register.revoke(names[0])
     print(f"client {client.number} ({client.name}) is revoked")
 
 
-def _forget(register: Register, names: list[str], how: NoOptions) -> None:
+def _forget(register: Register, names: list[str], how: NoClientsOptions) -> None:
     print(f"client {register.forget(names[0]).number} is forgotten")
 
 
-def _withdraw(register: Register, names: list[str], how: NoOptions) -> None:
+def _withdraw(register: Register, names: list[str], how: NoClientsOptions) -> None:
     print(f"{register.withdraw()} open invitations are withdrawn")
 
 
@@ -149,8 +149,12 @@ class _Command:
 
 _COMMANDS = {
     "invite": _Command(_invite, "RUN", InviteOptions, "Print tokens with which clients enrol."),
-    "list": _Command(_list, "RUN", ListOptions, "Who is enrolled."),
-    "revoke": _Command(_revoke, "RUN CLIENT", NoOptions, "A client may not come again."),
-    "forget": _Command(_forget, "RUN CLIENT", NoOptions, "Delete what is known of a client."),
-    "withdraw": _Command(_withdraw, "RUN", NoOptions, "No open invitation is good any more."),
+    "list": _Command(_list, "RUN", ListClientsOptions, "Who is enrolled."),
+    "revoke": _Command(_revoke, "RUN CLIENT", NoClientsOptions, "A client may not come again."),
+    "forget": _Command(
+        _forget, "RUN CLIENT", NoClientsOptions, "Delete what is known of a client."
+    ),
+    "withdraw": _Command(
+        _withdraw, "RUN", NoClientsOptions, "No open invitation is good any more."
+    ),
 }

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from dure.cli.flags import (
     CompareOptions,
     LearningOptions,
-    Limits,
+    LimitOptions,
     ResumeOptions,
     TrainOptions,
     given_options,
@@ -88,12 +88,12 @@ def compare(given: list[str]) -> int:
     systems = names[1:] or list(COMPARED)
     check_names(reference, [system.partition(",")[0] for system in systems])
     start_fork_server()
-    from dure.cli.entries import Entries, without_options
+    from dure.cli.comparison_entries import ComparisonEntries, without_options
     from dure.cli.shared_flags import shared
 
     parts: dict[str, Any] = {
         "task": options_of_task(reference),
-        "limits": Limits,
+        "limits": LimitOptions,
         "learning": LearningOptions,
         "how": CompareOptions,
     }
@@ -106,7 +106,7 @@ def compare(given: list[str]) -> int:
     how: CompareOptions = asked["how"]
     stop: Stop = asked["limits"].stop(epochs=20)
     learning: LearningOptions = asked["learning"]
-    entries = Entries(
+    entries = ComparisonEntries(
         reference,
         given_options(asked["task"]),
         lambda task: how.with_weights(learning.of(task)),
@@ -154,7 +154,7 @@ def all_of(
     )
 
 
-Judges = Callable[["Comparison"], Mapping[str, Any]]
+ComparisonNotes = Callable[["Comparison"], Mapping[str, Any]]
 """Function from a comparison to further lines of output: name to value, JSON-able."""
 
 
@@ -162,7 +162,7 @@ def _nothing(done: Comparison) -> Mapping[str, Any]:
     return {}
 
 
-def resumed(flags: list[str], command: str, judges: Judges = _nothing) -> int:
+def resumed(flags: list[str], command: str, judges: ComparisonNotes = _nothing) -> int:
     """Resume the comparison or sweep in a folder. judges: returns further lines of output."""
     asked = parse_flags(
         command, {"how": ResumeOptions}, flags, "Go on with many runs; those that ended stay."
@@ -202,7 +202,7 @@ def show_comparison(
     *,
     as_json: bool,
     command: str = "dure compare",
-    judges: Judges = _nothing,
+    judges: ComparisonNotes = _nothing,
 ) -> int:
     """Execute runs with a display, print the results and their folder, and return the exit status.
 
@@ -237,7 +237,7 @@ def show_comparison(
 
 def _tell(done: Comparison, folder: Path, as_json: bool, said: Mapping[str, Any]) -> None:
     """Print the table of a comparison, or its JSON."""
-    from dure.cli.over_seeds import groups, over_seeds, table_over_seeds
+    from dure.cli.seed_table import groups, over_seeds, table_over_seeds
     from dure.cli.show import error_console, table
 
     summaries = [run.summary for run in done.runs]

@@ -28,7 +28,7 @@ WorldName = Literal["processes", "threads"]
 
 
 @dataclass(frozen=True)
-class Limits:
+class LimitOptions:
     """Limits of the run, of which the first ends it; by default ten epochs, twenty in compare.
 
     Args:
@@ -327,7 +327,7 @@ class BenchOptions:
     json: bool = False
 
 
-class Shown(Exception):  # noqa: N818, it is no error
+class HelpPrinted(Exception):  # noqa: N818, it is no error
     """Raised after the requested help was printed, to end the command."""
 
 
@@ -401,7 +401,7 @@ def parse_flags(
         with registry:
             told = grouped(parts, hidden, help_of)
         print(f"usage: {prog} [--help] [OPTIONS]\n\n{description}\n\n{told}".rstrip())
-        raise Shown
+        raise HelpPrinted
     together = _together(parts, description)
     # tyro prints its error and raises SystemExit.
     complaint = io.StringIO()

@@ -26,11 +26,11 @@ from dure.cli import (
     certificates,
     clients,
     comparing,
-    folders,
     network,
     predicting,
     roster,
-    served,
+    run_listing,
+    served_runs,
     sweeping,
     systems,
     verify,
@@ -39,10 +39,10 @@ from dure.cli import (
 from dure.cli.flags import (
     BenchOptions,
     CompareOptions,
+    HelpPrinted,
     LearningOptions,
-    Limits,
+    LimitOptions,
     ReportOptions,
-    Shown,
     TrainOptions,
     given_options,
     names_before_flags,
@@ -50,7 +50,7 @@ from dure.cli.flags import (
     parse_flags,
     value_of,
 )
-from dure.cli.interrupted import STATUS, interrupts_end_imports
+from dure.cli.interrupts import STATUS, interrupts_end_imports
 from dure.cli.running import (
     check_names,
     file_name,
@@ -186,7 +186,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("dure: interrupted", file=sys.stderr)
         return STATUS
-    except Shown:  # --help
+    except HelpPrinted:  # --help
         return 0
     # Not only Exception: user code may raise SystemExit, which would end the process with the
     # status of success.
@@ -262,15 +262,15 @@ def _dispatch(given: list[str]) -> int:
         "train": _train,
         "serve": network.serve,
         "join": network.join,
-        "replay": served.replay,
-        "backup": served.backup,
-        "personalise": served.personalise,
+        "replay": served_runs.replay,
+        "backup": served_runs.backup,
+        "personalise": served_runs.personalise,
         "audit": audit.main,
         "verify": verify.main,
         "compare": comparing.compare,
         "sweep": sweeping.main,
-        "list": folders.list_runs,
-        "show": folders.show,
+        "list": run_listing.list_runs,
+        "show": run_listing.show,
         "predict": predicting.main,
         "systems": systems.main,
         "report": _report,
@@ -306,7 +306,7 @@ def _dispatch(given: list[str]) -> int:
 _NAMELESS: dict[str, tuple[str, dict[str, Any], str]] = {
     "compare": (
         "TASK [SYSTEM ...]",
-        {"limits": Limits, "learning": LearningOptions, "how": CompareOptions},
+        {"limits": LimitOptions, "learning": LearningOptions, "how": CompareOptions},
         comparing.ABOUT,
     ),
     "report": ("RUN ...", {"how": ReportOptions}, "Write a report."),
@@ -335,7 +335,7 @@ def _train(given: list[str]) -> int:
     # Before the imports below: the server loads torch in parallel.
     if built_in is not None and built_in.forks and value_of("--world", flags) not in _UNFORKED:
         start_fork_server()
-    from dure.cli.worlds import not_offered, options_of, world_of
+    from dure.cli.worlds import hidden_flags, options_of, world_of
     from dure.run.registry import strategy_class
     from dure.tasks.builtin import load_task
 
@@ -345,12 +345,12 @@ def _train(given: list[str]) -> int:
         "strategy": kind,
         "task": options_of_task(reference),
         **options_of(kind, flags),
-        "limits": Limits,
+        "limits": LimitOptions,
         "learning": LearningOptions,
         "how": TrainOptions,
     }
     fields = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
-    hidden = not_offered(kind, parts["world"]) - fields
+    hidden = hidden_flags(kind, parts["world"]) - fields
     asked = parse_flags(
         f"dure train {reference} {system}",
         parts,

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from dure.cli.flags import (
-    Limits,
+    LimitOptions,
     TrainOptions,
     given_options,
     names_before_flags,
@@ -29,7 +29,7 @@ from dure.cli.flags import (
     parse_flags,
     value_of,
 )
-from dure.cli.running import Hears, check_names, file_name, resumed, run_folder, show_run
+from dure.cli.running import EventHandler, check_names, file_name, resumed, run_folder, show_run
 from dure.record.disk import make_folder, opened_itself
 from dure.wire.loopback import is_loopback
 
@@ -98,7 +98,7 @@ def serve(given: list[str]) -> int:
         "strategy": kind,
         "task": options_of_task(reference),
         "world": Network,
-        "limits": Limits,
+        "limits": LimitOptions,
         "where": LocalOptions,
         "how": TrainOptions,
     }
@@ -122,11 +122,11 @@ def serve(given: list[str]) -> int:
     with run_folder(how.out, f"{file_name(task)}-{strategy.name}") as out, _ending() as ending:
         command = "dure serve --local" if local else "dure serve"
         ending.enter_context(_before_a_round(command, out))
-        hears: Hears = Invites(reference, world.access == "invited", out, how.json)
+        hears: EventHandler = JoinInstructions(reference, world.access == "invited", out, how.json)
         if local:
             if getattr(strategy, "clients", 0) is None:
                 raise ValueError("clients is not given: say with --clients how many there are")
-            hears = Local(ending, reference, options, out)
+            hears = LocalClients(ending, reference, options, out)
         return show_run(
             partial(train, task, strategy, world, stop, out=out, **how.of_train()),
             stop,
@@ -142,7 +142,7 @@ def _resumed(flags: list[str]) -> int:
     """Run `dure serve --resume RUN`; --local restarts its clients too."""
     with _ending() as ending:
 
-        def hears(asked: Mapping[str, Any]) -> Hears:
+        def hears(asked: Mapping[str, Any]) -> EventHandler:
             if not asked["where"].local:
                 return lambda event: None
             from dure.run.config import asked_of
@@ -152,7 +152,7 @@ def _resumed(flags: list[str]) -> int:
             task = was.task.name or asked["how"].task
             if task is None:
                 raise ValueError("the task was made in Python: start its clients from there")
-            return Local(ending, task, was.task.options, folder)
+            return LocalClients(ending, task, was.task.options, folder)
 
         command = "dure serve --local" if "--local" in flags else "dure serve"
         return resumed(flags, command, {"where": LocalOptions}, hears)
@@ -171,7 +171,7 @@ def _before_a_round(command: str, folder: Path) -> Iterator[None]:
         raise
 
 
-class Invites:
+class JoinInstructions:
     """Prints the commands for clients, once the server's address is known."""
 
     def __init__(self, task: str, invited: bool, folder: Path, quiet: bool) -> None:
@@ -206,7 +206,7 @@ def _ending() -> Iterator[contextlib.ExitStack]:
         yield ending
 
 
-class Local:
+class LocalClients:
     """Starts a process for each client, once the server's address is known."""
 
     def __init__(
@@ -268,7 +268,7 @@ def join(given: list[str]) -> int:
     if not url.startswith(("http://", "https://")):
         raise ValueError(f"{url} is no address of a server: https://HOST:PORT")
     check_names(reference, [])
-    from dure.cli.joining import Joining
+    from dure.cli.client_display import ClientDisplay
     from dure.cli.tokens import token_of
     from dure.peer_text import printable
     from dure.run import join as joins
@@ -283,7 +283,7 @@ def join(given: list[str]) -> int:
     reach = replace(reach, token=token_of(reach.token, how.token_file))
     task: Task = load_task(reference, **given_options(asked["task"]))
     stop = threading.Event()
-    with Joining(how.json) as display, _stops(stop):
+    with ClientDisplay(how.json) as display, _stops(stop):
         if how.check:
             for line in joins.check(url, task, reach):
                 print(printable(line))

@@ -52,7 +52,7 @@ class SignOptions:
 
 
 @dataclass(frozen=True)
-class ShowOptions:
+class ShowRosterOptions:
     """Options of the check.
 
     Args:
@@ -63,7 +63,7 @@ class ShowOptions:
 
 
 @dataclass(frozen=True)
-class NoOptions:
+class NoRosterOptions:
     """Options of a command without options."""
 
 
@@ -92,7 +92,7 @@ def _key(names: list[str], how: KeyOptions) -> None:
     _print_key(own_key(how.state).public)
 
 
-def _owner(names: list[str], how: NoOptions) -> None:
+def _owner(names: list[str], how: NoRosterOptions) -> None:
     from dure.wire.signatures import Key
 
     path = Path(names[0])
@@ -116,7 +116,7 @@ def _sign(names: list[str], how: SignOptions) -> None:
     print(f"roster {roster}", file=sys.stderr)
 
 
-def _show(names: list[str], how: ShowOptions) -> None:
+def _show(names: list[str], how: ShowRosterOptions) -> None:
     from dure.wire.members import fingerprint, key_said
     from dure.wire.owners_roster import OwnersRoster, check_date, check_owner
 
@@ -147,7 +147,9 @@ class _Command:
 
 _COMMANDS = {
     "key": _Command(_key, "", KeyOptions, "Print a site's public key."),
-    "owner": _Command(_owner, "KEY", NoOptions, "Make an owner's key, or print its public key."),
+    "owner": _Command(
+        _owner, "KEY", NoRosterOptions, "Make an owner's key, or print its public key."
+    ),
     "sign": _Command(_sign, "LIST", SignOptions, "Sign a list of clients."),
-    "show": _Command(_show, "ROSTER", ShowOptions, "Check a roster, and print it."),
+    "show": _Command(_show, "ROSTER", ShowRosterOptions, "Check a roster, and print it."),
 }

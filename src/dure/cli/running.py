@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dure import catalog
-from dure.cli.flags import Limits, ResumeOptions, parse_flags
-from dure.cli.interrupted import interrupts_raise
+from dure.cli.flags import LimitOptions, ResumeOptions, parse_flags
+from dure.cli.interrupts import interrupts_raise
 from dure.errors import DureError, suggestion
 from dure.peer_text import printable
 from dure.worlds.launched import leads_here, under_torchrun
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from dure.contracts.task import Task
 
 
-Hears = Callable[[Mapping[str, Any]], None]
+EventHandler = Callable[[Mapping[str, Any]], None]
 """Function that receives each event of a run."""
 
 
@@ -36,7 +36,7 @@ def resumed(
     flags: list[str],
     command: str = "dure train",
     parts: Mapping[str, Any] | None = None,
-    hears: Callable[[Mapping[str, Any]], Hears] = lambda asked: _nothing,
+    hears: Callable[[Mapping[str, Any]], EventHandler] = lambda asked: _nothing,
 ) -> int:
     """Resume a run, and return the exit status.
 
@@ -45,7 +45,7 @@ def resumed(
     """
     asked = parse_flags(
         command,
-        {"limits": Limits, "how": ResumeOptions, **(parts or {})},
+        {"limits": LimitOptions, "how": ResumeOptions, **(parts or {})},
         flags,
         "Go on with a run.",
     )
@@ -54,7 +54,7 @@ def resumed(
     from dure.run.config import asked_of
     from dure.run.train import resume
 
-    stop = asked["limits"].stop() if asked["limits"] != Limits() else asked_of(folder).stop
+    stop = asked["limits"].stop() if asked["limits"] != LimitOptions() else asked_of(folder).stop
     return show_run(
         partial(
             resume,
@@ -85,7 +85,7 @@ def show_run(
     as_json: bool,
     folder: Path,
     command: str = "dure train",
-    hears: Hears = _nothing,
+    hears: EventHandler = _nothing,
 ) -> int:
     """Execute a run with a display, print its results and folder, and return the exit status.
 

@@ -16,7 +16,7 @@ from dure.cli.worlds import settings_of
 from dure.errors import suggestion
 
 
-class Shared(NamedTuple):
+class SharedFlags(NamedTuple):
     """Result of distributing flags over systems.
 
     systems: systems with the shared settings. flags: remaining flags, of the comparison itself.
@@ -30,7 +30,7 @@ class Shared(NamedTuple):
     there: list[str]
 
 
-def shared(systems: Sequence[str], flags: Sequence[str], own: Collection[str]) -> Shared:
+def shared(systems: Sequence[str], flags: Sequence[str], own: Collection[str]) -> SharedFlags:
     """Add flags that are settings of systems to all systems that have them.
 
     own: names of the comparison's own flags. Raises ValueError for a flag that no system has, and
@@ -49,7 +49,7 @@ def shared(systems: Sequence[str], flags: Sequence[str], own: Collection[str]) -
             )
     given = [_with(system, known[system], settings) for system in systems]
     names = dict.fromkeys(name for one in known.values() for name in one if name not in own)
-    return Shared(given, left, notes, list(map(_flag, names)))
+    return SharedFlags(given, left, notes, list(map(_flag, names)))
 
 
 def _apart(

@@ -19,7 +19,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from dure.cli.federation import FederationView
+from dure.cli.federation_view import FederationView
 from dure.contracts.stop import Stop
 from dure.peer_text import printable
 from dure.record import idleness
@@ -213,7 +213,9 @@ def notes_on(summaries: Sequence[dict[str, Any]]) -> list[str]:
     return notes
 
 
-Column = tuple[str, Callable[[dict[str, Any]], float | None], Callable[[float], str], bool | None]
+SummaryColumn = tuple[
+    str, Callable[[dict[str, Any]], float | None], Callable[[float], str], bool | None
+]
 """Heading, value, text, and whether a lower value is better; None if no value is better."""
 
 
@@ -231,7 +233,7 @@ def _virtual(summary: dict[str, Any]) -> float | None:
     return cast("float | None", (summary.get("numbers") or {}).get("virtual_seconds"))
 
 
-def _clocks(summaries: Sequence[dict[str, Any]]) -> list[Column]:
+def _clocks(summaries: Sequence[dict[str, Any]]) -> list[SummaryColumn]:
     """Return columns of time; real and virtual seconds never share a column.
 
     The real time of a simulation has no best value: it measures no system.
@@ -243,7 +245,7 @@ def _clocks(summaries: Sequence[dict[str, Any]]) -> list[Column]:
     def simulating(summary: dict[str, Any]) -> float | None:
         return None if _virtual(summary) is None else summary["seconds"]
 
-    clocks: list[Column] = [
+    clocks: list[SummaryColumn] = [
         ("time", real, duration, True),
         ("virtual time", _virtual, duration, True),
         ("simulated in", simulating, duration, None),
@@ -251,7 +253,7 @@ def _clocks(summaries: Sequence[dict[str, Any]]) -> list[Column]:
     return [column for column in clocks if any(column[1](one) is not None for one in summaries)]
 
 
-def _shuffle(summaries: Sequence[dict[str, Any]]) -> list[Column]:
+def _shuffle(summaries: Sequence[dict[str, Any]]) -> list[SummaryColumn]:
     """Return columns of the cost of shuffling, if any run shuffled; 0 for systems without it."""
     if not any(summary.get("shuffle_bytes") for summary in summaries):
         return []
@@ -275,7 +277,7 @@ def _has_a_column(metric: str) -> bool:
     return not is_spread(metric) or (metric.endswith("_p10") and "loss" not in metric)
 
 
-def columns(summaries: Sequence[dict[str, Any]]) -> list[Column]:
+def columns(summaries: Sequence[dict[str, Any]]) -> list[SummaryColumn]:
     """Return the columns of the table: metrics, then time, bytes and memory."""
     # In order of first appearance, without metrics that no run has at its end.
     named = dict.fromkeys(name for summary in summaries for name in summary["best"])
@@ -286,7 +288,7 @@ def columns(summaries: Sequence[dict[str, Any]]) -> list[Column]:
     ]
     # Rising metrics, such as accuracies, come first; the sort is stable for the rest.
     metrics.sort(key=lower_is_better)
-    result: list[Column] = [
+    result: list[SummaryColumn] = [
         (
             name.replace("_", " "),
             partial(_number, name),
@@ -353,7 +355,7 @@ def with_notes(result: Table, notes: Sequence[str]) -> Table:
     return result
 
 
-def _width(column: Column, summaries: Sequence[dict[str, Any]]) -> int:
+def _width(column: SummaryColumn, summaries: Sequence[dict[str, Any]]) -> int:
     """Return the width that a column of numbers needs."""
     heading, value, text, _ = column
     cells = [text(number) for number in map(value, summaries) if number is not None]
@@ -363,7 +365,7 @@ def _width(column: Column, summaries: Sequence[dict[str, Any]]) -> int:
 _NO_METRICS = ("epsilon", "epochs", "time", "virtual time", "sent a worker")
 
 
-def _least(shown: Sequence[Column]) -> int:
+def _least(shown: Sequence[SummaryColumn]) -> int:
     """Return the index of the column to leave out first.
 
     The order: idle time, memory, real time of simulations, shuffling, the last metric of clients,
@@ -388,7 +390,7 @@ def _least(shown: Sequence[Column]) -> int:
 
 
 def _table(
-    summaries: Sequence[dict[str, Any]], shown: Sequence[Column], room: int | None = None
+    summaries: Sequence[dict[str, Any]], shown: Sequence[SummaryColumn], room: int | None = None
 ) -> Table:
     """Return the table. room: width of the names of systems and worlds, if numbers are packed."""
     result = Table(box=None, pad_edge=False, header_style="dim")

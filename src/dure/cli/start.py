@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-from dure.cli.interrupted import STATUS, interrupts_end_imports, leave_at_once
+from dure.cli.interrupts import STATUS, interrupts_end_imports, leave_at_once
 
 
 def main() -> int:

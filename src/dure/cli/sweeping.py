@@ -17,7 +17,7 @@ from dure.cli.comparing import all_of, resumed, show_comparison
 from dure.cli.flags import (
     CompareOptions,
     LearningOptions,
-    Limits,
+    LimitOptions,
     given_options,
     names_before_flags,
     options_of_task,
@@ -65,7 +65,7 @@ def main(given: list[str]) -> int:
         return resumed(without("--metric", flags), _going_on(metric), judges)
     parts: dict[str, Any] = {
         "sweep": SweepOptions,
-        "limits": Limits,
+        "limits": LimitOptions,
         "learning": LearningOptions,
         "how": CompareOptions,
     }
@@ -76,7 +76,7 @@ def main(given: list[str]) -> int:
     reference, system = names
     check_names(reference, [system.partition(",")[0]])
     start_fork_server()
-    from dure.cli.entries import Entries, without_options
+    from dure.cli.comparison_entries import ComparisonEntries, without_options
     from dure.cli.shared_flags import shared
     from dure.run.sweep import parse_values, trials
 
@@ -97,7 +97,7 @@ def main(given: list[str]) -> int:
             raise ValueError(f"--grid names {name} twice: give all its values at once, {name}=A,B")
         space[setting] = parse_values(name, values)
     learning: LearningOptions = asked["learning"]
-    entries = Entries(
+    entries = ComparisonEntries(
         reference,
         given_options(asked["task"]),
         lambda task: how.with_weights(learning.of(task)),
@@ -133,7 +133,7 @@ def _entry(
     workers: int | None,
 ) -> tuple[Any, ...]:
     """Return a trial as a system of a comparison, labelled by its settings."""
-    from dure.cli.entries import without_options
+    from dure.cli.comparison_entries import without_options
 
     texts = {name: str(value) for name, value in trial.items()}
     name, *settings = system.split(",")

@@ -63,7 +63,7 @@ _FOLLOW = {"attack": ("attackers", "attackers_change"), "engine": ("processes",)
 """Conditions that refine another condition, and have no effect without it."""
 
 
-def not_offered(kind: type[Strategy], world: type[Any]) -> set[str]:
+def hidden_flags(kind: type[Strategy], world: type[Any]) -> set[str]:
     """Return flags of limits, worlds and runs that do not apply to a system, or are refused.
 
     world: dataclass with the flags of the world.

@@ -37,7 +37,7 @@ _TAIL = 4096
 
 
 @dataclass(frozen=True)
-class ListOptions:
+class ListRunsOptions:
     """Options of the list of runs.
 
     Args:
@@ -48,7 +48,7 @@ class ListOptions:
 
 
 @dataclass(frozen=True)
-class ShowOptions:
+class ShowRunOptions:
     """Options of a run's description.
 
     Args:
@@ -62,8 +62,8 @@ def list_runs(given: list[str]) -> int:
     """Run `dure list [FOLDER ...]`: print a line for each run, the newest last."""
     names, flags = names_before_flags(given)
     usage = "dure list [FOLDER ...]"
-    how: ListOptions = parse_flags(
-        usage, {"how": ListOptions}, flags, "The runs in folders, by default those in runs/."
+    how: ListRunsOptions = parse_flags(
+        usage, {"how": ListRunsOptions}, flags, "The runs in folders, by default those in runs/."
     )["how"]
     roots = [Path(name) for name in names] or [Path("runs")]
     for root in roots:
@@ -87,8 +87,8 @@ def show(given: list[str]) -> int:
     """Run `dure show RUN`: print the settings, the results, and commands for the next step."""
     names, flags = names_before_flags(given)
     usage = "dure show RUN"
-    how: ShowOptions = parse_flags(
-        usage, {"how": ShowOptions}, flags, "What a run, or a comparison, was and came to."
+    how: ShowRunOptions = parse_flags(
+        usage, {"how": ShowRunOptions}, flags, "What a run, or a comparison, was and came to."
     )["how"]
     if len(names) != 1:
         raise ValueError(f"{usage}: name one run folder; dure list says which there are")

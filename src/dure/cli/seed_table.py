@@ -13,7 +13,15 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from dure.cli.show import Column, best_and_last, columns, competes, is_last, notes_on, with_notes
+from dure.cli.show import (
+    SummaryColumn,
+    best_and_last,
+    columns,
+    competes,
+    is_last,
+    notes_on,
+    with_notes,
+)
 from dure.record.spread import Spread, spread
 
 Group = Sequence[dict[str, Any]]
@@ -85,7 +93,7 @@ def _spread(group: Group, value: Callable[[dict[str, Any]], float | None]) -> Sp
     return spread([number for number in map(value, group) if number is not None])
 
 
-def _best(column: Column, together: Sequence[Group]) -> float | None:
+def _best(column: SummaryColumn, together: Sequence[Group]) -> float | None:
     """Return the best mean of a column; None without differing means to compare."""
     heading, value, _, lower = column
     spreads = [_spread(group, value) for group in together if competes(group[0], heading)]

@@ -28,19 +28,19 @@ from dure.report.words import duration
 About = Mapping[str, object]
 
 
-class Joining:
+class ClientDisplay:
     """Shows the activity of a client. as_json: print events as JSON lines on standard output."""
 
     def __init__(self, as_json: bool = False) -> None:
         self.as_json = as_json
         self.console = error_console()
-        self.picture = Picture()
+        self.picture = ClientActivity()
         self._live: Live | None = None
         self._said = ""
         self._sent = ""
         """Beginning of the line of the newest update, until its outcome is known."""
 
-    def __enter__(self) -> Joining:
+    def __enter__(self) -> ClientDisplay:
         if not self.as_json and self.console.is_terminal:
             self._live = Live(
                 get_renderable=self.picture.drawn,
@@ -94,7 +94,7 @@ _ON_THE_WAY = ("fetching", "training", "sending", "sent", "ready", "answering", 
 
 
 @dataclass
-class Picture:
+class ClientActivity:
     """Current activity of a client, for its terminal.
 
     moved, whole: transferred and total bytes of the current transfer. outcomes: number of updates

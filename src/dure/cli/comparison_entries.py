@@ -35,7 +35,7 @@ def without_options(system: str, reference: str) -> tuple[str, dict[str, str]]:
     return ",".join([name, *own]), {option: value for option, _, value in rest}
 
 
-class Entries:
+class ComparisonEntries:
     """The systems of a comparison. Systems with the same options share a task, and its model.
 
     settled: function that applies the comparison's common settings to a task: learning options and
