@@ -46,7 +46,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 import dure
 from dure.collectives import Group
 from dure.collectives.compression import NoCompression, PowerSGD, parse
-from dure.collectives.compression.bucket import Bucket, one_piece
+from dure.collectives.compression.bucket import CompressionBucket, one_piece
 from dure.contracts.strategy import Place, seeded_model
 from dure.machine.cores import available_cores
 from dure.randomness.seeds import shuffled
@@ -118,7 +118,7 @@ def codecs(width: int, repeats: int) -> list[JSON]:
         compression = parse(text)
         row: JSON = {"compression": text, "numbers": vector.numel()}
         if not isinstance(compression, PowerSGD):
-            codec = compression.codec(Bucket(like))
+            codec = compression.codec(CompressionBucket(like))
             payload = torch.empty(codec.nbytes, dtype=torch.uint8)
             into = torch.zeros_like(vector)
             encode = seconds(partial(codec.encode, vector, payload, 0, (0,)), repeats)

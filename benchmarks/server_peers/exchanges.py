@@ -115,11 +115,11 @@ def raw_worker(way: str) -> None:
 
 def _memory(descriptor_of: str) -> Tensor:
     """Shared memory for a gradient and for weights."""
-    from dure.collectives.shared_memory.pool import Mapping
+    from dure.collectives.shared_memory.pool import SharedMapping
 
     pid, number = map(int, descriptor_of.split())
     descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR)
-    return Mapping(descriptor, 8 * MOST).tensor().view(torch.float32)
+    return SharedMapping(descriptor, 8 * MOST).tensor().view(torch.float32)
 
 
 def shared_server(way: str, address: str) -> None:

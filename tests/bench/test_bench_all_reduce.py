@@ -43,7 +43,7 @@ def dure(
 def made_up(plan: BenchPlan, slow: float = 1.0) -> BenchResult:
     """A result whose algorithms take exactly what a link predicts, and whose other contenders take
     a millisecond."""
-    link = cost.Link(2e-4, 3e-10, 3e-10, 8e-5, shared=True)
+    link = cost.LinkCost(2e-4, 3e-10, 3e-10, 8e-5, shared=True)
     result = BenchResult(
         {"processor": "<b>", "cores": 2, "memory": 1, "system": "s"}, {"dure": "1"}, plan
     )

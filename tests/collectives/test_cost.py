@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from dure.collectives import cost
-from dure.collectives.cost import Calibration, Crossover, Link, Sample
+from dure.collectives.cost import Calibration, Crossover, LinkCost, MeasuredAllReduce
 
-CLUSTER = Link(alpha=1e-5, beta=1e-9, gamma=1e-10)
+CLUSTER = LinkCost(alpha=1e-5, beta=1e-9, gamma=1e-10)
 MIB = 1 << 20
 
 
@@ -82,14 +82,14 @@ SIZES = [4096 * 4**step for step in range(8)]
 @pytest.mark.parametrize(
     "link",
     [
-        Link(3e-4, 4e-10, 2e-10, 8e-5, True),
-        Link(2e-6, 1e-10, 0, 1e-6, True),
-        Link(0, 1e-9, 1e-9, 1e-5, True),
+        LinkCost(3e-4, 4e-10, 2e-10, 8e-5, True),
+        LinkCost(2e-6, 1e-10, 0, 1e-6, True),
+        LinkCost(0, 1e-9, 1e-9, 1e-5, True),
     ],
 )
-def test_a_fit_of_two_algorithms_finds_the_link_that_made_their_times(link: Link) -> None:
+def test_a_fit_of_two_algorithms_finds_the_link_that_made_their_times(link: LinkCost) -> None:
     samples = [
-        Sample(name, n, 8, cost.predict(name, n, 8, link))
+        MeasuredAllReduce(name, n, 8, cost.predict(name, n, 8, link))
         for name in ("tree", "one_shot")
         for n in SIZES
     ]
@@ -99,9 +99,9 @@ def test_a_fit_of_two_algorithms_finds_the_link_that_made_their_times(link: Link
 
 
 def test_with_a_machine_for_each_rank_gamma_is_found_in_beta() -> None:
-    link = Link(3e-4, 4e-10, 2e-10)
+    link = LinkCost(3e-4, 4e-10, 2e-10)
     samples = [
-        Sample(name, n, 8, cost.predict(name, n, 8, link))
+        MeasuredAllReduce(name, n, 8, cost.predict(name, n, 8, link))
         for name in ("ring", "one_shot")
         for n in SIZES
     ]
@@ -115,9 +115,11 @@ def test_with_a_machine_for_each_rank_gamma_is_found_in_beta() -> None:
 
 
 def test_a_fit_of_noisy_samples_predicts_an_algorithm_it_has_not_seen() -> None:
-    link, noise = Link(2e-4, 3e-10, 3e-10, 8e-5, True), random.Random(0)
+    link, noise = LinkCost(2e-4, 3e-10, 3e-10, 8e-5, True), random.Random(0)
     samples = [
-        Sample(name, size, 4, cost.predict(name, size, 4, link) * noise.uniform(0.9, 1.1))
+        MeasuredAllReduce(
+            name, size, 4, cost.predict(name, size, 4, link) * noise.uniform(0.9, 1.1)
+        )
         for name in ("tree", "one_shot")
         for size in SIZES
     ]
@@ -130,9 +132,9 @@ def test_a_fit_of_noisy_samples_predicts_an_algorithm_it_has_not_seen() -> None:
 
 
 def test_reducing_a_byte_is_never_dearer_than_sending_it() -> None:
-    link = Link(2e-4, 1e-10, 9e-10, 8e-5, True)
+    link = LinkCost(2e-4, 1e-10, 9e-10, 8e-5, True)
     samples = [
-        Sample(name, n, 8, cost.predict(name, n, 8, link))
+        MeasuredAllReduce(name, n, 8, cost.predict(name, n, 8, link))
         for name in ("tree", "one_shot")
         for n in SIZES
     ]
@@ -146,7 +148,7 @@ def test_nothing_cannot_be_fitted() -> None:
 
 
 def test_a_crossover_is_where_two_formulas_meet() -> None:
-    link = Link(alpha=1e-5, beta=1e-9, gamma=0)
+    link = LinkCost(alpha=1e-5, beta=1e-9, gamma=0)
     # On four ranks a tree waits 4 times for all bytes, a ring 6 times for a quarter: 2 alpha = 2.5
     # n beta.
     (found,) = cost.crossovers(4, link, ("tree", "ring"))
@@ -157,7 +159,7 @@ def test_a_crossover_is_where_two_formulas_meet() -> None:
 
 
 def test_without_latency_nothing_changes() -> None:
-    assert cost.crossovers(8, Link(0, 1e-9, 0)) == []
+    assert cost.crossovers(8, LinkCost(0, 1e-9, 0)) == []
     assert Crossover(1, "a", "b").after == "b"
 
 
@@ -166,14 +168,14 @@ def test_a_calibration_is_kept_by_backend_ranks_and_cores(tmp_path: Path) -> Non
     assert Calibration.load(file).links == {}
     links = {
         ("gloo", 2, 2): CLUSTER,
-        ("gloo", 8, 2): Link(1, 2, 3, 4, True),
-        ("gloo", 8, 64): Link(5, 6, 7),
+        ("gloo", 8, 2): LinkCost(1, 2, 3, 4, True),
+        ("gloo", 8, 64): LinkCost(5, 6, 7),
     }
     Calibration(links).save(file)
     kept = Calibration.load(file)
     assert kept.links == links
     assert kept.link("gloo", 3, 2) == CLUSTER
-    assert kept.link("gloo", 16, 2) == Link(1, 2, 3, 4, True)
+    assert kept.link("gloo", 16, 2) == LinkCost(1, 2, 3, 4, True)
     assert kept.predictor("gloo", 2)("ring", MIB, 2) == cost.predict("ring", MIB, 2, CLUSTER)
     with pytest.raises(
         ValueError, match="no cost of gloo on 4 cores is known: dure bench all-reduce --fit"

@@ -14,13 +14,13 @@ import torch
 from on_ranks import on_ranks
 
 from dure.collectives import Handle, all_gather, all_reduce, broadcast, handle
-from dure.collectives.handle import Line
+from dure.collectives.handle import OperationQueue
 from dure.contracts.strategy import Place
 from dure.errors import PeerLostError
 
 
 def test_operations_run_in_the_order_of_issue_on_one_thread() -> None:
-    line, order, go = Line(), [], threading.Event()
+    line, order, go = OperationQueue(), [], threading.Event()
 
     def work(number: int) -> int:
         go.wait()
@@ -37,7 +37,7 @@ def test_operations_run_in_the_order_of_issue_on_one_thread() -> None:
 
 
 def test_an_error_is_raised_by_wait_once_and_with_its_type() -> None:
-    line = Line()
+    line = OperationQueue()
 
     def fails() -> None:
         raise KeyError("lost")
@@ -53,7 +53,7 @@ def test_an_error_is_raised_by_wait_once_and_with_its_type() -> None:
 
 
 def test_what_was_issued_behind_a_failure_is_not_tried() -> None:
-    line, go, tried = Line(), threading.Event(), []
+    line, go, tried = OperationQueue(), threading.Event(), []
 
     def fails() -> None:
         go.wait()
@@ -71,7 +71,7 @@ def test_the_thread_ends_when_there_is_nothing_to_do_and_starts_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(handle, "IDLE", 0.01)
-    line = Line()
+    line = OperationQueue()
     for _ in range(3):
         line.put(lambda: None).wait()
         while any(
@@ -88,7 +88,7 @@ def test_the_thread_ends_when_there_is_nothing_to_do_and_starts_again(
 def test_a_handle_keeps_nothing_of_what_it_did() -> None:
     tensor = torch.ones(3)
     kept = weakref.ref(tensor)
-    done: Handle[None] = Line().put(lambda t=tensor: t.add_(1).sum().item() and None)  # type: ignore[misc]
+    done: Handle[None] = OperationQueue().put(lambda t=tensor: t.add_(1).sum().item() and None)  # type: ignore[misc]
     done.wait()
     del tensor
     gc.collect()

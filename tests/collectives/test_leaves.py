@@ -9,7 +9,7 @@ import torch
 from on_ranks import on_ranks, values
 from torch import Tensor
 
-from dure.collectives import leaves
+from dure.collectives import tensor_transfer
 from dure.contracts.strategy import Place
 from dure.memory.shelf import Shelf
 from dure.record.on_disk import Leaf, forms_of, in_memory
@@ -41,12 +41,12 @@ def same(found: dict[str, Leaf], wanted: dict[str, Tensor]) -> bool:
 def test_all_arrive_whole_however_small_the_pieces_are(least: int | None) -> None:
     def program(place: Place) -> list[Any]:
         group = place.group
-        leaves.PIECE = 40
+        tensor_transfer.PIECE = 40
         shelf = Shelf(least=least)
         sent = group.meter.counters.bytes_sent
-        parts = leaves.gathered(group, mine(group.rank), shelf.place)
+        parts = tensor_transfer.gathered(group, mine(group.rank), shelf.place)
         told = mine(0) if group.rank == 0 else {}
-        whole = leaves.broadcast(group, told, forms_of(mine(0)), shelf.place)
+        whole = tensor_transfer.broadcast(group, told, forms_of(mine(0)), shelf.place)
         return [
             [same(part, mine(rank)) for rank, part in enumerate(parts)],
             same(whole, mine(0)),
@@ -61,9 +61,9 @@ def test_all_arrive_whole_however_small_the_pieces_are(least: int | None) -> Non
 def test_a_message_is_no_longer_than_a_piece_and_small_tensors_share_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(leaves, "PIECE", 40)
+    monkeypatch.setattr(tensor_transfer, "PIECE", 40)
     forms = forms_of({"a": torch.zeros(3), "b": torch.zeros(33), "c": torch.zeros(2).double()})
-    messages = leaves._messages(forms)
+    messages = tensor_transfer._messages(forms)
     sizes = [sum(run.nbytes for run in message) for message in messages]
     assert max(sizes) <= 40
     assert sum(sizes) == 4 * 36 + 16

@@ -8,7 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dure.collectives.group import Group
-from dure.collectives.tail import Field, Tail, common_start, each, summed, times
+from dure.collectives.trailer import (
+    Trailer,
+    TrailerField,
+    common_start,
+    per_rank_field,
+    summed_field,
+    time_field,
+)
 
 # whole numbers, so that sums are exact in whatever order they are added
 COUNTS = st.integers(-1000, 1000).map(float)
@@ -16,14 +23,14 @@ SECONDS = st.floats(-1.0, 1e6)
 
 
 @st.composite
-def tails(draw: st.DrawFn) -> tuple[list[Field], list[dict[str, list[float]]]]:
+def tails(draw: st.DrawFn) -> tuple[list[TrailerField], list[dict[str, list[float]]]]:
     """Fields in any order, and what each rank says; a rank may leave fields out."""
     widths = draw(st.lists(st.integers(0, 4), max_size=4))
     fields = [
-        draw(st.sampled_from((summed, each)))(f"field {number}", width)
+        draw(st.sampled_from((summed_field, per_rank_field)))(f"field {number}", width)
         for number, width in enumerate(widths)
     ]
-    fields += [times(f"time {number}") for number in range(draw(st.integers(0, 2)))]
+    fields += [time_field(f"time {number}") for number in range(draw(st.integers(0, 2)))]
     fields = draw(st.permutations(fields))
     said = []
     for _ in range(draw(st.integers(1, 5))):
@@ -41,7 +48,7 @@ def tails(draw: st.DrawFn) -> tuple[list[Field], list[dict[str, list[float]]]]:
 def test_what_each_rank_says_is_what_all_hear_by_name(tail, dtype):
     fields, said = tail
     ranks = len(said)
-    ends = [Tail(fields, rank, ranks) for rank in range(ranks)]
+    ends = [Trailer(fields, rank, ranks) for rank in range(ranks)]
     numbers = [end.encode(own) for end, own in zip(ends, said, strict=True)]
     assert {len(row) for row in numbers} == {end.length for end in ends}
     total = torch.tensor(numbers, dtype=dtype).sum(0).tolist()
@@ -61,12 +68,14 @@ def test_what_each_rank_says_is_what_all_hear_by_name(tail, dtype):
 
 @given(st.integers(0, 5), st.integers(0, 5), st.integers(1, 7))
 def test_a_tail_is_as_long_as_its_fields(a, b, ranks):
-    tail = Tail([summed("a", a), each("b", b), times("c")], ranks - 1, ranks)
+    tail = Trailer(
+        [summed_field("a", a), per_rank_field("b", b), time_field("c")], ranks - 1, ranks
+    )
     assert tail.length == a + b * ranks + 2 * ranks
 
 
 def test_a_number_that_is_not_finite_is_heard_from_its_rank_alone():
-    ends = [Tail([summed("wish"), each("loss")], rank, 3) for rank in range(3)]
+    ends = [Trailer([summed_field("wish"), per_rank_field("loss")], rank, 3) for rank in range(3)]
     said = [{"wish": [2.0], "loss": [0.5]}, {"loss": [float("nan")]}, {"loss": [float("inf")]}]
     numbers = [end.encode(own) for end, own in zip(ends, said, strict=True)]
     heard = ends[0].decode(torch.tensor(numbers).sum(0).tolist())
@@ -77,11 +86,11 @@ def test_a_number_that_is_not_finite_is_heard_from_its_rank_alone():
 
 def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="two fields that are called loss"):
-        Tail([each("loss"), summed("loss")], 0, 2)
+        Trailer([per_rank_field("loss"), summed_field("loss")], 0, 2)
     with pytest.raises(ValueError, match="changed has 3 numbers, not 2"):
-        Tail([summed("changed", 3)], 0, 2).encode({"changed": [1.0, 0.0]})
+        Trailer([summed_field("changed", 3)], 0, 2).encode({"changed": [1.0, 0.0]})
     with pytest.raises(KeyError):
-        Tail([], 0, 2).encode({"wish": [1.0]})
+        Trailer([], 0, 2).encode({"wish": [1.0]})
 
 
 def test_times_count_from_a_moment_on_the_clock_of_this_machine():

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from on_ranks import on_ranks
 
 from dure.collectives import Group
-from dure.collectives.transport import OverTorch, Transport, own_transport, transport_of
+from dure.collectives.transport import TorchTransport, Transport, own_transport, transport_of
 from dure.contracts.strategy import Place
 
 
@@ -42,7 +42,7 @@ def test_over_torch_the_answer_is_no_to_all_but_messages() -> None:
             carrier.averages(torch.device("cpu")),
             carrier.reaches(torch.device("cpu")),
         )
-        return [type(carrier) is OverTorch, into.tolist(), any(answers)]
+        return [type(carrier) is TorchTransport, into.tolist(), any(answers)]
 
     assert on_ranks(2, program) == [[True, [1.0] * 3, False], [True, [0.0] * 3, False]]
 

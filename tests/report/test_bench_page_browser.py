@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(
 def made_up() -> BenchResult:
     """Times that a cost model predicts; gloo and the floor take a millisecond."""
     plan = BenchPlan(LADDER[::2], (2, 4), ("gloo", "ring", "tree", "one-shot", "memory"))
-    link = cost.Link(2e-4, 3e-10, 3e-10, 8e-5, shared=True)
+    link = cost.LinkCost(2e-4, 3e-10, 3e-10, 8e-5, shared=True)
     result = BenchResult({"processor": "p", "cores": 2, "memory": 1, "system": "s"}, {}, plan)
     for ranks in plan.ranks:
         cells = []

@@ -421,7 +421,7 @@ DOORS: dict[tuple[str, str], str] = {
     ("__init__.py", "import_module"): FIXED,
     ("collectives/algorithms/table.py", "import_module"): FIXED,
     ("collectives/shared_memory/native.py", "import_module"): FIXED,
-    ("collectives/shared_memory/torch_doors.py", "import_module"): FIXED,
+    ("collectives/shared_memory/torch_patches.py", "import_module"): FIXED,
     ("errors.py", "loads"): "of what it has just pickled itself",
     ("federated/engines/child.py", "loads"): HERE,
     ("federated/engines/on_ray.py", "loads"): "between processes of the user's own Ray cluster",

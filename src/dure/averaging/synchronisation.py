@@ -8,7 +8,7 @@ sum over the ranks, bit-identical on all of them. The message has these parts:
                               their weighted mean
     states   S·d elements     with momentum="average": the optimizer's S tensors for each parameter;
                               the result is their weighted mean
-    tail     numbers by name  the trailer, which all ranks need (`dure.collectives.tail`)
+    tail     numbers by name  the trailer, which all ranks need (`dure.collectives.trailer`)
 
 The trailer has these fields, for N ranks:
 
@@ -38,7 +38,7 @@ from dure.collectives.all_reduce import ALGORITHMS, Algorithm, all_reduce
 from dure.collectives.compression import Compression, Compressor
 from dure.collectives.group import Group
 from dure.collectives.shared_memory.pool import empty_shared
-from dure.collectives.tail import Tail, common_start, each, summed, times
+from dure.collectives.trailer import Trailer, common_start, per_rank_field, summed_field, time_field
 from dure.contracts.strategy import Place
 from dure.errors import LossNotFiniteError
 from dure.randomness.seeds import derive
@@ -139,13 +139,13 @@ class RoundSynchronisation:
         self._note_buffers()
         self._compressed = _compressors(compression, replica)
         fields = (
-            summed("wish"),
-            each("loss"),
-            times("arrival"),
-            summed("changed", len(self.others)),
-            summed("numbers", numbers),
+            summed_field("wish"),
+            per_rank_field("loss"),
+            time_field("arrival"),
+            summed_field("changed", len(self.others)),
+            summed_field("numbers", numbers),
         )
-        self.tail = Tail(fields, self.group.rank, self.group.size)
+        self.tail = Trailer(fields, self.group.rank, self.group.size)
         self._pack([])
         self.started = common_start(self.group, place.clock_offset)
 

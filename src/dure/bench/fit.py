@@ -68,18 +68,20 @@ def calibrate(result: BenchResult, folder: Path) -> cost.Calibration:
     return kept
 
 
-def samples(result: BenchResult, ranks: int) -> list[cost.Sample]:
+def samples(result: BenchResult, ranks: int) -> list[cost.MeasuredAllReduce]:
     """Return the times of the algorithms over gloo on so many ranks, up to 64 MiB."""
     found = []
     for cell in result.cells:
         algorithm = cell["contender"].replace("-", "_")
         known = algorithm in cost.ALGORITHMS and not cell.get("skipped")
         if known and cell["ranks"] == ranks and cell["bytes"] <= LARGEST:
-            found.append(cost.Sample(algorithm, cell["bytes"], ranks, cell["seconds"]))
+            found.append(cost.MeasuredAllReduce(algorithm, cell["bytes"], ranks, cell["seconds"]))
     return found
 
 
-def _compared(measured: list[cost.Sample], ranks: int, link: cost.Link) -> dict[str, Any]:
+def _compared(
+    measured: list[cost.MeasuredAllReduce], ranks: int, link: cost.LinkCost
+) -> dict[str, Any]:
     """Return the link, and its predictions next to the measurements."""
     series: dict[str, dict[str, list[float]]] = {}
     errors = []
@@ -115,7 +117,9 @@ def _compared(measured: list[cost.Sample], ranks: int, link: cost.Link) -> dict[
     }
 
 
-def _regret(measured: list[cost.Sample], ranks: int, link: cost.Link, rivals: list[str]) -> float:
+def _regret(
+    measured: list[cost.MeasuredAllReduce], ranks: int, link: cost.LinkCost, rivals: list[str]
+) -> float:
     """Return the cost of the model's advice: the median of seconds / fewest seconds - 1."""
     found = []
     for nbytes in sorted({sample.nbytes for sample in measured}):

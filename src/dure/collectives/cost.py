@@ -52,7 +52,7 @@ CANDIDATES = tuple(name for name, rule in PREDICTABLE.items() if not rule.over_h
 
 
 @dataclass(frozen=True)
-class Link:
+class LinkCost:
     """Costs of the link in seconds.
 
     alpha: a transfer with a wait. beta: a byte sent. gamma: a byte reduced. overhead: a message,
@@ -66,7 +66,7 @@ class Link:
     shared: bool = False
 
 
-class Counts(NamedTuple):
+class CostTerms(NamedTuple):
     """Terms of the time: transfers with a wait, messages, bytes sent, bytes reduced."""
 
     waits: float
@@ -75,7 +75,7 @@ class Counts(NamedTuple):
     reduced: float
 
 
-class Sample(NamedTuple):
+class MeasuredAllReduce(NamedTuple):
     """Measured all-reduce."""
 
     algorithm: str
@@ -104,7 +104,7 @@ def messages_sent(algorithm: str, nbytes: int, ranks: int, rank: int, itemsize: 
 
 def counts(
     algorithm: str, nbytes: int, ranks: int, shared: bool = False, itemsize: int = 4
-) -> Counts:
+) -> CostTerms:
     """Return the terms on the critical path, or on a shared host.
 
     nbytes: bytes of each rank's tensor.
@@ -112,16 +112,16 @@ def counts(
     rule = _rule(algorithm)
     n = nbytes // itemsize
     if ranks == 1 or n == 0:
-        return Counts(0, 0, 0, 0)
+        return CostTerms(0, 0, 0, 0)
     # By rank, since ranks send different amounts: the busiest counts, or the total.
     messages = [messages_sent(algorithm, nbytes, ranks, rank, itemsize) for rank in range(ranks)]
     assert rule.path is not None  # or it would not be predictable
     path, reduced = rule.path(n, ranks)
     if not shared:
-        return Counts(rule.rounds(ranks), max(messages), path * itemsize, reduced * itemsize)
+        return CostTerms(rule.rounds(ranks), max(messages), path * itemsize, reduced * itemsize)
     # A rank waits at most once a round, however many messages it sends in it.
     sent = sum(bytes_sent(algorithm, nbytes, ranks, rank, itemsize) for rank in range(ranks))
-    return Counts(
+    return CostTerms(
         min(sum(messages), ranks * rule.rounds(ranks)), sum(messages), sent, reduced * itemsize
     )
 
@@ -135,13 +135,13 @@ def _rule(algorithm: str) -> AllReduce:
     return PREDICTABLE[algorithm]
 
 
-def predict(algorithm: str, nbytes: int, ranks: int, link: Link) -> float:
+def predict(algorithm: str, nbytes: int, ranks: int, link: LinkCost) -> float:
     """Return the seconds of an all-reduce. Raises ValueError for an algorithm of unknown cost."""
     waits, messages, sent, reduced = counts(algorithm, nbytes, ranks, link.shared)
     return waits * link.alpha + messages * link.overhead + sent * link.beta + reduced * link.gamma
 
 
-def best(nbytes: int, ranks: int, link: Link, algorithms: Sequence[str] = CANDIDATES) -> str:
+def best(nbytes: int, ranks: int, link: LinkCost, algorithms: Sequence[str] = CANDIDATES) -> str:
     """Return the algorithm with the shortest predicted time; of equal times the first."""
     times = {name: predict(name, nbytes, ranks, link) for name in algorithms}
     # Times equal up to rounding count as equal: then the order of the table decides.
@@ -151,7 +151,7 @@ def best(nbytes: int, ranks: int, link: Link, algorithms: Sequence[str] = CANDID
 
 def crossovers(
     ranks: int,
-    link: Link,
+    link: LinkCost,
     algorithms: Sequence[str] = CANDIDATES,
     low: int = 1 << 10,
     high: int = 1 << 30,
@@ -190,7 +190,7 @@ def crossovers(
     return found
 
 
-def fit(samples: Iterable[Sample], shared: bool = False) -> Link:
+def fit(samples: Iterable[MeasuredAllReduce], shared: bool = False) -> LinkCost:
     """Return the link that explains measured times best: least squares of relative errors.
 
     No number is negative. Take samples of at least two algorithms and sizes, small and large. With
@@ -211,7 +211,7 @@ def fit(samples: Iterable[Sample], shared: bool = False) -> Link:
         together = np.column_stack([matrix[:, :2], matrix[:, 2] + matrix[:, 3]])
         waits, messages, sent = _nonnegative(together)
         reduced = sent
-    return Link(
+    return LinkCost(
         alpha=float(waits),
         beta=float(sent),
         gamma=float(reduced),
@@ -249,7 +249,7 @@ def _nonnegative(matrix: Any) -> Any:
 class Calibration:
     """Links of a machine, by (backend, ranks, cores)."""
 
-    links: dict[tuple[str, int, int], Link] = field(default_factory=dict)
+    links: dict[tuple[str, int, int], LinkCost] = field(default_factory=dict)
 
     @classmethod
     def load(cls, path: str | Path) -> Calibration:
@@ -257,7 +257,7 @@ class Calibration:
         try:
             entries = msgspec.json.decode(Path(path).read_bytes())["links"]
             return cls(
-                {(e.pop("backend"), e.pop("ranks"), e.pop("cores")): Link(**e) for e in entries}
+                {(e.pop("backend"), e.pop("ranks"), e.pop("cores")): LinkCost(**e) for e in entries}
             )
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return cls()  # the file is a cache, and a new fit rewrites it
@@ -273,7 +273,7 @@ class Calibration:
             Path(path), msgspec.json.format(msgspec.json.encode({"links": entries})) + b"\n"
         )
 
-    def link(self, backend: str, ranks: int, cores: int) -> Link:
+    def link(self, backend: str, ranks: int, cores: int) -> LinkCost:
         """Return the link of this backend and number of cores.
 
         The link is for this number of ranks, or the nearest measured number. Raises ValueError

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dure.collectives.arguments import check_rank, check_root
-from dure.collectives.handle import Handle, Line
+from dure.collectives.handle import Handle, OperationQueue
 from dure.collectives.hosts import Hosts, name_of_this_host, number_of, partition_by
 from dure.collectives.transport import Message, Pending, backend_name, transport_of
 from dure.errors import MismatchError, PeerLostError
@@ -46,7 +46,7 @@ class _Shared:
     """State common to all groups over a process group: the order of operations, and the hosts."""
 
     def __init__(self) -> None:
-        self.line = Line()
+        self.line = OperationQueue()
         self.hosts: Hosts | None = None
         self.connected = False
         self.peer: int | None = None

@@ -74,7 +74,7 @@ class Handle(Generic[Value]):
         raise error
 
 
-class Line:
+class OperationQueue:
     """Operations of a process group, in order of issue, on a separate thread."""
 
     def __init__(self) -> None:

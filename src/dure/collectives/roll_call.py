@@ -40,7 +40,7 @@ def deadline_of(seconds: float) -> float:
     return seconds + min(2.0, seconds / 3)
 
 
-class Answer(msgspec.Struct):
+class RollCallAnswer(msgspec.Struct):
     """Answer of a rank to the roll call.
 
     failed: the rank's own error, if any. waited_for: the peer of the failed transfer. timed_out:
@@ -52,7 +52,7 @@ class Answer(msgspec.Struct):
     timed_out: bool = False
 
 
-class Verdict(msgspec.Struct):
+class LostRankVerdict(msgspec.Struct):
     """Fields of the error that all ranks raise."""
 
     ranks: tuple[int, ...]
@@ -73,13 +73,13 @@ class Verdict(msgspec.Struct):
 
 
 @dataclass
-class Known:
+class RollCallState:
     """Information so far: answers and, from a supervisor, deaths; by rank."""
 
-    answers: dict[int, Answer]
+    answers: dict[int, RollCallAnswer]
     deaths: dict[int, str]
 
-    def verdict(self, size: int, operation: str, step: str, waited: str) -> Verdict:
+    def verdict(self, size: int, operation: str, step: str, waited: str) -> LostRankVerdict:
         """Return the lost ranks, as far as known.
 
         waited: timeout of a transfer, as text.
@@ -92,7 +92,7 @@ class Known:
         # Observed deaths and the ranks' own errors are certain.
         guilty = failed | self.deaths
         if guilty:
-            return Verdict(
+            return LostRankVerdict(
                 tuple(sorted(guilty)), operation, step, "; ".join(dict.fromkeys(guilty.values()))
             )
         absent = set(range(size)) - self.answers.keys()
@@ -104,7 +104,7 @@ class Known:
             answer.timed_out for answer in self.answers.values() if answer.waited_for in lost
         )
         reason = f"fell silent (nothing for {waited})" if timed_out else "died or hung up"
-        return Verdict(
+        return LostRankVerdict(
             tuple(sorted(rank for rank in lost if rank is not None)), operation, step, reason
         )
 
@@ -122,9 +122,9 @@ class RollCall:
         self.size = size
         self.patience = min(2.0, deadline / 4)
         self.waited = f"{transfer_seconds(deadline):g} s"
-        self._mine: Answer | None = None
+        self._mine: RollCallAnswer | None = None
 
-    def answer(self, answer: Answer) -> None:
+    def answer(self, answer: RollCallAnswer) -> None:
         """Answer for this rank. Later answers are ignored."""
         if self._mine is None:
             self._mine = answer
@@ -142,16 +142,18 @@ class RollCall:
         None if every rank is present: the error of the transfer is then more informative.
         """
         text = str(error)
-        mine = Answer(waited_for=peer, timed_out=any(sign in text for sign in _SIGNS_OF_SILENCE))
+        mine = RollCallAnswer(
+            waited_for=peer, timed_out=any(sign in text for sign in _SIGNS_OF_SILENCE)
+        )
         self.answer(mine)
-        known = Known({self.rank: mine}, {})
+        known = RollCallState({self.rank: mine}, {})
         # Until all have answered or a death is known. The first rank to finish writes a verdict,
         # which ends the wait of all others.
         until = time.monotonic() + self.patience
         while time.monotonic() < until:
             told = self._get("verdict")
             if told is not None:
-                return msgspec.json.decode(told, type=Verdict).error()
+                return msgspec.json.decode(told, type=LostRankVerdict).error()
             self._hear(known)
             if known.deaths or len(known.answers) == self.size:
                 break
@@ -159,21 +161,21 @@ class RollCall:
         verdict = known.verdict(self.size, operation, step, self.waited)
         return self._agreed(verdict).error()
 
-    def _hear(self, known: Known) -> None:
+    def _hear(self, known: RollCallState) -> None:
         for rank in range(self.size):
             if rank not in known.answers and (told := self._get(f"answer/{rank}")) is not None:
-                known.answers[rank] = msgspec.json.decode(told, type=Answer)
+                known.answers[rank] = msgspec.json.decode(told, type=RollCallAnswer)
             if rank not in known.deaths and (death := self._get(f"death/{rank}")) is not None:
                 known.deaths[rank] = death
 
-    def _agreed(self, verdict: Verdict) -> Verdict:
+    def _agreed(self, verdict: LostRankVerdict) -> LostRankVerdict:
         """Return the verdict that was written first, which is valid for all ranks."""
         try:
             standing = self.store.compare_set("verdict", "", msgspec.json.encode(verdict).decode())
         except RuntimeError:
             # The store is gone together with its host: each rank raises its own verdict.
             return verdict
-        return msgspec.json.decode(standing, type=Verdict)
+        return msgspec.json.decode(standing, type=LostRankVerdict)
 
     def _set(self, key: str, value: str) -> None:
         try:
@@ -188,7 +190,7 @@ class RollCall:
             return None
 
 
-def watched(process_group: Group | dist.ProcessGroup | None) -> Group:
+def with_lost_rank_diagnosis(process_group: Group | dist.ProcessGroup | None) -> Group:
     """Return the group (None: all ranks), with errors that name lost ranks; all ranks call it.
 
     A group of all ranks of a job, over a backend that cannot identify lost ranks, such as gloo,

@@ -1,8 +1,8 @@
 """Transport of a group's bytes: the interface of a backend for groups and algorithms.
 
 Groups and algorithms know a `Transport` and no backend. For a process group of torch.distributed
-(gloo, NCCL, MPI) it is `OverTorch`, which uses torch's own calls and supports nothing else. A
-process group of dure has its own transport: it is a `Carried`.
+(gloo, NCCL, MPI) it is `TorchTransport`, which uses torch's own calls and supports nothing else. A
+process group of dure has its own transport: it is a `HasTransport`.
 
 Ranks are ranks of the process group. Sends and receives take contiguous tensors; between two ranks
 messages arrive in the order of sending.
@@ -31,7 +31,7 @@ class Pending(Protocol):
         """Wait until the message is complete; raise its error if it failed."""
 
 
-class Begun(NamedTuple):
+class BegunCall(NamedTuple):
     """Call in progress.
 
     end: waits for the result, and returns its time in seconds of `time.perf_counter`. is_read:
@@ -96,7 +96,7 @@ class Transport:
         return False
 
     def sum(self, tensor: Tensor) -> None:
-        """Sum over all ranks, in place, by the fast path; only for a `Carried` group."""
+        """Sum over all ranks, in place, by the fast path; only for a `HasTransport` group."""
         raise NotImplementedError
 
     def prepare_all_reduce(
@@ -111,7 +111,7 @@ class Transport:
 
     def prepare_reduce_scatter(
         self, output: Tensor, source: Tensor, op: dist.ReduceOp.RedOpType
-    ) -> Callable[[Sequence[Tensor]], Begun]:
+    ) -> Callable[[Sequence[Tensor]], BegunCall]:
         """Prepare a repeated reduce-scatter; the returned function begins it.
 
         It may begin when the source of the previous call is read. Its argument are contiguous
@@ -127,13 +127,13 @@ class Transport:
         """Wait until all ranks have called this method."""
 
 
-class Carried:
+class HasTransport:
     """Process group with its own transport."""
 
     transport: Transport
 
 
-class OverTorch(Transport):
+class TorchTransport(Transport):
     """Transport over any process group of torch.distributed, by torch's own calls."""
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
@@ -184,11 +184,11 @@ def backend_name(process_group: dist.ProcessGroup, device: torch.device) -> str:
 
 def own_transport(process_group: object) -> Transport | None:
     """Return a process group's own transport, or None."""
-    return process_group.transport if isinstance(process_group, Carried) else None
+    return process_group.transport if isinstance(process_group, HasTransport) else None
 
 
 def transport_of(process_group: dist.ProcessGroup | None) -> Transport:
     """Return the transport of a process group; None is a single rank."""
     if process_group is None:
         return Transport()
-    return own_transport(process_group) or OverTorch(process_group)
+    return own_transport(process_group) or TorchTransport(process_group)

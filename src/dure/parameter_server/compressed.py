@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from dure.collectives.compression import Codec, Compression, ErrorFeedback
-from dure.collectives.compression.bucket import Bucket
+from dure.collectives.compression.bucket import CompressionBucket
 from dure.parameter_server.keys import Range
 from dure.randomness.seeds import derive
 from dure.tensors.flat import by_dtype
@@ -72,13 +72,15 @@ class Coding:
             found = self._codecs[keys] = self.compression.codec(self._bucket(keys))
         return found
 
-    def _bucket(self, keys: Range) -> Bucket:
+    def _bucket(self, keys: Range) -> CompressionBucket:
         layer = self._layers[keys.vector]
         shapes = pieces_of(layer.shapes, keys.start, keys.stop)
         # Uninitialised memory, only for shapes; freed at once.
         whole = torch.empty(len(keys), dtype=layer.dtype)
         pieces = torch.split(whole, [shape.numel() for shape in shapes])
-        return Bucket([piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)])
+        return CompressionBucket(
+            [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
+        )
 
     def compressors(self, seed: int, worker: int, shards: Sequence[Range]) -> list[PushCompressor]:
         """Return the compressors of a worker's pushes, one for each shard.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dure.collectives.compression import Compression
-from dure.collectives.compression.bucket import Bucket
+from dure.collectives.compression.bucket import CompressionBucket
 from dure.contracts.learning import Part, trained_from
 from dure.contracts.lr_schedule import factor_at
 from dure.contracts.strategy import World
@@ -258,7 +258,7 @@ def recipe_of(task: Task, model: nn.Module) -> Recipe:
 def check_compression(compression: Compression) -> None:
     """Check that a single worker's gradient can be encoded; raises ValueError if not."""
     try:
-        compression.codec(Bucket([torch.empty(1)]))
+        compression.codec(CompressionBucket([torch.empty(1)]))
     except (ValueError, NotImplementedError) as error:
         raise ValueError(
             f"compression is {compression}, which encodes no push of a single worker, since only "

@@ -1,8 +1,9 @@
 """Transfer of checkpoints: from all ranks to rank 0, and from rank 0 to all ranks.
 
 Only rank 0 needs the run folder. A tree of tensors travels as a description of its structure in one
-message, followed by the tensors, a few million bytes at a time (`dure.collectives.leaves`). Ranks
-on rank 0's host that see the same files read the checkpoint from disk, and nothing travels.
+message, followed by the tensors, a few million bytes at a time
+(`dure.collectives.tensor_transfer`). Ranks on rank 0's host that see the same files read the
+checkpoint from disk, and nothing travels.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 import msgspec
 
 from dure.collectives.group import Group
-from dure.collectives.leaves import broadcast, gathered
+from dure.collectives.tensor_transfer import broadcast, gathered
 from dure.memory.mapped import LEAST
 from dure.memory.shelf import IN_MEMORY, Shelf
 from dure.record.checkpoint import UNREADABLE, Stored, pack_tree, unpack_tree

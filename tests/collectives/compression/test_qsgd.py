@@ -10,7 +10,7 @@ from small_buckets import numbers, sent
 
 from dure.collectives import Group
 from dure.collectives.compression import QSGD
-from dure.collectives.compression.qsgd import Noise, norms_of
+from dure.collectives.compression.qsgd import RoundingNoise, norms_of
 
 DRAWS = 4000
 
@@ -105,7 +105,7 @@ def test_randomness_is_a_function_of_seed_call_and_rank() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_noise_is_uniform(dtype: torch.dtype) -> None:
-    noise = Noise(3, dtype, torch.device("cpu")).from_1_to_2(100_001)
+    noise = RoundingNoise(3, dtype, torch.device("cpu")).from_1_to_2(100_001)
     assert len(noise) == 100_001
     assert 1 <= float(noise.min()) < 1.001
     assert 1.999 < float(noise.max()) < 2

@@ -11,7 +11,7 @@ from small_buckets import error_of, numbers, sent
 from torch import Tensor
 
 from dure.collectives.compression import TopK
-from dure.collectives.compression.bucket import Bucket
+from dure.collectives.compression.bucket import CompressionBucket
 from dure.collectives.compression.top_k import SAMPLE, TopKCodec, first_largest
 
 
@@ -69,7 +69,7 @@ def a_long_vector(kind: str) -> Tensor:
 @pytest.mark.parametrize("ratio", [1e-6, 0.001, 0.1])
 def test_the_guess_from_a_sample_changes_nothing(kind: str, ratio: float) -> None:
     vector = a_long_vector(kind)
-    codec = TopKCodec(Bucket([vector]), ratio)
+    codec = TopKCodec(CompressionBucket([vector]), ratio)
     bits = vector.view(torch.int32).numpy() & 0x7FFFFFFF
     assert codec._largest(vector).tolist() == np.flatnonzero(first_largest(bits, codec.k)).tolist()
 
@@ -86,4 +86,4 @@ def test_places_that_are_not_in_the_bucket_or_come_twice_are_refused() -> None:
 
 def test_a_bucket_of_more_numbers_than_places_can_name_is_refused() -> None:
     with pytest.raises(ValueError, match="use more buckets"):
-        TopK(1e-6).codec(Bucket([torch.empty(2**31, device="meta")]))
+        TopK(1e-6).codec(CompressionBucket([torch.empty(2**31, device="meta")]))

@@ -18,16 +18,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dure.collectives.shared_memory import empty_shared, pool
-from dure.collectives.shared_memory.pool import Mapping, Pool, open_of
+from dure.collectives.shared_memory.pool import SharedMapping, SharedMemoryPool, open_of
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
 sizes = st.one_of(st.integers(0, 3 * PAGE), st.sampled_from([PAGE - 1, PAGE, PAGE + 1, 40 * PAGE]))
 
 
-def small_pool(pages: int) -> Pool:
+def small_pool(pages: int) -> SharedMemoryPool:
     """A pool that can be used up."""
-    made = Pool()
+    made = SharedMemoryPool()
     made.nbytes = pages * PAGE
     made._free = [(0, made.nbytes)]
     return made
@@ -178,7 +178,7 @@ def test_another_mapping_of_the_pool_sees_the_same_bytes() -> None:
     tensor = empty_shared(1000, dtype=torch.uint8)
     own = pool.pool()
     descriptor = open_of(os.getpid(), own.descriptor)
-    other = Mapping(descriptor, own.nbytes)
+    other = SharedMapping(descriptor, own.nbytes)
     os.close(descriptor)
     offset = own.offset(tensor.data_ptr(), tensor.nbytes)
     assert offset is not None

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from dure.collectives.shared_memory.torch_texts import at_monitored_barrier, not_in_time
+from dure.collectives.shared_memory.torch_error_texts import at_monitored_barrier, not_in_time
 from dure.errors import PeerLostError
 
 

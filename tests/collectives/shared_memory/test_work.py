@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from dure.collectives.shared_memory.work import FINISHED, Line, Work, done
+from dure.collectives.shared_memory.work import FINISHED, CallHandle, CallQueue, done
 from dure.errors import MismatchError
 
 ERROR = MismatchError("call 3", (((0,), "barrier"), ((1,), "all_reduce(sum, 2 float32)")))
@@ -22,18 +22,20 @@ def failing() -> None:
 
 @pytest.fixture
 def line() -> Any:
-    made = Line("a line of a test")
+    made = CallQueue("a line of a test")
     yield made
     assert made.close(5)
 
 
-def test_a_call_runs_at_once_on_the_callers_thread_where_nobody_is_before_it(line: Line) -> None:
+def test_a_call_runs_at_once_on_the_callers_thread_where_nobody_is_before_it(
+    line: CallQueue,
+) -> None:
     ran: list[threading.Thread] = []
     line.now(lambda: ran.append(threading.current_thread()))
     assert ran == [threading.current_thread()]
 
 
-def test_calls_run_in_the_order_of_their_issue_whoever_waits(line: Line) -> None:
+def test_calls_run_in_the_order_of_their_issue_whoever_waits(line: CallQueue) -> None:
     order: list[int] = []
     gate = threading.Event()
     works = [line.later(gate.wait, ())]
@@ -46,7 +48,7 @@ def test_calls_run_in_the_order_of_their_issue_whoever_waits(line: Line) -> None
     assert order == list(range(22))
 
 
-def test_a_call_of_another_thread_waits_for_the_one_that_runs(line: Line) -> None:
+def test_a_call_of_another_thread_waits_for_the_one_that_runs(line: CallQueue) -> None:
     order: list[str] = []
     entered, gate = threading.Event(), threading.Event()
 
@@ -64,7 +66,7 @@ def test_a_call_of_another_thread_waits_for_the_one_that_runs(line: Line) -> Non
     assert order == ["first", "second"]
 
 
-def test_an_error_is_told_to_who_waits_and_the_line_goes_on(line: Line) -> None:
+def test_an_error_is_told_to_who_waits_and_the_line_goes_on(line: CallQueue) -> None:
     with pytest.raises(MismatchError):
         line.now(failing)
     bad = line.later(failing, ())
@@ -79,7 +81,7 @@ def test_an_error_is_told_to_who_waits_and_the_line_goes_on(line: Line) -> None:
     line.now(lambda: None)
 
 
-def test_waiting_can_be_limited_and_the_call_goes_on(line: Line) -> None:
+def test_waiting_can_be_limited_and_the_call_goes_on(line: CallQueue) -> None:
     gate = threading.Event()
     work = line.later(lambda: gate.wait(10) and None, ())
     with pytest.raises(TimeoutError, match=r"not done after 0\.05 s, and goes on: .* timed out "):
@@ -91,7 +93,7 @@ def test_waiting_can_be_limited_and_the_call_goes_on(line: Line) -> None:
 
 def test_a_line_that_does_not_end_in_time_says_so() -> None:
     gate = threading.Event()
-    line = Line("a slow line")
+    line = CallQueue("a slow line")
     line.later(lambda: gate.wait(10) and None, ())
     assert not line.close(0.05)
     gate.set()
@@ -100,18 +102,18 @@ def test_a_line_that_does_not_end_in_time_says_so() -> None:
 
 def test_a_line_without_calls_has_no_thread() -> None:
     threads = threading.active_count()
-    line = Line("an idle line")
+    line = CallQueue("an idle line")
     line.now(lambda: None)
     assert threading.active_count() == threads
     assert line.close(1)
 
 
-def before(work: Work, call: Callable[[], None]) -> None:
+def before(work: CallHandle, call: Callable[[], None]) -> None:
     call()
     work.finish()
 
 
-def after(work: Work, call: Callable[[], None]) -> None:
+def after(work: CallHandle, call: Callable[[], None]) -> None:
     work.finish()
     call()
 
@@ -121,7 +123,7 @@ def test_a_future_holds_the_tensors_and_what_is_chained_to_it_runs(
     when: Callable[..., None],
 ) -> None:
     tensor = torch.ones(2)
-    work = Work([tensor])
+    work = CallHandle([tensor])
     held: list[Any] = []
     when(
         work,
@@ -133,7 +135,7 @@ def test_a_future_holds_the_tensors_and_what_is_chained_to_it_runs(
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_future_fails_as_its_call_fails_for_callbacks_in_cpp_too(when: str) -> None:
-    work = Work([torch.ones(1)])
+    work = CallHandle([torch.ones(1)])
     if when == "after":
         work.finish(ERROR)
     future = work.get_future()

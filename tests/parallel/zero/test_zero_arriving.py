@@ -23,7 +23,7 @@ from torch.nn import functional as F
 import dure
 from dure.collectives import group as hosts
 from dure.collectives.group import Group
-from dure.collectives.shared_memory import meeting
+from dure.collectives.shared_memory import rendezvous
 from dure.contracts.strategy import Place
 from dure.errors import PeerLostError
 from dure.parallel.zero import ZeroRedundancy
@@ -38,7 +38,7 @@ def apart(program: Callable[[Place], Any], ranks: int = 2) -> list[Any]:
 
     def moved(place: Place) -> list[Any]:
         rank, patience = place.group.rank, timedelta(seconds=20)
-        meeting.name_of_this_host = hosts.name_of_this_host = lambda: f"host {rank}"  # type: ignore[attr-defined]
+        rendezvous.name_of_this_host = hosts.name_of_this_host = lambda: f"host {rank}"  # type: ignore[attr-defined]
         told: list[Any] = [None]
         if rank == 0:
             store = dist.TCPStore(

@@ -11,7 +11,7 @@ import torch
 from loops import on_ranks
 from torch import Tensor, nn
 
-from dure.collectives import leaves
+from dure.collectives import tensor_transfer
 from dure.contracts.strategy import Place
 from dure.machine.memory import give_back
 from dure.memory.shelf import Shelf
@@ -56,7 +56,7 @@ def same(left: Any, right: Any) -> bool:
 
 
 def program(folder: Path, place: Place) -> list[Any]:
-    leaves.PIECE = 1 << 20
+    tensor_transfer.PIECE = 1 << 20
     zero = divided(place, 1)
     stepped(zero)
     reset = Path("/proc/self/clear_refs")

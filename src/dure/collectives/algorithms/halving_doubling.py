@@ -29,7 +29,7 @@ from dure.collectives.group import Group
 from dure.collectives.operation import SUM, Reduction
 
 
-class Step(NamedTuple):
+class HalvingStep(NamedTuple):
     """Exchange with `partner`: this rank keeps the window `keep`, the partner gets `give`.
 
     Windows are (start, end) in elements.
@@ -55,7 +55,7 @@ def folded(size: int, rank: int) -> int | None:
     return rank - 1 if rank > 0 and folds_into(size, rank - 1) == rank else None
 
 
-def schedule(n: int, size: int, rank: int) -> list[Step]:
+def schedule(n: int, size: int, rank: int) -> list[HalvingStep]:
     """Return the steps of the halving; the doubling is the same list reversed.
 
     Empty for a folded rank.
@@ -78,7 +78,7 @@ def schedule(n: int, size: int, rank: int) -> list[Step]:
         # The partner keeps the window that this rank gives, since the bit differs. The step has the
         # partner's rank, not its renumbered position.
         keep, give = (upper, lower) if number & distance else (lower, upper)
-        steps.append(Step(2 * other + 1 if other < extra else other + extra, keep, give))
+        steps.append(HalvingStep(2 * other + 1 if other < extra else other + extra, keep, give))
         start, end = keep
         distance *= 2
     return steps

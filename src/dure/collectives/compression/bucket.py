@@ -14,7 +14,7 @@ from dure.collectives.arguments import check_writable
 from dure.tensors.flat import views_of
 
 
-class Bucket:
+class CompressionBucket:
     """Shapes, dtype and device of tensors that are compressed together.
 
     shapes: shape of each tensor. dtype: dtype of all. work: dtype of computations. n: total

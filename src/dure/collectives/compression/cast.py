@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from dure.collectives.all_reduce import Algorithm, all_reduce
-from dure.collectives.compression.bucket import Bucket
+from dure.collectives.compression.bucket import CompressionBucket
 from dure.collectives.compression.compression import Compression, Compressor
 from dure.collectives.compression.gathered import Codec
 from dure.collectives.compression.none import PlainCodec, elements_sent
@@ -50,11 +50,11 @@ class Cast(Compression):
         if self.dtype not in HALVES:
             raise ValueError(f"cast: the dtype is {' or '.join(HALVES)}, not {self.dtype!r}")
 
-    def codec(self, bucket: Bucket) -> Codec:
+    def codec(self, bucket: CompressionBucket) -> Codec:
         return PlainCodec(bucket, HALVES[self.dtype])
 
     def compressor(self, like: Sequence[Tensor], seed: int) -> Compressor:
-        return CastCompressor(Bucket(like), HALVES[self.dtype])
+        return CastCompressor(CompressionBucket(like), HALVES[self.dtype])
 
     def bytes_sent(
         self,
@@ -64,13 +64,13 @@ class Cast(Compression):
         algorithm: Algorithm = "one_shot",
         call: int | None = None,
     ) -> int:
-        return 2 * elements_sent(Bucket(like).n, size, rank, algorithm)
+        return 2 * elements_sent(CompressionBucket(like).n, size, rank, algorithm)
 
 
 class CastCompressor:
     """All-reduce of the bucket in half precision."""
 
-    def __init__(self, bucket: Bucket, half: torch.dtype) -> None:
+    def __init__(self, bucket: CompressionBucket, half: torch.dtype) -> None:
         self.bucket = bucket
         self.half = half
         self.message: Tensor | None = None

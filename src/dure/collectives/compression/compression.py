@@ -21,7 +21,7 @@ from torch import Tensor
 
 from dure.arguments import CheckedSettings
 from dure.collectives.all_reduce import Algorithm
-from dure.collectives.compression.bucket import Bucket
+from dure.collectives.compression.bucket import CompressionBucket
 from dure.collectives.compression.gathered import Codec, GatheredCompressor
 from dure.collectives.group import Group
 from dure.settings import write
@@ -76,7 +76,7 @@ class Compression(CheckedSettings):
         """Return the text that `parse` reads: the name and the fields."""
         return write(self)
 
-    def codec(self, bucket: Bucket) -> Codec:
+    def codec(self, bucket: CompressionBucket) -> Codec:
         """Return the codec of the bucket. Raises ValueError if only ranks together can compress."""
         raise NotImplementedError
 
@@ -87,7 +87,7 @@ class Compression(CheckedSettings):
         same floating-point dtype; shapes matter for `PowerSGD`, `OneBit` and `Sign`. seed: the same
         on all ranks, different for each bucket.
         """
-        return GatheredCompressor(self.codec(Bucket(like)), self.remembers, seed)
+        return GatheredCompressor(self.codec(CompressionBucket(like)), self.remembers, seed)
 
     def bytes_sent(
         self,
@@ -110,14 +110,14 @@ class Compression(CheckedSettings):
                 (`PowerSGD`); None
                 for a later call.
         """
-        return (size - 1) * self.codec(Bucket(like)).nbytes
+        return (size - 1) * self.codec(CompressionBucket(like)).nbytes
 
     def payload_bytes(self, like: Sequence[Tensor]) -> int:
         """Return the length of `encode`'s result for tensors of these shapes.
 
         Raises ValueError without a codec.
         """
-        return self.codec(Bucket(like)).nbytes
+        return self.codec(CompressionBucket(like)).nbytes
 
     @torch.no_grad()
     def encode(self, tensors: Sequence[Tensor], seed: int = 0, *position: int) -> Tensor:
@@ -126,7 +126,7 @@ class Compression(CheckedSettings):
         seed, position: arguments of the random numbers of `QSGD`; pass the round and the client. No
         state is kept: for error feedback there is `ErrorFeedback`.
         """
-        codec = self.codec(Bucket(tensors))
+        codec = self.codec(CompressionBucket(tensors))
         payload = torch.empty(codec.nbytes, dtype=torch.uint8, device=codec.bucket.device)
         codec.encode(codec.bucket.vector(tensors), payload, seed, position)
         return payload
@@ -137,7 +137,7 @@ class Compression(CheckedSettings):
 
         Raises ValueError for bytes that `encode` cannot have written for these shapes.
         """
-        codec = self.codec(Bucket(like))
+        codec = self.codec(CompressionBucket(like))
         if payload.dtype != torch.uint8 or payload.shape != (codec.nbytes,):
             raise ValueError(
                 f"{self}: {codec.nbytes} bytes were expected for these shapes, not {payload.dtype} "

@@ -17,7 +17,7 @@ from torch import Tensor
 from dure.collectives.algorithms import auto
 from dure.collectives.all_gather import all_gather
 from dure.collectives.all_reduce import Algorithm
-from dure.collectives.compression.bucket import Bucket
+from dure.collectives.compression.bucket import CompressionBucket
 from dure.collectives.compression.error_feedback import ErrorFeedback
 from dure.collectives.group import Group
 
@@ -28,7 +28,7 @@ class Codec(Protocol):
     The vector has shape (n,) and the bucket's `work` dtype.
     """
 
-    bucket: Bucket
+    bucket: CompressionBucket
     nbytes: int
     """Length of a payload: the same for every content."""
 

@@ -24,7 +24,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from dure.collectives.compression.bucket import Bucket
+from dure.collectives.compression.bucket import CompressionBucket
 from dure.collectives.compression.compression import Compression
 from dure.collectives.compression.gathered import Codec
 from dure.collectives.compression.one_bit import columns_of
@@ -41,14 +41,14 @@ class Int8(Compression):
     name: ClassVar[str] = "int8"
     remembers: ClassVar[bool] = True
 
-    def codec(self, bucket: Bucket) -> Codec:
+    def codec(self, bucket: CompressionBucket) -> Codec:
         return Int8Codec(bucket)
 
 
 class Int8Codec:
     """Codec with the payload: the unit of each row in the work dtype; then the levels, int8."""
 
-    def __init__(self, bucket: Bucket) -> None:
+    def __init__(self, bucket: CompressionBucket) -> None:
         self.bucket = bucket
         self.rows = [columns_of(shape) for shape in bucket.shapes]
         self.split = sum(count for count, _ in self.rows) * bucket.work.itemsize

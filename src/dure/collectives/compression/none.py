@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dure.collectives.algorithms.table import ALL_REDUCES
 from dure.collectives.all_reduce import Algorithm, all_reduce
-from dure.collectives.compression.bucket import Bucket, one_piece
+from dure.collectives.compression.bucket import CompressionBucket, one_piece
 from dure.collectives.compression.compression import Compression, Compressor
 from dure.collectives.compression.gathered import Codec
 from dure.collectives.compression.packing import in_blocks, numbers
@@ -28,11 +28,11 @@ class NoCompression(Compression):
     name: ClassVar[str] = "none"
     compresses: ClassVar[bool] = False
 
-    def codec(self, bucket: Bucket) -> Codec:
+    def codec(self, bucket: CompressionBucket) -> Codec:
         return PlainCodec(bucket, bucket.dtype)
 
     def compressor(self, like: Sequence[Tensor], seed: int) -> Compressor:
-        return PlainCompressor(Bucket(like))
+        return PlainCompressor(CompressionBucket(like))
 
     def bytes_sent(
         self,
@@ -42,7 +42,7 @@ class NoCompression(Compression):
         algorithm: Algorithm = "one_shot",
         call: int | None = None,
     ) -> int:
-        bucket = Bucket(like)
+        bucket = CompressionBucket(like)
         return elements_sent(bucket.n, size, rank, algorithm) * bucket.dtype.itemsize
 
 
@@ -61,7 +61,7 @@ def elements_sent(n: int, size: int, rank: int, algorithm: Algorithm) -> int:
 class PlainCodec:
     """Codec that casts the numbers to a dtype."""
 
-    def __init__(self, bucket: Bucket, dtype: torch.dtype) -> None:
+    def __init__(self, bucket: CompressionBucket, dtype: torch.dtype) -> None:
         self.bucket = bucket
         self.dtype = dtype
         self.nbytes = bucket.n * dtype.itemsize
@@ -85,7 +85,7 @@ class PlainCodec:
 class PlainCompressor:
     """All-reduce of the bucket as a single message."""
 
-    def __init__(self, bucket: Bucket) -> None:
+    def __init__(self, bucket: CompressionBucket) -> None:
         self.bucket = bucket
 
     @torch.no_grad()

@@ -25,7 +25,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from dure.collectives.compression.bucket import Bucket
+from dure.collectives.compression.bucket import CompressionBucket
 from dure.collectives.compression.compression import Compression
 from dure.collectives.compression.gathered import Codec
 from dure.collectives.compression.packing import (
@@ -45,7 +45,7 @@ class OneBit(Compression):
     name: ClassVar[str] = "one-bit"
     remembers: ClassVar[bool] = True
 
-    def codec(self, bucket: Bucket) -> Codec:
+    def codec(self, bucket: CompressionBucket) -> Codec:
         return OneBitCodec(bucket)
 
 
@@ -59,7 +59,7 @@ def columns_of(shape: torch.Size) -> tuple[int, int]:
 class OneBitCodec:
     """Codec with the payload: columns' means of numbers ≥ 0; means of the others; signs."""
 
-    def __init__(self, bucket: Bucket) -> None:
+    def __init__(self, bucket: CompressionBucket) -> None:
         self.bucket = bucket
         self.columns = [columns_of(shape) for shape in bucket.shapes]
         self.count = sum(columns for columns, _ in self.columns)

@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from dure.collectives.all_reduce import Algorithm, all_reduce
-from dure.collectives.compression.bucket import Bucket
+from dure.collectives.compression.bucket import CompressionBucket
 from dure.collectives.compression.compression import Compression, Compressor
 from dure.collectives.compression.error_feedback import ErrorFeedback
 from dure.collectives.compression.gathered import Codec
@@ -71,14 +71,14 @@ class PowerSGD(Compression):
         if self.start_after < 0:
             raise ValueError(f"power-sgd: it starts after 0 calls or more, not {self.start_after}")
 
-    def codec(self, bucket: Bucket) -> Codec:
+    def codec(self, bucket: CompressionBucket) -> Codec:
         raise ValueError(
             "power-sgd: only ranks together make its factors; to send to somebody, take another "
             "compression"
         )
 
     def compressor(self, like: Sequence[Tensor], seed: int) -> Compressor:
-        return PowerSGDCompressor(Bucket(like), self, seed)
+        return PowerSGDCompressor(CompressionBucket(like), self, seed)
 
     def bytes_sent(
         self,
@@ -88,13 +88,13 @@ class PowerSGD(Compression):
         algorithm: Algorithm = "one_shot",
         call: int | None = None,
     ) -> int:
-        bucket = Bucket(like)
+        bucket = CompressionBucket(like)
         first, second = message_lengths(bucket, matrices_of(bucket, self, call))
         elements = [elements_sent(length, size, rank, algorithm) for length in (first, second)]
         return bucket.work.itemsize * sum(elements)
 
 
-class Matrix(NamedTuple):
+class LowRankMatrix(NamedTuple):
     """Compressed tensor: its index, its start in the vector, rows, columns, rank."""
 
     tensor: int
@@ -107,7 +107,9 @@ class Matrix(NamedTuple):
         return vector[self.start : self.start + self.n * self.m].view(self.n, self.m)
 
 
-def matrices_of(bucket: Bucket, settings: PowerSGD, call: int | None) -> list[Matrix]:
+def matrices_of(
+    bucket: CompressionBucket, settings: PowerSGD, call: int | None
+) -> list[LowRankMatrix]:
     """Return the matrices compressed in this call; None is a later call."""
     if call is not None and call < settings.start_after:
         return []
@@ -120,12 +122,14 @@ def matrices_of(bucket: Bucket, settings: PowerSGD, call: int | None) -> list[Ma
             r = min(settings.rank, n, m)
             # Two factors have r·(n + m) elements, the matrix n·m.
             if r * (n + m) * settings.min_compression < n * m:
-                matrices.append(Matrix(number, start, n, m, r))
+                matrices.append(LowRankMatrix(number, start, n, m, r))
         start += length
     return matrices
 
 
-def message_lengths(bucket: Bucket, matrices: Sequence[Matrix]) -> tuple[int, int]:
+def message_lengths(
+    bucket: CompressionBucket, matrices: Sequence[LowRankMatrix]
+) -> tuple[int, int]:
     """Return the elements of the two messages."""
     rest = bucket.n - sum(matrix.n * matrix.m for matrix in matrices)
     return rest + sum(matrix.r * matrix.n for matrix in matrices), sum(
@@ -133,7 +137,7 @@ def message_lengths(bucket: Bucket, matrices: Sequence[Matrix]) -> tuple[int, in
     )
 
 
-def rest_of(bucket: Bucket, matrices: Sequence[Matrix]) -> list[slice]:
+def rest_of(bucket: CompressionBucket, matrices: Sequence[LowRankMatrix]) -> list[slice]:
     """Return the parts of the vector between the matrices."""
     ends = [0, *(matrix.start + matrix.n * matrix.m for matrix in matrices)]
     starts = [*(matrix.start for matrix in matrices), bucket.n]
@@ -164,7 +168,7 @@ class PowerSGDCompressor:
     few long rows than with few long columns.
     """
 
-    def __init__(self, bucket: Bucket, settings: PowerSGD, seed: int) -> None:
+    def __init__(self, bucket: CompressionBucket, settings: PowerSGD, seed: int) -> None:
         self.bucket = bucket
         self.settings = settings
         self.matrices = matrices_of(bucket, settings, None)

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from dure.collectives.compression.bucket import Bucket
+from dure.collectives.compression.bucket import CompressionBucket
 from dure.collectives.compression.compression import Compression
 from dure.collectives.compression.gathered import Codec
 from dure.collectives.compression.packing import BLOCK, numbers, pack, packed_bytes, unpack
@@ -59,7 +59,7 @@ class QSGD(Compression):
         """Bits a number: ⌈log2(2 · levels + 1)⌉."""
         return (2 * self.levels).bit_length()
 
-    def codec(self, bucket: Bucket) -> Codec:
+    def codec(self, bucket: CompressionBucket) -> Codec:
         return QSGDCodec(bucket, self)
 
 
@@ -69,7 +69,7 @@ class QSGDCodec:
     Each level takes b bits.
     """
 
-    def __init__(self, bucket: Bucket, settings: QSGD) -> None:
+    def __init__(self, bucket: CompressionBucket, settings: QSGD) -> None:
         self.bucket = bucket
         self.levels = settings.levels
         self.bits = settings.bits
@@ -96,7 +96,7 @@ class QSGDCodec:
     def encode(self, vector: Tensor, payload: Tensor, seed: int, position: Sequence[int]) -> None:
         norms = numbers(payload[: self.split], vector.dtype)
         levels = payload[self.split :]
-        noise = Noise(derive(seed, "qsgd", *position), vector.dtype, vector.device)
+        noise = RoundingNoise(derive(seed, "qsgd", *position), vector.dtype, vector.device)
         scratch = vector.new_empty(-(-min(self.step, len(vector)) // self.length), self.length)
         whole = len(vector) // self.length * self.length
         norms[: whole // self.length] = norms_of(vector[:whole].view(-1, self.length))
@@ -158,7 +158,7 @@ def norms_of(rows: Tensor) -> Tensor:
     return norms.masked_fill_(~norms.isfinite(), torch.nan)
 
 
-class Noise:
+class RoundingNoise:
     """Random numbers, uniform in [1, 2), that depend on the seed alone.
 
     The bits of the mantissa are drawn.

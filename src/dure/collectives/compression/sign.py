@@ -21,7 +21,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from dure.collectives.compression.bucket import Bucket
+from dure.collectives.compression.bucket import CompressionBucket
 from dure.collectives.compression.compression import Compression
 from dure.collectives.compression.gathered import Codec
 from dure.collectives.compression.packing import (
@@ -41,14 +41,14 @@ class Sign(Compression):
     name: ClassVar[str] = "sign"
     remembers: ClassVar[bool] = True
 
-    def codec(self, bucket: Bucket) -> Codec:
+    def codec(self, bucket: CompressionBucket) -> Codec:
         return SignCodec(bucket)
 
 
 class SignCodec:
     """Codec with the payload: the mean magnitude of each tensor; then the signs of each."""
 
-    def __init__(self, bucket: Bucket) -> None:
+    def __init__(self, bucket: CompressionBucket) -> None:
         self.bucket = bucket
         self.columns = [(1, length) for length in bucket.lengths]
         self.split = len(self.columns) * bucket.work.itemsize

@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dure.collectives.compression.bucket import Bucket
+from dure.collectives.compression.bucket import CompressionBucket
 from dure.collectives.compression.compression import Compression
 from dure.collectives.compression.gathered import Codec
 from dure.collectives.compression.packing import numbers
@@ -54,7 +54,7 @@ class TopK(Compression):
         if not 0 < self.ratio <= 1:
             raise ValueError(f"top-k: the ratio is above 0 and at most 1, not {self.ratio}")
 
-    def codec(self, bucket: Bucket) -> Codec:
+    def codec(self, bucket: CompressionBucket) -> Codec:
         return TopKCodec(bucket, self.ratio)
 
 
@@ -64,7 +64,7 @@ class TopKCodec:
     Places are int32 and ascending.
     """
 
-    def __init__(self, bucket: Bucket, ratio: float) -> None:
+    def __init__(self, bucket: CompressionBucket, ratio: float) -> None:
         if bucket.n >= 2**31:
             raise ValueError(
                 f"top-k: places of 32 bits reach up to {2**31 - 1} numbers, not {bucket.n}: use "

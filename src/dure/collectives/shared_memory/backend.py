@@ -24,14 +24,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from dure.collectives.arguments import check_rank
-from dure.collectives.shared_memory import leaving, sparse, torch_calls, torch_doors
-from dure.collectives.shared_memory.aliases import (
-    check_apart,
-    check_outputs,
-    check_writable,
-    kept,
-    meets,
-)
+from dure.collectives.shared_memory import group_lifecycle, sparse, torch_calls, torch_patches
 from dure.collectives.shared_memory.arguments import (
     check_alike,
     check_gathered,
@@ -46,20 +39,27 @@ from dure.collectives.shared_memory.arguments import (
     some,
     split,
 )
-from dure.collectives.shared_memory.begun import BegunCalls
+from dure.collectives.shared_memory.begun_calls import BegunCalls
 from dure.collectives.shared_memory.calls import AVG, NUMBER_OF, SUM, check_tensor, operation_of
 from dure.collectives.shared_memory.device_backend import DeviceBackend
 from dure.collectives.shared_memory.host import Collectives
 from dure.collectives.shared_memory.mailbox import ANY, Mailbox
-from dure.collectives.shared_memory.meeting import Core, meet
-from dure.collectives.shared_memory.moves import Moves
+from dure.collectives.shared_memory.overlap_checks import (
+    check_apart,
+    check_outputs,
+    check_writable,
+    kept,
+    meets,
+)
 from dure.collectives.shared_memory.portable import folded
+from dure.collectives.shared_memory.rendezvous import Core, find_hosts
 from dure.collectives.shared_memory.torch_calls import limit_of, profiler_enabled, torch_call
-from dure.collectives.shared_memory.torch_texts import at_monitored_barrier
-from dure.collectives.shared_memory.transport import OverMemory
-from dure.collectives.shared_memory.two_hosts.across import Across
-from dure.collectives.shared_memory.work import FINISHED, Line, Work
-from dure.collectives.transport import Carried
+from dure.collectives.shared_memory.torch_collectives import TorchCollectives
+from dure.collectives.shared_memory.torch_error_texts import at_monitored_barrier
+from dure.collectives.shared_memory.transport import SharedMemoryTransport
+from dure.collectives.shared_memory.two_hosts.inter_host import InterHostCollectives
+from dure.collectives.shared_memory.work import FINISHED, CallHandle, CallQueue
+from dure.collectives.transport import HasTransport
 from dure.errors import CallError, PeerLostError
 from dure.tensors.overlap import any_overlap, overlap
 
@@ -89,7 +89,7 @@ def create(backend_options: Any, options: Options | None = None) -> SharedMemory
     )
 
 
-class SharedMemoryGroup(DeviceBackend, dist.ProcessGroup, Carried):
+class SharedMemoryGroup(DeviceBackend, dist.ProcessGroup, HasTransport):
     """Process group of the backend `dure`. Users get it from init_process_group and new_group.
 
     It is its own backend for the CPU. Further members are: `all_reduce`, the fast path to a sum;
@@ -121,7 +121,7 @@ class SharedMemoryGroup(DeviceBackend, dist.ProcessGroup, Carried):
         self._description = ""
         # The store may still contain keys of an earlier group of the same ranks.
         store = PrefixStore(f"group {store.add(f'groups of {rank}', 1)}", store)
-        self.hosts, self._host = meet(
+        self.hosts, self._host = find_hosts(
             store=store,
             rank=rank,
             names=names,
@@ -129,13 +129,15 @@ class SharedMemoryGroup(DeviceBackend, dist.ProcessGroup, Carried):
             wanted=options.core,
         )
         self._across = (
-            Across(store=store, rank=rank, hosts=self.hosts, host=self._host, names=names)
+            InterHostCollectives(
+                store=store, rank=rank, hosts=self.hosts, host=self._host, names=names
+            )
             if len(self.hosts) > 1
             else None
         )
         self._ranks: Collectives = self._across or self._host
-        self._moves = Moves(self._ranks, rank, size)
-        self._line = Line(f"dure group of {size}", self._host.failed)
+        self._moves = TorchCollectives(self._ranks, rank, size)
+        self._line = CallQueue(f"dure group of {size}", self._host.failed)
         # Replaces the method on this object, so that callers get the fast path directly.
         if self._across is None:
             self.all_reduce = self._host.direct(self._line, self.all_reduce)
@@ -149,7 +151,7 @@ class SharedMemoryGroup(DeviceBackend, dist.ProcessGroup, Carried):
             rank=rank,
             size=size,
         )
-        self.transport = OverMemory(
+        self.transport = SharedMemoryTransport(
             host=self._host,
             here=self._here,
             mailbox=self._mailbox,
@@ -160,8 +162,8 @@ class SharedMemoryGroup(DeviceBackend, dist.ProcessGroup, Carried):
             sum=self.all_reduce,
         )
         self._closed = False
-        leaving.remember(self)
-        torch_doors.open_doors(SharedMemoryGroup)
+        group_lifecycle.remember(self)
+        torch_patches.patch_torch(SharedMemoryGroup)
 
     # What torch asks of a group.
 
@@ -242,7 +244,7 @@ class SharedMemoryGroup(DeviceBackend, dist.ProcessGroup, Carried):
         *,
         op: Any = None,
         tensor: Tensor | None = None,
-    ) -> Work:
+    ) -> CallHandle:
         # Fast path for the common case, a single tensor and a synchronous call. torch's own
         # function calls in this way, without a timeout for the call.
         if (
@@ -262,7 +264,7 @@ class SharedMemoryGroup(DeviceBackend, dist.ProcessGroup, Carried):
     @torch_call(
         "allreduce_", "all_reduce", "tensors opts", torch_calls.short_all_reduce, tensor_at=0
     )
-    def _all_reduce_of_any_form(self, tensors: list[Tensor], opts: Any = None) -> Work:
+    def _all_reduce_of_any_form(self, tensors: list[Tensor], opts: Any = None) -> CallHandle:
         op = operation_of(opts.reduceOp) if opts is not None else SUM
         return self._issue(self._prepared_all_reduce(tensors, op), opts, tensors)
 
@@ -297,7 +299,7 @@ class SharedMemoryGroup(DeviceBackend, dist.ProcessGroup, Carried):
         return run
 
     @torch_call("allreduce_coalesced_", "all_reduce", "tensors opts")
-    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Work:
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> CallHandle:
         op = operation_of(opts.reduceOp) if opts is not None else SUM
         some("all_reduce", tensors)
         tensors = [reducible(tensor, op) for tensor in tensors]
@@ -315,7 +317,7 @@ class SharedMemoryGroup(DeviceBackend, dist.ProcessGroup, Carried):
         return self._issue(run, opts, tensors)
 
     @torch_call("reduce_", "reduce", "tensors opts", torch_calls.short_reduce, tensor_at=0)
-    def reduce(self, tensors: list[Tensor], opts: Any = None) -> Work:
+    def reduce(self, tensors: list[Tensor], opts: Any = None) -> CallHandle:
         op = operation_of(opts.reduceOp) if opts is not None else SUM
         root = root_of(opts, self._size)
         tensor = reducible(single(tensors), op)
@@ -358,7 +360,7 @@ class SharedMemoryGroup(DeviceBackend, dist.ProcessGroup, Carried):
     )
     def reduce_scatter(
         self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None
-    ) -> Work:
+    ) -> CallHandle:
         op = operation_of(opts.reduceOp) if opts is not None else SUM
         output = single(outputs)
         blocks = single(inputs)
@@ -373,16 +375,18 @@ class SharedMemoryGroup(DeviceBackend, dist.ProcessGroup, Carried):
         return self._issue(run, opts, [output])
 
     @torch_call("_reduce_scatter_base_", "reduce_scatter", "outputTensor inputTensor opts")
-    def reduce_scatter_single(self, output: Tensor, source: Tensor, opts: Any = None) -> Work:
+    def reduce_scatter_single(self, output: Tensor, source: Tensor, opts: Any = None) -> CallHandle:
         return self._reduce_scatters([output], [source], opts)
 
     @torch_call("reduce_scatter_tensor_coalesced_", "reduce_scatter", "outputs inputs opts")
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
-    ) -> Work:
+    ) -> CallHandle:
         return self._reduce_scatters(outputs, inputs, opts)
 
-    def _reduce_scatters(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> Work:
+    def _reduce_scatters(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any
+    ) -> CallHandle:
         op = operation_of(opts.reduceOp) if opts is not None else SUM
         # All pairs are checked before the first call begins: a rank that fails in the middle would
         # end the group.
@@ -430,7 +434,7 @@ class SharedMemoryGroup(DeviceBackend, dist.ProcessGroup, Carried):
     # Copies.
 
     @torch_call("broadcast_", "broadcast", "tensors opts", torch_calls.short_broadcast, tensor_at=0)
-    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Work:
+    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> CallHandle:
         """Copy the root's tensor with the number `rootTensor` into all tensors of all ranks."""
         root = root_of(opts, self._size)
         some("broadcast", tensors)
@@ -479,7 +483,7 @@ class SharedMemoryGroup(DeviceBackend, dist.ProcessGroup, Carried):
     )
     def allgather(
         self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
-    ) -> Work:
+    ) -> CallHandle:
         """Fill each list of outputs with all inputs of rank 0, then all of rank 1, and so on."""
         some("all_gather", inputs)
         if len(outputs) != len(inputs):
@@ -515,7 +519,7 @@ class SharedMemoryGroup(DeviceBackend, dist.ProcessGroup, Carried):
     @torch_call("allgather_coalesced_", "all_gather", "output_lists input_list opts")
     def allgather_coalesced(
         self, output_lists: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
-    ) -> Work:
+    ) -> CallHandle:
         """Gather several tensors: output_lists[rank][k] is inputs[k] of `rank`."""
         some("all_gather", inputs)
         if any(len(outputs) != len(inputs) for outputs in output_lists):
@@ -539,16 +543,16 @@ class SharedMemoryGroup(DeviceBackend, dist.ProcessGroup, Carried):
         return self._issue(run, opts, everything)
 
     @torch_call("_allgather_base_", "all_gather", "output input opts")
-    def all_gather_single(self, output: Tensor, source: Tensor, opts: Any = None) -> Work:
+    def all_gather_single(self, output: Tensor, source: Tensor, opts: Any = None) -> CallHandle:
         return self._all_gathers([output], [source], opts)
 
     @torch_call("allgather_into_tensor_coalesced_", "all_gather", "outputs inputs opts")
     def all_gather_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
-    ) -> Work:
+    ) -> CallHandle:
         return self._all_gathers(outputs, inputs, opts)
 
-    def _all_gathers(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> Work:
+    def _all_gathers(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> CallHandle:
         check_pairs("all_gather", outputs, inputs)
         for output, source in zip(outputs, inputs, strict=True):
             check_tensor(output)
@@ -586,7 +590,9 @@ class SharedMemoryGroup(DeviceBackend, dist.ProcessGroup, Carried):
         torch_calls.short_gather,
         tensor_at=1,
     )
-    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Work:
+    def gather(
+        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
+    ) -> CallHandle:
         source = single(inputs)
         root = root_of(opts, self._size)
         targets = single(outputs) if outputs else []
@@ -613,7 +619,9 @@ class SharedMemoryGroup(DeviceBackend, dist.ProcessGroup, Carried):
         torch_calls.short_scatter,
         tensor_at=0,
     )
-    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Work:
+    def scatter(
+        self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None
+    ) -> CallHandle:
         output = single(outputs)
         root = root_of(opts, self._size)
         sources = single(inputs) if inputs else []
@@ -635,7 +643,7 @@ class SharedMemoryGroup(DeviceBackend, dist.ProcessGroup, Carried):
     @torch_call(
         "alltoall_", "all_to_all", "output_tensors input_tensors opts", torch_calls.short_all_to_all
     )
-    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> CallHandle:
         if len(outputs) != self._size or len(inputs) != self._size:
             raise CallError(
                 f"all_to_all among {self._size} ranks takes as many inputs and outputs, not "
@@ -667,7 +675,7 @@ class SharedMemoryGroup(DeviceBackend, dist.ProcessGroup, Carried):
         output_splits: list[int],
         input_splits: list[int],
         opts: Any = None,
-    ) -> Work:
+    ) -> CallHandle:
         check_like(output, output)
         check_like(source, output)
         if self._size > 1 and not (output.dim() and source.dim()):
@@ -704,7 +712,7 @@ class SharedMemoryGroup(DeviceBackend, dist.ProcessGroup, Carried):
     alltoall_base = all_to_all_single
 
     @torch_call("barrier", "barrier", "opts", torch_calls.short_barrier)
-    def barrier(self, opts: Any = None) -> Work:
+    def barrier(self, opts: Any = None) -> CallHandle:
         return self._issue(self._moves.barrier, opts, [])
 
     @torch_call("monitored_barrier_", "monitored_barrier", "timeout wait_all_ranks")
@@ -728,7 +736,7 @@ class SharedMemoryGroup(DeviceBackend, dist.ProcessGroup, Carried):
     # Messages.
 
     @torch_call("send", "send", "tensors dstRank tag")
-    def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> Work:
+    def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> CallHandle:
         tensor = single(tensors)
         check_tensor(tensor)
         check_rank(to, self._size)
@@ -737,7 +745,7 @@ class SharedMemoryGroup(DeviceBackend, dist.ProcessGroup, Carried):
         return self._mailbox.send(tensor, self._here.index(to), tag)
 
     @torch_call("recv_", "recv", "tensors srcRank tag")
-    def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> Work:
+    def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> CallHandle:
         tensor = single(tensors)
         check_tensor(tensor)
         check_writable(tensor)
@@ -747,7 +755,7 @@ class SharedMemoryGroup(DeviceBackend, dist.ProcessGroup, Carried):
         return self._mailbox.receive(tensor, self._here.index(source), tag)
 
     @torch_call("recv_any_source_", "recvAnySource", "tensors tag")
-    def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Work:
+    def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> CallHandle:
         tensor = single(tensors)
         check_tensor(tensor)
         check_writable(tensor)
@@ -760,7 +768,7 @@ class SharedMemoryGroup(DeviceBackend, dist.ProcessGroup, Carried):
 
     # The order of calls, and the end.
 
-    def _issue(self, run: Callable[[], None], opts: Any, tensors: Sequence[Any]) -> Work:
+    def _issue(self, run: Callable[[], None], opts: Any, tensors: Sequence[Any]) -> CallHandle:
         """Run a call at once if it is synchronous; else put it in the queue."""
         self._sequence += 1
         run = self._within(limit_of(opts), run)
@@ -789,7 +797,7 @@ class SharedMemoryGroup(DeviceBackend, dist.ProcessGroup, Carried):
     def _start_coalescing(self, device: torch.device) -> None:
         """Do nothing: calls run in the order of their issue anyway."""
 
-    def _end_coalescing(self, device: torch.device) -> Work:
+    def _end_coalescing(self, device: torch.device) -> CallHandle:
         return self._line.later(lambda: None, [])
 
     def abort(self) -> None:
@@ -818,7 +826,7 @@ class SharedMemoryGroup(DeviceBackend, dist.ProcessGroup, Carried):
         self._host.leave()
         if self._across is not None:
             self._across.close()
-        leaving.keep(self.begun.close())
+        group_lifecycle.keep(self.begun.close())
         # Before memory is released: references to this group's calls raise from now on.
         for name in _OF_RANKS:
             setattr(self._ranks, name, _destroyed)

@@ -96,7 +96,7 @@ def name_of(dtype: int) -> str:
 
 
 @dataclass(frozen=True)
-class Call:
+class CollectiveCall:
     """Call of a rank in a collective.
 
     count: elements. extra: a hash of the sizes if they may be unequal, else 0.
@@ -189,7 +189,7 @@ def bytes_of(tensor: Tensor) -> Tensor:
     return flat(tensor).view(torch.uint8)
 
 
-def mismatch(number: int, calls: Sequence[Call], names: Sequence[int]) -> MismatchError:
+def mismatch(number: int, calls: Sequence[CollectiveCall], names: Sequence[int]) -> MismatchError:
     """Return the error for ranks whose calls differ; the same on every rank.
 
     names: names of the ranks in errors.
@@ -204,7 +204,10 @@ def mismatch(number: int, calls: Sequence[Call], names: Sequence[int]) -> Mismat
 
 
 def unequal(
-    number: int, call: Call, deal: Callable[[int, int], tuple[int, int]], names: Sequence[int]
+    number: int,
+    call: CollectiveCall,
+    deal: Callable[[int, int], tuple[int, int]],
+    names: Sequence[int],
 ) -> MismatchError:
     """Return the error for the first pair of ranks with different offered and wanted bytes.
 

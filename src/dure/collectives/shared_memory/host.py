@@ -14,9 +14,9 @@ from typing import Protocol
 import msgspec
 from torch import Tensor
 
-from dure.collectives.shared_memory.calls import Call
-from dure.collectives.shared_memory.torch_texts import not_in_time
-from dure.collectives.shared_memory.work import Line
+from dure.collectives.shared_memory.calls import CollectiveCall
+from dure.collectives.shared_memory.torch_error_texts import not_in_time
+from dure.collectives.shared_memory.work import CallQueue
 from dure.errors import PeerLostError
 
 TICK = 0.1
@@ -24,7 +24,7 @@ TICK = 0.1
 
 
 @dataclass(frozen=True)
-class Members:
+class HostMembers:
     """Ranks of a group on this host.
 
     rank: this rank's position among them; names: names of the ranks in errors; processes: their
@@ -41,7 +41,7 @@ class Members:
 
 
 @dataclass(frozen=True)
-class Pull:
+class PeerRead:
     """Bytes that a rank reads from a peer's input: from `offset` on, as many as `into` has.
 
     into: contiguous.
@@ -52,7 +52,7 @@ class Pull:
 
 
 @dataclass(frozen=True)
-class Deal:
+class ByteOffer:
     """Bytes that a rank offers to a peer, and number of bytes that it wants from the peer.
 
     offset, nbytes: the offered range of its input, in bytes.
@@ -64,7 +64,7 @@ class Deal:
 
 
 @dataclass(frozen=True)
-class Progress:
+class CallProgress:
     """Progress of a rank.
 
     begun, finished: numbers of the last begun and the last finished call; last: the last begun
@@ -73,17 +73,17 @@ class Progress:
 
     begun: int
     finished: int
-    last: Call
+    last: CollectiveCall
     left: bool
 
 
-class Watch:
+class ProcessMonitor:
     """Monitor of processes by pidfd, to detect their end.
 
     This works for processes that are not children too, and immediately, before they are reaped.
     """
 
-    def __init__(self, members: Members) -> None:
+    def __init__(self, members: HostMembers) -> None:
         self._processes = members.processes
         self._fds = [_pidfd(process) for process in members.processes]
 
@@ -120,7 +120,7 @@ def _runs(process: int) -> bool:
         return False
 
 
-class Loss(msgspec.Struct):
+class PeerLoss(msgspec.Struct):
     """PeerLostError in the form that is sent to other ranks."""
 
     ranks: tuple[int, ...]
@@ -129,7 +129,7 @@ class Loss(msgspec.Struct):
     reason: str
 
     @classmethod
-    def of(cls, error: PeerLostError) -> Loss:
+    def of(cls, error: PeerLostError) -> PeerLoss:
         return cls(error.ranks, error.operation, error.step, error.reason)
 
     def error(self) -> PeerLostError:
@@ -137,7 +137,7 @@ class Loss(msgspec.Struct):
 
 
 class Collectives(Protocol):
-    """Operations of the ranks of a group on a single host (`Host`) or on several (`Across`)."""
+    """Operations of a group's ranks on a host (`Host`) or on several (`InterHostCollectives`)."""
 
     def all_reduce(self, tensor: Tensor, op: int, root: int = -1) -> None:
         """Reduce in place; with a root only the root's tensor changes.
@@ -145,15 +145,17 @@ class Collectives(Protocol):
         op: a number of `calls.OPERATIONS`.
         """
 
-    def reduce_scatter(self, blocks: Sequence[Tensor], out: Tensor, op: int, call: Call) -> None:
+    def reduce_scatter(
+        self, blocks: Sequence[Tensor], out: Tensor, op: int, call: CollectiveCall
+    ) -> None:
         """Write the reduction of all ranks' `blocks[rank]` to `out`."""
 
     def exchange(
         self,
-        call: Call,
+        call: CollectiveCall,
         parts: Sequence[Tensor],
-        pulls: dict[int, Pull],
-        deals: Sequence[Deal] | None = None,
+        pulls: dict[int, PeerRead],
+        deals: Sequence[ByteOffer] | None = None,
     ) -> None:
         """Offer `parts`, concatenated, and pull the wanted bytes from the peers.
 
@@ -168,10 +170,10 @@ class Host(ABC):
     A single thread at a time calls collectives. Tensors are dense, contiguous and on the CPU.
     """
 
-    def __init__(self, members: Members, timeout: float) -> None:
+    def __init__(self, members: HostMembers, timeout: float) -> None:
         self.members = members
         self.timeout = timeout
-        self._watch = Watch(members)
+        self._watch = ProcessMonitor(members)
         self._error: BaseException | None = None  # from `tick`, through C, to `failure`
         # For a group that spans hosts: this rank's call as text; additional seconds of waiting,
         # because a peer may itself wait for the network; a function that publishes a loss to other
@@ -184,7 +186,9 @@ class Host(ABC):
     in_c = False
     """Whether this is the C core."""
 
-    def direct(self, line: Line, otherwise: Callable[[Tensor, int], None]) -> Callable[..., None]:
+    def direct(
+        self, line: CallQueue, otherwise: Callable[[Tensor, int], None]
+    ) -> Callable[..., None]:
         """Return `all_reduce(tensor, op)` by the fast path, in the queue's turn.
 
         otherwise: fallback for tensors and situations that need more checks.
@@ -234,16 +238,16 @@ class Host(ABC):
 
     @abstractmethod
     def reduce_scatter(
-        self, blocks: Sequence[Tensor], out: Tensor, op: int, call: Call
+        self, blocks: Sequence[Tensor], out: Tensor, op: int, call: CollectiveCall
     ) -> None: ...
 
     @abstractmethod
     def exchange(
         self,
-        call: Call,
+        call: CollectiveCall,
         parts: Sequence[Tensor],
-        pulls: dict[int, Pull],
-        deals: Sequence[Deal] | None = None,
+        pulls: dict[int, PeerRead],
+        deals: Sequence[ByteOffer] | None = None,
     ) -> None: ...
 
     channel_bytes = 0
@@ -277,11 +281,11 @@ class Host(ABC):
         """Wake the threads that wait for the bell of `rank`."""
 
     @abstractmethod
-    def progress(self, rank: int) -> Progress:
+    def progress(self, rank: int) -> CallProgress:
         """Return the progress of a rank of this host."""
 
     @abstractmethod
-    def current(self) -> tuple[int, Call]:
+    def current(self) -> tuple[int, CollectiveCall]:
         """Return the number of this rank's last call, and the call."""
 
     @abstractmethod
@@ -317,7 +321,7 @@ class Host(ABC):
         """
         # First the agreement of the hosts, then the agreement of this host's ranks. If another rank
         # has published before, all ranks raise that first loss.
-        self._publish_loss(msgspec.json.encode(Loss.of(self.tell(loss))))
+        self._publish_loss(msgspec.json.encode(PeerLoss.of(self.tell(loss))))
         return self.aborted() or loss
 
     def aborted(self) -> PeerLostError | None:
@@ -327,7 +331,7 @@ class Host(ABC):
             return None
         # A text longer than its buffer was cut off, and is then used without decoding.
         with contextlib.suppress(msgspec.DecodeError):
-            return msgspec.json.decode(text, type=Loss).error()
+            return msgspec.json.decode(text, type=PeerLoss).error()
         return PeerLostError((), "a call", "this group", text.decode(errors="replace"))
 
     def look_around(self, waited: float) -> PeerLostError | None:

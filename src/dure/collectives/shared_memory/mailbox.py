@@ -21,7 +21,7 @@ from torch import Tensor
 
 from dure.collectives.shared_memory.calls import bytes_of
 from dure.collectives.shared_memory.host import TICK, Host
-from dure.collectives.shared_memory.work import Work
+from dure.collectives.shared_memory.work import CallHandle
 from dure.errors import MismatchError, PeerLostError
 
 _HEADER = struct.Struct("<qqq")  # bytes, tag, dtype
@@ -35,7 +35,7 @@ _QUIET_ROUNDS = 50
 """Rounds of `_SOON` seconds without messages in progress after which the thread sleeps."""
 
 
-class Letter:
+class PendingMessage:
     """Send or receive in progress.
 
     peer: its other end, or ANY; name: its name in errors. Only a thread with the mailbox's lock may
@@ -55,7 +55,7 @@ class Letter:
         self.header = b""
         self.done = False
         self.error: BaseException | None = None
-        self.receipt: Receipt | None = None
+        self.receipt: MessageWork | None = None
 
     def finish(self, error: BaseException | None = None) -> None:
         """Mark the send or receive as done, or failed."""
@@ -75,13 +75,13 @@ class Letter:
         self.finish()
 
 
-class Receipt(Work):
+class MessageWork(CallHandle):
     """Handle of a letter for torch and for asynchronous callers.
 
     `wait` makes progress on the letter itself.
     """
 
-    def __init__(self, letter: Letter) -> None:
+    def __init__(self, letter: PendingMessage) -> None:
         super().__init__([letter.tensor])
         self._letter = letter
 
@@ -98,7 +98,7 @@ class _Stream:
     length: int = -1  # of the body; -1 while the header is not complete
     kind: int = 0
     body: Tensor | None = None
-    letter: Letter | None = None
+    letter: PendingMessage | None = None
     fits: bool = False  # whether the body is received directly into the letter's tensor
     aside: _Aside | None = None
 
@@ -110,7 +110,7 @@ class _Aside:
     kind: int
     body: Tensor
     complete: bool = False
-    letter: Letter | None = None  # a receive that came while the body was coming in
+    letter: PendingMessage | None = None  # a receive that came while the body was coming in
 
 
 class Mailbox:
@@ -128,8 +128,8 @@ class Mailbox:
         self._others = [rank for rank in range(host.members.size) if rank != self._own]
         self._lock = threading.RLock()
         # Sends by receiver, in the order of sending; and the receives without a message yet.
-        self._leaving: dict[int, deque[Letter]] = {}
-        self._wanted: list[Letter] = []
+        self._leaving: dict[int, deque[PendingMessage]] = {}
+        self._wanted: list[PendingMessage] = []
         self._streams = [_Stream() for _ in range(host.members.size)]
         self._aside: list[_Aside] = []
         self._thread: threading.Thread | None = None
@@ -139,10 +139,10 @@ class Mailbox:
         self._moves = 0  # steps with progress; a change shows that another thread makes progress
         self._carriers = 0  # threads that make progress on letters now
 
-    def send(self, tensor: Tensor, to: int, tag: int) -> Work:
+    def send(self, tensor: Tensor, to: int, tag: int) -> CallHandle:
         """Begin to send; the tensor may be changed when the work is done."""
         letter = self._letter_to(tensor, to, tag)
-        receipt = letter.receipt = Receipt(letter)
+        receipt = letter.receipt = MessageWork(letter)
         with self._lock:
             self._raise_if_over()
             # A message to this rank itself never meets a channel: a copy is put aside at once.
@@ -156,13 +156,13 @@ class Mailbox:
         self._care_for(letter)
         return receipt
 
-    def _letter_to(self, tensor: Tensor, to: int, tag: int) -> Letter:
+    def _letter_to(self, tensor: Tensor, to: int, tag: int) -> PendingMessage:
         name = f"send(to rank {self._host.members.names[to]}, tag {tag})"
-        letter = Letter(mailbox=self, tensor=tensor, peer=to, tag=tag, name=name)
+        letter = PendingMessage(mailbox=self, tensor=tensor, peer=to, tag=tag, name=name)
         letter.header = _HEADER.pack(letter.dense.nbytes, tag, self._number_of[tensor.dtype])
         return letter
 
-    def post(self, tensor: Tensor, to: int, tag: int) -> Work | None:
+    def post(self, tensor: Tensor, to: int, tag: int) -> CallHandle | None:
         """Do `send` for a contiguous tensor by a faster path; None if the send is complete."""
         if to == self._own:
             return self.send(tensor, to, tag)
@@ -180,15 +180,15 @@ class Mailbox:
             # The rest is sent like any other letter, from the byte at which it stopped.
             letter = self._letter_to(tensor, to, tag)
             letter.moved = went
-            receipt = letter.receipt = Receipt(letter)
+            receipt = letter.receipt = MessageWork(letter)
             self._leaving.setdefault(to, deque()).append(letter)
         self._care_for(letter)
         return receipt
 
-    def receive(self, tensor: Tensor, source: int, tag: int) -> Work:
+    def receive(self, tensor: Tensor, source: int, tag: int) -> CallHandle:
         """Begin to receive from `source`, or from ANY; the work's `source` is the sender."""
         letter = self._letter_from(tensor, source, tag)
-        receipt = letter.receipt = Receipt(letter)
+        receipt = letter.receipt = MessageWork(letter)
         with self._lock:
             self._raise_if_over()
             self._ask(letter)
@@ -196,9 +196,9 @@ class Mailbox:
         self._care_for(letter)
         return receipt
 
-    def _letter_from(self, tensor: Tensor, source: int, tag: int) -> Letter:
+    def _letter_from(self, tensor: Tensor, source: int, tag: int) -> PendingMessage:
         whom = "any rank" if source == ANY else f"rank {self._host.members.names[source]}"
-        return Letter(
+        return PendingMessage(
             mailbox=self, tensor=tensor, peer=source, tag=tag, name=f"recv(from {whom}, tag {tag})"
         )
 
@@ -221,7 +221,7 @@ class Mailbox:
         if letter.error is not None:
             raise letter.error
 
-    def _ask(self, letter: Letter) -> None:
+    def _ask(self, letter: PendingMessage) -> None:
         """Match a receive with buffered messages, or register it; the lock is held."""
         # In the order of arrival, so that of two messages with the same tag the first is taken
         # first. An incomplete message matches too, and is handed over when it is complete.
@@ -234,7 +234,7 @@ class Mailbox:
                 return
         self._wanted.append(letter)
 
-    def carry_until(self, letter: Letter, seconds: float | None) -> bool:
+    def carry_until(self, letter: PendingMessage, seconds: float | None) -> bool:
         """Make progress on all messages until this letter is done; False after `seconds`."""
         start = looked = time.monotonic()
         # From now on `close` waits for this thread, because it uses the channels.
@@ -310,7 +310,7 @@ class Mailbox:
                 self._host.ring(self._own)
         return moved
 
-    def _push(self, to: int, letter: Letter) -> bool:
+    def _push(self, to: int, letter: PendingMessage) -> bool:
         """Send further bytes; return whether any were sent, or none remained."""
         done = max(0, letter.moved - _HEADER.size)  # bytes of the body that have left
         header = letter.header[letter.moved :]
@@ -371,7 +371,7 @@ class Mailbox:
             self._aside.append(stream.aside)
         return True
 
-    def _wanted_by(self, source: int, tag: int) -> Letter | None:
+    def _wanted_by(self, source: int, tag: int) -> PendingMessage | None:
         """Return and remove the first receive that matches such a message, or None."""
         for index, letter in enumerate(self._wanted):
             if letter.tag == tag and letter.peer in (ANY, source):
@@ -426,10 +426,10 @@ class Mailbox:
         bytes_of(letter.dense).copy_(aside.body)
         letter.delivered(aside.source)
 
-    def _fits(self, letter: Letter, nbytes: int, kind: int) -> bool:
+    def _fits(self, letter: PendingMessage, nbytes: int, kind: int) -> bool:
         return nbytes == letter.dense.nbytes and kind == self._number_of[letter.tensor.dtype]
 
-    def _misfit(self, letter: Letter, source: int, nbytes: int) -> MismatchError:
+    def _misfit(self, letter: PendingMessage, source: int, nbytes: int) -> MismatchError:
         """Return the error of a receive whose message has another size or dtype."""
         # Only the receiver gets the error: the sender has already completed its send.
         sent = f"send of {nbytes} bytes with tag {letter.tag}"
@@ -440,7 +440,7 @@ class Mailbox:
 
     # Trouble, and the thread.
 
-    def _look_around(self, letter: Letter, waited: float) -> PeerLostError | None:
+    def _look_around(self, letter: PendingMessage, waited: float) -> PeerLostError | None:
         """Return the error for the peers of a letter, if any, after a tick."""
         ended = self._host.aborted()
         if ended is not None:
@@ -477,7 +477,7 @@ class Mailbox:
         if self._host.is_over():
             raise self._host.aborted() or AssertionError("over without a reason")
 
-    def _care_for(self, letter: Letter) -> None:
+    def _care_for(self, letter: PendingMessage) -> None:
         """Make the thread take over a letter for which possibly no thread waits."""
         if letter.done or self._work_to_do.is_set():
             return

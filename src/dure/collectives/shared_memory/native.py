@@ -30,13 +30,13 @@ from dure.collectives.shared_memory.calls import (
     NUMBER_OF,
     SENSIBLE,
     SUM,
-    Call,
+    CollectiveCall,
     mismatch,
     unequal,
 )
-from dure.collectives.shared_memory.host import Deal, Host, Members, Progress, Pull
-from dure.collectives.shared_memory.pool import Mapping, Pool
-from dure.collectives.shared_memory.work import Line
+from dure.collectives.shared_memory.host import ByteOffer, CallProgress, Host, HostMembers, PeerRead
+from dure.collectives.shared_memory.pool import SharedMapping, SharedMemoryPool
+from dure.collectives.shared_memory.work import CallQueue
 from dure.machine.c_library import c_library
 
 # As in core.h, which has more of each.
@@ -60,7 +60,7 @@ longer message waits until the receiver has freed space, and until a thread gets
 """
 
 
-class Posted(Structure):
+class PostedCall(Structure):
     """Call of a rank in C: `struct call` in core.h, field by field."""
 
     _fields_ = (
@@ -77,8 +77,8 @@ class Posted(Structure):
         ("begun_at", c_uint64),
     )
 
-    def call(self) -> Call:
-        return Call(
+    def call(self) -> CollectiveCall:
+        return CollectiveCall(
             kind=self.kind,
             dtype=self.dtype,
             op=self.op,
@@ -180,23 +180,26 @@ def _declared(core: ctypes.CDLL) -> ctypes.CDLL:
         "core_abort": (c_int, (c_void_p, c_char_p)),
         "core_aborted": (c_char_p, (c_void_p,)),
         "core_look": (c_uint64, (c_void_p, c_int, c_int)),
-        "core_last_call": (None, (c_void_p, c_int, POINTER(Posted))),
-        "core_this_call": (None, (c_void_p, c_int, POINTER(Posted))),
+        "core_last_call": (None, (c_void_p, c_int, POINTER(PostedCall))),
+        "core_this_call": (None, (c_void_p, c_int, POINTER(PostedCall))),
         "core_deal": (None, (c_void_p, c_int, c_int, POINTER(_Deal))),
         "core_instructions": (c_char_p, ()),
         "core_all_reduce": (
             c_int,
             (c_void_p, c_int, c_int, c_uint64, c_void_p),
         ),
-        "core_reduce_scatter": (c_int, (c_void_p, POINTER(Posted), c_void_p, c_void_p)),
+        "core_reduce_scatter": (c_int, (c_void_p, POINTER(PostedCall), c_void_p, c_void_p)),
         "core_begin_reduce_scatter": (
             c_int,
-            (c_void_p, POINTER(Posted), c_void_p, POINTER(_Part), c_int),
+            (c_void_p, POINTER(PostedCall), c_void_p, POINTER(_Part), c_int),
         ),
-        "core_begin_all_reduce": (c_int, (c_void_p, POINTER(Posted))),
+        "core_begin_all_reduce": (c_int, (c_void_p, POINTER(PostedCall))),
         "core_end": (c_int, (c_void_p, c_uint64)),
         "core_is_read": (c_int, (c_void_p, c_uint64)),
-        "core_exchange": (c_int, (c_void_p, POINTER(Posted), c_void_p, c_int, c_void_p, c_void_p)),
+        "core_exchange": (
+            c_int,
+            (c_void_p, POINTER(PostedCall), c_void_p, c_int, c_void_p, c_void_p),
+        ),
         "core_channel_write": (c_uint64, (c_void_p, c_int, c_char_p, c_uint64, c_void_p, c_uint64)),
         "core_channel_read": (c_uint64, (c_void_p, c_int, c_void_p, c_uint64)),
         "core_channel_take": (c_int, (c_void_p, c_int, c_char_p, c_uint64, c_void_p, c_uint64)),
@@ -254,11 +257,11 @@ class NativeHost(Host):
 
     def __init__(
         self,
-        members: Members,
+        members: HostMembers,
         timeout: float,
-        segment: Mapping,
-        pool: Pool,
-        peers: Sequence[Mapping],
+        segment: SharedMapping,
+        pool: SharedMemoryPool,
+        peers: Sequence[SharedMapping],
         patience: tuple[float, float],
     ) -> None:
         super().__init__(members, timeout)
@@ -307,7 +310,9 @@ class NativeHost(Host):
         if status:
             raise self._failed(status)
 
-    def direct(self, line: Line, otherwise: Callable[[Tensor, int], None]) -> Callable[..., None]:
+    def direct(
+        self, line: CallQueue, otherwise: Callable[[Tensor, int], None]
+    ) -> Callable[..., None]:
         # All lookups are done once: a sum of a few kilobytes takes no longer than a few attribute
         # lookups in Python.
         reduce = _short_way() or self._by_ctypes
@@ -343,7 +348,9 @@ class NativeHost(Host):
     def _by_ctypes(self, function: int, core: int, code: int, count: int, address: int) -> int:
         return int(self._all_reduce(core, code, -1, count, address))
 
-    def reduce_scatter(self, blocks: Sequence[Tensor], out: Tensor, op: int, call: Call) -> None:
+    def reduce_scatter(
+        self, blocks: Sequence[Tensor], out: Tensor, op: int, call: CollectiveCall
+    ) -> None:
         parts = (_Part * len(blocks))(*(_Part(block.data_ptr(), block.nbytes) for block in blocks))
         posted = posted_call(call, sum(block.nbytes for block in blocks))
         status = self._c.core_reduce_scatter(self._core, posted, parts, out.data_ptr())
@@ -378,19 +385,21 @@ class NativeHost(Host):
         posted = self._posted_in_pool(BEGUN_ALL_REDUCE, message, op)
         return lambda: self._number_of(begin(self._core, posted), posted)
 
-    def _number_of(self, status: int, posted: Posted) -> int:
+    def _number_of(self, status: int, posted: PostedCall) -> int:
         """Return the number of a begun call; raise the error of its status."""
         if status:
             raise self._failed(status)
         return int(posted.number)
 
-    def _posted_in_pool(self, kind: int, message: Tensor, op: int) -> Posted:
+    def _posted_in_pool(self, kind: int, message: Tensor, op: int) -> PostedCall:
         """Return a call whose message is in this process's pool."""
         # An offset, because every rank has mapped the pool at a different address.
         offset = self._pool.offset(message.data_ptr(), message.nbytes)
         assert offset is not None
         posted = posted_call(
-            Call(kind=kind, dtype=NUMBER_OF[message.dtype], op=op, root=-1, count=message.numel()),
+            CollectiveCall(
+                kind=kind, dtype=NUMBER_OF[message.dtype], op=op, root=-1, count=message.numel()
+            ),
             message.nbytes,
         )
         posted.pool = offset
@@ -405,10 +414,10 @@ class NativeHost(Host):
 
     def exchange(
         self,
-        call: Call,
+        call: CollectiveCall,
         parts: Sequence[Tensor],
-        pulls: dict[int, Pull],
-        deals: Sequence[Deal] | None = None,
+        pulls: dict[int, PeerRead],
+        deals: Sequence[ByteOffer] | None = None,
     ) -> None:
         size = self.members.size
         given = (_Part * max(1, len(parts)))(
@@ -456,9 +465,9 @@ class NativeHost(Host):
         assert status == _BAD_SIZES
         return unequal(number, call, self._deal, self.members.names)
 
-    def _this_call(self, rank: int) -> Posted:
+    def _this_call(self, rank: int) -> PostedCall:
         """Return the current call of a rank, as posted."""
-        call = Posted()
+        call = PostedCall()
         self._c.core_this_call(self._core, rank, call)
         return call
 
@@ -488,16 +497,16 @@ class NativeHost(Host):
     def ring(self, rank: int) -> None:
         self._c.core_ring(self._core, rank)
 
-    def progress(self, rank: int) -> Progress:
-        call = Posted()
+    def progress(self, rank: int) -> CallProgress:
+        call = PostedCall()
         self._c.core_last_call(self._core, rank, call)
         # The numbers of `core_look` in life.c, here and below.
         begun, finished, left = (
             int(self._c.core_look(self._core, rank, what)) for what in (1, 2, 3)
         )
-        return Progress(begun, finished, call.call(), bool(left))
+        return CallProgress(begun, finished, call.call(), bool(left))
 
-    def current(self) -> tuple[int, Call]:
+    def current(self) -> tuple[int, CollectiveCall]:
         return int(self._c.core_look(self._core, 0, 5)), self._this_call(self.members.rank).call()
 
     def missing(self) -> list[int]:
@@ -528,8 +537,8 @@ class NativeHost(Host):
         self._core = None
 
 
-def posted_call(call: Call, nbytes: int) -> Posted:
-    return Posted(
+def posted_call(call: CollectiveCall, nbytes: int) -> PostedCall:
+    return PostedCall(
         bytes=nbytes,
         count=call.count,
         extra=call.extra,

@@ -29,7 +29,7 @@ _PUNCH_FROM = 1 << 24  # bytes from which memory goes back to the system; less i
 _MOST = 256 << 30  # so that the pools of hundreds of ranks fit into one address space
 
 
-class Mapping:
+class SharedMapping:
     """Shared mapping of a file: its address, its bytes, and a tensor over them."""
 
     def __init__(self, descriptor: int, nbytes: int) -> None:
@@ -50,7 +50,7 @@ def open_of(pid: int, descriptor: int, flags: int = os.O_RDWR) -> int:
     return os.open(f"/proc/{pid}/fd/{descriptor}", flags | os.O_CLOEXEC)
 
 
-class Pool:
+class SharedMemoryPool:
     """Shared memory of this process, and its free ranges.
 
     `allocate` and `release` may be called from any thread.
@@ -62,7 +62,7 @@ class Pool:
         while True:
             try:
                 os.ftruncate(self.descriptor, wanted)
-                self.mapping = Mapping(self.descriptor, wanted)
+                self.mapping = SharedMapping(self.descriptor, wanted)
                 break
             except (OSError, ValueError):  # less address space than memory, by some limit
                 if wanted < 1 << 26:
@@ -152,14 +152,14 @@ def _block_of(nbytes: int) -> type[ctypes.Array[ctypes.c_char]]:
     return type("Block", (ctypes.c_char * nbytes,), {})
 
 
-_pool: Pool | None = None
+_pool: SharedMemoryPool | None = None
 
 
-def pool() -> Pool:
+def pool() -> SharedMemoryPool:
     """Return the pool of this process, created at the first call."""
     global _pool
     if _pool is None:
-        _pool = Pool()
+        _pool = SharedMemoryPool()
     return _pool
 
 

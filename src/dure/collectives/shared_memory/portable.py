@@ -39,13 +39,20 @@ from dure.collectives.shared_memory.calls import (
     PRODUCT,
     REDUCE,
     SUM,
-    Call,
+    CollectiveCall,
     bytes_of,
     mismatch,
     unequal,
 )
-from dure.collectives.shared_memory.host import TICK, Deal, Host, Members, Progress, Pull
-from dure.collectives.shared_memory.pool import Mapping, open_of
+from dure.collectives.shared_memory.host import (
+    TICK,
+    ByteOffer,
+    CallProgress,
+    Host,
+    HostMembers,
+    PeerRead,
+)
+from dure.collectives.shared_memory.pool import SharedMapping, open_of
 
 _REASON_BYTES = 4096
 _STAGE_BYTES = 4 << 20
@@ -107,7 +114,7 @@ def folded(tensors: Sequence[Tensor], op: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Doors:
+class RankPipes:
     """Pipes of a rank: a pipe for the syncs of its peers, and a pipe for each peer's messages."""
 
     syncs: tuple[int, int]
@@ -115,7 +122,7 @@ class Doors:
     wake: tuple[int, int]
 
     @classmethod
-    def made(cls, size: int) -> Doors:
+    def made(cls, size: int) -> RankPipes:
         def pipe() -> tuple[int, int]:
             # Nonblocking, because a wait in the kernel would not notice the death of a peer.
             return os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -142,16 +149,16 @@ class PortableHost(Host):
     """Host over torch.
 
     segment: the group's shared memory, all zeros at first; descriptor: its file, closed by `close`.
-    doors: this rank's pipes; addresses: addresses of each rank's `Doors`.
+    doors: this rank's pipes; addresses: addresses of each rank's `RankPipes`.
     """
 
     def __init__(
         self,
-        members: Members,
+        members: HostMembers,
         timeout: float,
-        segment: Mapping,
+        segment: SharedMapping,
         descriptor: int,
-        doors: Doors,
+        doors: RankPipes,
         addresses: Sequence[Sequence[int]],
     ) -> None:
         super().__init__(members, timeout)
@@ -223,7 +230,7 @@ class PortableHost(Host):
         self._inbox = self._inbox[whole:]
         return True
 
-    def _begin(self, call: Call, nbytes: int) -> None:
+    def _begin(self, call: CollectiveCall, nbytes: int) -> None:
         """Post a call, before its first sync. nbytes: bytes of this rank's input."""
         self._number += 1
         own = self._seats[self.members.rank]
@@ -266,7 +273,7 @@ class PortableHost(Host):
 
     def all_reduce(self, tensor: Tensor, op: int, root: int = -1) -> None:
         flat = tensor.view(-1)
-        call = Call(
+        call = CollectiveCall(
             kind=ALL_REDUCE if root < 0 else REDUCE,
             dtype=NUMBER_OF[tensor.dtype],
             op=op,
@@ -296,7 +303,9 @@ class PortableHost(Host):
                     part.copy_(result)
         self._finish()
 
-    def reduce_scatter(self, blocks: Sequence[Tensor], out: Tensor, op: int, call: Call) -> None:
+    def reduce_scatter(
+        self, blocks: Sequence[Tensor], out: Tensor, op: int, call: CollectiveCall
+    ) -> None:
         size = self.members.size
         rank = self.members.rank
         self._begin(call, sum(block.nbytes for block in blocks))
@@ -327,10 +336,10 @@ class PortableHost(Host):
 
     def exchange(
         self,
-        call: Call,
+        call: CollectiveCall,
         parts: Sequence[Tensor],
-        pulls: dict[int, Pull],
-        deals: Sequence[Deal] | None = None,
+        pulls: dict[int, PeerRead],
+        deals: Sequence[ByteOffer] | None = None,
     ) -> None:
         rank = self.members.rank
         given = [bytes_of(part) for part in parts]
@@ -425,18 +434,18 @@ class PortableHost(Host):
 
     # What is known of each other.
 
-    def progress(self, rank: int) -> Progress:
+    def progress(self, rank: int) -> CallProgress:
         begun, finished, left, _, kind, dtype, op, root, count, extra = self._seats[
             rank, :10
         ].tolist()
-        return Progress(
+        return CallProgress(
             begun,
             finished,
-            Call(kind=kind, dtype=dtype, op=op, root=root, count=count, extra=extra),
+            CollectiveCall(kind=kind, dtype=dtype, op=op, root=root, count=count, extra=extra),
             bool(left),
         )
 
-    def current(self) -> tuple[int, Call]:
+    def current(self) -> tuple[int, CollectiveCall]:
         return self._number, self.progress(self.members.rank).last
 
     def missing(self) -> list[int]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dure.collectives.shared_memory.calls import AVG, NUMBER_OF, OPERATIONS, SUM, name_of
-from dure.collectives.shared_memory.moves import Moves
+from dure.collectives.shared_memory.torch_collectives import TorchCollectives
 from dure.errors import CallError, MismatchError
 
 _MOST_DIMENSIONS = 64  # torch has no tensors of more
@@ -46,7 +46,9 @@ def check_sparse(tensors: Sequence[Tensor], op: int) -> None:
         raise CallError(f"the average of {first.dtype} is not a {first.dtype}: sum it instead")
 
 
-def all_reduce(tensors: Sequence[Tensor], op: int, moves: Moves, names: Sequence[int]) -> None:
+def all_reduce(
+    tensors: Sequence[Tensor], op: int, moves: TorchCollectives, names: Sequence[int]
+) -> None:
     """Replace each of the tensors by the sum of all tensors of all ranks.
 
     names: names of the ranks in errors. Raises MismatchError, on all ranks, if shapes, dtypes or
@@ -89,7 +91,9 @@ def _form(tensor: Tensor) -> tuple[int, ...]:
     return NUMBER_OF[tensor.dtype], tensor.sparse_dim(), tensor.dense_dim(), *tensor.shape
 
 
-def _gathered_forms(form: tuple[int, ...], moves: Moves, size: int) -> list[tuple[int, ...]]:
+def _gathered_forms(
+    form: tuple[int, ...], moves: TorchCollectives, size: int
+) -> list[tuple[int, ...]]:
     """Return for each rank its number of elements and its `_form`."""
     row = torch.full((4 + _MOST_DIMENSIONS,), -1)
     row[: len(form)] = torch.tensor(form)

@@ -29,7 +29,7 @@ from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
     ScatterOptions,
 )
 
-from dure.collectives.shared_memory.work import Work
+from dure.collectives.shared_memory.work import CallHandle
 
 _record = torch._C._profiler._RecordFunctionFast
 profiler_enabled = torch._C._autograd._profiler_enabled
@@ -103,7 +103,7 @@ def _profiled(operation: str, event: str, call: Callable[[], Any], arguments: Se
         except BaseException:
             _end(record)
             raise
-        if isinstance(work, Work):
+        if isinstance(work, CallHandle):
             work.before_the_end(lambda: _end(record))
         else:
             _end(record)

@@ -11,19 +11,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dure.collectives.shared_memory.begun import BegunCalls
+from dure.collectives.shared_memory.begun_calls import BegunCalls
 from dure.collectives.shared_memory.calls import check_tensor, operation_of
 from dure.collectives.shared_memory.host import Host
 from dure.collectives.shared_memory.mailbox import HEADER_BYTES, Mailbox
-from dure.collectives.shared_memory.moves import Moves
-from dure.collectives.shared_memory.two_hosts.across import Across
-from dure.collectives.shared_memory.work import Line
-from dure.collectives.transport import Begun, Pending, Transport
+from dure.collectives.shared_memory.torch_collectives import TorchCollectives
+from dure.collectives.shared_memory.two_hosts.inter_host import InterHostCollectives
+from dure.collectives.shared_memory.work import CallQueue
+from dure.collectives.transport import BegunCall, Pending, Transport
 
 _DENSE = torch.strided
 
 
-class OverMemory(Transport):
+class SharedMemoryTransport(Transport):
     """Transport of a rank. sum: the fast path to a sum in place, from `Host.direct`.
 
     here: the ranks of this host, by whose positions the mailbox addresses them; across: transfers
@@ -37,10 +37,10 @@ class OverMemory(Transport):
         host: Host,
         here: Sequence[int],
         mailbox: Mailbox,
-        across: Across | None,
+        across: InterHostCollectives | None,
         begun: BegunCalls,
-        moves: Moves,
-        line: Line,
+        moves: TorchCollectives,
+        line: CallQueue,
         sum: Callable[[Tensor], None],
     ) -> None:
         self._place = {rank: place for place, rank in enumerate(here)}
@@ -79,7 +79,7 @@ class OverMemory(Transport):
         else:
             self._mailbox.fetch(into, place, 0)
 
-    def _far(self) -> Across:
+    def _far(self) -> InterHostCollectives:
         """Return the connection to ranks of other hosts."""
         assert self._across is not None, "all ranks are here"
         return self._across
@@ -99,7 +99,7 @@ class OverMemory(Transport):
 
     def prepare_reduce_scatter(
         self, output: Tensor, source: Tensor, op: dist.ReduceOp.RedOpType
-    ) -> Callable[[Sequence[Tensor]], Begun]:
+    ) -> Callable[[Sequence[Tensor]], BegunCall]:
         return self._begun.prepare_reduce_scatter(output, source, operation_of(op))
 
     def begin_all_gather(self, output: Tensor, source: Tensor) -> Callable[[], float]:

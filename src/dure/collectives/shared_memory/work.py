@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from dure.collectives.shared_memory.torch_texts import timed_out
+from dure.collectives.shared_memory.torch_error_texts import timed_out
 from dure.errors import CallTimeoutError, DureError
 
 
-class Work(dist.Work):
+class CallHandle(dist.Work):
     """Call in progress or done. Every waiting thread gets the error of a failed call.
 
     tensors: value of the future when the call is done.
@@ -139,9 +139,9 @@ def _result_of(future: Future[Any]) -> Any:
     return value
 
 
-def done(tensors: Sequence[Tensor] = ()) -> Work:
+def done(tensors: Sequence[Tensor] = ()) -> CallHandle:
     """Return a call that is already done."""
-    work = Work(tensors)
+    work = CallHandle(tensors)
     work.finish()
     return work
 
@@ -165,7 +165,7 @@ class _Finished(dist.Work):
 FINISHED = _Finished()
 
 
-class Line:
+class CallQueue:
     """Queue of calls for a thread, which starts with the first asynchronous call.
 
     A synchronous call runs on the caller's thread if the queue is empty. Calls run in inference
@@ -177,7 +177,7 @@ class Line:
         self._name = name
         self._failed = failed
         self.turn = threading.Lock()  # held by the thread that runs a call
-        self._waiting: queue.SimpleQueue[tuple[Callable[[], None], Work] | None] = (
+        self._waiting: queue.SimpleQueue[tuple[Callable[[], None], CallHandle] | None] = (
             queue.SimpleQueue()
         )
         self.ahead = 0  # calls queued or running on the thread
@@ -233,9 +233,9 @@ class Line:
                 self._failed(error)
             raise
 
-    def later(self, call: Callable[[], None], tensors: Sequence[Any]) -> Work:
+    def later(self, call: Callable[[], None], tensors: Sequence[Any]) -> CallHandle:
         """Append a call to the queue."""
-        work = Work(tensors)
+        work = CallHandle(tensors)
         with self._count:
             if self._closed:
                 raise RuntimeError("this process group was destroyed: make a new one")

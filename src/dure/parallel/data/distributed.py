@@ -38,8 +38,8 @@ from dure.collectives.all_reduce import Algorithm
 from dure.collectives.compression import Compression
 from dure.collectives.compression import parse as parse_compression
 from dure.collectives.group import Group
-from dure.collectives.roll_call import watched
-from dure.collectives.tail import Field, Numbers, each, summed
+from dure.collectives.roll_call import with_lost_rank_diagnosis
+from dure.collectives.trailer import Numbers, TrailerField, per_rank_field, summed_field
 from dure.parallel.alike import Alike
 from dure.parallel.data.how import NO_COMPRESSION, How, Overlap
 from dure.parallel.data.reducer import Reducer, check_alike
@@ -112,7 +112,7 @@ class DistributedDataParallel(nn.Module):
                 "the module has no trainable parameter, so there is nothing to average"
             )
         self.module = module
-        self.group = watched(process_group)
+        self.group = with_lost_rank_diagnosis(process_group)
         self.find_unused_parameters = find_unused_parameters
         if all_reduce == "native":
             for device in {one.device for one in module.parameters() if one.requires_grad}:
@@ -244,7 +244,7 @@ class DistributedDataParallel(nn.Module):
 
     announces = False
 
-    def tail_fields(self, messages: int) -> list[Field]:
+    def tail_fields(self, messages: int) -> list[TrailerField]:
         """Return the fields `out` and `changed` (see the module's docstring).
 
         None for a static graph.
@@ -252,7 +252,7 @@ class DistributedDataParallel(nn.Module):
         if self.reducer.how.static:
             return []
         buffers = 0 if self._speaking is None else len(self._speaking)
-        return [each("out"), summed("changed", buffers)]
+        return [per_rank_field("out"), summed_field("changed", buffers)]
 
     def tail_numbers(self, entered: Sequence[float]) -> Numbers:
         """Return this rank's flags: whether it is out of data, and which buffers have changed."""

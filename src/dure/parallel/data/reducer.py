@@ -6,9 +6,9 @@ From then on a bucket is sent when its last gradient is complete and all buckets
 sent, so that all ranks issue the same all-reduces in the same order. After backward, missing
 gradients count as zeros, and the last message is sent.
 
-The last message carries a trailer (`dure.collectives.tail`): the fields of the owner, and for each
-gradient how many ranks used it. A gradient that no rank used stays None; a gradient that only other
-ranks used becomes their sum.
+The last message carries a trailer (`dure.collectives.trailer`): the fields of the owner, and for
+each gradient how many ranks used it. A gradient that no rank used stays None; a gradient that only
+other ranks used becomes their sum.
 
 Source: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training".
 """
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from dure.collectives.group import Group
 from dure.collectives.handle import Handle
-from dure.collectives.tail import Field, Numbers, Tail, summed
+from dure.collectives.trailer import Numbers, Trailer, TrailerField, summed_field
 from dure.errors import DureError
 from dure.parallel.data.buckets import Kind, Plan, Transfer
 from dure.parallel.data.how import (
@@ -53,7 +53,7 @@ class Owner(Protocol):
     announces: bool
     """Whether the owner calls `Reducer.begin` before every backward pass."""
 
-    def tail_fields(self, messages: int) -> Sequence[Field]:
+    def tail_fields(self, messages: int) -> Sequence[TrailerField]:
         """Return the owner's fields of the trailer, for a step of `messages` messages."""
 
     def tail_numbers(self, entered: Sequence[float]) -> Numbers:
@@ -115,7 +115,7 @@ class Reducer:
         # without shared memory a long gradient is sent from autograd's memory
         self._direct = Direct(self.parameters if self._shares_memory else [], self._place_of)
         self.messages: Messages | None = None
-        self.tail = Tail([], self.group.rank, self.group.size)
+        self.tail = Trailer([], self.group.rank, self.group.size)
         # how often a pass accumulates each gradient; more than once if a checkpoint nests backward
         self._times = [1] * len(self.parameters)
         self._used: list[bool] | None = None
@@ -412,13 +412,13 @@ class Reducer:
         self._entered = [0.0] * self.messages.count
         return self.messages
 
-    def _tail_for(self, messages: int) -> Tail:
+    def _tail_for(self, messages: int) -> Trailer:
         """Return the trailer of a step of `messages` messages."""
         # A static graph needs no flags: `_learn` has found out which gradients are used.
         fields = list(self.owner.tail_fields(messages))
         if not self.how.static:
-            fields.append(summed("used", len(self.parameters)))
-        return Tail(fields, self.group.rank, self.group.size)
+            fields.append(summed_field("used", len(self.parameters)))
+        return Trailer(fields, self.group.rank, self.group.size)
 
     def account(self, step: int, arrivals: Sequence[float] | None = None) -> None:
         """Report the last pass to the meter.

@@ -6,8 +6,8 @@ the same weights as one worker. b_r and B are the denominators of the loss
 (`dure.tasks.loss_shares`).
 
 The d gradients travel in buckets during backward (`dure.parallel.data.reducer`), by a selectable
-all-reduce. The last bucket carries a trailer (`dure.collectives.tail`), so that a step has no other
-message. The trailer has the numbers that all ranks have to agree on:
+all-reduce. The last bucket carries a trailer (`dure.collectives.trailer`), so that a step has no
+other message. The trailer has the numbers that all ranks have to agree on:
 
     wish      of rank 0           control flags: stop, or write a checkpoint
     loss      of each rank        its share of the mean loss
@@ -46,7 +46,14 @@ from torch import Tensor, nn
 from dure.collectives.all_reduce import Algorithm
 from dure.collectives.compression import Compression
 from dure.collectives.compression import parse as parse_compression
-from dure.collectives.tail import Field, Numbers, common_start, each, summed, times
+from dure.collectives.trailer import (
+    Numbers,
+    TrailerField,
+    common_start,
+    per_rank_field,
+    summed_field,
+    time_field,
+)
 from dure.contracts.learning import ALL, Part
 from dure.contracts.stop import Stop
 from dure.contracts.strategy import Kind, Learner, Place, Progress, Proof, Strategy, World
@@ -447,15 +454,15 @@ class DataParallelLearner(SingleLearner):
         """Return the residuals of the compressors on this rank."""
         return {"compressors": self.reducer.state()["compressors"]}
 
-    def tail_fields(self, messages: int) -> list[Field]:
+    def tail_fields(self, messages: int) -> list[TrailerField]:
         """Return all fields of the module's docstring except `used`, which the reducer adds."""
         return [
-            summed("wish"),
-            each("loss"),
-            summed("count", int(self.losses.is_late)),
-            times("arrival"),
-            each("before", messages - 1),
-            summed("changed", 0 if self.speaking is None else len(self.speaking)),
+            summed_field("wish"),
+            per_rank_field("loss"),
+            summed_field("count", int(self.losses.is_late)),
+            time_field("arrival"),
+            per_rank_field("before", messages - 1),
+            summed_field("changed", 0 if self.speaking is None else len(self.speaking)),
         ]
 
     def tail_numbers(self, entered: Sequence[float]) -> Numbers:

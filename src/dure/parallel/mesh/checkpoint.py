@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dure.collectives.group import Group
-from dure.collectives.leaves import gathered
+from dure.collectives.tensor_transfer import gathered
 from dure.machine.devices import to_cpu
 from dure.memory.shelf import Shelf, shelved
 from dure.parallel.mesh.held import Held

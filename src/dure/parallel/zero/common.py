@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dure.collectives.group import Group
-from dure.collectives.shared_memory.pool import Mapping, open_of
+from dure.collectives.shared_memory.pool import SharedMapping, open_of
 
 _LINE = 64
 
@@ -44,7 +44,7 @@ def common_memory(group: Group, nbytes: int) -> Tensor | None:
     try:
         if group.rank != 0:
             descriptor = open_of(int(pid), int(theirs))
-        mapped = Mapping(descriptor, nbytes).tensor()
+        mapped = SharedMapping(descriptor, nbytes).tensor()
     except (OSError, ValueError):
         mapped = None
     # After this exchange all ranks decide alike; it also keeps rank 0 from closing the file before

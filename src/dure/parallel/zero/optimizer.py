@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dure.collectives.group import Group
-from dure.collectives.leaves import gathered
+from dure.collectives.tensor_transfer import gathered
 from dure.memory.shelf import IN_MEMORY, Shelf
 from dure.parallel.zero.shares import Held, Share
 from dure.record.checkpoint import tree_from_bytes, tree_to_bytes

@@ -4,7 +4,7 @@ If a block is a single parameter, its message is the gradient itself. Otherwise,
 have to be in shared memory, gradients are copied into N rows, a row for each rank; in shared
 memory the rank's own row is not copied.
 
-The last message of a step carries the trailer (`dure.collectives.tail`) in each of its rows,
+The last message of a step carries the trailer (`dure.collectives.trailer`) in each of its rows,
 because a reduce-scatter gives every rank a row. The trailer has the fields of the caller, and
 
     used   for each parameter          how many ranks have a gradient of it
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from dure.collectives.handle import Handle
-from dure.collectives.tail import Field, Numbers, Tail, summed
+from dure.collectives.trailer import Numbers, Trailer, TrailerField, summed_field
 from dure.errors import DureError
 from dure.parallel.zero.away import drop_gradients, gradients_of, take_gradients
 from dure.parallel.zero.division import Stage
@@ -42,7 +42,7 @@ class Rider:
     fields: the caller's fields of the trailer. say: returns this rank's numbers for these fields.
     """
 
-    fields: Sequence[Field] = ()
+    fields: Sequence[TrailerField] = ()
     say: Callable[[], Numbers] = dict
 
 
@@ -124,12 +124,12 @@ class Reducing:
         self._sent: deque[_Sent] = deque()
         self.begin()
 
-    def _tail_with(self, fields: Sequence[Field]) -> Tail:
+    def _tail_with(self, fields: Sequence[TrailerField]) -> Trailer:
         parameters = sum(len(share.parameters) for share in self.shares)
         late = len(self.shares) if self.stage == 3 else 0
-        own = (summed("used", parameters), summed("late", late))
+        own = (summed_field("used", parameters), summed_field("late", late))
         group = self.wire.group
-        return Tail([*fields, *own], group.rank, group.size)
+        return Trailer([*fields, *own], group.rank, group.size)
 
     def choose_carrier(self, events: Sequence[Action]) -> int | None:
         """Return the block that carries the trailer; None if no block can carry it.

@@ -2,7 +2,7 @@
 
 The joint batch is divided as in data parallelism (`dure.parallel.data.strategy`), so N ranks
 compute the same weights as one worker. Values that all ranks have to agree on travel in the trailer
-of a step's last message (`dure.collectives.tail`, `dure.parallel.zero.reducing`):
+of a step's last message (`dure.collectives.trailer`, `dure.parallel.zero.reducing`):
 
     wish      of rank 0        control flags: stop, or write a checkpoint
     loss      of each rank     its share of the mean loss
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from dure.collectives.arguments import check_algorithm
-from dure.collectives.tail import Numbers, common_start, each, summed, times
+from dure.collectives.trailer import Numbers, common_start, per_rank_field, summed_field, time_field
 from dure.contracts.learning import ALL, Part, trained_from
 from dure.contracts.strategy import Kind, Learner, Place, Progress, Proof, Strategy
 from dure.contracts.task import Task
@@ -212,11 +212,11 @@ class ZeROLearner(SingleLearner):
             memory=self.offloaded.memory,
             rider=Rider(
                 [
-                    summed("wish"),
-                    each("loss"),
-                    summed("count", int(self.losses.is_late)),
-                    times("arrival"),
-                    summed("changed", len(list(self.model.buffers()))),
+                    summed_field("wish"),
+                    per_rank_field("loss"),
+                    summed_field("count", int(self.losses.is_late)),
+                    time_field("arrival"),
+                    summed_field("changed", len(list(self.model.buffers()))),
                 ],
                 self._say,
             ),

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dure.collectives.group import Group
-from dure.collectives.leaves import gathered
+from dure.collectives.tensor_transfer import gathered
 from dure.memory.shelf import Shelf
 from dure.parallel.zero.agreement import agreed
 from dure.parallel.zero.away import elements_of, set_elements

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dure.collectives.group import Group
-from dure.collectives.shared_memory.two_hosts.across import address_towards
+from dure.collectives.shared_memory.two_hosts.inter_host import address_towards
 from dure.errors import PeerLostError
 from dure.machine.cores import available_cores
 from dure.machine.group_key import VARIABLE, group_key

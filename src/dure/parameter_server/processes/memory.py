@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from dure.collectives.hosts import name_of_this_host
-from dure.collectives.shared_memory.pool import Mapping, open_of, pool
+from dure.collectives.shared_memory.pool import SharedMapping, open_of, pool
 from dure.parameter_server.processes.frames import Place
 
 _MOST_VIEWS = 256
@@ -62,7 +62,7 @@ class Memory:
     def __init__(self, name: str, cards: dict[str, Card]) -> None:
         self.name = name
         self.cards = cards
-        self._maps: dict[str, Mapping] = {name: pool().mapping}
+        self._maps: dict[str, SharedMapping] = {name: pool().mapping}
         self._views: dict[tuple[Place, torch.dtype, int], Tensor] = {}
         """Cached views."""
 
@@ -112,7 +112,7 @@ class Memory:
             return None
         return there.tensor()[place.offset : place.offset + size].view(dtype)
 
-    def _map(self, owner: str) -> Mapping | None:
+    def _map(self, owner: str) -> SharedMapping | None:
         if owner not in self._maps:
             card = self.cards.get(owner)
             if card is None or not self.shares(owner):
@@ -122,7 +122,7 @@ class Memory:
             except OSError:
                 return None
             try:
-                self._maps[owner] = Mapping(descriptor, card.nbytes)
+                self._maps[owner] = SharedMapping(descriptor, card.nbytes)
             finally:
                 os.close(descriptor)
         return self._maps[owner]

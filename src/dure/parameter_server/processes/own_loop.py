@@ -35,7 +35,7 @@ from torch.optim import Optimizer
 
 from dure.collectives.compression import NoCompression
 from dure.collectives.group import Group
-from dure.collectives.roll_call import watched
+from dure.collectives.roll_call import with_lost_rank_diagnosis
 from dure.contracts.lr_schedule import LRSchedule, check_schedule, factor_at
 from dure.contracts.strategy import Place
 from dure.errors import PeerLostError, described
@@ -110,7 +110,7 @@ def join(
     that servers cannot use. On rank 0 and on servers it raises PeerLostError if the run cannot
     continue: weights were lost, or all workers.
     """
-    group = watched(process_group)
+    group = with_lost_rank_diagnosis(process_group)
     workers = tuple(range(group.size - 1 - servers))
     plan = OwnPlan(
         servers=servers,

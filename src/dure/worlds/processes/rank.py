@@ -25,7 +25,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 import dure.collectives.shared_memory.backend  # noqa: F401 - so that the server has it, for all ranks
 from dure.collectives.group import Group
-from dure.collectives.roll_call import Answer, RollCall, transfer_seconds
+from dure.collectives.roll_call import RollCall, RollCallAnswer, transfer_seconds
 from dure.contracts.strategy import Place
 from dure.errors import (
     DureError,
@@ -140,7 +140,7 @@ def rank_main(control_descriptor: int, parcel_descriptor: int) -> None:
         step = place.group.step if place is not None else "the start"
         failure = as_dure_error(error, seat.rank, step)
         if roll_call is not None:
-            roll_call.answer(Answer(failed=text_of(failure)))
+            roll_call.answer(RollCallAnswer(failed=text_of(failure)))
         control.send("error", failure)
         return
     control.wait_for_the_end()

@@ -29,7 +29,7 @@ from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
 from dure.collectives.group import Group
-from dure.collectives.roll_call import Answer, RollCall, transfer_seconds
+from dure.collectives.roll_call import RollCall, RollCallAnswer, transfer_seconds
 from dure.contracts.strategy import Kind, Place, World
 from dure.errors import DureError, first_line, text_of
 from dure.machine.cores import threads_per_rank
@@ -129,7 +129,7 @@ class Torchrun(World):
             try:
                 value = program(place)
             except BaseException as error:
-                roll_call.answer(Answer(failed=text_of(error)))
+                roll_call.answer(RollCallAnswer(failed=text_of(error)))
                 if isinstance(error, DureError):  # the job may continue with another run
                     dist.destroy_process_group()
                 raise

@@ -26,13 +26,17 @@ from dure.collectives.shared_memory.calls import (
     NUMBER_OF,
     SENSIBLE,
     SUM,
-    Call,
+    CollectiveCall,
 )
-from dure.collectives.shared_memory.meeting import Meeting
 from dure.collectives.shared_memory.portable import reduced
+from dure.collectives.shared_memory.rendezvous import GroupRendezvous
 from dure.collectives.shared_memory.two_hosts import duplex as duplex_module
-from dure.collectives.shared_memory.two_hosts.duplex import Duplex, UnlikeCallsError, connection
-from dure.collectives.shared_memory.two_hosts.planned import OverDuplex
+from dure.collectives.shared_memory.two_hosts.duplex import (
+    Duplex,
+    PeerCallMismatchError,
+    connection,
+)
+from dure.collectives.shared_memory.two_hosts.planned import PlannedOverDuplex
 from dure.errors import PeerLostError
 
 pytestmark = built
@@ -59,8 +63,8 @@ def pair(buffers: int = 0) -> Iterator[tuple[Duplex, Duplex]]:
             end.close()
 
 
-def sum_of(n: int, dtype: torch.dtype = torch.float32, op: int = SUM) -> Call:
-    return Call(ALL_REDUCE, NUMBER_OF[dtype], op, -1, n)
+def sum_of(n: int, dtype: torch.dtype = torch.float32, op: int = SUM) -> CollectiveCall:
+    return CollectiveCall(ALL_REDUCE, NUMBER_OF[dtype], op, -1, n)
 
 
 @settings(max_examples=25, deadline=None)
@@ -79,7 +83,7 @@ def sum_of(n: int, dtype: torch.dtype = torch.float32, op: int = SUM) -> Call:
 )
 def test_what_is_begun_ends_with_the_right_bits_whoever_begins_first(plan, first, buffers):
     with pair(buffers) as ends:
-        sides = [OverDuplex(end, here) for here, end in enumerate(ends)]
+        sides = [PlannedOverDuplex(end, here) for here, end in enumerate(ends)]
         under_way, expected = [], []
         for here in (
             first,
@@ -100,7 +104,7 @@ def test_what_is_begun_ends_with_the_right_bits_whoever_begins_first(plan, first
                 else:
                     into, right = own.new_empty(2 * n), torch.cat([each[:n] for each in given])
                     begun = sides[here].all_gather(
-                        Call(ALL_GATHER, NUMBER_OF[dtype], 0, -1, n), into, own[:n]
+                        CollectiveCall(ALL_GATHER, NUMBER_OF[dtype], 0, -1, n), into, own[:n]
                     )
                 under_way.append(begun)
                 expected.append((into, right))
@@ -126,7 +130,7 @@ def test_calls_that_differ_are_told_at_both_ends_and_what_follows_is_right():
             for end, tensor in zip(ends, after, strict=True)
         ]
         for exchange, theirs in zip(unlike, reversed(tensors), strict=True):
-            with pytest.raises(UnlikeCallsError) as caught:
+            with pytest.raises(PeerCallMismatchError) as caught:
                 exchange.wait(SOON)
             assert caught.value.theirs == sum_of(len(theirs))
         for exchange in like:
@@ -177,12 +181,14 @@ def test_tensors_that_nobody_else_has_stay_until_their_exchange_is_over():
 # How two hosts reach each other.
 
 
-def both(tmp_path: Path, call: Callable[[Meeting], object]) -> list[object]:
+def both(tmp_path: Path, call: Callable[[GroupRendezvous], object]) -> list[object]:
     """What a call gives on each of two hosts, here threads with a store each."""
     results: list[object] = [None, None]
 
     def run(here: int) -> None:
-        results[here] = call(Meeting(dist.FileStore(str(tmp_path / "store"), 2), here, (0, 1), 30))
+        results[here] = call(
+            GroupRendezvous(dist.FileStore(str(tmp_path / "store"), 2), here, (0, 1), 30)
+        )
 
     threads = [threading.Thread(target=run, args=(here,)) for here in range(2)]
     for thread in threads:
@@ -272,7 +278,7 @@ def test_who_reads_the_store_and_has_not_the_key_is_not_let_in(
 ) -> None:
     monkeypatch.setattr(duplex_module, "_PATIENCE", 0.3)
 
-    def refused(meeting: Meeting) -> str:
+    def refused(meeting: GroupRendezvous) -> str:
         try:
             connection(meeting, "127.0.0.1", True, keys[meeting.rank])
         except PeerLostError as error:
@@ -317,6 +323,6 @@ def test_who_waits_when_its_own_end_is_closed_is_told_and_tensors_stay_as_they_a
 
 
 def test_who_does_not_come_to_connect_is_named(tmp_path: Path) -> None:
-    meeting = Meeting(dist.FileStore(str(tmp_path / "store"), 2), 0, (4, 7), 0.2)
+    meeting = GroupRendezvous(dist.FileStore(str(tmp_path / "store"), 2), 0, (4, 7), 0.2)
     with pytest.raises(PeerLostError, match="rank 7 did not come within"):
         connection(meeting, "127.0.0.1", True)

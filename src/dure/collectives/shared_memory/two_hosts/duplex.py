@@ -28,9 +28,9 @@ from typing import Any
 import msgspec
 from torch import Tensor
 
-from dure.collectives.shared_memory.calls import Call
-from dure.collectives.shared_memory.meeting import Meeting
-from dure.collectives.shared_memory.native import Posted, library, posted_call
+from dure.collectives.shared_memory.calls import CollectiveCall
+from dure.collectives.shared_memory.native import PostedCall, library, posted_call
+from dure.collectives.shared_memory.rendezvous import GroupRendezvous
 from dure.errors import PeerLostError
 from dure.machine.group_key import VARIABLE
 
@@ -44,30 +44,30 @@ _PROOF = 32  # bytes of the proof that an end knows word and key
 
 class _Exchange(Structure):
     _fields_ = (
-        ("call", Posted),
+        ("call", PostedCall),
         ("out", c_void_p),
         ("own", c_void_p),
         ("into", c_void_p),
         ("next", c_void_p),
         ("sent", c_uint64),
         ("status", c_uint64),
-        ("theirs", Posted),
+        ("theirs", PostedCall),
         ("ended", c_double),
     )
 
 
-class UnlikeCallsError(Exception):
+class PeerCallMismatchError(Exception):
     """The other host's rank has begun another call: `theirs`."""
 
-    def __init__(self, theirs: Call) -> None:
+    def __init__(self, theirs: CollectiveCall) -> None:
         super().__init__(str(theirs))
         self.theirs = theirs
 
 
-class Exchange:
+class DuplexExchange:
     """Begun call. It keeps the tensors until its end."""
 
-    def __init__(self, end: int, posted: Posted, tensors: Sequence[Tensor | None]) -> None:
+    def __init__(self, end: int, posted: PostedCall, tensors: Sequence[Tensor | None]) -> None:
         out, own, into = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
         self.tensors = tensors
         # C uses the address of this struct until the exchange has ended: it must stay in place.
@@ -100,7 +100,7 @@ class Exchange:
         """
         status = self._status(limit.total_seconds())
         if status == _MISMATCH:
-            raise UnlikeCallsError(self.inner.theirs.call())
+            raise PeerCallMismatchError(self.inner.theirs.call())
         if status != _DONE:
             raise RuntimeError("the connection was lost" if status == _ABORTED else "timed out")
 
@@ -127,10 +127,12 @@ class Duplex:
             raise MemoryError("no connection to the other host could be opened: out of memory")
         # Exchanges that C still uses, even if no thread waits for them. The finalizer refers to
         # these and not to `self`: it runs when the group is gone, at the latest at process exit.
-        self._lent: deque[Exchange] = deque()
+        self._lent: deque[DuplexExchange] = deque()
         self._close = weakref.finalize(self, _close, core, self._end, self._lent, os.getpid())
 
-    def begin(self, call: Call, out: Tensor, into: Tensor, own: Tensor | None = None) -> Exchange:
+    def begin(
+        self, call: CollectiveCall, out: Tensor, into: Tensor, own: Tensor | None = None
+    ) -> DuplexExchange:
         """Send `out` and receive as many bytes.
 
         The received bytes are written to `into`, reduced with `own`, if given, by the call's dtype
@@ -141,7 +143,7 @@ class Duplex:
         # Exchanges end in the order of their beginning.
         while self._lent and self._lent[0].is_over:
             self._lent.popleft()
-        exchange = Exchange(self._end, posted_call(call, out.nbytes), (out, own, into))
+        exchange = DuplexExchange(self._end, posted_call(call, out.nbytes), (out, own, into))
         self._lent.append(exchange)
         self._core.duplex_begin(self._end, addressof(exchange.inner))
         return exchange
@@ -159,7 +161,7 @@ class Duplex:
         self._descriptor = -1
 
 
-def _close(core: Any, end: int, lent: deque[Exchange], process: int) -> None:
+def _close(core: Any, end: int, lent: deque[DuplexExchange], process: int) -> None:
     """Close a local end, unless this is a forked child, and release its tensors."""
     # A forked child has no threads to end. After this no thread touches a tensor.
     if os.getpid() == process:
@@ -173,7 +175,7 @@ def _close(core: Any, end: int, lent: deque[Exchange], process: int) -> None:
 
 
 def connection(
-    meeting: Meeting, address: str | None, willing: bool, key: bytes | None = None
+    meeting: GroupRendezvous, address: str | None, willing: bool, key: bytes | None = None
 ) -> socket.socket | None:
     """Return this host's end of a connection between two hosts.
 
@@ -224,13 +226,13 @@ def connection(
     return made
 
 
-def _unproved(meeting: Meeting, reason: str) -> PeerLostError:
+def _unproved(meeting: GroupRendezvous, reason: str) -> PeerLostError:
     return PeerLostError(
         (meeting.names[1 - meeting.rank],), "the meeting of two hosts", "its start", reason
     )
 
 
-def _listening(meeting: Meeting, address: str, key: bytes) -> socket.socket | None:
+def _listening(meeting: GroupRendezvous, address: str, key: bytes) -> socket.socket | None:
     """Return rank 0's end: listen, publish the address, and accept the authenticated peer."""
     made: socket.socket | None = None
     # Any host may connect to the port, so callers have to prove knowledge of the word.
@@ -251,7 +253,7 @@ def _listening(meeting: Meeting, address: str, key: bytes) -> socket.socket | No
     return None
 
 
-def _patience(meeting: Meeting) -> float:
+def _patience(meeting: GroupRendezvous) -> float:
     return min(_PATIENCE, meeting.timeout / 4)
 
 
@@ -340,7 +342,7 @@ def _hang_up(ready: selectors.DefaultSelector, caller: _Caller) -> None:
     caller.connection.close()
 
 
-def _connected(meeting: Meeting, key: bytes) -> socket.socket | None:
+def _connected(meeting: GroupRendezvous, key: bytes) -> socket.socket | None:
     """Return rank 1's end: connect, authenticate both ends, and publish the result."""
     door = msgspec.json.decode(meeting.read("duplex door", 0), type=tuple[str, int, str] | None)
     made: socket.socket | None = None

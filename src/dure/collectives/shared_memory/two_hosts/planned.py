@@ -25,7 +25,7 @@ from dure.collectives.shared_memory.calls import (
     OPERATIONS,
     PRODUCT,
     SUM,
-    Call,
+    CollectiveCall,
     bytes_of,
 )
 from dure.collectives.shared_memory.portable import reduced
@@ -34,7 +34,7 @@ from dure.collectives.shared_memory.two_hosts.duplex import Duplex
 _REDUCE_OPS = [getattr(dist.ReduceOp, name.upper()) for name in OPERATIONS]
 
 
-class Carried(NamedTuple):
+class PlannedCall(NamedTuple):
     """Call in progress.
 
     work: `wait(timedelta)` raises RuntimeError after the timeout or a failure; `is_completed()`
@@ -47,15 +47,17 @@ class Carried(NamedTuple):
     ended: Callable[[], float]
 
 
-class Planned(Protocol):
+class PlannedCollectives(Protocol):
     """Carrier of planned calls. op: a number of `calls.OPERATIONS`."""
 
-    def all_reduce(self, call: Call, tensor: Tensor, op: int) -> Carried: ...
+    def all_reduce(self, call: CollectiveCall, tensor: Tensor, op: int) -> PlannedCall: ...
 
-    def reduce_scatter(self, call: Call, source: Tensor, out: Tensor, op: int) -> Carried:
+    def reduce_scatter(
+        self, call: CollectiveCall, source: Tensor, out: Tensor, op: int
+    ) -> PlannedCall:
         """Begin a reduce-scatter. source: a block for each rank; out: this rank's result."""
 
-    def all_gather(self, call: Call, whole: Tensor, own: Tensor) -> Carried:
+    def all_gather(self, call: CollectiveCall, whole: Tensor, own: Tensor) -> PlannedCall:
         """Begin an all-gather.
 
         whole: a block for each rank; own: this rank's tensor, possibly its block in `whole`.
@@ -67,7 +69,7 @@ class Planned(Protocol):
         """Detach from the connections in a forked child."""
 
 
-class OverDuplex:
+class PlannedOverDuplex:
     """Carrier between two hosts. here: this host, 0 or 1. Sums are formed in the order of hosts."""
 
     def __init__(self, duplex: Duplex, here: int) -> None:
@@ -77,41 +79,47 @@ class OverDuplex:
         self.close = duplex.close
         self.abandon = duplex.abandon
 
-    def all_reduce(self, call: Call, tensor: Tensor, op: int) -> Carried:
+    def all_reduce(self, call: CollectiveCall, tensor: Tensor, op: int) -> PlannedCall:
         return self._begun(call, tensor, tensor, tensor)
 
-    def reduce_scatter(self, call: Call, source: Tensor, out: Tensor, op: int) -> Carried:
+    def reduce_scatter(
+        self, call: CollectiveCall, source: Tensor, out: Tensor, op: int
+    ) -> PlannedCall:
         # Sends the other host's block, and receives the other host's part of the own block.
         blocks = source.view(2, -1)
         return self._begun(call, blocks[self._there], out, blocks[self._here])
 
-    def all_gather(self, call: Call, whole: Tensor, own: Tensor) -> Carried:
+    def all_gather(self, call: CollectiveCall, whole: Tensor, own: Tensor) -> PlannedCall:
         blocks = whole.view(2, -1)
         # Only the other host's block is received; the own block is copied unless already in place.
         if own.data_ptr() != blocks[self._here].data_ptr():
             blocks[self._here].copy_(own.view(-1))
         return self._begun(call, own, blocks[self._there])
 
-    def _begun(self, call: Call, out: Tensor, into: Tensor, own: Tensor | None = None) -> Carried:
+    def _begun(
+        self, call: CollectiveCall, out: Tensor, into: Tensor, own: Tensor | None = None
+    ) -> PlannedCall:
         exchange = self._duplex.begin(call, out, into, own)
-        return Carried(exchange, lambda: None, lambda: exchange.ended)
+        return PlannedCall(exchange, lambda: None, lambda: exchange.ended)
 
 
-class OverGloo:
+class PlannedOverGloo:
     """Carrier between any number of hosts. group: gloo's group, with a rank for each host."""
 
     def __init__(self, group: Any, size: int) -> None:
         self._group = group
         self._size = size
 
-    def all_reduce(self, call: Call, tensor: Tensor, op: int) -> Carried:
+    def all_reduce(self, call: CollectiveCall, tensor: Tensor, op: int) -> PlannedCall:
         work, operation = workable(tensor, op)
         return _noted(
             self._group.allreduce([work], reduce_options(operation)),
             lambda: settle(work, op, tensor, self._size),
         )
 
-    def reduce_scatter(self, call: Call, source: Tensor, out: Tensor, op: int) -> Carried:
+    def reduce_scatter(
+        self, call: CollectiveCall, source: Tensor, out: Tensor, op: int
+    ) -> PlannedCall:
         # Blocks are exchanged and reduced here, in the order of hosts: half of the bytes of an
         # all-reduce.
         work, operation = workable(source.view(-1), op)
@@ -122,7 +130,7 @@ class OverGloo:
             lambda: settle(reduced(blocks, operation), op, out.view(-1), self._size),
         )
 
-    def all_gather(self, call: Call, whole: Tensor, own: Tensor) -> Carried:
+    def all_gather(self, call: CollectiveCall, whole: Tensor, own: Tensor) -> PlannedCall:
         return _noted(
             self._group._allgather_base(bytes_of(whole), bytes_of(own), AllgatherOptions()),
             lambda: None,
@@ -135,12 +143,12 @@ class OverGloo:
         pass
 
 
-def _noted(work: Any, then: Callable[[], None]) -> Carried:
+def _noted(work: Any, then: Callable[[], None]) -> PlannedCall:
     """Return a work of gloo, with the time of its end."""
     # gloo does not report the end time: a callback reads the clock, on gloo's thread.
     moments: list[float] = []
     work.get_future().add_done_callback(lambda _: moments.append(time.perf_counter()))
-    return Carried(work, then, lambda: moments[0] if moments else 0.0)
+    return PlannedCall(work, then, lambda: moments[0] if moments else 0.0)
 
 
 # What gloo can reduce.

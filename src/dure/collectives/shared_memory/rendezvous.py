@@ -20,11 +20,11 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from dure.collectives.hosts import name_of_this_host
 from dure.collectives.shared_memory import native, portable
-from dure.collectives.shared_memory.host import Host, Members
+from dure.collectives.shared_memory.host import Host, HostMembers
 from dure.collectives.shared_memory.native import NativeHost
-from dure.collectives.shared_memory.pool import Mapping, Pool, open_of, pool
-from dure.collectives.shared_memory.portable import Doors, PortableHost
-from dure.collectives.shared_memory.torch_texts import not_in_time
+from dure.collectives.shared_memory.pool import SharedMapping, SharedMemoryPool, open_of, pool
+from dure.collectives.shared_memory.portable import PortableHost, RankPipes
+from dure.collectives.shared_memory.torch_error_texts import not_in_time
 from dure.errors import PeerLostError
 from dure.machine.cores import available_cores
 
@@ -33,11 +33,11 @@ Core = Literal["auto", "c", "torch"]
 _SPIN = 1e-6
 _YIELD = 60e-6
 # Seconds that a waiting rank spins, and then yields its core, before it sleeps in the kernel.
-_mappings: WeakValueDictionary[tuple[int, int, int], Mapping] = WeakValueDictionary()
+_mappings: WeakValueDictionary[tuple[int, int, int], SharedMapping] = WeakValueDictionary()
 # Pools of peers: a process maps each pool once, for all groups.
 
 
-class Card(msgspec.Struct):
+class GroupMemberInfo(msgspec.Struct):
     """Facts about a rank."""
 
     host: str
@@ -63,7 +63,7 @@ def choose_core(wanted: Core) -> str:
     return "torch" if wanted == "torch" or not built else "c"
 
 
-class Meeting:
+class GroupRendezvous:
     """Ranks of a group at its store. names: names of the ranks in errors."""
 
     def __init__(self, store: Store, rank: int, names: Sequence[int], timeout: float) -> None:
@@ -91,16 +91,16 @@ class Meeting:
                 not_in_time(self.timeout),
             ) from error
 
-    def cards(self, own: Card) -> list[Card]:
+    def cards(self, own: GroupMemberInfo) -> list[GroupMemberInfo]:
         """Return the cards of all ranks, in order of rank. Raises PeerLostError as `read` does."""
         self.store.set(f"card {self.rank}", msgspec.json.encode(own).decode())
         return [
-            msgspec.json.decode(self.read(f"card {rank}", rank), type=Card)
+            msgspec.json.decode(self.read(f"card {rank}", rank), type=GroupMemberInfo)
             for rank in range(len(self.names))
         ]
 
 
-def hosts_of(cards: Sequence[Card]) -> list[list[int]]:
+def hosts_of(cards: Sequence[GroupMemberInfo]) -> list[list[int]]:
     """Return the ranks of each host, in order; hosts in the order of their first ranks."""
     hosts: dict[str, list[int]] = {}
     for rank, card in enumerate(cards):
@@ -108,7 +108,7 @@ def hosts_of(cards: Sequence[Card]) -> list[list[int]]:
     return list(hosts.values())
 
 
-def meet(
+def find_hosts(
     store: Store, rank: int, names: Sequence[int], timeout: float, wanted: Core = "auto"
 ) -> tuple[list[list[int]], Host]:
     """Return the hosts of a group, and this rank's host, ready for collectives.
@@ -116,13 +116,13 @@ def meet(
     names: names of the ranks in errors. Raises PeerLostError if a rank does not arrive within
     `timeout` seconds. wanted: the core to use.
     """
-    meeting = Meeting(store, rank, names, timeout)
+    meeting = GroupRendezvous(store, rank, names, timeout)
     shared = pool()
     # Processes of different users may not open each other's /proc/<pid>/fd: for dure they are on
     # different hosts.
     host = f"{name_of_this_host()} {os.getuid()}"
     cards = meeting.cards(
-        Card(
+        GroupMemberInfo(
             host=host,
             process=os.getpid(),
             pool=shared.descriptor,
@@ -133,14 +133,14 @@ def meet(
     hosts = hosts_of(cards)
     # From here on ranks are positions on this host; `names` and `processes` have the same order.
     here = next(host for host in hosts if rank in host)
-    members = Members(
+    members = HostMembers(
         here.index(rank), tuple(names[r] for r in here), tuple(cards[r].process for r in here)
     )
     # All ranks read the same cards, and so choose the same core.
     if any(cards[r].core == "torch" for r in here):
         segment, descriptor = _segment(meeting, here, cards, portable.segment_bytes(len(here)))
         # Pipes have no names either: peers open them by descriptor numbers from the store.
-        doors = Doors.made(len(here))
+        doors = RankPipes.made(len(here))
         meeting.store.set(f"doors {rank}", msgspec.json.encode(doors.addresses).decode())
         addresses = [
             msgspec.json.decode(meeting.read(f"doors {r}", r), type=list[int]) for r in here
@@ -162,15 +162,15 @@ def meet(
 
 
 def _segment(
-    meeting: Meeting, here: list[int], cards: list[Card], nbytes: int
-) -> tuple[Mapping, int]:
+    meeting: GroupRendezvous, here: list[int], cards: list[GroupMemberInfo], nbytes: int
+) -> tuple[SharedMapping, int]:
     """Return the shared memory of this host's ranks, and its file descriptor."""
     first = here[0]
     key = f"segment {first}"
     if meeting.rank == first:
         descriptor = os.memfd_create("dure-group")
         os.ftruncate(descriptor, nbytes)
-        mapping = Mapping(descriptor, nbytes)
+        mapping = SharedMapping(descriptor, nbytes)
         meeting.store.set(key, str(descriptor))
         # Peers reach the file by this process's descriptor, which has to stay open until then.
         for rank in here[1:]:
@@ -178,10 +178,10 @@ def _segment(
         return mapping, descriptor
     descriptor = open_of(cards[first].process, int(meeting.read(key, first)))
     meeting.store.set(f"mapped {meeting.rank}", "yes")
-    return Mapping(descriptor, nbytes), descriptor
+    return SharedMapping(descriptor, nbytes), descriptor
 
 
-def _pool_of(card: Card, own: Pool) -> Mapping:
+def _pool_of(card: GroupMemberInfo, own: SharedMemoryPool) -> SharedMapping:
     """Return a peer's pool, mapped into this process."""
     if card.process == os.getpid():
         return own.mapping
@@ -191,7 +191,7 @@ def _pool_of(card: Card, own: Pool) -> Mapping:
         key = (card.process, card.pool, os.fstat(descriptor).st_ino)
         mapping = _mappings.get(key)
         if mapping is None:
-            mapping = _mappings[key] = Mapping(descriptor, card.pool_bytes)
+            mapping = _mappings[key] = SharedMapping(descriptor, card.pool_bytes)
         return mapping
     finally:
         os.close(descriptor)

@@ -20,7 +20,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from dure.collectives.shared_memory.aliases import check_own_place
 from dure.collectives.shared_memory.arguments import (
     check_gathered,
     check_scattered,
@@ -29,11 +28,12 @@ from dure.collectives.shared_memory.arguments import (
 )
 from dure.collectives.shared_memory.calls import SUM, check_tensor
 from dure.collectives.shared_memory.host import Host
-from dure.collectives.shared_memory.moves import Moves
+from dure.collectives.shared_memory.overlap_checks import check_own_place
 from dure.collectives.shared_memory.pool import empty_shared, pool
-from dure.collectives.shared_memory.two_hosts.across import Across, UnderWay
-from dure.collectives.shared_memory.work import Line
-from dure.collectives.transport import Begun
+from dure.collectives.shared_memory.torch_collectives import TorchCollectives
+from dure.collectives.shared_memory.two_hosts.inter_host import InterHostCollectives, PendingCall
+from dure.collectives.shared_memory.work import CallQueue
+from dure.collectives.transport import BegunCall
 from dure.errors import CallError
 
 
@@ -44,7 +44,13 @@ class BegunCalls:
     """
 
     def __init__(
-        self, host: Host, across: Across | None, line: Line, moves: Moves, rank: int, size: int
+        self,
+        host: Host,
+        across: InterHostCollectives | None,
+        line: CallQueue,
+        moves: TorchCollectives,
+        rank: int,
+        size: int,
     ) -> None:
         self._host = host
         self._across = across
@@ -148,7 +154,7 @@ class BegunCalls:
 
     def begin_reduce_scatter(
         self, output: Tensor, source: Tensor, op: int = SUM, own: Sequence[Tensor] = ()
-    ) -> Begun:
+    ) -> BegunCall:
         """Begin a `reduce_scatter_single` on all ranks, which ends later.
 
         No rank waits in between, and nothing is copied.
@@ -164,11 +170,11 @@ class BegunCalls:
 
     def prepare_reduce_scatter(
         self, output: Tensor, source: Tensor, op: int = SUM
-    ) -> Callable[[Sequence[Tensor]], Begun]:
+    ) -> Callable[[Sequence[Tensor]], BegunCall]:
         """Prepare a repeated `begin_reduce_scatter` of the same tensors.
 
         The returned function begins the call, and takes this rank's own block. It may be called
-        when the previous message is read (`Begun.is_read`).
+        when the previous message is read (`BegunCall.is_read`).
         """
         check_scattered(output, source, self._size)
         output = reducible(output, op)
@@ -183,18 +189,18 @@ class BegunCalls:
             start = self._prepare_scatter(output, source, op)
         elif across is not None and self.apart and source.numel():
             begin = partial(across.begin_reduce_scatter, source, output, op)
-            start = self._from_source(source, lambda: Begun(self._planned(begin), lambda: True))
+            start = self._from_source(source, lambda: BegunCall(self._planned(begin), lambda: True))
         else:
             start = self._from_source(source, lambda: self._scatter_at_once(output, source, op))
 
         return lambda own: start(own_block(own, output, op))
 
     def _from_source(
-        self, source: Tensor, begin: Callable[[], Begun]
-    ) -> Callable[[Sequence[Tensor]], Begun]:
+        self, source: Tensor, begin: Callable[[], BegunCall]
+    ) -> Callable[[Sequence[Tensor]], BegunCall]:
         """Return a function that copies the rank's own block into `source` and begins the call."""
 
-        def begun(own: Sequence[Tensor]) -> Begun:
+        def begun(own: Sequence[Tensor]) -> BegunCall:
             if own and source.numel():
                 block = source.view(self._size, -1)[self._rank]
                 torch.cat([part.view(-1) for part in own], out=block)
@@ -202,15 +208,15 @@ class BegunCalls:
 
         return begun
 
-    def _scatter_at_once(self, output: Tensor, source: Tensor, op: int) -> Begun:
+    def _scatter_at_once(self, output: Tensor, source: Tensor, op: int) -> BegunCall:
         """Run a synchronous reduce-scatter; the end only returns its time."""
         blocks = list(source.view(self._size, -1)) if output.numel() else [output] * self._size
         end = self._at_once(lambda: self._moves.reduce_scatter(output, blocks, op))
-        return Begun(end, lambda: True)
+        return BegunCall(end, lambda: True)
 
     def _prepare_scatter(
         self, output: Tensor, source: Tensor, op: int
-    ) -> Callable[[Sequence[Tensor]], Begun]:
+    ) -> Callable[[Sequence[Tensor]], BegunCall]:
         """Prepare a split-phase call in the C core; the returned function takes the own block."""
         message = source
         if pool().offset(source.data_ptr(), source.nbytes) is None:
@@ -223,7 +229,7 @@ class BegunCalls:
             nonlocal number
             number = start(block)
 
-        def begin(own: Sequence[Tensor]) -> Begun:
+        def begin(own: Sequence[Tensor]) -> BegunCall:
             nonlocal block
             if message is not source:
                 message.copy_(source)
@@ -240,7 +246,7 @@ class BegunCalls:
 
         return begin
 
-    def _begun(self, number: int, used: list[object]) -> Begun:
+    def _begun(self, number: int, used: list[object]) -> BegunCall:
         """Return a split-phase reduce-scatter in progress. used: objects needed until its end."""
         host = self._host
 
@@ -250,7 +256,7 @@ class BegunCalls:
             return time.perf_counter()
 
         # `number` is an argument, because the closure's number may belong to a later call by then.
-        return Begun(end, lambda: self._closed or host.is_read(number))
+        return BegunCall(end, lambda: self._closed or host.is_read(number))
 
     # All-gather.
 
@@ -288,10 +294,10 @@ class BegunCalls:
             lent.popleft()
         lent.append((number, source, used))
 
-    def _planned(self, call: Callable[[], UnderWay]) -> Callable[[], float]:
+    def _planned(self, call: Callable[[], PendingCall]) -> Callable[[], float]:
         """Begin a planned call; return a function that waits for its end and returns its time."""
         # `now` returns nothing, so the begun call is stored here.
-        begun: list[UnderWay] = []
+        begun: list[PendingCall] = []
         self._line.now(lambda: begun.append(call()))
         (under_way,) = begun
 

@@ -27,7 +27,7 @@ Numbers = Mapping[str, Sequence[float]]
 """Numbers of each field, by the field's name."""
 
 
-class Field(NamedTuple):
+class TrailerField(NamedTuple):
     """Part of a tail.
 
     width: numbers of a rank. own: whether every rank has separate numbers. is_time: whether they
@@ -40,36 +40,36 @@ class Field(NamedTuple):
     is_time: bool = False
 
 
-def summed(name: str, width: int = 1) -> Field:
+def summed_field(name: str, width: int = 1) -> TrailerField:
     """Return a field of numbers that are added over the ranks."""
-    return Field(name, width, own=False)
+    return TrailerField(name, width, own=False)
 
 
-def each(name: str, width: int = 1) -> Field:
+def per_rank_field(name: str, width: int = 1) -> TrailerField:
     """Return a field with separate numbers for every rank."""
-    return Field(name, width, own=True)
+    return TrailerField(name, width, own=True)
 
 
-def times(name: str) -> Field:
+def time_field(name: str) -> TrailerField:
     """Return a field with a time of every rank, in seconds since `common_start`."""
-    return Field(name, 2, own=True, is_time=True)
+    return TrailerField(name, 2, own=True, is_time=True)
 
 
 class _Place(NamedTuple):
     """Slice of a field in the tail, and the slice that this rank writes."""
 
-    field: Field
+    field: TrailerField
     whole: slice
     mine: slice
 
 
-class Tail:
+class Trailer:
     """Tail of `fields`, in this order, on rank `rank` of `ranks`.
 
     length: its numbers. Raises ValueError for two fields with the same name.
     """
 
-    def __init__(self, fields: Sequence[Field], rank: int, ranks: int) -> None:
+    def __init__(self, fields: Sequence[TrailerField], rank: int, ranks: int) -> None:
         self._places: dict[str, _Place] = {}
         self.length = 0
         for field in fields:

@@ -18,7 +18,7 @@ from dure.collectives.group import Group
 from dure.record.on_disk import PIECE, Form, Leaf, elements, forms_of, put
 from dure.tensors.elements import element_bytes
 
-Place = Callable[[Form], Leaf]
+AllocateLeaf = Callable[[Form], Leaf]
 """Function that allocates a tensor, or returns its destination."""
 
 
@@ -34,7 +34,7 @@ class _Run(NamedTuple):
         return (self.stop - self.start) * self.form.kind.itemsize
 
 
-def gathered(group: Group, mine: Mapping[str, Leaf], place: Place) -> list[dict[str, Leaf]]:
+def gathered(group: Group, mine: Mapping[str, Leaf], place: AllocateLeaf) -> list[dict[str, Leaf]]:
     """Return the tensors of all ranks on rank 0, in order of rank; elsewhere an empty list.
 
     Tensors of other ranks are stored at their `place`. All ranks call it.
@@ -65,7 +65,7 @@ def gathered(group: Group, mine: Mapping[str, Leaf], place: Place) -> list[dict[
 
 
 def broadcast(
-    group: Group, leaves: Mapping[str, Leaf], forms: Sequence[Form], place: Place
+    group: Group, leaves: Mapping[str, Leaf], forms: Sequence[Form], place: AllocateLeaf
 ) -> dict[str, Leaf]:
     """Return rank 0's tensors on every rank.
 

@@ -20,9 +20,9 @@ from dure.collectives.shared_memory.calls import (
     NUMBER_OF,
     REDUCE_SCATTER,
     SCATTER,
-    Call,
+    CollectiveCall,
 )
-from dure.collectives.shared_memory.host import Collectives, Deal, Pull
+from dure.collectives.shared_memory.host import ByteOffer, Collectives, PeerRead
 
 
 def in_place(tensor: Tensor, call: Callable[[Tensor], None]) -> None:
@@ -35,7 +35,7 @@ def in_place(tensor: Tensor, call: Callable[[Tensor], None]) -> None:
         tensor.copy_(dense)
 
 
-class Moves:
+class TorchCollectives:
     """Collectives of a rank. ranks: the ranks of a single host, or of several."""
 
     def __init__(self, ranks: Collectives, rank: int, size: int) -> None:
@@ -58,7 +58,7 @@ class Moves:
         """Write the reduction of all ranks' blocks[rank] to `output`."""
         dense = [block.contiguous() for block in blocks]
         sizes = [block.numel() for block in dense]
-        call = Call(
+        call = CollectiveCall(
             kind=REDUCE_SCATTER,
             dtype=NUMBER_OF[output.dtype],
             op=op,
@@ -73,11 +73,13 @@ class Moves:
         in_place(tensor, lambda dense: self._broadcast(dense, root))
 
     def _broadcast(self, dense: Tensor, root: int) -> None:
-        call = Call(kind=BROADCAST, dtype=NUMBER_OF[dense.dtype], root=root, count=dense.numel())
+        call = CollectiveCall(
+            kind=BROADCAST, dtype=NUMBER_OF[dense.dtype], root=root, count=dense.numel()
+        )
         if root == self._rank:
             self._ranks.exchange(call, [dense], {})
         else:
-            self._ranks.exchange(call, [], {root: Pull(0, dense)})
+            self._ranks.exchange(call, [], {root: PeerRead(0, dense)})
 
     def all_gather(self, outputs: Sequence[Tensor], source: Tensor) -> None:
         """Gather every rank's tensor on all ranks.
@@ -87,7 +89,7 @@ class Moves:
         """
         sizes = [output.numel() for output in outputs]
         extra = unequal(sizes)
-        call = Call(
+        call = CollectiveCall(
             kind=ALL_GATHER,
             dtype=NUMBER_OF[source.dtype],
             # The sum for unequal parts, since the count has to agree on all ranks.
@@ -113,7 +115,7 @@ class Moves:
         # Every rank declares its bytes for the root; the root also declares the bytes it expects
         # from each. The root's own part is in both, so that its own sizes are compared as well.
         deals = [
-            Deal(
+            ByteOffer(
                 nbytes=source.nbytes if rank == root else 0,
                 wanted=dense[rank].nbytes if dense else 0,
             )
@@ -138,10 +140,10 @@ class Moves:
         # Only the root offers: a range of its concatenated parts to each rank.
         given = offers(parts) if parts else [(0, 0)] * self._size
         deals = [
-            Deal(offset, nbytes, dense.nbytes if rank == root else 0)
+            ByteOffer(offset, nbytes, dense.nbytes if rank == root else 0)
             for rank, (offset, nbytes) in enumerate(given)
         ]
-        pulls = {} if root == self._rank else {root: Pull(0, dense)}
+        pulls = {} if root == self._rank else {root: PeerRead(0, dense)}
         self._exchange(
             kind=SCATTER, root=root, dtype=output.dtype, parts=parts, pulls=pulls, deals=deals
         )
@@ -152,7 +154,7 @@ class Moves:
     def all_to_all(self, outputs: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
         """Send part j to rank j, and receive outputs[i] from rank i. All are contiguous."""
         deals = [
-            Deal(offset, nbytes, output.nbytes)
+            ByteOffer(offset, nbytes, output.nbytes)
             for (offset, nbytes), output in zip(offers(parts), outputs, strict=True)
         ]
         self._exchange(
@@ -166,11 +168,13 @@ class Moves:
         outputs[self._rank].view(-1).copy_(parts[self._rank].view(-1))
 
     def barrier(self) -> None:
-        self._ranks.exchange(Call(BARRIER), [], {})
+        self._ranks.exchange(CollectiveCall(BARRIER), [], {})
 
-    def _pulls(self, outputs: Sequence[Tensor]) -> dict[int, Pull]:
+    def _pulls(self, outputs: Sequence[Tensor]) -> dict[int, PeerRead]:
         """Return the pulls from each of the other ranks."""
-        return {rank: Pull(0, output) for rank, output in enumerate(outputs) if rank != self._rank}
+        return {
+            rank: PeerRead(0, output) for rank, output in enumerate(outputs) if rank != self._rank
+        }
 
     def _exchange(
         self,
@@ -178,13 +182,13 @@ class Moves:
         root: int,
         dtype: torch.dtype,
         parts: Sequence[Tensor],
-        pulls: dict[int, Pull],
-        deals: Sequence[Deal],
+        pulls: dict[int, PeerRead],
+        deals: Sequence[ByteOffer],
     ) -> None:
         """Exchange with sizes that each rank knows only for itself.
 
         A rank's part for itself is excluded.
         """
         count = sum(part.numel() for part in parts)
-        call = Call(kind=kind, dtype=NUMBER_OF[dtype], root=root, count=count)
+        call = CollectiveCall(kind=kind, dtype=NUMBER_OF[dtype], root=root, count=count)
         self._ranks.exchange(call, parts, pulls, deals)

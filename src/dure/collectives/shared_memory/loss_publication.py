@@ -5,11 +5,11 @@ from __future__ import annotations
 import msgspec
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from dure.collectives.shared_memory.host import Loss
+from dure.collectives.shared_memory.host import PeerLoss
 from dure.errors import PeerLostError
 
 
-class Verdict:
+class LossPublication:
     """Verdict of a group, as seen by a rank."""
 
     def __init__(self, store: Store) -> None:
@@ -21,10 +21,10 @@ class Verdict:
     def tell(self, loss: PeerLostError) -> PeerLostError:
         """Publish a loss to all hosts; return the loss that was published first."""
         try:
-            text = msgspec.json.encode(Loss.of(loss)).decode()
+            text = msgspec.json.encode(PeerLoss.of(loss)).decode()
             # Sets the key if it is unset; in both cases returns the current value.
             return msgspec.json.decode(
-                self._store.compare_set("verdict", "", text), type=Loss
+                self._store.compare_set("verdict", "", text), type=PeerLoss
             ).error()
         except RuntimeError:  # the store has gone with its host
             self._store_is_gone = True
@@ -37,7 +37,7 @@ class Verdict:
         try:
             if not self._store.check(["verdict"]):
                 return None
-            return msgspec.json.decode(self._store.get("verdict"), type=Loss).error()
+            return msgspec.json.decode(self._store.get("verdict"), type=PeerLoss).error()
         except RuntimeError:
             self._store_is_gone = True
             return None

@@ -43,27 +43,31 @@ from dure.collectives.shared_memory.calls import (
     REDUCE,
     REDUCE_SCATTER,
     SUM,
-    Call,
+    CollectiveCall,
     bytes_of,
     mismatch,
     unequal,
 )
-from dure.collectives.shared_memory.host import TICK, Deal, Host, Pull
-from dure.collectives.shared_memory.meeting import Meeting
+from dure.collectives.shared_memory.host import TICK, ByteOffer, Host, PeerRead
+from dure.collectives.shared_memory.loss_publication import LossPublication
 from dure.collectives.shared_memory.portable import reduced
-from dure.collectives.shared_memory.torch_texts import not_in_time
-from dure.collectives.shared_memory.two_hosts.duplex import Duplex, UnlikeCallsError, connection
+from dure.collectives.shared_memory.rendezvous import GroupRendezvous
+from dure.collectives.shared_memory.torch_error_texts import not_in_time
+from dure.collectives.shared_memory.two_hosts.duplex import (
+    Duplex,
+    PeerCallMismatchError,
+    connection,
+)
 from dure.collectives.shared_memory.two_hosts.planned import (
-    Carried,
-    OverDuplex,
-    OverGloo,
-    Planned,
+    PlannedCall,
+    PlannedCollectives,
+    PlannedOverDuplex,
+    PlannedOverGloo,
     reduce_options,
     settle,
     workable,
 )
-from dure.collectives.shared_memory.verdict import Verdict
-from dure.collectives.shared_memory.work import Work
+from dure.collectives.shared_memory.work import CallHandle
 from dure.errors import PeerLostError
 from dure.machine.group_key import group_key
 
@@ -101,7 +105,7 @@ def _together(parts: dict[int, Tensor], ranks: Sequence[int]) -> Tensor:
     return torch.cat([parts[rank] for rank in ranks]) if len(ranks) > 1 else parts[ranks[0]]
 
 
-class UnderWay(NamedTuple):
+class PendingCall(NamedTuple):
     """Begun call.
 
     finish: waits for the end. ended: time of the end, in seconds of `time.perf_counter`, or 0.
@@ -111,7 +115,7 @@ class UnderWay(NamedTuple):
     ended: Callable[[], float]
 
 
-class Across:
+class InterHostCollectives:
     """Collectives of a rank, over its host and the network. Ranks are ranks of the group.
 
     hosts: the ranks of each host, in order. host: this rank's host. names: names of the ranks in
@@ -135,7 +139,7 @@ class Across:
         self._leads = hosts[self._here][0] == rank
         self._alone = len(hosts[self._here]) == 1  # on this host
         self._store = store
-        self._verdict = Verdict(store)
+        self._verdict = LossPublication(store)
         self._number = 0
         address = address_towards(store)
         make = _Gloo.create_device
@@ -160,21 +164,21 @@ class Across:
     def _group_of_leaders(self, name: str) -> Any:
         return _Gloo(PrefixStore(name, self._store), self._here, len(self._hosts), self._options)
 
-    def _for_plans(self, address: str | None) -> Planned:
+    def _for_plans(self, address: str | None) -> PlannedCollectives:
         """Return the carrier of planned calls: dure's connection between two hosts, else gloo."""
         if self._size == 2:
-            meeting = Meeting(self._store, self._rank, self._names, self._host.timeout)
+            meeting = GroupRendezvous(self._store, self._rank, self._names, self._host.timeout)
             made = connection(meeting, address, self._host.in_c, group_key())
             # Both ends know whether they are connected, so both fall back to gloo, or neither.
             if made is not None:
-                return OverDuplex(Duplex(made, first=self._here == 0), self._here)
-        return OverGloo(self._group_of_leaders("planned"), self._size)
+                return PlannedOverDuplex(Duplex(made, first=self._here == 0), self._here)
+        return PlannedOverGloo(self._group_of_leaders("planned"), self._size)
 
     # Collectives, as `Host` has them.
 
     def all_reduce(self, tensor: Tensor, op: int, root: int = -1) -> None:
         self._agree(
-            Call(
+            CollectiveCall(
                 kind=ALL_REDUCE if root < 0 else REDUCE,
                 dtype=NUMBER_OF[tensor.dtype],
                 op=op,
@@ -194,7 +198,9 @@ class Across:
         if root in (-1, self._rank):
             settle(work, op, tensor, self._size)
 
-    def reduce_scatter(self, blocks: Sequence[Tensor], out: Tensor, op: int, call: Call) -> None:
+    def reduce_scatter(
+        self, blocks: Sequence[Tensor], out: Tensor, op: int, call: CollectiveCall
+    ) -> None:
         self._agree(call)
         work, operation = workable(torch.cat([block.view(-1) for block in blocks]), op)
         self._host.all_reduce(work, operation, 0)
@@ -226,10 +232,10 @@ class Across:
 
     def exchange(
         self,
-        call: Call,
+        call: CollectiveCall,
         parts: Sequence[Tensor],
-        pulls: dict[int, Pull],
-        deals: Sequence[Deal] | None = None,
+        pulls: dict[int, PeerRead],
+        deals: Sequence[ByteOffer] | None = None,
     ) -> None:
         self._agree(call, deals)
         if call.kind == BROADCAST:
@@ -253,13 +259,15 @@ class Across:
         if root not in self._hosts[self._here]:
             self._share(flat, 0)
 
-    def _all_gather(self, own: Tensor, pulls: dict[int, Pull]) -> None:
+    def _all_gather(self, own: Tensor, pulls: dict[int, PeerRead]) -> None:
         flat = {rank: bytes_of(pull.into) for rank, pull in pulls.items()}
         mine = bytes_of(own)
         flat[self._rank] = mine
         here = self._hosts[self._here]
-        near = {place: Pull(0, flat[rank]) for place, rank in enumerate(here) if rank != self._rank}
-        self._host.exchange(Call(ALL_GATHER), [mine], near)
+        near = {
+            place: PeerRead(0, flat[rank]) for place, rank in enumerate(here) if rank != self._rank
+        }
+        self._host.exchange(CollectiveCall(ALL_GATHER), [mine], near)
         # A host's bytes, contiguous: the tensor itself for a host with a single rank, else a copy.
         wholes = [_together(flat, ranks) for ranks in self._hosts]
         if self._leads:
@@ -298,7 +306,7 @@ class Across:
                 whole.copy_(part)
 
     def _to_each(
-        self, parts: Sequence[Tensor], pulls: dict[int, Pull], deals: Sequence[Deal]
+        self, parts: Sequence[Tensor], pulls: dict[int, PeerRead], deals: Sequence[ByteOffer]
     ) -> None:
         """Send from rank to rank; the caller copies a rank's part for itself."""
         # The leading empty tensor is there because `cat` refuses an empty list.
@@ -319,18 +327,18 @@ class Across:
         """Copy the tensor of the rank at position `place` to all ranks of this host."""
         if self._alone:
             return
-        call = Call(
+        call = CollectiveCall(
             kind=BROADCAST, dtype=NUMBER_OF[tensor.dtype], op=0, root=place, count=tensor.numel()
         )
         if self._host.members.rank == place:
             self._host.exchange(call, [tensor], {})
         else:
-            self._host.exchange(call, [], {place: Pull(0, tensor)})
+            self._host.exchange(call, [], {place: PeerRead(0, tensor)})
 
     # Where every rank has a host of its own, and knows that all begin the same.
 
     @property
-    def _plans(self) -> Planned:
+    def _plans(self) -> PlannedCollectives:
         """Carrier of planned calls. Raises PeerLostError if the group has ended."""
         assert self._planned is not None, "some host has several ranks"
         # Planned calls do not ask the others, so the end of the group has to be checked here.
@@ -339,28 +347,30 @@ class Across:
             raise loss
         return self._planned
 
-    def begin_all_reduce(self, tensor: Tensor, op: int) -> UnderWay:
-        call = Call(
+    def begin_all_reduce(self, tensor: Tensor, op: int) -> PendingCall:
+        call = CollectiveCall(
             kind=ALL_REDUCE, dtype=NUMBER_OF[tensor.dtype], op=op, root=-1, count=tensor.numel()
         )
         return self._begun(call, self._plans.all_reduce(call, tensor, op))
 
-    def begin_reduce_scatter(self, source: Tensor, out: Tensor, op: int) -> UnderWay:
+    def begin_reduce_scatter(self, source: Tensor, out: Tensor, op: int) -> PendingCall:
         """Begin a planned reduce-scatter. source: contiguous, a block for each rank."""
-        call = Call(
+        call = CollectiveCall(
             kind=REDUCE_SCATTER, dtype=NUMBER_OF[out.dtype], op=op, root=-1, count=source.numel()
         )
         return self._begun(call, self._plans.reduce_scatter(call, source, out, op))
 
-    def begin_all_gather(self, whole: Tensor, own: Tensor) -> UnderWay:
+    def begin_all_gather(self, whole: Tensor, own: Tensor) -> PendingCall:
         """Begin a planned all-gather.
 
         whole: contiguous, a block for each rank; own: contiguous, possibly its block in `whole`.
         """
-        call = Call(kind=ALL_GATHER, dtype=NUMBER_OF[own.dtype], op=0, root=-1, count=own.numel())
+        call = CollectiveCall(
+            kind=ALL_GATHER, dtype=NUMBER_OF[own.dtype], op=0, root=-1, count=own.numel()
+        )
         return self._begun(call, self._plans.all_gather(call, whole, own))
 
-    def _begun(self, call: Call, carried: Carried) -> UnderWay:
+    def _begun(self, call: CollectiveCall, carried: PlannedCall) -> PendingCall:
         """Return a planned call in progress, whose end raises MismatchError or PeerLostError."""
         self._number += 1
         number = self._number
@@ -369,14 +379,14 @@ class Across:
             self._host.doing = str(call), f"call {number}"
             try:
                 self._wait(carried.work)
-            except UnlikeCallsError as unlike:
+            except PeerCallMismatchError as unlike:
                 # In the order of ranks, so that both ends raise the same: [::-1] on the second end.
                 raise mismatch(
                     number, [call, unlike.theirs][:: 1 - 2 * self._here], self._names
                 ) from None
             carried.then()
 
-        return UnderWay(finish, carried.ended)
+        return PendingCall(finish, carried.ended)
 
     @property
     def apart(self) -> bool:
@@ -395,7 +405,7 @@ class Across:
 
     # Agreement.
 
-    def _agree(self, call: Call, deals: Sequence[Deal] | None = None) -> None:
+    def _agree(self, call: CollectiveCall, deals: Sequence[ByteOffer] | None = None) -> None:
         """Raise the same MismatchError on every rank unless all ranks make the same call."""
         self._number += 1
         self._host.doing = (str(call), f"call {self._number}")
@@ -407,9 +417,13 @@ class Across:
         own = torch.tensor(row + [0] * (width - len(row)))
         table = torch.zeros(self._size, width, dtype=torch.int64)
         table[self._rank] = own
-        pulls = {place: Pull(0, table[rank]) for place, rank in enumerate(self._hosts[self._here])}
+        pulls = {
+            place: PeerRead(0, table[rank]) for place, rank in enumerate(self._hosts[self._here])
+        }
         del pulls[self._host.members.rank]
-        self._host.exchange(Call(ALL_GATHER, NUMBER_OF[torch.int64], count=width), [own], pulls)
+        self._host.exchange(
+            CollectiveCall(ALL_GATHER, NUMBER_OF[torch.int64], count=width), [own], pulls
+        )
         if self._leads:
             self._between(lambda leaders: leaders.allreduce([table], reduce_options(SUM)))
         self._share(table, 0)
@@ -418,7 +432,7 @@ class Across:
     def _compare(self, table: Tensor) -> None:
         """Raise MismatchError unless all rows of the table agree. table: as in `_agree`."""
         rows = table[:, :6].tolist()
-        calls = [Call(*row) for row in rows]
+        calls = [CollectiveCall(*row) for row in rows]
         if len({(c.kind, c.dtype, c.op, c.root, c.extra) for c in calls}) > 1:
             raise mismatch(self._number, calls, self._names)
         # Only for kinds up to BROADCAST do all ranks have the same count.
@@ -490,10 +504,10 @@ class Across:
         operation, step = self._host.doing or ("a call", "this group")
         return PeerLostError(tuple(self._names[rank] for rank in ranks), operation, step, reason)
 
-    def send(self, tensor: Tensor, to: int, tag: int) -> Work:
+    def send(self, tensor: Tensor, to: int, tag: int) -> CallHandle:
         """Send to a rank of another host."""
         dense = tensor.contiguous()
-        return Parcel(
+        return InterHostMessage(
             across=self,
             work=self._all.send([dense], to, tag),
             dense=dense,
@@ -501,11 +515,11 @@ class Across:
             name=f"send(to rank {self._names[to]}, tag {tag})",
         )
 
-    def receive(self, tensor: Tensor, source: int, tag: int) -> Work:
+    def receive(self, tensor: Tensor, source: int, tag: int) -> CallHandle:
         """Receive from a rank of another host."""
         dense = tensor if tensor.is_contiguous() else tensor.contiguous()
         name = f"recv(from rank {self._names[source]}, tag {tag})"
-        return Parcel(
+        return InterHostMessage(
             across=self,
             work=self._all.recv([dense], source, tag),
             dense=dense,
@@ -527,7 +541,7 @@ class Across:
         )
 
 
-class Parcel(Work):
+class InterHostMessage(CallHandle):
     """Message to or from another host, over gloo.
 
     A thread waits for it, because gloo cannot be polled. `work` is gloo's operation with `peer`.
@@ -536,7 +550,7 @@ class Parcel(Work):
 
     def __init__(
         self,
-        across: Across,
+        across: InterHostCollectives,
         work: Any,
         dense: Tensor,
         peer: int,

@@ -18,7 +18,7 @@ _unread: list[Tensor] = []
 """Messages that peers of groups that this process has left may still read."""
 
 
-class Leaver(Protocol):
+class GroupLifecycle(Protocol):
     """Group that can be left or abandoned."""
 
     def leave(self) -> None:
@@ -28,10 +28,10 @@ class Leaver(Protocol):
         """Detach from the group in a forked child."""
 
 
-_groups: weakref.WeakSet[Leaver] = weakref.WeakSet()
+_groups: weakref.WeakSet[GroupLifecycle] = weakref.WeakSet()
 
 
-def remember(group: Leaver) -> None:
+def remember(group: GroupLifecycle) -> None:
     """Register a group to leave at the end of the process."""
     _groups.add(group)
 

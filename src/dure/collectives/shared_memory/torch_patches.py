@@ -33,7 +33,7 @@ _NOT_COMPILED = ("dure.collectives", "dure.tensors", "dure.errors")
 
 
 @functools.cache
-def open_doors(ours: type[dist.ProcessGroup]) -> None:
+def patch_torch(ours: type[dist.ProcessGroup]) -> None:
     """Apply all extensions, once. ours: the class of this backend's groups."""
     _admit_to_monitored_barrier(ours)
     _admit_to_the_built_in_hook(ours)
