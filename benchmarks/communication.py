@@ -378,7 +378,7 @@ KINDS = ("compute", "communication", "idle", "hidden")
 def timed(case: Case, task: dure.Task, ranks: int, epochs: int) -> JSON | None:
     """Seconds of an epoch and where they went, for every participant; None where clients only
     simulate."""
-    if "clients" in strategy_class(case.system).dwellings():
+    if "clients" in strategy_class(case.system).supported_worlds():
         return None
     done, workers = run(case, task, ranks, epochs)
     epochs_done = done.summary["epochs"]

@@ -47,7 +47,7 @@ import dure
 from dure.collectives import Group
 from dure.collectives.compression import NoCompression, PowerSGD, parse
 from dure.collectives.compression.bucket import CompressionBucket, one_piece
-from dure.contracts.strategy import Place, seeded_model
+from dure.contracts.strategy import RankContext, seeded_model
 from dure.machine.cores import available_cores
 from dure.randomness.seeds import shuffled
 from dure.tasks.models import TwoNN
@@ -211,7 +211,7 @@ def contenders(
     return found
 
 
-def sums(width: int, rounds: int, place: Place) -> list[JSON]:
+def sums(width: int, rounds: int, place: RankContext) -> list[JSON]:
     """What every rank does. The world is of gloo, and so are its barriers."""
     torch.set_num_threads(1)
     size = place.group.size
@@ -264,7 +264,7 @@ def sums(width: int, rounds: int, place: Place) -> list[JSON]:
     return list(rows.values())
 
 
-def training(epochs: int, place: Place) -> list[JSON]:
+def training(epochs: int, place: RankContext) -> list[JSON]:
     """A small MLP trained through every compression: the gradient of the joint batch, from the
     ranks' parts."""
     torch.set_num_threads(1)

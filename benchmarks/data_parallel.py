@@ -57,7 +57,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dure
-from dure.contracts.strategy import Place
+from dure.contracts.strategy import RankContext
 from dure.machine.cores import available_cores
 from dure.parallel import DistributedDataParallel, ZeroRedundancy
 from dure.tasks.models import Transformer
@@ -249,7 +249,7 @@ def contest(
 # Where.
 
 
-def locally(models: Any, rounds: int, steps: int, place: Place) -> JSON:
+def locally(models: Any, rounds: int, steps: int, place: RankContext) -> JSON:
     torch.set_num_threads(1)
     gloo = dist.new_group(backend="gloo")
     shared = dist.new_group(backend="dure")
@@ -260,7 +260,7 @@ def locally(models: Any, rounds: int, steps: int, place: Place) -> JSON:
 
 
 def apart(
-    models: Any, rounds: int, steps: int, hosts: Any, addresses: Any, cable: str, place: Place
+    models: Any, rounds: int, steps: int, hosts: Any, addresses: Any, cable: str, place: RankContext
 ) -> JSON:
     """As `locally`, each rank on a host of its own."""
     torch.set_num_threads(1)

@@ -51,7 +51,7 @@ from torch.distributed import pipelining
 from torch.nn import functional as F
 
 import dure
-from dure.contracts.strategy import Place
+from dure.contracts.strategy import RankContext
 from dure.machine.memory import memory_kept
 from dure.parallel.mesh.mesh import Mesh
 from dure.parallel.mesh.strategy import Parallel, ParallelLearner
@@ -185,7 +185,7 @@ class Torchs:
 
 class Ours:
     def __init__(
-        self, width: int, batch: int, microbatches: int, schedule: str, place: Place
+        self, width: int, batch: int, microbatches: int, schedule: str, place: RankContext
     ) -> None:
         data = examples(batch)
         per_rank = 2 if schedule in ("interleaved", "zero-bubble-v") else 1
@@ -233,7 +233,7 @@ SGD = partial(torch.optim.SGD, lr=0.1)
 
 
 def contenders(
-    width: int, batch: int, microbatches: int, gloo: Any, place: Place
+    width: int, batch: int, microbatches: int, gloo: Any, place: RankContext
 ) -> dict[str, Callable[[], Any]]:
     theirs = partial(Torchs, width, batch, microbatches)
     ours = partial(Ours, width, batch, microbatches)
@@ -299,7 +299,13 @@ def predicted(schedule: str, microbatches: int, rows: list[Any], send: float) ->
 
 
 def contest(
-    width: int, batch: int, microbatches: int, rounds: int, steps: int, gloo: Any, place: Place
+    width: int,
+    batch: int,
+    microbatches: int,
+    rounds: int,
+    steps: int,
+    gloo: Any,
+    place: RankContext,
 ) -> JSON:
     playing = {
         name: make() for name, make in contenders(width, batch, microbatches, gloo, place).items()
@@ -376,7 +382,7 @@ def against(rows: JSON) -> JSON:
     }
 
 
-def program(asked: argparse.Namespace, place: Place) -> JSON:
+def program(asked: argparse.Namespace, place: RankContext) -> JSON:
     torch.set_num_threads(1)
     gloo = dist.new_group(backend="gloo")
     place.group.step = "a benchmark"

@@ -37,7 +37,7 @@ from torch import nn
 from waiting import WIDTH, network
 
 import dure
-from dure.contracts.strategy import Place
+from dure.contracts.strategy import RankContext
 from dure.parallel.mesh.mesh import Mesh
 from dure.parallel.mesh.strategy import Parallel, ParallelLearner
 from dure.parallel.pipeline.builders import make
@@ -53,7 +53,7 @@ def show(text: str) -> None:
 
 
 def measured(
-    learner: ParallelLearner, batch: int, rounds: int, place: Place, simulated: Any
+    learner: ParallelLearner, batch: int, rounds: int, place: RankContext, simulated: Any
 ) -> JSON:
     """The bubbles of some steps, and what the simulator makes of their actions."""
     indices = torch.arange(batch)
@@ -86,7 +86,9 @@ def measured(
     return medians
 
 
-def bubbles(schedule: str, microbatches: int, asked: argparse.Namespace, place: Place) -> JSON:
+def bubbles(
+    schedule: str, microbatches: int, asked: argparse.Namespace, place: RankContext
+) -> JSON:
     ranks = place.group.size
     per_rank = 2 if schedule == "interleaved" else 1
     stages = ranks * per_rank
@@ -127,7 +129,7 @@ def bubbles(schedule: str, microbatches: int, asked: argparse.Namespace, place: 
     return {**row, "exact": simulate(made, times).bubble}
 
 
-def program(asked: argparse.Namespace, place: Place) -> list[JSON]:
+def program(asked: argparse.Namespace, place: RankContext) -> list[JSON]:
     torch.set_num_threads(1)
     place.group.step = "a benchmark"
     rows = []

@@ -41,7 +41,7 @@ from torch.nn import functional as F
 
 import dure
 from dure.collectives.group import Group
-from dure.contracts.strategy import Place
+from dure.contracts.strategy import RankContext
 from dure.machine.cores import available_cores
 from dure.parallel.tensor import parallelize, whole_state_dict
 from dure.parallel.tensor.chain_plans import MAKERS, chain_plan
@@ -153,7 +153,7 @@ def formula(plan: str, setting: Setting, degree: int, width: int) -> tuple[int, 
     return forward * (degree - 1) // degree, backward * (degree - 1) // degree
 
 
-def contest(setting: Setting, asked: argparse.Namespace, place: Place) -> JSON:
+def contest(setting: Setting, asked: argparse.Namespace, place: RankContext) -> JSON:
     """What every rank does."""
     torch.set_num_threads(1)
     dtype = torch.float64 if asked.exact else torch.float32

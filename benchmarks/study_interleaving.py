@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from waiting import WIDTH, Layer
 
 import dure
-from dure.contracts.strategy import Place
+from dure.contracts.strategy import RankContext
 from dure.parallel.mesh.mesh import Mesh
 from dure.parallel.mesh.strategy import Parallel, ParallelLearner
 from dure.parallel.pipeline.builders import make
@@ -75,7 +75,9 @@ class Model(nn.Module):
         return after + before if self.skips else after
 
 
-def learner_of(place: Place, asked: argparse.Namespace, v: int, skips: bool) -> ParallelLearner:
+def learner_of(
+    place: RankContext, asked: argparse.Namespace, v: int, skips: bool
+) -> ParallelLearner:
     ranks = place.group.size
     count = asked.microbatches * EXAMPLES
     data = torch.utils.data.TensorDataset(torch.randn(count, WIDTH), torch.randn(count, WIDTH))
@@ -91,7 +93,7 @@ def learner_of(place: Place, asked: argparse.Namespace, v: int, skips: bool) -> 
     return ParallelLearner(task, place, 0, strategy)
 
 
-def sent(learner: ParallelLearner, place: Place) -> JSON:
+def sent(learner: ParallelLearner, place: RankContext) -> JSON:
     """What all ranks together send in one step: messages, tensors in them, bytes."""
     counters = place.group.meter.counters
     before = counters.messages_sent, counters.bytes_sent
@@ -120,7 +122,7 @@ def formula(ranks: int, microbatches: int, v: int, skips: bool) -> JSON:
     }
 
 
-def row_of(place: Place, asked: argparse.Namespace, v: int, skips: bool) -> JSON:
+def row_of(place: RankContext, asked: argparse.Namespace, v: int, skips: bool) -> JSON:
     ranks = place.group.size
     learner = learner_of(place, asked, v, skips)
     said = formula(ranks, asked.microbatches, v, skips)
@@ -153,7 +155,7 @@ def row_of(place: Place, asked: argparse.Namespace, v: int, skips: bool) -> JSON
     }
 
 
-def program(asked: argparse.Namespace, place: Place) -> list[JSON]:
+def program(asked: argparse.Namespace, place: RankContext) -> list[JSON]:
     torch.set_num_threads(1)
     place.group.step = "a benchmark"
     return [row_of(place, asked, v, skips) for skips in (False, True) for v in (1, 2, 4)]

@@ -34,7 +34,7 @@ from torch.nn import functional as F
 
 import dure
 from dure.collectives.group import Group
-from dure.contracts.strategy import Place
+from dure.contracts.strategy import RankContext
 from dure.machine.cores import available_cores
 from dure.parallel.tensor import Column, Row, parallelize, whole_state_dict
 
@@ -152,7 +152,9 @@ def timed(contender: Plain, alone: bool, steps: int, gloo: Any) -> float:
     return seconds
 
 
-def contest(names: list[str], setting: Setting, rounds: int, steps: int, place: Place) -> JSON:
+def contest(
+    names: list[str], setting: Setting, rounds: int, steps: int, place: RankContext
+) -> JSON:
     """What every rank does: seconds of a step, a number a round, for each contender."""
     torch.set_num_threads(1)
     groups = {backend: dist.new_group(backend=backend) for backend in ("gloo", "dure")}
@@ -183,7 +185,7 @@ def contest(names: list[str], setting: Setting, rounds: int, steps: int, place: 
     }
 
 
-def sent(setting: Setting, place: Place) -> int:
+def sent(setting: Setting, place: RankContext) -> int:
     """Bytes that a rank of dure's contender sends in a step."""
     contender = Ours(setting, dist.new_group(backend="dure"))
     contender.step()

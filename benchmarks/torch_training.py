@@ -33,7 +33,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import dure
-from dure.contracts.strategy import Place, seeded_model
+from dure.contracts.strategy import RankContext, seeded_model
 from dure.machine.cores import available_cores
 from dure.randomness.seeds import shuffled
 from dure.tasks.models import TwoNN
@@ -148,7 +148,7 @@ def slowest(value: float) -> float:
     return tensor.item()
 
 
-def contest(rounds: int, batch: float, place: Place) -> list[JSON]:
+def contest(rounds: int, batch: float, place: RankContext) -> list[JSON]:
     """What every rank does: all systems and models, each on both backends by turns. The world is of
     gloo."""
     torch.set_num_threads(1)

@@ -31,7 +31,7 @@ from figures import Panel, save
 from outcome import give, takes_result
 
 import dure
-from dure.contracts.strategy import Place, Strategy, World
+from dure.contracts.strategy import RankContext, Strategy, World
 from dure.run.registry import encode
 
 SOURCE = Path(dure.__file__).parent
@@ -51,7 +51,7 @@ def walked(strategy: Strategy, world: World) -> list[tuple[str, str]]:
         return _served(strategy, world)
     task = dure.load_task("digits")
 
-    def program(place: Place) -> list[tuple[str, str]]:
+    def program(place: RankContext) -> list[tuple[str, str]]:
         learner = strategy.learner(task, place, 0)
         for _ in range(WARM):
             learner.advance(0)
@@ -94,7 +94,7 @@ def _served(strategy: Strategy, world: World) -> list[tuple[str, str]]:
             clients.append(threading.Thread(target=client, args=(event["serving"],)))
             clients[0].start()
 
-    def program(place: Place) -> None:
+    def program(place: RankContext) -> None:
         # What its client is told of the run.
         place.config = {"run": "0" * 16, "strategy": encode(strategy)}
         with place.ending:

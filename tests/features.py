@@ -6,8 +6,8 @@ import dataclasses
 from pathlib import Path
 
 from dure import catalog
-from dure.contracts.learning import PARTS, Part
 from dure.contracts.strategy import Kind, Strategy
+from dure.contracts.training_options import PARTS, Part
 from dure.run.registry import strategy_class
 
 PAGE = Path(__file__).parents[1] / "docs" / "features.md"
@@ -23,7 +23,7 @@ def strategies() -> dict[str, Strategy]:
 
 def refusals(strategy: Strategy, part: Part) -> dict[Kind, str]:
     """Where it cannot do a part, and why."""
-    found = {kind: strategy.cannot(part, kind) for kind in strategy.dwellings()}
+    found = {kind: strategy.cannot(part, kind) for kind in strategy.supported_worlds()}
     return {kind: why for kind, why in found.items() if why is not None}
 
 
@@ -51,7 +51,7 @@ def _cell(strategy: Strategy, part: Part, notes: _Notes) -> str:
     if not refused:
         return "yes"
     numbers = ", ".join(sorted({str(notes.number(why)) for why in refused.values()}))
-    left = [_IN[kind] for kind in strategy.dwellings() if kind not in refused]
+    left = [_IN[kind] for kind in strategy.supported_worlds() if kind not in refused]
     return f"in {' and '.join(left)} ({numbers})" if left else f"no ({numbers})"
 
 

@@ -28,7 +28,7 @@ ALONE: dict[str, dict[str, int]] = {"parameter-server": {"workers": 1}, "downpou
 CASES = [
     pytest.param(replace(strategy, **ALONE.get(name, {})), kind, id=f"{name}-{kind}")
     for name, strategy in strategies().items()
-    for kind in strategy.dwellings()
+    for kind in strategy.supported_worlds()
 ]
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import dure
-from dure.contracts.strategy import Place
+from dure.contracts.strategy import RankContext
 from page_blocks import PAGES, Program, programs, write_files
 from scripts import run_here
 
@@ -57,7 +57,7 @@ def run_on_ranks(program: Program) -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
 
-    def rank(place: Place) -> None:
+    def rank(place: RankContext) -> None:
         group = place.group
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()

@@ -198,7 +198,7 @@ def _spin(port: Any, cards: dict[str, Any]) -> None:
 
 def dure_server(way: str, address: str) -> None:
     from dure.collectives.group import Group
-    from dure.contracts.strategy import Place
+    from dure.contracts.strategy import RankContext
     from dure.parameter_server.keys import Range
     from dure.parameter_server.messages import MANAGER, Snapshot
     from dure.parameter_server.optimizer import Recipe
@@ -216,7 +216,7 @@ def dure_server(way: str, address: str) -> None:
     port, cards = _port("server 0", address)
     port.meet(cards, [])
     _spin(port, cards)
-    serve(server, port, Place(Group()))
+    serve(server, port, RankContext(Group()))
 
 
 class Dure:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import dure
-from dure.contracts.strategy import Place, Strategy
+from dure.contracts.strategy import RankContext, Strategy
 from small import CLASSES, FEATURES
 
 
@@ -25,7 +25,7 @@ def watched(
 ) -> list[list[Any]]:
     """look(learner) after every round, for every rank in order."""
 
-    def program(place: Place) -> list[Any]:
+    def program(place: RankContext) -> list[Any]:
         learner = strategy.learner(task, place, seed)
         seen = []
         for _ in range(rounds):

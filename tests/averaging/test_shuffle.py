@@ -26,7 +26,7 @@ from dure.averaging.shuffle import (
     shuffle_examples,
 )
 from dure.collectives.algorithms import ring
-from dure.contracts.strategy import Place
+from dure.contracts.strategy import RankContext
 from small import EXAMPLES, FEATURES, same_bits, small_task
 
 BORN = dure.LabelShards(1)
@@ -71,7 +71,7 @@ def several() -> dure.Examples:
     return dure.Examples(inputs, (numbers, torch.complex(numbers.double(), numbers.double() / 3)))
 
 
-def exchange(place: Place) -> list[Any]:
+def exchange(place: RankContext) -> list[Any]:
     """What each rank received, sent, and is told where examples differ."""
     shuffle.PIECE = 100  # a part is several messages
     rank, counts = place.group.rank, list(map(len, PARTS))

@@ -12,15 +12,15 @@ from torch import Tensor
 
 import dure
 from dure.collectives import Group
-from dure.contracts.strategy import Place
+from dure.contracts.strategy import RankContext
 
 
 def on_ranks(
-    ranks: int, program: Callable[[Place], Any], backend: Literal["gloo", "dure"] = "gloo"
+    ranks: int, program: Callable[[RankContext], Any], backend: Literal["gloo", "dure"] = "gloo"
 ) -> list[Any]:
     """What `program` returns on every rank, in order of rank; `backend` carries its bytes."""
 
-    def gathered(place: Place) -> list[Any]:
+    def gathered(place: RankContext) -> list[Any]:
         return [
             pickle.loads(part) for part in place.group.gather_bytes(pickle.dumps(program(place)))
         ]

@@ -14,7 +14,7 @@ from dure.collectives import Group, all_gather, reduce_scatter
 from dure.collectives.all_gather import ALGORITHMS, elements_sent, messages_sent
 from dure.collectives.reduce_scatter import elements_sent as scattered_elements
 from dure.collectives.reduce_scatter import messages_sent as scattered_messages
-from dure.contracts.strategy import Place
+from dure.contracts.strategy import RankContext
 
 
 @settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck))
@@ -24,7 +24,7 @@ def test_a_reduce_scatter_and_an_all_gather_are_an_all_reduce(
 ) -> None:
     cases = [(name, n) for name in ALGORITHMS for n in lengths]
 
-    def program(place: Place) -> list[tuple[Tensor, Measured, Measured]]:
+    def program(place: RankContext) -> list[tuple[Tensor, Measured, Measured]]:
         def both(name: str, n: int) -> tuple[Tensor, Measured, Measured]:
             mine = values(n, place.group.rank, torch.int64)
             scattered = measured(place.group, lambda: reduce_scatter(mine, place.group, name))  # type: ignore[call-overload]
@@ -48,7 +48,7 @@ def test_a_reduce_scatter_and_an_all_gather_are_an_all_reduce(
 
 
 def test_tensors_of_any_shape_are_stacked() -> None:
-    def program(place: Place) -> list[Tensor]:
+    def program(place: RankContext) -> list[Tensor]:
         mine = torch.arange(6.0).view(2, 3).t() + 10 * place.group.rank
         scalar = torch.tensor(place.group.rank)
         calls = [
@@ -64,7 +64,7 @@ def test_tensors_of_any_shape_are_stacked() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
 def test_an_average_is_scattered_and_the_input_kept(dtype: torch.dtype) -> None:
-    def program(place: Place) -> list[tuple[list[float], list[float]]]:
+    def program(place: RankContext) -> list[tuple[list[float], list[float]]]:
         mine = torch.full((5,), 3.0 * place.group.rank, dtype=dtype)
         names = ["ring", "one_shot"]
         return [

@@ -19,7 +19,7 @@ from torch import Tensor
 from dure.collectives import Group, all_reduce
 from dure.collectives.algorithms.table import ALL_REDUCES
 from dure.collectives.all_reduce import ALGORITHMS, Algorithm
-from dure.contracts.strategy import Place
+from dure.contracts.strategy import RankContext
 
 ROUNDED_ONCE = ("master", "one_shot")
 INTEGERS = [
@@ -80,10 +80,10 @@ CASES = (
 )
 
 
-def reduce_many(cases: list[Case]) -> Callable[[Place], list[tuple[Measured, bytes]]]:
+def reduce_many(cases: list[Case]) -> Callable[[RankContext], list[tuple[Measured, bytes]]]:
     """Every case measured, and done once more."""
 
-    def program(place: Place) -> list[tuple[Measured, bytes]]:
+    def program(place: RankContext) -> list[tuple[Measured, bytes]]:
         def once(case: Case) -> bytes:
             tensor = values(case.n, place.group.rank, case.dtype)
             return bits(all_reduce(tensor, place.group, case.algorithm, case.op))
@@ -169,7 +169,7 @@ def test_the_result_on_every_rank_with_the_bytes_and_messages_of_the_formula(
 
 @pytest.mark.parametrize("ranks", [2, 3, 5])
 def test_every_algorithm_sums_integers_alike_on_every_number_of_ranks(ranks: int) -> None:
-    def program(place: Place) -> list[Tensor]:
+    def program(place: RankContext) -> list[Tensor]:
         return [
             all_reduce(values(101, place.group.rank, torch.int64), place.group, name)
             for name in ALGORITHMS
@@ -209,7 +209,7 @@ def test_transfers_behind_each_other(size: int, expected: int) -> None:
 
 
 def test_one_shot_has_the_bits_of_the_master_because_both_add_in_order_of_rank() -> None:
-    def program(place: Place) -> tuple[Tensor, Tensor]:
+    def program(place: RankContext) -> tuple[Tensor, Tensor]:
         mine = values(1_000, place.group.rank, torch.bfloat16)
         return all_reduce(mine.clone(), place.group, "one_shot"), all_reduce(
             mine, place.group, "master"
@@ -221,7 +221,7 @@ def test_one_shot_has_the_bits_of_the_master_because_both_add_in_order_of_rank()
 
 @pytest.mark.parametrize("algorithm", ["ring", "halving_doubling"])
 def test_an_average_of_float16_does_not_overflow_on_the_way(algorithm: Algorithm) -> None:
-    def program(place: Place) -> Tensor:
+    def program(place: RankContext) -> Tensor:
         return all_reduce(
             torch.full((9,), 40_000.0, dtype=torch.float16), place.group, algorithm, "avg"
         )
@@ -231,7 +231,7 @@ def test_an_average_of_float16_does_not_overflow_on_the_way(algorithm: Algorithm
 
 @pytest.mark.parametrize("op", ["min", "max"])
 def test_nan_of_any_rank_is_the_minimum_and_the_maximum(op: str) -> None:
-    def program(place: Place) -> list[Tensor]:
+    def program(place: RankContext) -> list[Tensor]:
         tensors = []
         for name in ALL_REDUCES:
             tensor = torch.arange(12.0)
@@ -245,7 +245,7 @@ def test_nan_of_any_rank_is_the_minimum_and_the_maximum(op: str) -> None:
 
 
 def test_a_tensor_that_is_not_contiguous_is_reduced_in_its_place() -> None:
-    def program(place: Place) -> list[Tensor]:
+    def program(place: RankContext) -> list[Tensor]:
         bases = []
         for name in ALL_REDUCES:
             base = torch.zeros(4, 6)
@@ -261,14 +261,14 @@ def test_a_tensor_that_is_not_contiguous_is_reduced_in_its_place() -> None:
 
 
 def test_a_conjugate_that_is_not_yet_computed_is_reduced() -> None:
-    def program(place: Place) -> Tensor:
+    def program(place: RankContext) -> Tensor:
         return all_reduce(torch.full((3,), 1 + 2j).conj(), place.group)
 
     assert on_ranks(2, program)[0].resolve_conj().eq(2 - 4j).all()
 
 
 def test_a_parameter_that_needs_a_gradient_is_reduced_in_place() -> None:
-    def program(place: Place) -> tuple[bool, list[float]]:
+    def program(place: RankContext) -> tuple[bool, list[float]]:
         weight = torch.nn.Parameter(torch.ones(3))
         all_reduce(weight, place.group, "tree")
         return weight.requires_grad, weight.tolist()
@@ -277,7 +277,7 @@ def test_a_parameter_that_needs_a_gradient_is_reduced_in_place() -> None:
 
 
 def test_a_process_group_of_torch_is_a_group_too_and_a_part_of_the_ranks_may_be_one() -> None:
-    def program(place: Place) -> tuple[list[float], list[float]]:
+    def program(place: RankContext) -> tuple[list[float], list[float]]:
         everybody = all_reduce(torch.ones(2), dist.group.WORLD)
         odd = dist.new_group([1, 3])
         part = torch.full((3,), float(place.group.rank))

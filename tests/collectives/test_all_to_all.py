@@ -10,7 +10,7 @@ from on_ranks import Measured, measured, on_ranks
 
 from dure.collectives import Group, all_to_all
 from dure.collectives.all_to_all import ALGORITHMS, elements_sent, messages_sent
-from dure.contracts.strategy import Place
+from dure.contracts.strategy import RankContext
 
 
 @settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
@@ -18,7 +18,7 @@ from dure.contracts.strategy import Place
 def test_rows_go_to_their_ranks_and_come_in_order_of_rank(ranks: int, rows: list[int]) -> None:
     cases = [(name, k) for name in ALGORITHMS for k in rows]
 
-    def program(place: Place) -> list[Measured]:
+    def program(place: RankContext) -> list[Measured]:
         def call(name: str, k: int) -> object:
             mine = 100 * place.group.rank + torch.arange(place.group.size).repeat_interleave(k)
             return all_to_all(torch.stack([mine, -mine]).t(), place.group, name).tolist()  # type: ignore[call-overload]
@@ -34,7 +34,7 @@ def test_rows_go_to_their_ranks_and_come_in_order_of_rank(ranks: int, rows: list
 
 
 def test_rows_that_cannot_be_divided_are_refused_before_anything_travels() -> None:
-    def program(place: Place) -> str:
+    def program(place: RankContext) -> str:
         with pytest.raises(ValueError, match="ranks takes a multiple of 2 rows") as caught:
             all_to_all(torch.ones(3, 2), place.group)
         return str(caught.value)

@@ -10,7 +10,7 @@ from on_ranks import Measured, bits, measured, on_ranks, values
 
 from dure.collectives import Group, broadcast
 from dure.collectives.broadcast import ALGORITHMS, elements_sent, messages_sent
-from dure.contracts.strategy import Place
+from dure.contracts.strategy import RankContext
 
 DTYPES = [torch.float32, torch.bfloat16, torch.bool, torch.int16, torch.uint16, torch.complex64]
 
@@ -32,7 +32,7 @@ def test_every_rank_has_the_roots_tensor(
     roots = [data.draw(st.integers(0, ranks - 1)) for _ in lengths]
     cases = [(name, n, root) for name in ALGORITHMS for n, root in zip(lengths, roots, strict=True)]
 
-    def program(place: Place) -> list[Measured]:
+    def program(place: RankContext) -> list[Measured]:
         def call(name: str, n: int, root: int) -> bytes:
             dtype = dtype_of(name, n)
             return bits(broadcast(values(n, place.group.rank, dtype), place.group, root, name))  # type: ignore[call-overload]
@@ -57,7 +57,7 @@ def test_all_algorithms_deliver_as_much(n: int, size: int, root: int) -> None:
 
 
 def test_a_tensor_that_is_not_contiguous_is_filled_in_its_place() -> None:
-    def program(place: Place) -> list[list[float]]:
+    def program(place: RankContext) -> list[list[float]]:
         base = torch.zeros(2, 4)
         broadcast(base[:, ::2].add_(place.group.rank), place.group, 1)
         return base.tolist()

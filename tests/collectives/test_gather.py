@@ -13,7 +13,7 @@ from dure.collectives import Group, gather, scatter
 from dure.collectives.gather import ALGORITHMS, elements_sent, messages_sent
 from dure.collectives.scatter import elements_sent as scattered_elements
 from dure.collectives.scatter import messages_sent as scattered_messages
-from dure.contracts.strategy import Place
+from dure.contracts.strategy import RankContext
 
 
 @settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
@@ -28,7 +28,7 @@ def test_what_is_gathered_is_every_ranks_and_scattered_comes_back(
     roots = [data.draw(st.integers(0, ranks - 1)) for _ in lengths]
     cases = [(name, n, root) for name in ALGORITHMS for n, root in zip(lengths, roots, strict=True)]
 
-    def program(place: Place) -> list[tuple[Measured, Measured]]:
+    def program(place: RankContext) -> list[tuple[Measured, Measured]]:
         def both(name: str, n: int, root: int) -> tuple[Measured, Measured]:
             mine = values(2 * n, place.group.rank, torch.float32).view(n, 2)
             there = measured(place.group, lambda: gather(mine, place.group, root, name))  # type: ignore[call-overload]
@@ -56,7 +56,7 @@ def test_what_is_gathered_is_every_ranks_and_scattered_comes_back(
 
 
 def test_beside_the_program() -> None:
-    def program(place: Place) -> tuple[Tensor | None, float]:
+    def program(place: RankContext) -> tuple[Tensor | None, float]:
         gathered = gather(torch.tensor(place.group.rank), place.group, async_op=True).wait()
         return gathered, scatter(
             torch.zeros(()), torch.tensor([5.0, 6.0]), place.group, async_op=True

@@ -11,13 +11,13 @@ from on_ranks import Measured, measured, on_ranks
 
 from dure.collectives import Group, all_reduce
 from dure.collectives.algorithms.native import check_carried
-from dure.contracts.strategy import Place
+from dure.contracts.strategy import RankContext
 from dure.errors import PeerLostError
 
 
 @pytest.mark.parametrize("way", ["_transfer", "_transfer_by_way_of_memory", "_transfer_in_a_batch"])
 def test_every_way_of_transfer_sends_and_receives_all_at_once(way: str) -> None:
-    def program(place: Place) -> list[float]:
+    def program(place: RankContext) -> list[float]:
         group, arrived = place.group, torch.zeros(3)
         others = [rank for rank in range(3) if rank != group.rank]
         sends = [(torch.tensor([10.0 * group.rank + rank]), rank) for rank in others]
@@ -28,7 +28,7 @@ def test_every_way_of_transfer_sends_and_receives_all_at_once(way: str) -> None:
 
 
 def test_empty_tensors_do_not_travel_and_the_rest_is_counted() -> None:
-    def program(place: Place) -> Measured:
+    def program(place: RankContext) -> Measured:
         group, into = place.group, torch.zeros(2)
         peer = 1 - group.rank
         receives = [(into, peer)] if group.rank else []
@@ -44,7 +44,7 @@ def test_empty_tensors_do_not_travel_and_the_rest_is_counted() -> None:
 
 
 def test_some_of_the_ranks_are_a_group_in_an_order_of_their_own() -> None:
-    def program(place: Place) -> tuple[float, int] | None:
+    def program(place: RankContext) -> tuple[float, int] | None:
         if place.group.rank == 1:
             return None
         part = place.group.among([3, 0, 2])
@@ -58,7 +58,7 @@ def test_some_of_the_ranks_are_a_group_in_an_order_of_their_own() -> None:
 
 
 def test_who_does_not_come_to_a_new_group_is_named_as_in_the_world() -> None:
-    def program(place: Place) -> str:
+    def program(place: RankContext) -> str:
         if place.group.rank == 2:
             return "did not come"
         try:
@@ -73,7 +73,7 @@ def test_who_does_not_come_to_a_new_group_is_named_as_in_the_world() -> None:
 
 
 def test_groups_over_one_process_group_keep_one_order() -> None:
-    def program(place: Place) -> bool:
+    def program(place: RankContext) -> bool:
         running = all_reduce(torch.ones(200_000), dist.group.WORLD, async_op=True)
         all_reduce(torch.ones(3), place.group)
         return running.is_completed() and running.wait()[0].item() == 2
@@ -89,7 +89,7 @@ def test_a_group_says_what_carries_its_bytes() -> None:
 def test_where_tensors_of_a_device_travel_follows_from_what_the_backend_carries() -> None:
     cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
 
-    def program(place: Place) -> list[str]:
+    def program(place: RankContext) -> list[str]:
         found = [place.group._carried_on(devices).type for devices in ({cpu}, {gpu}, {cpu, gpu})]
         try:
             check_carried(gpu, place.group)

@@ -15,7 +15,7 @@ from on_ranks import on_ranks
 
 from dure.collectives import Handle, all_gather, all_reduce, broadcast, handle
 from dure.collectives.handle import OperationQueue
-from dure.contracts.strategy import Place
+from dure.contracts.strategy import RankContext
 from dure.errors import PeerLostError
 
 
@@ -96,7 +96,7 @@ def test_a_handle_keeps_nothing_of_what_it_did() -> None:
 
 
 def test_many_reductions_beside_the_program_and_one_in_it_keep_their_order() -> None:
-    def program(place: Place) -> list[float]:
+    def program(place: RankContext) -> list[float]:
         group, rank = place.group, place.group.rank
         running = [
             all_reduce(torch.full((k * 100,), float(k + rank)), group, async_op=True)
@@ -117,7 +117,7 @@ def test_many_reductions_beside_the_program_and_one_in_it_keep_their_order() -> 
 
 
 def test_a_lost_peer_is_named_by_wait_with_the_step_of_issue() -> None:
-    def program(place: Place) -> str:
+    def program(place: RankContext) -> str:
         group = place.group
         group.step = "step 7"
         all_reduce(torch.ones(10), group, async_op=True).wait()
@@ -135,7 +135,7 @@ def test_a_lost_peer_is_named_by_wait_with_the_step_of_issue() -> None:
 
 
 def test_parameters_made_in_inference_mode_are_reduced_beside_the_program() -> None:
-    def program(place: Place) -> float:
+    def program(place: RankContext) -> float:
         with torch.inference_mode():
             return all_reduce(torch.ones(4), place.group, async_op=True).wait().sum().item()
 

@@ -6,7 +6,7 @@ import pytest
 from on_ranks import measured, on_ranks
 
 from dure.collectives.hosts import checked, name_of_this_host, number_of, partition_by
-from dure.contracts.strategy import Place
+from dure.contracts.strategy import RankContext
 
 
 def test_ranks_are_grouped_by_their_hosts_number() -> None:
@@ -24,7 +24,7 @@ def test_a_partition_has_every_rank_once_and_one_order() -> None:
 
 
 def test_processes_of_one_machine_share_their_host_and_finding_out_counts_for_nothing() -> None:
-    def program(place: Place) -> tuple[object, int, bool]:
+    def program(place: RankContext) -> tuple[object, int, bool]:
         found = measured(place.group, place.group.hosts)
         return found.value, found.sent, place.group.hosts() is found.value
 

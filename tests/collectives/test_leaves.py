@@ -10,7 +10,7 @@ from on_ranks import on_ranks, values
 from torch import Tensor
 
 from dure.collectives import tensor_transfer
-from dure.contracts.strategy import Place
+from dure.contracts.strategy import RankContext
 from dure.memory.shelf import Shelf
 from dure.record.on_disk import Leaf, forms_of, in_memory
 
@@ -39,7 +39,7 @@ def same(found: dict[str, Leaf], wanted: dict[str, Tensor]) -> bool:
 
 @pytest.mark.parametrize("least", [None, 1])
 def test_all_arrive_whole_however_small_the_pieces_are(least: int | None) -> None:
-    def program(place: Place) -> list[Any]:
+    def program(place: RankContext) -> list[Any]:
         group = place.group
         tensor_transfer.PIECE = 40
         shelf = Shelf(least=least)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dure.collectives import reduce
 from dure.collectives.reduce import ALGORITHMS, elements_sent, messages_sent
-from dure.contracts.strategy import Place
+from dure.contracts.strategy import RankContext
 
 
 @settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
@@ -26,7 +26,7 @@ def test_the_root_has_the_sum_and_the_others_keep_theirs(
     roots = [data.draw(st.integers(0, ranks - 1)) for _ in lengths]
     cases = [(name, n, root) for name in ALGORITHMS for n, root in zip(lengths, roots, strict=True)]
 
-    def program(place: Place) -> list[Measured]:
+    def program(place: RankContext) -> list[Measured]:
         def call(name: str, n: int, root: int) -> Tensor:
             return reduce(values(n, place.group.rank, torch.int64), place.group, root, name)  # type: ignore[call-overload, no-any-return]
 
@@ -44,7 +44,7 @@ def test_the_root_has_the_sum_and_the_others_keep_theirs(
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_an_average_changes_nobody_but_the_root(dtype: torch.dtype) -> None:
-    def program(place: Place) -> list[list[float]]:
+    def program(place: RankContext) -> list[list[float]]:
         mine = torch.full((3,), float(place.group.rank), dtype=dtype)
         return [
             reduce(mine.clone(), place.group, 1, name, "avg").tolist()

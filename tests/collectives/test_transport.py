@@ -12,7 +12,7 @@ from on_ranks import on_ranks
 
 from dure.collectives import Group
 from dure.collectives.transport import TorchTransport, Transport, own_transport, transport_of
-from dure.contracts.strategy import Place
+from dure.contracts.strategy import RankContext
 
 
 def test_a_single_rank_has_a_transport_that_carries_nothing() -> None:
@@ -25,7 +25,7 @@ def test_a_single_rank_has_a_transport_that_carries_nothing() -> None:
 
 
 def test_over_torch_the_answer_is_no_to_all_but_messages() -> None:
-    def program(place: Place) -> list[Any]:
+    def program(place: RankContext) -> list[Any]:
         carrier = place.group.transport
         peer = 1 - place.group.rank
         into = torch.zeros(3)
@@ -48,7 +48,7 @@ def test_over_torch_the_answer_is_no_to_all_but_messages() -> None:
 
 
 def test_a_process_group_of_our_own_brings_its_transport_along() -> None:
-    def program(place: Place) -> list[bool]:
+    def program(place: RankContext) -> list[bool]:
         made = dist.new_group(backend="dure")
         carrier = Group(made).transport
         answers = [
@@ -65,7 +65,7 @@ def test_a_process_group_of_our_own_brings_its_transport_along() -> None:
 
 
 def test_places_in_a_group_of_some_ranks_are_its_own() -> None:
-    def program(place: Place) -> float | None:
+    def program(place: RankContext) -> float | None:
         made = dist.new_group([1, 2], backend="dure")
         if place.group.rank == 0:
             return None

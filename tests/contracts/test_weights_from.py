@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import dure
+from dure.contracts.initial_weights import load_initial_weights
 from dure.contracts.strategy import seeded_model
-from dure.contracts.weights_from import begin_with
 from dure.errors import RunFolderError
 from dure.memory.mapped import Disk, is_mapped, leave_views, mapped
 from dure.record.weights import weights_to_bytes
@@ -91,11 +91,11 @@ class Tied(nn.Module):
 def test_one_name_of_a_tied_tensor_is_enough(tmp_path: Path) -> None:
     there = Tied()
     model = Tied()
-    begin_with(model, saved(there, tmp_path, **{"head.weight": None}))
+    load_initial_weights(model, saved(there, tmp_path, **{"head.weight": None}))
     assert model.head.weight is model.table.weight
     assert torch.equal(model.head.weight, there.table.weight)
     with pytest.raises(ValueError, match="are one tensor in the model, and differ"):
-        begin_with(Tied(), saved(there, tmp_path, **{"head.weight": torch.ones(5, 3)}))
+        load_initial_weights(Tied(), saved(there, tmp_path, **{"head.weight": torch.ones(5, 3)}))
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_what_the_files_have_no_values_for_may_not_be_on_meta(tmp_path: Path) ->
     with torch.device("meta"):
         model = Tied()
     with pytest.raises(ValueError, match=r"makes passing on the meta device, and .* has no values"):
-        begin_with(model, saved(Tied(), tmp_path))
+        load_initial_weights(model, saved(Tied(), tmp_path))
 
 
 def test_what_lies_in_files_becomes_a_view_of_the_checkpoint(tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_what_lies_in_files_becomes_a_view_of_the_checkpoint(tmp_path: Path) -> 
     for dtype in (torch.float16, torch.float32):
         with mapped(Disk(), least=1 << 19):
             model = nn.Sequential(nn.Linear(600, 600), nn.BatchNorm1d(600)).to(dtype)
-            begin_with(model, file)
+            load_initial_weights(model, file)
         large, small = model[0].weight, model[0].bias
         assert is_mapped(large)
         assert not is_mapped(small)
@@ -139,7 +139,7 @@ def test_what_lies_in_files_becomes_a_view_of_the_checkpoint(tmp_path: Path) -> 
         assert torch.equal(large, there[0].weight.to(dtype))
         with torch.no_grad():
             large += 1
-    begin_with(model, file)
+    load_initial_weights(model, file)
     assert torch.equal(model[0].weight, there[0].weight.float())
 
 
@@ -193,7 +193,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_models_of_hugging_face_may_share_a_base_alone(tmp_path: Path, there, made) -> None:
     source, model = there(), made()
     extra = {"base.position_ids": torch.arange(3)} if there is WithHead else {}
-    begin_with(model, saved(source, tmp_path, **extra))
+    load_initial_weights(model, saved(source, tmp_path, **extra))
     mine = _base_of(model).state_dict()
     for name, value in _base_of(source).state_dict().items():
         assert torch.equal(mine[name], value)
@@ -215,7 +215,7 @@ def test_a_base_has_to_be_whole_and_other_heads_are_told(tmp_path: Path) -> None
     }
     file = saved(source, tmp_path, **old)
     model = WithHead()
-    begin_with(model, file)
+    load_initial_weights(model, file)
     assert torch.equal(model.base.norm.weight, torch.full((3,), 2.0))
     with (
         pytest.warns(UserWarning, match="does not have head.weight, head.bias of the model: drawn"),
@@ -225,7 +225,7 @@ def test_a_base_has_to_be_whole_and_other_heads_are_told(tmp_path: Path) -> None
         dure.train(small_task(model=_frozen, weights=file), dure.SingleWorker())
     file = saved(source, tmp_path, **{"base.layer.bias": None})
     with pytest.raises(ValueError, match=r"those of the model: base.layer.bias missing there$"):
-        begin_with(WithHead(), file)
+        load_initial_weights(WithHead(), file)
 
 
 def _frozen() -> nn.Module:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import dure
-from dure.contracts.strategy import Place
+from dure.contracts.strategy import RankContext
 from small import CLASSES, FEATURES, network
 
 GPU = torch.device("cuda", 0)
@@ -21,10 +21,10 @@ CLOSE = 1e-9
 BACKENDS: list[Any] = ["gloo", "dure"]
 
 
-def on_ranks(ranks: int, program: Callable[[Place], Any], backend: Any) -> list[Any]:
+def on_ranks(ranks: int, program: Callable[[RankContext], Any], backend: Any) -> list[Any]:
     """What `program` returns on every rank, in order of rank."""
 
-    def gathered(place: Place) -> list[Any]:
+    def gathered(place: RankContext) -> list[Any]:
         return [
             pickle.loads(part) for part in place.group.gather_bytes(pickle.dumps(program(place)))
         ]

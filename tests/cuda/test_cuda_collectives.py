@@ -22,7 +22,7 @@ from dure.collectives import (
     reduce_scatter,
     scatter,
 )
-from dure.contracts.strategy import Place
+from dure.contracts.strategy import RankContext
 
 pytestmark = pytest.mark.needs_cuda
 
@@ -47,7 +47,7 @@ def told(tensor: Tensor | None) -> Any:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_every_all_reduce_sums_on_the_gpu_as_on_the_cpu(ranks: int, backend: Any) -> None:
-    def program(place: Place) -> list[Any]:
+    def program(place: RankContext) -> list[Any]:
         found = []
         for algorithm in OTHERS:
             for dtype in DTYPES:
@@ -78,7 +78,7 @@ def test_every_collective_carries_tensors_of_the_gpu(backend: Any) -> None:
         lambda one, group: all_reduce(one, group, op="avg"),
     ]
 
-    def program(place: Place) -> list[Any]:
+    def program(place: RankContext) -> list[Any]:
         found = []
         for number, call in enumerate(calls):
             mine = numbers(place.group.rank, torch.float64)
@@ -101,7 +101,7 @@ def test_every_collective_carries_tensors_of_the_gpu(backend: Any) -> None:
 
 
 def test_dures_own_backend_refuses_them_by_name_where_it_alone_would_carry_them() -> None:
-    def program(place: Place) -> list[str]:
+    def program(place: RankContext) -> list[str]:
         said = []
         one = numbers(place.group.rank, torch.float64).to(GPU)
         native = [
@@ -138,7 +138,7 @@ NATIVE: dict[str, Callable[[Tensor, Any], Tensor | None]] = {
 
 @pytest.mark.parametrize("name", NATIVE)
 def test_gloos_own_collectives_are_right_on_a_gpu(name: str) -> None:
-    def program(place: Place) -> tuple[Any, Any]:
+    def program(place: RankContext) -> tuple[Any, Any]:
         mine = numbers(place.group.rank, torch.float64)
         return told(NATIVE[name](mine.clone().to(GPU), place.group)), told(
             NATIVE[name](mine, place.group)
@@ -150,7 +150,7 @@ def test_gloos_own_collectives_are_right_on_a_gpu(name: str) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_messages_of_a_group_pass_through_the_cpu(backend: Any) -> None:
-    def program(place: Place) -> list[Any]:
+    def program(place: RankContext) -> list[Any]:
         group = place.group
         other = 1 - group.rank
         mine = torch.full((5,), float(group.rank + 1), device=GPU)
@@ -169,7 +169,7 @@ def test_messages_of_a_group_pass_through_the_cpu(backend: Any) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_tensors_of_both_memories_are_broadcast_in_one_message(backend: Any) -> None:
-    def program(place: Place) -> list[Any]:
+    def program(place: RankContext) -> list[Any]:
         rank = float(place.group.rank)
         here = torch.full((3,), rank)
         there = torch.full((2, 2), rank + 5, dtype=torch.float64, device=GPU).t()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dure.collectives import compression
-from dure.contracts.strategy import Place
+from dure.contracts.strategy import RankContext
 from dure.parallel import DistributedDataParallel
 from dure.parallel.zero import ZeroRedundancy
 from small import CLASSES, FEATURES, network
@@ -40,7 +40,7 @@ def batches(count: int = 4) -> list[Batch]:
     ]
 
 
-def part(batch: Batch, place: Place) -> Batch:
+def part(batch: Batch, place: RankContext) -> Batch:
     """This rank's, on the GPU."""
     inputs, targets = (each.tensor_split(place.group.size)[place.group.rank] for each in batch)
     return inputs.to(GPU), targets.to(GPU)
@@ -73,7 +73,7 @@ def alone(make: Callable[[nn.Module], torch.optim.Optimizer] = sgd) -> Tensor:
 def test_gradients_are_averaged_on_a_gpu(overlap: Any, backend: Any) -> None:
     algorithms: list[Any] = ["ring", "tree", "auto", *(["native"] if backend == "gloo" else [])]
 
-    def program(place: Place) -> list[tuple[Tensor, str]]:
+    def program(place: RankContext) -> list[tuple[Tensor, str]]:
         found = []
         for algorithm in algorithms:
             for size in (None, 700):
@@ -96,7 +96,7 @@ def test_gradients_are_averaged_on_a_gpu(overlap: Any, backend: Any) -> None:
 
 
 def test_the_default_is_refused_by_name_where_the_backend_carries_no_tensors_of_a_gpu() -> None:
-    def program(place: Place) -> list[str]:
+    def program(place: RankContext) -> list[str]:
         said = []
         model = made().to(GPU)
         for make in (
@@ -119,7 +119,7 @@ def test_the_default_is_refused_by_name_where_the_backend_carries_no_tensors_of_
     "name", ["cast:bfloat16", "top-k:0.2", "qsgd:4", "one-bit", "sign", "power-sgd:2"]
 )
 def test_what_is_compressed_on_a_gpu_is_the_same_on_all_ranks(name: str, backend: Any) -> None:
-    def program(place: Place) -> Tensor:
+    def program(place: RankContext) -> Tensor:
         model = DistributedDataParallel(
             made().to(GPU), place.group, all_reduce="ring", compression=compression.parse(name)
         )
@@ -146,7 +146,7 @@ def test_zero_divides_a_model_on_a_gpu(
 ) -> None:
     adam = partial(torch.optim.AdamW, lr=0.01)
 
-    def program(place: Place) -> Tensor:
+    def program(place: RankContext) -> Tensor:
         model = made().to(GPU)
         optimizer = adam(model.parameters())
         zero = ZeroRedundancy(
@@ -169,7 +169,7 @@ def test_zero_divides_a_model_on_a_gpu(
 
 @pytest.mark.parametrize(("backend", "algorithm"), [("gloo", "native"), ("dure", "ring")])
 def test_zero_in_bfloat16_has_one_model_on_all_ranks(backend: Any, algorithm: Any) -> None:
-    def program(place: Place) -> Tensor:
+    def program(place: RankContext) -> Tensor:
         model = made().to(GPU).float()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         zero = ZeroRedundancy(
@@ -188,7 +188,7 @@ def test_zero_in_bfloat16_has_one_model_on_all_ranks(backend: Any, algorithm: An
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_batch_norm_follows_rank_0_on_a_gpu(backend: Any) -> None:
-    def program(place: Place) -> Tensor:
+    def program(place: RankContext) -> Tensor:
         torch.manual_seed(1)
         layers = [nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.Linear(8, CLASSES)]
         module = nn.Sequential(*layers).double().to(GPU)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dure
-from dure.contracts.strategy import Place, seeded_model
+from dure.contracts.strategy import RankContext, seeded_model
 from dure.errors import RunFolderError, WorkerFailedError
 from dure.federated.engines.choose import forks_here
 from dure.federated.server.server import Server
@@ -344,7 +344,7 @@ def test_a_run_goes_on_with_the_frozen_weights_of_its_checkpoint(tmp_path: Path)
 
 
 def test_a_checkpoint_that_has_frozen_parameters_is_refused_by_name() -> None:
-    def program(place: Place) -> None:
+    def program(place: RankContext) -> None:
         server = dure.FedAvg(clients=3).learner(small_task(model=frozen), place, 0)
         assert isinstance(server, Server)
         state = server.state()

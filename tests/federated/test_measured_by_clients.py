@@ -12,7 +12,7 @@ from torch import Tensor
 
 import dure
 from dure.collectives.group import Group
-from dure.contracts.strategy import Place
+from dure.contracts.strategy import RankContext
 from dure.data.held_out import split
 from dure.data.partition import NaturalKey
 from dure.federated.client.clients import Clients
@@ -53,7 +53,7 @@ METRICS = {
 
 def learner(strategy: Federated, task: dure.Task, **conditions: Any) -> tuple[Server, Clients]:
     world = dure.Simulated(engine="loop", **conditions)
-    place = Place(Group(), kind="clients", conditions=world)
+    place = RankContext(Group(), kind="clients", conditions=world)
     made = []
 
     def carrier(clients: Any, seed: int) -> Any:

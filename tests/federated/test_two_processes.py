@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import dure
-from dure.contracts.strategy import Place, seeded_model
+from dure.contracts.strategy import RankContext, seeded_model
 from dure.federated.halves import clients_half, server_half
 from dure.federated.server.server import Server
 from dure.federated.strategy import Federated
@@ -205,7 +205,7 @@ def federation(name: str, elsewhere: Connection) -> Iterator[Pipe]:
         elsewhere.send_bytes(b"")
 
 
-def in_place(program: Callable[[Place], None]) -> None:
+def in_place(program: Callable[[RankContext], None]) -> None:
     with threads(1):
         dure.Simulated(engine="loop").run(program, lambda event: None)
 
@@ -224,7 +224,7 @@ def test_in_two_processes_a_federation_has_the_bits_of_the_simulation(
     )
     with federation(name, elsewhere) as pipe:
 
-        def program(place: Place) -> None:
+        def program(place: RankContext) -> None:
             task = task_of()
             server = server_half(strategy, task, seeded_model(task, 0), place, pipe, 0)
             assert isinstance(server, Server)
@@ -245,7 +245,7 @@ def test_a_server_that_is_started_again_goes_on_while_its_clients_have_lived_on(
     run = dure.train(task_of(), strategy, dure.Simulated(engine="loop"), dure.Stop(rounds=ROUNDS))
     with federation(name, elsewhere) as pipe:
 
-        def program(place: Place) -> None:
+        def program(place: RankContext) -> None:
             task = task_of()
             first = server_half(strategy, task, seeded_model(task, 0), place, pipe, 0)
             for _ in range(ROUNDS // 2):

@@ -16,7 +16,7 @@ import pytest
 
 import dure
 import dure.machine.memory
-from dure.contracts.strategy import Place
+from dure.contracts.strategy import RankContext
 from dure.machine.memory import available_memory, memory_kept, memory_returned
 from dure.run import drive
 
@@ -51,9 +51,9 @@ print(json.dumps(found))
 
 RANKS = """
 import json, resource, torch, dure
-from dure.contracts.strategy import Place
+from dure.contracts.strategy import RankContext
 
-def faults(place: Place) -> int:
+def faults(place: RankContext) -> int:
     for turn in range(30):
         if turn == 20:  # the heap has its final size
             before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -138,7 +138,7 @@ def test_large_tensors_of_ranks_ask_for_huge_pages_unless_the_user_does_not() ->
 def test_ranks_heed_what_their_parent_has_set_since_the_fork_server_started(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def blocks(place: Place) -> int:
+    def blocks(place: RankContext) -> int:
         return len(dure.machine.memory._wanted)
 
     for name in dure.machine.memory._OWN:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import dure
-from dure.contracts.strategy import Place, Strategy, another
+from dure.contracts.strategy import RankContext, Strategy, unused_copy
 from dure.machine.limits import Room
 from dure.memory import mapped as mapping
 from dure.memory import undivided
@@ -60,7 +60,7 @@ TASK = dure.Task(
 )
 
 
-def on_both_ways(place: Place) -> dict[str, list[tuple[str, float]]]:
+def on_both_ways(place: RankContext) -> dict[str, list[tuple[str, float]]]:
     """For each system: digests of the weights after two steps, made in memory and in files; and how
     many files were left when the learner was made, on any rank."""
     found: dict[str, list[tuple[str, float]]] = {}
@@ -174,8 +174,8 @@ def test_which_systems_hold_parts(strategy: Strategy, workers: int | None, parts
 def test_a_copy_lies_where_its_model_lies() -> None:
     with mapped(Disk()):
         model = Network()
-    assert lies_in_files(another(model, TASK, 0))
-    assert not lies_in_files(another(Network(), TASK, 0))
+    assert lies_in_files(unused_copy(model, TASK, 0))
+    assert not lies_in_files(unused_copy(Network(), TASK, 0))
     with beside(model):
         assert is_mapped(model.up.weight * 2)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dure
-from dure.contracts.strategy import Place
+from dure.contracts.strategy import RankContext
 from dure.parallel import DistributedDataParallel
 from dure.worlds.backend import Backend
 
@@ -22,11 +22,14 @@ Batch = tuple[Tensor, Tensor]
 
 
 def on_ranks(
-    ranks: int, program: Callable[[Place], Any], backend: Backend = "dure", deadline: float = 20
+    ranks: int,
+    program: Callable[[RankContext], Any],
+    backend: Backend = "dure",
+    deadline: float = 20,
 ) -> list[Any]:
     """What `program` returns on every rank, in order of rank."""
 
-    def gathered(place: Place) -> list[Any]:
+    def gathered(place: RankContext) -> list[Any]:
         return [
             pickle.loads(part) for part in place.group.gather_bytes(pickle.dumps(program(place)))
         ]
@@ -62,7 +65,7 @@ def batches(count: int, examples: int) -> list[Batch]:
     ]
 
 
-def part(batch: Batch, place: Place) -> Batch:
+def part(batch: Batch, place: RankContext) -> Batch:
     """This rank's."""
     inputs, targets = (each.tensor_split(place.group.size)[place.group.rank] for each in batch)
     return inputs, targets
@@ -98,7 +101,7 @@ def distance(one: nn.Module, other: nn.Module) -> float:
 
 
 def both(
-    place: Place,
+    place: RankContext,
     make: Callable[[], nn.Module] = network,
     steps: int = 4,
     loss: Callable[[nn.Module, Batch], Tensor] | None = None,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dure
-from dure.contracts.strategy import Place
+from dure.contracts.strategy import RankContext
 from dure.errors import WorkerFailedError
 from dure.parallel import DistributedDataParallel
 
@@ -88,7 +88,7 @@ def test_threads_that_share_their_weights_refuse_every_change(change: Change) ->
 
 @pytest.mark.parametrize("static", [False, True])
 def test_a_rank_that_alone_changes_its_weights_is_found(static: bool) -> None:
-    def program(place: Place) -> str:
+    def program(place: RankContext) -> str:
         model = DistributedDataParallel(network(), place.group, static_graph=static)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for number, batch in enumerate(batches(4, 6)):

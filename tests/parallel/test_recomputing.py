@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dure
-from dure.contracts.strategy import Place, Strategy
+from dure.contracts.strategy import RankContext, Strategy
 from dure.memory.recompute import Recompute
 from dure.parallel.tensor.plan import Column, Row
 
@@ -79,7 +79,7 @@ def task(model: type[nn.Module] = Chain, **changes: Any) -> dure.Task:
     return dure.Task(model, F.cross_entropy, (inputs, targets), **settings)
 
 
-def trained(strategy: Strategy, place: Place, steps: int = 3) -> dict[str, Tensor]:
+def trained(strategy: Strategy, place: RankContext, steps: int = 3) -> dict[str, Tensor]:
     learner = strategy.learner(task(), place, seed=5)
     for _ in range(steps):
         learner.advance(0)
@@ -106,7 +106,7 @@ PAIRS: dict[str, tuple[Strategy, Strategy]] = {
 }
 
 
-def _compared(place: Place) -> dict[str, bool]:
+def _compared(place: RankContext) -> dict[str, bool]:
     found: dict[str, bool] = {}
     for name, (without, with_it) in PAIRS.items():
         right = trained(without, place)

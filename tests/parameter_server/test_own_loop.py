@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 import dure
 import dure.parameter_server as ps
-from dure.contracts.strategy import Place
+from dure.contracts.strategy import RankContext
 from dure.errors import PeerLostError
 from dure.parameter_server.processes import own_worker
 from small import CLASSES, FEATURES, network
@@ -36,12 +36,12 @@ SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 Batch = tuple[Tensor, Tensor]
 
 
-def on_ranks(ranks: int, program: Callable[[Place], Any]) -> list[Any]:
+def on_ranks(ranks: int, program: Callable[[RankContext], Any]) -> list[Any]:
     """What `program` returns on every rank; None for those that were killed."""
     with tempfile.TemporaryDirectory() as folder:
 
-        def telling(place: Place) -> None:
-            place.outlives()
+        def telling(place: RankContext) -> None:
+            place.survives_peer_loss()
             try:
                 told = program(place)
             except Exception as error:
@@ -96,7 +96,7 @@ def a_step(worker: ps.Worker, model: nn.Module, optimizer: torch.optim.Optimizer
     worker.push(weight=len(targets))
 
 
-def synchronous(place: Place) -> Any:
+def synchronous(place: RankContext) -> Any:
     # Other weights on each rank: rank 0's are those with which all begin.
     model = model_of(seed=1 + place.group.rank)
     optimizer = SGD(model.parameters())
@@ -127,7 +127,7 @@ def halved(step: int) -> float:
     return float(0.5**step)
 
 
-def alone(place: Place) -> Any:
+def alone(place: RankContext) -> Any:
     model = model_of()
     model.register_buffer("seen", torch.zeros(2, dtype=torch.complex64))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
@@ -187,7 +187,7 @@ def test_one_worker_has_the_bits_of_its_loop_without_servers_and_wrong_calls_cha
         assert re.search(text, said), said
 
 
-def with_deaths(place: Place) -> Any:
+def with_deaths(place: RankContext) -> Any:
     """Worker 2 is killed before its fourth push, server 0 later; worker 1 leaves after four."""
     pids = [int(pid) for (pid,) in place.group.all_gather_values([float(os.getpid())])]
     model = model_of()
@@ -221,7 +221,7 @@ def test_the_others_go_on_when_one_is_killed_or_leaves_and_when_a_server_with_a_
     assert "server 0, rank 1, is lost" in told[1]
 
 
-def with_an_error(place: Place) -> Any:
+def with_an_error(place: RankContext) -> Any:
     model = model_of()
     optimizer = SGD(model.parameters())
     with warnings.catch_warnings(record=True) as told:
@@ -250,7 +250,7 @@ def test_the_others_go_on_when_a_loop_ends_with_an_error() -> None:
     assert failed == "failed"
 
 
-def waiting(folder: Path, place: Place) -> Any:
+def waiting(folder: Path, place: RankContext) -> Any:
     model = model_of()
     optimizer = SGD(model.parameters())
     try:
@@ -277,7 +277,7 @@ def test_who_waits_too_long_for_another_ends_the_run_and_names_it(tmp_path: Path
         assert text == "rank 3 made no step for 2 s, during the pull of worker 0 of step 4"
 
 
-def without_a_leader(place: Place) -> Any:
+def without_a_leader(place: RankContext) -> Any:
     (leader,) = place.group.all_gather_values([float(os.getpid())])[0]
     model = model_of()
     optimizer = SGD(model.parameters())
@@ -302,7 +302,7 @@ def test_a_leader_that_falls_silent_is_named() -> None:
     assert re.match(r"rank 0 said nothing for \d+ s, during the pull of step \d+", text)
 
 
-def without_a_copy(place: Place) -> Any:
+def without_a_copy(place: RankContext) -> Any:
     pids = [int(pid) for (pid,) in place.group.all_gather_values([float(os.getpid())])]
     model = model_of()
     optimizer = SGD(model.parameters())
@@ -339,7 +339,7 @@ def scheduled(model: nn.Module) -> torch.optim.Optimizer:
     return optimizer
 
 
-def refusals(place: Place) -> list[str]:
+def refusals(place: RankContext) -> list[str]:
     rank = place.group.rank
     found = []
 

@@ -16,7 +16,7 @@ from split_peers import RUN, Channels, Lie, honest
 
 import dure
 from dure.collectives.group import Group
-from dure.contracts.strategy import Place, examples_for, seeded_model
+from dure.contracts.strategy import RankContext, examples_for, seeded_model
 from dure.split.network.control import Hello
 from dure.split.network.frames import Frame
 from dure.split.network.parties_served import ServedParties
@@ -74,4 +74,6 @@ def holder(
     run = folder / "run"
     run.mkdir(parents=True, exist_ok=True)
     channels = Channels(run, peers, lasts)
-    return ServedParties(task(), Place(Group(), folder=run), 0, strategy.plan, lambda _: channels)
+    return ServedParties(
+        task(), RankContext(Group(), folder=run), 0, strategy.plan, lambda _: channels
+    )

@@ -20,8 +20,14 @@ from torch import Tensor
 
 import dure
 from dure.collectives.group import Group
-from dure.contracts.channels import Came, Event, Gone, Hosted, Said
-from dure.contracts.strategy import Place, seeded_model
+from dure.contracts.channels import (
+    ClientConnected,
+    ClientDisconnected,
+    ClientFrame,
+    Event,
+    HostedRun,
+)
+from dure.contracts.strategy import RankContext, seeded_model
 from dure.data.own_part import divide
 from dure.split.client import HeadError
 from dure.split.compressed import Compressed, exchange_of
@@ -179,13 +185,13 @@ class Channels:
 
     def comes(self, peer: Peer) -> None:
         self.turned_away.pop(peer.number, None)
-        self.events.append(Came(peer.number, _joined(peer.hello)))
+        self.events.append(ClientConnected(peer.number, _joined(peer.hello)))
 
     def says(self, number: int, frame: Frame) -> None:
-        self.events.append(Said(number, _joined(frame)))
+        self.events.append(ClientFrame(number, _joined(frame)))
 
     def goes(self, number: int) -> None:
-        self.events.append(Gone(number, "the connection broke"))
+        self.events.append(ClientDisconnected(number, "the connection broke"))
 
     # As the server has them
 
@@ -208,7 +214,7 @@ class Channels:
 
     def turn_away(self, client: int, reason: str) -> None:
         self.turned_away[client] = reason
-        self.events.append(Gone(client, reason[:120]))
+        self.events.append(ClientDisconnected(client, reason[:120]))
         self.after(client, reason)
 
     def over(self, reason: str) -> None:
@@ -262,7 +268,7 @@ def served(
     plan = strategy.of(made).plan
     cut = begun_anew(strategy, task)
     told: list[str] = []
-    place = Place(
+    place = RankContext(
         Group(),
         folder=folder,
         prepared=lambda: cut.cut.model,
@@ -276,7 +282,7 @@ def served(
     channels = Channels(folder, peers, lasts)
     before(channels)
 
-    def connect(hosted: Hosted) -> Any:
+    def connect(hosted: HostedRun) -> Any:
         return channels
 
     made_by = ends.Cut

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from websockets.sync.server import serve
 
-from dure.contracts.channels import Came, Gone, Said
+from dure.contracts.channels import ClientConnected, ClientDisconnected, ClientFrame
 from dure.wire.signatures import NONCE, Signer, digest_of
 from dure.worlds.network.client.link import BusyError, RefusedError
 from dure.worlds.network.client.websocket import MOST_FIRST, ClosedError, WebSocket
@@ -172,17 +172,17 @@ def test_after_the_first_message_a_client_may_send_what_is_allowed(
         opened(served, client(served)) as channel,
     ):
         channel.say([b"hello"])
-        assert events(served, 1) == [Came(0, b"hello")]
+        assert events(served, 1) == [ClientConnected(0, b"hello")]
         served.channels.allow(most)
         served.channels.say(0, [b"begin"])
         assert channel.next(SECONDS) == b"begin"
         frame = bytes(most)
         size = -(-most // pieces)
         channel.say([frame[at : at + size] for at in range(0, most, size)])
-        assert events(served, 1) == [Said(0, frame)]
+        assert events(served, 1) == [ClientFrame(0, frame)]
         channel.say([bytes(most + 1)])
         (gone,) = events(served, 1)
-        assert isinstance(gone, Gone)
+        assert isinstance(gone, ClientDisconnected)
         assert f"may have {most:,}" in gone.why
         # It hears so, and does not try again.
         with pytest.raises(RefusedError, match="may have"):
@@ -221,7 +221,7 @@ def test_a_client_has_few_channels_that_say_nothing(served: Any) -> None:
     # Another client is not in its way, and one that speaks makes room.
     with opened(served, client(served)):
         silent[0].say([b"hello"])
-        assert events(served, 1) == [Came(0, b"hello")]
+        assert events(served, 1) == [ClientConnected(0, b"hello")]
         with opened(served, signer):
             pass
     for channel in silent:

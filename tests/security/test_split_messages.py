@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import dure
 from dure.collectives.group import Group
-from dure.contracts.strategy import Place
+from dure.contracts.strategy import RankContext
 from dure.errors import LossNotFiniteError
 from dure.fleet.conditions import Conditions
 from dure.split.attendance import Attendance
@@ -283,7 +283,7 @@ def dropped_out(system: str, make: Callable[[], dure.Task] = task) -> Any:
         patch.setattr(Attendance, "_draw", draw)
         patch.setattr(Attendance, "_next", following)
         made = make()
-        place = Place(Group(), conditions=Conditions(drop_out=1e-9))
+        place = RankContext(Group(), conditions=Conditions(drop_out=1e-9))
         learner = SimulatedLearner(made, place, 0, strategy.of(made).plan)
         losses = [learner.advance(0).loss for _ in range(ROUNDS)]
     heads = {

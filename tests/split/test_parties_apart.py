@@ -17,8 +17,15 @@ from torch.nn import functional as F
 
 import dure
 from dure.collectives.group import Group
-from dure.contracts.channels import Came, Channels, Event, Gone, Hosted, Said
-from dure.contracts.strategy import Place, examples_for, seeded_model
+from dure.contracts.channels import (
+    Channels,
+    ClientConnected,
+    ClientDisconnected,
+    ClientFrame,
+    Event,
+    HostedRun,
+)
+from dure.contracts.strategy import RankContext, examples_for, seeded_model
 from dure.errors import CutNotANumberError, DureError, StateError
 from dure.split.network.control import Failed, Hello
 from dure.split.network.frames import decode, encode
@@ -116,13 +123,13 @@ class Wire(Channels):
     def comes(self, number: int) -> None:
         place = self.folder / f"site-{number}"
         self.parties[number] = Party(self.strategy, number, place, self.tasks(number))
-        self.events.append(Came(number, self.parties[number].hello))
+        self.events.append(ClientConnected(number, self.parties[number].hello))
 
     def goes(self, number: int) -> None:
         # What it has said is lost with it; what others have said is still on its way.
         self.events = deque(one for one in self.events if one.client != number)
         del self.parties[number]
-        self.events.append(Gone(number, "the connection broke"))
+        self.events.append(ClientDisconnected(number, "the connection broke"))
 
     def next(self, seconds: float) -> Event | None:
         return self.events.popleft() if self.events else None
@@ -139,7 +146,7 @@ class Wire(Channels):
         for reply in replies:
             altered = self.alter(client, reply)
             if altered is not None:
-                self.events.append(Said(client, b"".join(encode(altered))))
+                self.events.append(ClientFrame(client, b"".join(encode(altered))))
         dying = self.dies.pop(self.said, None)
         if dying is not None:
             self.goes(dying)
@@ -159,11 +166,11 @@ class Wire(Channels):
 
 
 def learner(wire: Wire, run: Path | None = None, own: dure.Task | None = None) -> ServedParties:
-    def connect(hosted: Hosted) -> Channels:
+    def connect(hosted: HostedRun) -> Channels:
         assert hosted.clients == len(wire.parties)
         return wire
 
-    place = Place(Group(), kind="clients", folder=run)
+    place = RankContext(Group(), kind="clients", folder=run)
     return ServedParties(own or task(), place, 0, wire.strategy.plan, connect)
 
 
@@ -292,7 +299,7 @@ def test_what_was_said_before_all_began_anew_is_dropped(tmp_path: Path) -> None:
             late.append(frame)
         # It has been on its way for long.
         if number == 0 and isinstance(frame, Resumed) and late:
-            wire.events.append(Said(0, b"".join(encode(late.pop()))))
+            wire.events.append(ClientFrame(0, b"".join(encode(late.pop()))))
         return frame
 
     strategy = STRATEGIES["server"]

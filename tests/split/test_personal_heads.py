@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import dure
 from dure.collectives.group import Group
-from dure.contracts.strategy import Place
+from dure.contracts.strategy import RankContext
 from dure.fleet.virtual import VirtualNetwork, nbytes
 from dure.split.messages import Ended, Handed, HeadGradients, HeadSum, Own, Turn
 from dure.split.simulated import SimulatedLearner
@@ -61,7 +61,7 @@ def trained(system: Split, rounds: int = 2, **options: Any) -> dure.Run:
 
 
 def learner(system: Split) -> SimulatedLearner:
-    made = system.learner(task(), Place(Group()), 0)
+    made = system.learner(task(), RankContext(Group()), 0)
     assert isinstance(made, SimulatedLearner)
     return made
 

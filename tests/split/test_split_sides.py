@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 
 import dure
 from dure.collectives.group import Group
-from dure.contracts.strategy import Place
+from dure.contracts.strategy import RankContext
 from dure.data.examples import Examples
 from dure.parallel.pipeline.draws import Stream
 from dure.parallel.pipeline.stage import Microbatch
@@ -82,7 +82,7 @@ def trained(strategy: Split, meanwhile: bool) -> dict[str, Tensor]:
     """After two rounds. meanwhile: whether what nobody waits for is computed at once."""
     torch.manual_seed(0)
     task = task_of(Drawn())
-    learner = strategy.learner(task, Place(Group()), 0)
+    learner = strategy.learner(task, RankContext(Group()), 0)
     assert isinstance(learner, SimulatedLearner)
     nodes = {one.name: one for one in (learner.server, *learner.clients)}
     for client in learner.clients:

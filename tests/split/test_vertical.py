@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import dure
 from dure.collectives.group import Group
-from dure.contracts.strategy import Place, seeded_model
+from dure.contracts.strategy import RankContext, seeded_model
 from dure.data.batches import Batches
 from dure.data.heart import FILES
 from dure.errors import LossNotFiniteError
@@ -271,7 +271,7 @@ def learner(task: dure.Task, **fields: Any) -> PartiesLearner:
     plan = dure.VerticalSplit(**{"batch_size": BATCH, **fields}).plan
     # Devices that take no time: what is said is said at once.
     conditions = dure.Simulated(devices="equal:inf:inf:inf")
-    return PartiesLearner(task, Place(Group(), conditions=conditions), 0, plan)
+    return PartiesLearner(task, RankContext(Group(), conditions=conditions), 0, plan)
 
 
 def test_the_order_of_arrival_changes_no_bit() -> None:

@@ -42,9 +42,9 @@ from torch import Tensor, nn
 from dure.averaging.replica import AveragedReplica, check_partition, copy_model, shards_of
 from dure.averaging.synchronisation import Momentum, RoundSynchronisation, check_exchange
 from dure.collectives.all_reduce import Algorithm
-from dure.contracts.learning import ALL, Part
-from dure.contracts.strategy import Kind, Learner, Place, Progress, Strategy, another
+from dure.contracts.strategy import Kind, Learner, RankContext, StepResult, Strategy, unused_copy
 from dure.contracts.task import Task
+from dure.contracts.training_options import ALL, Part
 from dure.data import partition
 from dure.data.batches import check_joint_batch
 from dure.data.partition import IID, Partition
@@ -149,7 +149,7 @@ class ADMM(Strategy):
                 f"local_steps is {self.local_steps}, but a worker makes at least one step"
             )
 
-    def learner(self, task: Task, place: Place, seed: int) -> Learner:
+    def learner(self, task: Task, place: RankContext, seed: int) -> Learner:
         return ADMMLearner(task, place, seed, self)
 
 
@@ -160,14 +160,14 @@ class ADMMLearner(Learner):
     parted = True
     units_per_epoch = 1
 
-    def __init__(self, task: Task, place: Place, seed: int, strategy: ADMM) -> None:
+    def __init__(self, task: Task, place: RankContext, seed: int, strategy: ADMM) -> None:
         self.task = task
         self.group = place.group
         self.strategy = strategy
         self.replica = AveragedReplica(task, place, seed, strategy.accumulate)
         self.shards = shards_of(self.replica, strategy.partition, strategy.batch_size)
         self.shard = self.shards[self.group.rank]
-        self.consensus = another(self.replica.model, task, seed)
+        self.consensus = unused_copy(self.replica.model, task, seed)
         self.z = FlatParameters(self.consensus)
         copy_model(self.replica.model, self.consensus)
         self.duals = [torch.zeros_like(buffer) for buffer in self.z.buffers]
@@ -195,7 +195,7 @@ class ADMMLearner(Learner):
     def flops_per_step(self) -> float:
         return self.replica.flops_per_step(self.shard.batches.batch_size)
 
-    def advance(self, wish: int) -> Progress:
+    def advance(self, wish: int) -> StepResult:
         """Run a round: the local problem, the consensus, the duals."""
         ranks = self.group.size
         round = self.round + 1
@@ -229,7 +229,7 @@ class ADMMLearner(Learner):
         self._adapt(primal, dual)
         self.round = round
         mean = met.loss if self.losses.is_alike else mean_over(met.loss, met.numbers[1])
-        return Progress(mean, sum(counts), met.wish, residuals)
+        return StepResult(mean, sum(counts), met.wish, residuals)
 
     def _pull(self) -> Callable[[Sequence[Tensor]], None]:
         """Return a function that adds the gradient of rho/2·|x - z + u|^2 to the gradients."""

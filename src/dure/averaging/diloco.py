@@ -31,9 +31,9 @@ from dure.averaging.synchronisation import Momentum
 from dure.collectives.all_reduce import Algorithm
 from dure.collectives.compression import Compression, NoCompression
 from dure.collectives.compression import parse as parse_compression
-from dure.contracts.learning import ALL, Part
-from dure.contracts.strategy import Kind, Learner, Place, Strategy
+from dure.contracts.strategy import Kind, Learner, RankContext, Strategy
 from dure.contracts.task import Task
+from dure.contracts.training_options import ALL, Part
 from dure.data.sampling import JOINTLY, Way
 from dure.memory.formula import WHOLE, Shares
 from dure.settings import parse_fields
@@ -123,14 +123,14 @@ class DiLoCo(Strategy):
             accumulate=self.accumulate,
         )
 
-    def learner(self, task: Task, place: Place, seed: int) -> Learner:
+    def learner(self, task: Task, place: RankContext, seed: int) -> Learner:
         return DiLoCoLearner(task, place, seed, self)
 
 
 class DiLoCoLearner(LocalSGDLearner):
     """Local SGD with an outer optimizer, which is equal on every rank."""
 
-    def __init__(self, task: Task, place: Place, seed: int, strategy: DiLoCo) -> None:
+    def __init__(self, task: Task, place: RankContext, seed: int, strategy: DiLoCo) -> None:
         # Rounds of local SGD; only `move` differs.
         super().__init__(task, place, seed, strategy.rounds())
         self.outer = strategy

@@ -31,9 +31,9 @@ from dure.averaging.synchronisation import Momentum, RoundSynchronisation, check
 from dure.collectives.all_reduce import Algorithm
 from dure.collectives.compression import Compression, NoCompression
 from dure.collectives.compression import parse as parse_compression
-from dure.contracts.learning import ALL, Part
-from dure.contracts.strategy import Kind, Learner, Place, Progress, Strategy
+from dure.contracts.strategy import Kind, Learner, RankContext, StepResult, Strategy
 from dure.contracts.task import Task
+from dure.contracts.training_options import ALL, Part
 from dure.data.batches import Batches, check_joint_batch
 from dure.data.sampling import JOINTLY, Way
 from dure.memory.formula import WHOLE, Shares
@@ -109,7 +109,7 @@ class LocalSGD(Strategy):
         check_apart(model)
         check_pieces(task, model, self.batch_size, workers, self.accumulate)
 
-    def learner(self, task: Task, place: Place, seed: int) -> Learner:
+    def learner(self, task: Task, place: RankContext, seed: int) -> Learner:
         return LocalSGDLearner(task, place, seed, self)
 
     def steps_of_round_at(self, step: int) -> int:
@@ -127,7 +127,7 @@ class LocalSGDLearner(Learner):
     parted = True
     resizes = True  # an additional rank takes the optimizer state of a rank of the checkpoint
 
-    def __init__(self, task: Task, place: Place, seed: int, strategy: LocalSGD) -> None:
+    def __init__(self, task: Task, place: RankContext, seed: int, strategy: LocalSGD) -> None:
         self.task = task
         self.group = place.group
         self.strategy = strategy
@@ -166,7 +166,7 @@ class LocalSGDLearner(Learner):
     def flops_per_step(self) -> float:
         return self.replica.flops_per_step(-(-self.batches.batch_size // self.group.size))
 
-    def advance(self, wish: int) -> Progress:
+    def advance(self, wish: int) -> StepResult:
         """Run a round: separate steps, then the mean."""
         steps = range(self.step, self.step + self.strategy.steps_of_round_at(self.step))
         # A generator: each batch is read only when its step comes.
@@ -199,7 +199,7 @@ class LocalSGDLearner(Learner):
         self.step = steps.stop
         self.round = self.round + 1
         something = met.numbers[0] if counted else expected
-        return Progress(met.loss if something else None, sum(map(len, batches)), met.wish)
+        return StepResult(met.loss if something else None, sum(map(len, batches)), met.wish)
 
     def _parts(self, steps: range) -> Iterator[tuple[int, Tensor]]:
         """Yield each step with this rank's part of its joint batch."""

@@ -57,10 +57,10 @@ from dure.averaging.synchronisation import check_exchange, difference, pack_mess
 from dure.collectives.all_gather import all_gather
 from dure.collectives.all_reduce import Algorithm, all_reduce
 from dure.collectives.group import Group
-from dure.contracts.learning import ALL, Part
 from dure.contracts.metric import ratio
-from dure.contracts.strategy import Kind, Learner, Place, Progress, Strategy, another
+from dure.contracts.strategy import Kind, Learner, RankContext, StepResult, Strategy, unused_copy
 from dure.contracts.task import Task
+from dure.contracts.training_options import ALL, Part
 from dure.data import partition
 from dure.data.batches import check_joint_batch
 from dure.data.partition import IID, Partition
@@ -176,7 +176,7 @@ class ParallelSGD(Strategy):
             )
         return super().cannot(part, kind)
 
-    def learner(self, task: Task, place: Place, seed: int) -> Learner:
+    def learner(self, task: Task, place: RankContext, seed: int) -> Learner:
         return ParallelSGDLearner(task, place, seed, self)
 
 
@@ -199,7 +199,7 @@ class ParallelSGDLearner(Learner):
     parted = True
     units_per_epoch = 1
 
-    def __init__(self, task: Task, place: Place, seed: int, strategy: ParallelSGD) -> None:
+    def __init__(self, task: Task, place: RankContext, seed: int, strategy: ParallelSGD) -> None:
         self.task = task
         self.group = place.group
         self.strategy = strategy
@@ -209,7 +209,7 @@ class ParallelSGDLearner(Learner):
         self.shards = self.initial_shards
         self.is_mixed = not strategy.shuffle
         self.passes = strategy.combine_every or 1
-        self.combined = another(self.replica.model, task, seed)
+        self.combined = unused_copy(self.replica.model, task, seed)
         self.flat = FlatParameters(self.combined)
         copy_model(self.replica.model, self.combined)
         self.buffers = Buffers(self.combined)
@@ -234,7 +234,7 @@ class ParallelSGDLearner(Learner):
     def flops_per_step(self) -> float:
         return self.replica.flops_per_step(self.shard.batches.batch_size)
 
-    def advance(self, wish: int) -> Progress:
+    def advance(self, wish: int) -> StepResult:
         """Run passes of every rank over its own examples, and combine if that is repeated."""
         if not self.is_mixed:
             self._shuffle()
@@ -261,7 +261,7 @@ class ParallelSGDLearner(Learner):
         mean = sum(one.total for one in heard) / counted if counted else None
         if self.strategy.combine_every is not None:
             self._go_on_from_combined()
-        return Progress(mean, self.passes * len(self.all_examples), int(heard[0].wish))
+        return StepResult(mean, self.passes * len(self.all_examples), int(heard[0].wish))
 
     def _shuffle(self) -> None:
         """Exchange examples, and report the exchange to the meter."""

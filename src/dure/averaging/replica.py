@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dure.contracts.lr_schedule import Rates
-from dure.contracts.strategy import Place, examples_for
+from dure.contracts.lr_schedule import ScheduledRates
+from dure.contracts.strategy import RankContext, examples_for
 from dure.contracts.task import Task
 from dure.data.arrangement import Order
 from dure.data.batches import Batches
@@ -58,7 +58,7 @@ class AveragedReplica:
     Initially both are equal on every rank.
     """
 
-    def __init__(self, task: Task, place: Place, seed: int, accumulate: int = 1) -> None:
+    def __init__(self, task: Task, place: RankContext, seed: int, accumulate: int = 1) -> None:
         self.task = task
         self.accumulate = accumulate
         self.group = place.group
@@ -72,7 +72,7 @@ class AveragedReplica:
         groups = by_dtype(trained_of(self.model)).values()
         self.trained = [parameter for group in groups for parameter in group]
         self.optimizer = task.optimizer(self.model.parameters())
-        self.rates = Rates(self.optimizer, task.lr_schedule)
+        self.rates = ScheduledRates(self.optimizer, task.lr_schedule)
         self.trimming = Trimming(task, self.model.named_parameters())
         self.device = next(self.model.parameters()).device
         share_weights(self.model, self.group)

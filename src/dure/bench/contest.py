@@ -28,7 +28,7 @@ from dure.bench.open_mpi import OpenMpi, absent
 from dure.bench.plan import CONTENDERS, MIB, BenchPlan
 from dure.collectives import Group, all_reduce
 from dure.collectives.shared_memory import Options, empty_shared
-from dure.contracts.strategy import Place
+from dure.contracts.strategy import RankContext
 
 PERIOD = 1024
 """Period of the contents in elements; open_mpi_rank.py has the same value."""
@@ -99,7 +99,7 @@ class TimedContender:
 class Contest:
     """The ranks' side of a benchmark with a fixed number of ranks."""
 
-    def __init__(self, plan: BenchPlan, place: Place) -> None:
+    def __init__(self, plan: BenchPlan, place: RankContext) -> None:
         self.plan = plan
         self.place = place
         # Ranks share the cores: more threads would compete.

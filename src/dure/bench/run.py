@@ -12,7 +12,7 @@ from typing import Any
 from dure.bench.contest import Contest
 from dure.bench.plan import BenchPlan
 from dure.bench.result import BenchResult
-from dure.contracts.strategy import Place
+from dure.contracts.strategy import RankContext
 from dure.machine.cores import available_cores
 from dure.worlds.processes.fork_server import server
 from dure.worlds.processes.world import Processes
@@ -60,7 +60,7 @@ def versions() -> dict[str, str]:
     return found
 
 
-def program(plan: BenchPlan) -> Callable[[Place], dict[str, Any]]:
+def program(plan: BenchPlan) -> Callable[[RankContext], dict[str, Any]]:
     """Return the program of every rank."""
     # A closure: the world pickles it by value for its ranks.
     return lambda place: Contest(plan, place).run()

@@ -75,8 +75,8 @@ def hidden_flags(kind: type[Strategy], world: type[Any]) -> set[str]:
         for name in kind.without & set(_FOLLOW):
             hidden.update(_FOLLOW[name])
     hidden.add("rounds" if kind.unit == "step" else "steps")
-    lives = kind.dwellings()
-    if kind.kind != "clients" and not kind.led:
+    lives = kind.supported_worlds()
+    if kind.kind != "clients" and not kind.coordinated:
         # A single worker is a single process, so its number and place cannot be chosen.
         if kind.alone:
             hidden |= {"workers", "world", "devices", "deadline", "backend", "bytes"}
@@ -106,7 +106,7 @@ def world_of(strategy: Strategy, given: Any) -> World:
 
 def _counts_workers(kind: type[Strategy]) -> bool:
     """Return whether the strategy's own fields set the number of ranks."""
-    return kind.led
+    return kind.coordinated
 
 
 # dure compare: settings
@@ -171,7 +171,7 @@ def _world_named(kind: type[Strategy], settings: Sequence[str]) -> str | None:
 def _lives_with_clients(kind: type[Strategy], named: str) -> bool:
     """Return whether this is a world of clients that the strategy supports."""
     world = catalog.WORLDS.get(named)
-    return world is not None and world.lives == "clients" and "clients" in kind.dwellings()
+    return world is not None and world.lives == "clients" and "clients" in kind.supported_worlds()
 
 
 def _of_workers(strategy: Strategy, asked: WorldOptions) -> World:

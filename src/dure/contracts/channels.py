@@ -16,31 +16,31 @@ if TYPE_CHECKING:
     from dure.wire.signatures import Key
 
 
-class Came(NamedTuple):
+class ClientConnected(NamedTuple):
     """Event: a client has connected. hello: its first frame."""
 
     client: int
     hello: bytes
 
 
-class Said(NamedTuple):
+class ClientFrame(NamedTuple):
     """Event: a client has sent a frame."""
 
     client: int
     frame: bytes
 
 
-class Gone(NamedTuple):
+class ClientDisconnected(NamedTuple):
     """Event: the channel of a client has ended."""
 
     client: int
     why: str
 
 
-Event = Came | Said | Gone
+Event = ClientConnected | ClientFrame | ClientDisconnected
 
 
-class Hosted(NamedTuple):
+class HostedRun(NamedTuple):
     """Facts about a run that a network needs to admit its clients.
 
     clients: number of client numbers. trains: what a site has to train, or None if not compared.

@@ -62,7 +62,7 @@ def check_schedule(schedule: LRSchedule | None, optimizer: Optimizer) -> None:
         )
 
 
-class Rates:
+class ScheduledRates:
     """Learning rates of a new optimizer, step by step."""
 
     def __init__(self, optimizer: Optimizer, schedule: LRSchedule | None) -> None:

@@ -72,7 +72,7 @@ class OwnLoss:
 
 
 @dataclass(frozen=True)
-class CalledByName:
+class KeywordModelFactory:
     """Factory of models that are called with the columns of a dict as keyword arguments."""
 
     factory: Callable[[], nn.Module]

@@ -18,7 +18,7 @@ MOST_BODY = 4096
 """Maximum bytes of a request's body: a form with a token."""
 
 
-class Stream(Protocol):
+class EventStream(Protocol):
     """Server-sent events for a single reader."""
 
     def due(self) -> bytes:
@@ -33,19 +33,21 @@ class Stream(Protocol):
 
 
 @dataclass(frozen=True)
-class Answer:
+class PageResponse:
     """Answer to a request. stream: events that follow instead of the body."""
 
     status: int
     headers: Mapping[str, str] = field(default_factory=dict)
     body: bytes = b""
-    stream: Stream | None = None
+    stream: EventStream | None = None
 
 
 class Page(Protocol):
     """Page of a run, available until `close`."""
 
-    def answer(self, method: str, path: str, headers: Mapping[str, str], body: bytes) -> Answer:
+    def answer(
+        self, method: str, path: str, headers: Mapping[str, str], body: bytes
+    ) -> PageResponse:
         """Return the answer to a request.
 
         path: with the query, as sent. headers: names in lower case. body: at most `MOST_BODY`

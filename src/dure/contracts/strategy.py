@@ -5,8 +5,8 @@ the strategy at work on a rank, advancing a step or a round at a time. `dure.tra
 learner with the same loop, which is why every system is measured, stopped, checkpointed and resumed
 on the same terms.
 
-A `Place` is the context that a world passes to the program running in it. Worlds know no system and
-systems know no world; they meet in `dure.train`.
+A `RankContext` is the context that a world passes to the program running in it. Worlds know no
+system and systems know no world; they meet in `dure.train`.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from torch import Tensor, nn
 
 from dure.arguments import CheckedSettings
 from dure.collectives.group import Group
-from dure.contracts.channels import Channels, Hosted
-from dure.contracts.learning import Part
+from dure.contracts.channels import Channels, HostedRun
+from dure.contracts.initial_weights import load_initial_weights
 from dure.contracts.page import Page
 from dure.contracts.stop import Stop
 from dure.contracts.task import Task
-from dure.contracts.weights_from import begin_with
+from dure.contracts.training_options import Part
 from dure.data.examples import Examples
 from dure.data.measured import MeasuredExamples
 from dure.data.partition import Description
@@ -58,7 +58,7 @@ clients.
 STOP = 1
 CHECKPOINT = 2
 INTERRUPT = 4
-SPENT = 8
+TRANSFER_BUDGET_SPENT = 8
 CALLBACK = 16
 """Control flags of rank 0, as bits in a step's message.
 
@@ -69,14 +69,14 @@ act alike after the step.
 """
 
 
-class Interrupted(Exception):  # noqa: N818
+class StepInterrupted(Exception):  # noqa: N818
     """Raised by `advance` if the user ends the run in the middle of a resumable step.
 
     The learner's state is complete, in the middle of a step.
     """
 
 
-class Progress(NamedTuple):
+class StepResult(NamedTuple):
     """Result of a step or round, the same on every rank."""
 
     loss: float | None
@@ -96,7 +96,7 @@ class Progress(NamedTuple):
     """
 
 
-class Sign(Protocol):
+class SigningKey(Protocol):
     """Private key. public: the public key as text."""
 
     public: str
@@ -133,7 +133,7 @@ class Learner(ABC):
     """Whether ranks have different state, such as separate optimizers: see `part`."""
 
     proofs: Sequence[Proof] = ()
-    """Checks that the learner passed at construction (`Place.check`), the same on every rank."""
+    """Checks passed at construction (`RankContext.check`), the same on every rank."""
 
     examples: int | None = None
     """Training examples of an epoch over all workers; None: the task's number."""
@@ -167,7 +167,7 @@ class Learner(ABC):
         """
 
     @abstractmethod
-    def advance(self, wish: int) -> Progress:
+    def advance(self, wish: int) -> StepResult:
         """Do a step or round. Rank 0 passes its control flags as `wish`; other ranks pass 0."""
 
     @abstractmethod
@@ -192,8 +192,8 @@ class Learner(ABC):
     def state(self) -> dict[str, Any]:
         """Return all state besides the weights: optimizer state, position, and "buffers".
 
-        "buffers" are the buffers that a state_dict leaves out (`passing_buffers`). Tensors may be
-        in files (`dure.record.on_disk`).
+        "buffers" are the buffers that a state_dict leaves out (`non_persistent_buffers`). Tensors
+        may be in files (`dure.record.on_disk`).
         """
 
     @abstractmethod
@@ -227,11 +227,11 @@ class Learner(ABC):
     def rest(self) -> None:
         """Release everything that only `advance` and `state` need.
 
-        `weights` and `passing_buffers` are called once more. Called on all ranks.
+        `weights` and `non_persistent_buffers` are called once more. Called on all ranks.
         """
         return
 
-    def passing_buffers(self) -> Mapping[str, Tensor]:
+    def non_persistent_buffers(self) -> Mapping[str, Tensor]:
         """Return the buffers that a state_dict leaves out. Called on all ranks."""
         buffers: Mapping[str, Tensor] = self.state()["buffers"]
         return buffers
@@ -261,7 +261,7 @@ MakesPage = Callable[[str, str, bool, Callable[[], Mapping[str, Any]]], Page]
 
 
 @dataclass
-class Place:
+class RankContext:
     """Context that a world passes to a program running in it.
 
     group: the ranks, with this rank's number.
@@ -311,20 +311,20 @@ class Place:
     prepared: Callable[[], nn.Module] | None = None
     check: bool = True
     network: Callable[[Federation], Carrier] | None = None
-    channels: Callable[[Hosted], Channels] | None = None
+    channels: Callable[[HostedRun], Channels] | None = None
     folder: Path | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
     report_seconds: float = 0.1
-    signs: Sign | None = None
+    signs: SigningKey | None = None
     identities: Mapping[int, str] | None = None
-    outlives: Callable[[], None] = lambda: None
+    survives_peer_loss: Callable[[], None] = lambda: None
     deadline: float = 60.0
     page: MakesPage | None = None
 
     def model(self, task: Task, seed: int) -> nn.Module:
         """Return the run's newly created model: the prepared model of this process, or a new model.
 
-        A learner calls this method once and copies the model for other uses (`another`).
+        A learner calls this method once and copies the model for other uses (`unused_copy`).
         """
         return seeded_model(task, seed) if self.prepared is None else self.prepared()
 
@@ -393,7 +393,7 @@ class World(CheckedSettings):
         return self.name
 
     def run(
-        self, program: Callable[[Place], Value], report: Callable[[dict[str, Any]], None]
+        self, program: Callable[[RankContext], Value], report: Callable[[dict[str, Any]], None]
     ) -> Value:
         """Run `program` on every rank and return the result of rank 0.
 
@@ -421,7 +421,7 @@ class Strategy(CheckedSettings):
     unit: ClassVar[str]
     """Unit that the learner counts: "step" or "round"."""
 
-    also: ClassVar[Mapping[Kind, str]] = {}
+    additional_worlds: ClassVar[Mapping[Kind, str]] = {}
     """Additional kinds of worlds that the strategy supports, with its label there."""
 
     oldest_checkpoint: ClassVar[int] = 1
@@ -430,8 +430,8 @@ class Strategy(CheckedSettings):
     moves: ClassVar[frozenset[str]] = frozenset()
     """Fields that only place the work: a resumed run may have other values of them."""
 
-    led: ClassVar[bool] = False
-    """Whether, in a world of ranks, only rank 0 has a learner, and the others run `assist`."""
+    coordinated: ClassVar[bool] = False
+    """Whether only rank 0 of a world of ranks has a learner; the others run `run_assistant`."""
 
     alone: ClassVar[bool] = False
     """Whether the strategy uses a single worker, whatever the machine has."""
@@ -465,7 +465,7 @@ class Strategy(CheckedSettings):
     """Whether simulated clients compute on the device of the task's model, on a GPU too."""
 
     trains_with: ClassVar[frozenset[Part]] = frozenset()
-    """Supported options of `dure.contracts.learning`; other options are refused by name."""
+    """Supported options of `dure.contracts.training_options`; other options are refused by name."""
 
     without: ClassVar[frozenset[str]] = frozenset()
     """Conditions of clients that the strategy does not support and refuses."""
@@ -492,7 +492,7 @@ class Strategy(CheckedSettings):
         return True
 
     @property
-    def draws_by_coins(self) -> bool:
+    def uses_poisson_sampling(self) -> bool:
         """Whether example-level differential privacy draws batches by Poisson sampling."""
         return False
 
@@ -526,13 +526,13 @@ class Strategy(CheckedSettings):
         return ()
 
     @classmethod
-    def dwellings(cls) -> tuple[Kind, ...]:
+    def supported_worlds(cls) -> tuple[Kind, ...]:
         """Return the supported kinds of worlds; the strategy's own kind is the first."""
-        return cls.kind, *cls.also
+        return cls.kind, *cls.additional_worlds
 
     def label_in(self, kind: Kind) -> str:
         """Return the label for tables in a world of `kind`."""
-        return self.also.get(kind, self.label)
+        return self.additional_worlds.get(kind, self.label)
 
     def holds_parts(self, workers: int | None) -> bool:
         """Return whether each worker has, and needs memory for, only a part of the model.
@@ -615,14 +615,14 @@ class Strategy(CheckedSettings):
         """
         return ()
 
-    def assist(self, task: Task, place: Place, seed: int) -> str:
-        """Run a rank other than the first until the run ends, for a strategy with `led`.
+    def run_assistant(self, task: Task, place: RankContext, seed: int) -> str:
+        """Run a rank other than the first until the run ends, for a strategy with `coordinated`.
 
         Returns the limit that ended the run.
         """
         raise NotImplementedError(f"{type(self).__name__} has no method assist")
 
-    def learner(self, task: Task, place: Place, seed: int) -> Learner:
+    def learner(self, task: Task, place: RankContext, seed: int) -> Learner:
         """Return the learner: the model made under `seed`, ready for its first step."""
         raise NotImplementedError(f"{type(self).__name__} has no method learner")
 
@@ -648,11 +648,11 @@ def seeded_model(task: Task, seed: int) -> nn.Module:
     model = under_own_names(model)
     make_writable(model)
     if task.weights is not None:
-        begin_with(model, task.weights)
+        load_initial_weights(model, task.weights)
     return compiled_as(model, task.compile)
 
 
-def another(model: nn.Module, task: Task, seed: int) -> nn.Module:
+def unused_copy(model: nn.Module, task: Task, seed: int) -> nn.Module:
     """Return a new unused model like the run's: a copy if possible.
 
     The task's factory, which may read its model from a disk, is called again only if the model

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from dure.arguments import SuggestsArguments, check_path
-from dure.contracts.learning import Precision, check_learning
 from dure.contracts.lr_schedule import LRSchedule
 from dure.contracts.metric import Metric, check_metrics
-from dure.contracts.own_loss import CalledByName, OwnLoss
+from dure.contracts.own_loss import KeywordModelFactory, OwnLoss
+from dure.contracts.training_options import Precision, check_learning
 from dure.data.datasets import DatasetExamples
 from dure.data.examples import Examples, NoExamples
 from dure.data.nodes import DataOfRanks
@@ -200,8 +200,8 @@ class Task(SuggestsArguments, common=True):
 
     def _call_by_name(self) -> None:
         """Call the model with the columns of a dict, labels included, to compute the loss."""
-        if not isinstance(self.model, CalledByName):
-            object.__setattr__(self, "model", CalledByName(self.model))
+        if not isinstance(self.model, KeywordModelFactory):
+            object.__setattr__(self, "model", KeywordModelFactory(self.model))
         for name in ("train", "test", "validation"):
             examples = getattr(self, name)
             if isinstance(examples, (DatasetExamples, DataOfRanks)):

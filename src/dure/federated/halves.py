@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from dure.contracts.strategy import Learner, Place, another, examples_for
+from dure.contracts.strategy import Learner, RankContext, examples_for, unused_copy
 from dure.contracts.task import Task
 from dure.data.examples import Examples
 from dure.data.held_out import HeldOutOrder, split
@@ -85,7 +85,7 @@ class Says(protecting.Protects, Protocol):
     def test_parts(self, task: Task) -> list[Tensor] | None: ...
 
 
-def learner(strategy: Says, task: Task, place: Place, seed: int) -> Learner:
+def learner(strategy: Says, task: Task, place: RankContext, seed: int) -> Learner:
     """Return the server: with simulated clients behind the place's carrier, or over a network."""
     if place.network is not None:
         return _serving(strategy, task, place, place.network, seed)
@@ -129,7 +129,7 @@ def _keep(conditions: Conditions, folder: Path | None, batch_size: int | None) -
 
 
 def server_half(
-    strategy: Says, task: Task, model: nn.Module, place: Place, carrier: Carrier, seed: int
+    strategy: Says, task: Task, model: nn.Module, place: RankContext, carrier: Carrier, seed: int
 ) -> Server:
     """Return the server, which reaches its clients through the carrier.
 
@@ -182,7 +182,11 @@ def server_half(
 
 
 def _serving(
-    strategy: Says, task: Task, place: Place, network: Callable[[Federation], Carrier], seed: int
+    strategy: Says,
+    task: Task,
+    place: RankContext,
+    network: Callable[[Federation], Carrier],
+    seed: int,
 ) -> Learner:
     """Return the server of a run whose clients are remote."""
     protecting.check_served(strategy)
@@ -237,7 +241,7 @@ def _threads(strategy: Says, task: Task, model: nn.Module, clients: int) -> int:
 
 def layout(strategy: Says, task: Task, model: nn.Module, clients: int) -> Layout:
     """Return the names under which the tensors of the model's messages travel."""
-    flat = FlatParameters(another(model, task, 0))
+    flat = FlatParameters(unused_copy(model, task, 0))
     shared = strategy.algorithm(start_of(task, model, clients)).shared(flat.copy())
     return Layout(_names(flat, shared), Buffers(model).names)
 
@@ -439,13 +443,13 @@ def _clients(
 def _models(task: Task, model: nn.Module, seed: int) -> Callable[[], nn.Module]:
     """Return a factory of models equal to the run's present model."""
     # Engines are made later, when a forward pass may have changed the buffers of the run's model.
-    fresh = another(model, task, seed)
+    fresh = unused_copy(model, task, seed)
     # Jobs carry trained weights alone, so all models here need the frozen weights of the run. These
     # share the run's memory: a resumed run loads the frozen weights of its checkpoint into it.
     frozen = frozen_of(model)
 
     def one_more() -> nn.Module:
-        made = another(fresh, task, seed)
+        made = unused_copy(fresh, task, seed)
         load_frozen(made, frozen)
         return made
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
-from dure.contracts.strategy import Place, another
+from dure.contracts.strategy import RankContext, unused_copy
 from dure.contracts.task import Task
 from dure.data.partition import NaturalKey, Partition
 from dure.errors import warn
@@ -89,13 +89,13 @@ class Protects(Protocol):
     def work(self) -> LocalWork: ...
 
 
-def secret_of(place: Place, seed: int) -> Secret:
+def secret_of(place: RankContext, seed: int) -> Secret:
     """Return the source of the server's sampling, noise and groups."""
     # A simulation is reproducible; secrets that protect remote clients must not be.
     return Secret.simulated(seed) if place.network is None else Secret.system()
 
 
-def repeats(privacy: Privacy, place: Place) -> bool:
+def repeats(privacy: Privacy, place: RankContext) -> bool:
     """Return whether the run is reproducible bit for bit."""
     return place.network is None or privacy == NOTHING
 
@@ -120,7 +120,12 @@ def check_served(strategy: Protects) -> None:
 
 
 def secure(
-    strategy: Protects, task: Task, model: nn.Module, place: Place, clients: int, secret: Secret
+    strategy: Protects,
+    task: Task,
+    model: nn.Module,
+    place: RankContext,
+    clients: int,
+    secret: Secret,
 ) -> tuple[SecureRounds | None, Aggregator]:
     """Return (server side of secure aggregation, rule for the sums).
 
@@ -153,7 +158,7 @@ def noised(
     strategy: Protects,
     task: Task,
     model: nn.Module,
-    place: Place,
+    place: RankContext,
     carrier: Carrier,
     secret: Secret,
     seed: int,
@@ -175,7 +180,7 @@ def noised(
     sizes = carrier.join().sizes
     if strategy.privacy.secure is not None and place.network is not None:
         sizes = [0] * len(sizes)  # sizes are hidden: all clients weigh 1
-    copy = another(model, task, seed)
+    copy = unused_copy(model, task, seed)
     return noised_rounds(
         user,
         strategy,
@@ -309,6 +314,6 @@ def _contribution(
 
     The places are the indices of batch norm's statistics among the buffers.
     """
-    copy = another(model, task, 0)
+    copy = unused_copy(model, task, 0)
     like, pieces = contribution(copy, algorithm)
     return like, pieces, list(statistics(copy, Buffers(copy).names))

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
 from torch import Tensor, nn
 
-from dure.contracts.learning import ALL, Part
 from dure.contracts.stop import Stop
-from dure.contracts.strategy import Kind, Learner, Place, Proof, Strategy, examples_for
+from dure.contracts.strategy import Kind, Learner, Proof, RankContext, Strategy, examples_for
 from dure.contracts.task import Task
+from dure.contracts.training_options import ALL, Part
 from dure.data import partition
 from dure.data.batches import check_batch_size
 from dure.data.held_out import HeldOutOrder, split
@@ -185,7 +185,7 @@ class Federated(Strategy):
         return self.aggregate
 
     @property
-    def draws_by_coins(self) -> bool:
+    def uses_poisson_sampling(self) -> bool:
         return self.privacy.example is not None
 
     def cannot(self, part: Part, kind: Kind) -> str | None:
@@ -548,7 +548,7 @@ class Federated(Strategy):
         """Return the names of the clients; None if the data have no names."""
         return self.partition.names(self.clients, task.train.keys)
 
-    def learner(self, task: Task, place: Place, seed: int) -> Learner:
+    def learner(self, task: Task, place: RankContext, seed: int) -> Learner:
         """Return the server, with simulated clients or alone (`dure.federated.halves`)."""
         return halves.learner(self, task, place, seed)
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dure.contracts.strategy import Place
+from dure.contracts.strategy import RankContext
 from dure.contracts.task import Task
 from dure.memory.mapped import Disk, DiskError, mapped
 from dure.memory.offload.activations import OffloadedActivations
@@ -89,7 +89,7 @@ class Offloaded:
         self,
         wanted: Offload,
         folder: str | None,
-        place: Place,
+        place: RankContext,
         device: torch.device,
         divided: bool = False,
     ) -> None:

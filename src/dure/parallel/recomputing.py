@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dure.contracts.strategy import Proof, another, examples_for
+from dure.contracts.strategy import Proof, examples_for, unused_copy
 from dure.contracts.task import Task
 from dure.data.examples import Examples
 from dure.machine.compiler import left_out
@@ -149,7 +149,7 @@ def _chooser(task: Task, model: nn.Module, batch: Any, left: Sequence[str]) -> C
         return make(model, spare=False)
     # A model that cannot be copied: use up a new model instead.
     except ValueError:
-        return make(another(model, task, 0).train(), spare=True)
+        return make(unused_copy(model, task, 0).train(), spare=True)
 
 
 def _chosen_by(chooser: Chooser, asked: Asked, task: Task, model: nn.Module) -> Chosen:
@@ -250,7 +250,7 @@ class _Trial:
         return given, list(changes(before, kept_by(twin, known)))
 
     def _twin(self) -> nn.Module:
-        return another(self._model, self.task, 0).train()
+        return unused_copy(self._model, self.task, 0).train()
 
     def _pass(self, model: nn.Module) -> dict[str, bytes]:
         """Return digests of the gradients and buffers after a pass, by a phrase that names each."""

@@ -27,9 +27,9 @@ from torch import nn
 
 from dure.collectives.compression import Compression, NoCompression
 from dure.collectives.compression import parse as parse_compression
-from dure.contracts.learning import Part
-from dure.contracts.strategy import Kind, Learner, Place, Proof, Strategy, World
+from dure.contracts.strategy import Kind, Learner, Proof, RankContext, Strategy, World
 from dure.contracts.task import Task
+from dure.contracts.training_options import Part
 from dure.data import partition
 from dure.data.batches import check_batch_size
 from dure.data.partition import IID, Description, Partition, describe
@@ -100,10 +100,10 @@ class Downpour(Strategy):
 
     name: ClassVar[str] = "downpour"
     kind: ClassVar[Kind] = "ranks"
-    also: ClassVar[Mapping[Kind, str]] = {"clients": "Downpour SGD, simulated"}
+    additional_worlds: ClassVar[Mapping[Kind, str]] = {"clients": "Downpour SGD, simulated"}
     unit: ClassVar[str] = "round"
     trains_with: ClassVar[frozenset[Part]] = TRAINS_WITH
-    led: ClassVar[bool] = True
+    coordinated: ClassVar[bool] = True
     without: ClassVar[frozenset[str]] = frozenset({*WITHOUT, "server_examples_per_second"})
 
     def __post_init__(self) -> None:
@@ -232,10 +232,10 @@ class Downpour(Strategy):
         parts = self.partition.divide(self.replicas, train, seed)
         return describe(self.partition, parts, train.labels(), train.classes)
 
-    def assist(self, task: Task, place: Place, seed: int) -> str:
+    def run_assistant(self, task: Task, place: RankContext, seed: int) -> str:
         return assist(task, place, seed, self.plan)
 
-    def learner(self, task: Task, place: Place, seed: int) -> Learner:
+    def learner(self, task: Task, place: RankContext, seed: int) -> Learner:
         if place.kind == "clients":
             return SimulatedReplicas(task, place, seed, self.plan)
         return ProcessesLearner(task, place, seed, self.plan)

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from dure.collectives.compression import Compression
 from dure.collectives.compression.bucket import CompressionBucket
-from dure.contracts.learning import Part, trained_from
 from dure.contracts.lr_schedule import factor_at
 from dure.contracts.strategy import World
 from dure.contracts.task import Task
+from dure.contracts.training_options import Part, trained_from
 from dure.fleet.conditions import Conditions
 from dure.machine.memory import available_memory
 from dure.parameter_server.compressed import Coding

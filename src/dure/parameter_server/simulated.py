@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dure.contracts.strategy import Learner, Place, Progress
+from dure.contracts.strategy import Learner, RankContext, StepResult
 from dure.contracts.task import Task
 from dure.fleet.conditions import Conditions
 from dure.fleet.virtual import Link, Passage
@@ -46,7 +46,7 @@ class SimulatedLearner(Learner):
     unit = "round"
     where = "server"
 
-    def __init__(self, task: Task, place: Place, seed: int, plan: Plan) -> None:
+    def __init__(self, task: Task, place: RankContext, seed: int, plan: Plan) -> None:
         self.task = task
         self.plan = plan
         self.seed = seed
@@ -190,7 +190,7 @@ class SimulatedLearner(Learner):
 
     # The run
 
-    def advance(self, wish: int) -> Progress:
+    def advance(self, wish: int) -> StepResult:
         """Run a round: `period` batches of every group."""
         self._computed = []
         for scheduler in self.schedulers:
@@ -207,7 +207,7 @@ class SimulatedLearner(Learner):
         self.now = now
         counted = sum(one.counted for one in self._computed)
         total = sum(one.loss * one.counted for one in self._computed)
-        return Progress(
+        return StepResult(
             loss=mean_over(total, counted),
             samples=sum(one.examples for one in self._computed),
             wish=wish,

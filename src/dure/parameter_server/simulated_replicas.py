@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dure.contracts.strategy import Learner, Place, Progress
+from dure.contracts.strategy import Learner, RankContext, StepResult
 from dure.contracts.task import Task
 from dure.fleet.conditions import Conditions
 from dure.fleet.virtual import Link
@@ -57,7 +57,7 @@ class SimulatedReplicas(Learner):
     unit = "round"
     where = "server"
 
-    def __init__(self, task: Task, place: Place, seed: int, plan: DownpourPlan) -> None:
+    def __init__(self, task: Task, place: RankContext, seed: int, plan: DownpourPlan) -> None:
         self.task = task
         self.plan = plan
         self.seed = seed
@@ -155,7 +155,7 @@ class SimulatedReplicas(Learner):
 
     # The run
 
-    def advance(self, wish: int) -> Progress:
+    def advance(self, wish: int) -> StepResult:
         """Run a round: `period` steps of every replica."""
         self._computed = []
         if self.round == 0:
@@ -166,7 +166,7 @@ class SimulatedReplicas(Learner):
         self.now = self.virtual.network.now
         counted = sum(one.counted for one in self._computed)
         total = sum(one.loss * one.counted for one in self._computed)
-        return Progress(
+        return StepResult(
             loss=mean_over(total, counted),
             samples=sum(one.examples for one in self._computed),
             wish=wish,

@@ -30,9 +30,9 @@ from torch import nn
 
 from dure.collectives.compression import Compression, NoCompression
 from dure.collectives.compression import parse as parse_compression
-from dure.contracts.learning import Part
-from dure.contracts.strategy import Kind, Learner, Place, Strategy, World
+from dure.contracts.strategy import Kind, Learner, RankContext, Strategy, World
 from dure.contracts.task import Task
+from dure.contracts.training_options import Part
 from dure.data.batches import check_joint_batch
 from dure.fleet.conditions import Conditions
 from dure.parameter_server.plan import (
@@ -94,10 +94,10 @@ class ParameterServer(Strategy):
 
     name: ClassVar[str] = "parameter-server"
     kind: ClassVar[Kind] = "ranks"
-    also: ClassVar[Mapping[Kind, str]] = {"clients": "parameter server, simulated"}
+    additional_worlds: ClassVar[Mapping[Kind, str]] = {"clients": "parameter server, simulated"}
     unit: ClassVar[str] = "round"
     trains_with: ClassVar[frozenset[Part]] = TRAINS_WITH
-    led: ClassVar[bool] = True
+    coordinated: ClassVar[bool] = True
     without: ClassVar[frozenset[str]] = frozenset({*WITHOUT, "server_examples_per_second"})
 
     def __post_init__(self) -> None:
@@ -193,10 +193,10 @@ class ParameterServer(Strategy):
         """Check that workers support the conditions; raises ValueError if not."""
         check_under(conditions)
 
-    def assist(self, task: Task, place: Place, seed: int) -> str:
+    def run_assistant(self, task: Task, place: RankContext, seed: int) -> str:
         return assist(task, place, seed, self.plan)
 
-    def learner(self, task: Task, place: Place, seed: int) -> Learner:
+    def learner(self, task: Task, place: RankContext, seed: int) -> Learner:
         if place.kind == "clients":
             return SimulatedLearner(task, place, seed, self.plan)
         return ProcessesLearner(task, place, seed, self.plan)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dure.contracts.strategy import another, examples_for
+from dure.contracts.strategy import examples_for, unused_copy
 from dure.contracts.task import Task
 from dure.machine.devices import home_of, to_device
 from dure.randomness.seeds import generators_state, restore_generators
@@ -48,7 +48,9 @@ def padding_rows(task: Task, model: nn.Module) -> list[PaddingRow]:
         return rows
     before = generators_state()
     try:
-        return _without_gradient(task, perturbed(another(model, task, 0).eval(), "padding"), rows)
+        return _without_gradient(
+            task, perturbed(unused_copy(model, task, 0).eval(), "padding"), rows
+        )
     except Exception:
         # Training raises the same error again.
         return []

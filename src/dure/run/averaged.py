@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from dure.collectives.group import Group
-from dure.contracts.strategy import Learner, Progress
+from dure.contracts.strategy import Learner, StepResult
 from dure.record.meter import Meter
 from dure.record.on_disk import TensorsOnDisk
 
@@ -69,7 +69,7 @@ class Averaged(Learner):
     def flops_per_step(self) -> float:
         return self.learner.flops_per_step()
 
-    def advance(self, wish: int) -> Progress:
+    def advance(self, wish: int) -> StepResult:
         progress = self.learner.advance(wish)
         if progress.whole:
             started = time.perf_counter()
@@ -150,8 +150,8 @@ class Averaged(Learner):
     def rest(self) -> None:
         self.learner.rest()
 
-    def passing_buffers(self) -> Mapping[str, Tensor]:
-        return self.learner.passing_buffers()
+    def non_persistent_buffers(self) -> Mapping[str, Tensor]:
+        return self.learner.non_persistent_buffers()
 
     def saved(self) -> None:
         self.learner.saved()

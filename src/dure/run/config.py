@@ -36,7 +36,7 @@ class AskedTask(msgspec.Struct):
     validation: float | None = None
     """Share of the training data that is the validation set, if the set is a share."""
     learning: dict[str, Any] = {}
-    """Learning options of the task (`dure.contracts.learning`), if it sets any."""
+    """Learning options of the task (`dure.contracts.training_options`), if it sets any."""
 
 
 class Asked(msgspec.Struct):

@@ -38,7 +38,7 @@ def check_data_asks(task: Task, strategy: Strategy, kind: Kind) -> None:
             f"data-parallel"
         )
     for way in sorted(_asked(task)):
-        if strategy.draws_by_coins:
+        if strategy.uses_poisson_sampling:
             raise ValueError(
                 f"differential privacy draws batches of its own, and not by {way}: give the dataset"
             )

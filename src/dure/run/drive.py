@@ -22,12 +22,12 @@ from dure.contracts.strategy import (
     CALLBACK,
     CHECKPOINT,
     INTERRUPT,
-    SPENT,
     STOP,
-    Interrupted,
+    TRANSFER_BUDGET_SPENT,
     Learner,
-    Place,
-    Progress,
+    RankContext,
+    StepInterrupted,
+    StepResult,
 )
 from dure.errors import (
     DureError,
@@ -60,7 +60,7 @@ from dure.run.validation import with_validation
 from dure.run.watch import page_of
 
 
-def drive(job: Job, place: Place) -> Outcome:
+def drive(job: Job, place: RankContext) -> Outcome:
     """Execute the job on this rank, and return its results."""
     trains = place.network is None or job.strategy.trains_at_server
     keeps = trains and not job.strategy.spares_memory
@@ -69,7 +69,7 @@ def drive(job: Job, place: Place) -> Outcome:
         return _drive(job, place)
 
 
-def _drive(job: Job, place: Place) -> Outcome:
+def _drive(job: Job, place: RankContext) -> Outcome:
     # Each rank seeds the generators for draws outside of steps; steps seed their own.
     before = generators_state()
     seed_generators(job.seed, "rank", place.group.rank, everything=True)
@@ -87,13 +87,13 @@ def _drive(job: Job, place: Place) -> Outcome:
         place.folder = job.folder
         place.config = job.config
         place.page = None if job.folder is None else partial(page_of, job.folder)
-        if job.strategy.led and place.group.rank:
-            ended = job.strategy.assist(job.task, place, job.seed)
+        if job.strategy.coordinated and place.group.rank:
+            ended = job.strategy.run_assistant(job.task, place, job.seed)
             return Outcome({}, {}, History(), {"ended": ended})
         learner = with_average(
             job.strategy.learner(job.task, place, job.seed), job.task.ema, place.group
         )
-        if job.strategy.led:
+        if job.strategy.coordinated:
             # The coordinating rank continues alone: the other ranks may be dead by then.
             place.group = place.group.alone()
         driver = Driver(job, place, learner)
@@ -135,7 +135,7 @@ def _drive(job: Job, place: Place) -> Outcome:
 class Driver:
     """A rank's part of a run."""
 
-    def __init__(self, job: Job, place: Place, learner: Learner) -> None:
+    def __init__(self, job: Job, place: RankContext, learner: Learner) -> None:
         self.job = job
         self.place = place
         self.group = place.group
@@ -206,7 +206,7 @@ class Driver:
         self._began = time.perf_counter()
         try:
             progress = self.learner.advance(self._wish() if self.leads else 0)
-        except Interrupted:
+        except StepInterrupted:
             return "interrupt"
         # Training time only, without evaluations and checkpoints.
         position.seconds += time.perf_counter() - self._began
@@ -297,7 +297,7 @@ class Driver:
             return "interrupt"
         if wish & CALLBACK:
             return "callback"
-        return "transfers" if wish & SPENT else "seconds"
+        return "transfers" if wish & TRANSFER_BUDGET_SPENT else "seconds"
 
     def _waited(self) -> str | None:
         """Return "patience" if the monitored metric has not improved for long enough, else None."""
@@ -312,7 +312,7 @@ class Driver:
         mine = sum(meter.counters.bytes_sent for meter in self.learner.meters())
         return sum(told for (told,) in self.group.all_gather_values([float(mine)], "bytes sent"))
 
-    def _record(self, progress: Progress) -> None:
+    def _record(self, progress: StepResult) -> None:
         counters = self.group.meter.counters
         position = self.position
         record = Step(
@@ -464,7 +464,7 @@ class Driver:
         self.learner.rest()
         give_back()
         weights = _all_apart(self.learner.weights())
-        buffers = {name: _apart(one) for name, one in self.learner.passing_buffers().items()}
+        buffers = {name: _apart(one) for name, one in self.learner.non_persistent_buffers().items()}
         # Gathering the weights may take the most memory of all; its bytes are no training traffic.
         for one, later in zip(workers, self._all_counters(), strict=True):
             one.peak_memory = later.peak_memory

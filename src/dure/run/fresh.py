@@ -10,7 +10,7 @@ from weakref import WeakValueDictionary
 
 from torch import Tensor, nn
 
-from dure.contracts.strategy import another, seeded_model
+from dure.contracts.strategy import seeded_model, unused_copy
 from dure.contracts.task import Task
 from dure.machine.memory import give_back
 from dure.memory.formula import bytes_of
@@ -88,7 +88,7 @@ class FreshModel:
         if model is None:
             return fresh_model(self.task, self.seed, self.divided)
         if self.keep:
-            return another(model, self.task, self.seed)
+            return unused_copy(model, self.task, self.seed)
         # The learner gets the model itself, and with it the memory, which it needs anyway.
         self._put_away(model)
         _TRAINED.update((id(one), one) for one in model.parameters() if one.requires_grad)
@@ -148,7 +148,7 @@ class FreshModel:
     def _untouched(self) -> nn.Module:
         # Other runs need the untrained model, so the user gets a copy of it.
         if self._model is not None and self.keep:
-            return another(self._model, self.task, self.seed)
+            return unused_copy(self._model, self.task, self.seed)
         if self._model is not None:
             return self._model
         if self._shell is not None:

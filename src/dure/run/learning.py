@@ -1,7 +1,7 @@
 """Check that a strategy supports the learning options of a task.
 
-See `dure.contracts.learning`. An option that the strategy does not support is refused before
-training starts.
+See `dure.contracts.training_options`. An option that the strategy does not support is refused
+before training starts.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import nn
 
-from dure.contracts.learning import PARTS, Part, asked_of, check_unfrozen
 from dure.contracts.strategy import Strategy, World
 from dure.contracts.task import Task
+from dure.contracts.training_options import PARTS, Part, check_unfrozen, training_options_of
 from dure.tasks.parts import parts_of
 
 
@@ -26,7 +26,7 @@ def _asking(task: Task) -> list[Task]:
 def check_can(task: Task, strategy: Strategy, world: World) -> None:
     """Raise ValueError for the first learning option that the strategy does not support here."""
     for one in _asking(task):
-        for part, value in asked_of(one).items():
+        for part, value in training_options_of(one).items():
             why = _unserved(part, strategy) if world.serves else None
             why = why or strategy.cannot(part, world.kind)
             if why is not None:
@@ -55,7 +55,7 @@ def check_learned(task: Task, model: nn.Module) -> None:
 
 def learning_of(task: Task) -> dict[str, Any]:
     """Return the learning options of the task for config.json; {} if the task sets none."""
-    return {str(name): value for name, value in asked_of(task).items()}
+    return {str(name): value for name, value in training_options_of(task).items()}
 
 
 def with_learning(task: Task, asked: Mapping[str, Any]) -> Task:

@@ -26,7 +26,7 @@ from dure.record.settings import config_digest, spelled
 from dure.worlds.network.server.model_digests import FILE as MODELS
 
 if TYPE_CHECKING:
-    from dure.contracts.strategy import Sign
+    from dure.contracts.strategy import SigningKey
 
 METADATA = "dure_lineage"
 """Key of the lineage in the metadata of model.safetensors."""
@@ -55,7 +55,7 @@ def lineage_of(config: Mapping[str, Any], summary: Mapping[str, Any]) -> dict[st
     }
 
 
-def signed(lineage: Mapping[str, Any], model: str, sign: Sign) -> dict[str, Any]:
+def signed(lineage: Mapping[str, Any], model: str, sign: SigningKey) -> dict[str, Any]:
     """Return the content of model.lineage.json. model: SHA-256 of the file of weights."""
     said = {"lineage": lineage, "model_sha256": model, "key": sign.public}
     # Through JSON once, as readers get it: a tuple, for example, becomes a list.

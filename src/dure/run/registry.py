@@ -120,7 +120,7 @@ def default_world(strategy: Strategy) -> World:
     if strategy.kind == "clients":
         return world_class("simulated")()
     # torchrun has started ranks already, so a strategy that supports ranks uses them.
-    if under_torchrun() and "ranks" in strategy.dwellings():
+    if under_torchrun() and "ranks" in strategy.supported_worlds():
         return world_class("torchrun")()
     if strategy.kind == "threads":
         return world_class("threads")()

@@ -16,12 +16,12 @@ from torch import nn
 
 from dure import __version__, catalog
 from dure.arguments import check_path
+from dure.contracts.initial_weights import warn_of_drawn
 from dure.contracts.lr_schedule import check_schedule
-from dure.contracts.own_optimizer import checked_optimizer
+from dure.contracts.optimizer_checks import checked_optimizer
 from dure.contracts.stop import Stop
-from dure.contracts.strategy import Proof, Strategy, World, another
+from dure.contracts.strategy import Proof, Strategy, World, unused_copy
 from dure.contracts.task import Task
-from dure.contracts.weights_from import warn_of_drawn
 from dure.errors import DureError, RunFolderError, described, exit_is_a_failure, text_of
 from dure.machine.compiler import left_out
 from dure.machine.own_code import begun_with, files_of
@@ -635,11 +635,13 @@ def _checked(
     _check_optimizers(task, model)
     check_learned(task, model)
     check_fits(task, strategy, world, model)
-    check_dtypes(task, model, functools.partial(another, model, task, seed))
+    check_dtypes(task, model, functools.partial(unused_copy, model, task, seed))
     proofs = _checked_model(task, strategy, world, model, check)
     if world.leads and len(task.train):
         # Points at the user's call of `train`.
-        warn_of_ignored_targets(task, functools.partial(another, model, task, seed), stacklevel=5)
+        warn_of_ignored_targets(
+            task, functools.partial(unused_copy, model, task, seed), stacklevel=5
+        )
     return proofs
 
 
@@ -655,8 +657,8 @@ def _check_kinds(strategy: Strategy, world: World) -> None:
     """Raise ValueError for objects of the wrong type, or a strategy that this world cannot run."""
     check_kind(strategy, Strategy)
     check_kind(world, World)
-    if world.kind not in strategy.dwellings():
-        lives = ", or of ".join(map(catalog.worlds_for, strategy.dwellings()))
+    if world.kind not in strategy.supported_worlds():
+        lives = ", or of ".join(map(catalog.worlds_for, strategy.supported_worlds()))
         raise ValueError(
             f"{type(strategy).__name__} does not live in {type(world).__name__}; it needs a world "
             f"of {lives}"

@@ -18,7 +18,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor, nn
 
-from dure.contracts.strategy import another, examples_for, seeded_model
+from dure.contracts.strategy import examples_for, seeded_model, unused_copy
 from dure.contracts.task import Task
 from dure.data.bad_values import bad_values
 from dure.errors import PolicyError
@@ -111,7 +111,7 @@ class Training:
             )
         self.wants = self.part
         self.model: nn.Module = seeded_model(self.task, 0)
-        check_dtypes(self.task, self.model, partial(another, self.model, self.task, 0))
+        check_dtypes(self.task, self.model, partial(unused_copy, self.model, self.task, 0))
 
     @property
     def share_errors(self) -> bool:

@@ -18,7 +18,7 @@ from functools import cached_property, partial
 from torch import nn
 
 from dure.collectives.compression import Compression
-from dure.contracts.strategy import Proof, another, examples_for
+from dure.contracts.strategy import Proof, examples_for, unused_copy
 from dure.contracts.task import Task
 from dure.parallel.divisible import check_parameter_wise
 from dure.parallel.mesh.check import sample
@@ -276,7 +276,7 @@ def prove(task: Task, model: nn.Module, cut: CutModel) -> Proof | None:
     differ.
     """
     started = time.perf_counter()
-    twin = another(model, task, 0)
+    twin = unused_copy(model, task, 0)
     # A task may return the same model object each time, so there is no copy.
     if twin is cut.model or twin is model:
         return None

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dure.contracts.lr_schedule import Rates
+from dure.contracts.lr_schedule import ScheduledRates
 from dure.contracts.task import Task
 from dure.errors import RunFolderError
 from dure.parallel.pipeline.stage import Microbatch
@@ -127,7 +127,7 @@ class Side:
     def _begin_optimizer(self) -> None:
         """Make a new optimizer of the current weights."""
         self.optimizer = self._made(self._task)
-        self.rates = Rates(self.optimizer, self._task.lr_schedule)
+        self.rates = ScheduledRates(self.optimizer, self._task.lr_schedule)
         self.settings = Settings(self.optimizer, self.rates.schedule is not None)
 
     def _made(self, task: Task) -> Optimizer:

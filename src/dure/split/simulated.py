@@ -21,7 +21,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
-from dure.contracts.strategy import Learner, Place, Progress, examples_for
+from dure.contracts.strategy import Learner, RankContext, StepResult, examples_for
 from dure.contracts.task import Task
 from dure.data.own_part import divide
 from dure.fleet.conditions import Conditions
@@ -60,7 +60,7 @@ class SimulatedLearner(Learner):
     unit = "round"
     where = "server"
 
-    def __init__(self, task: Task, place: Place, seed: int, plan: Plan) -> None:
+    def __init__(self, task: Task, place: RankContext, seed: int, plan: Plan) -> None:
         self.task = task
         self.plan = plan
         self.seed = seed
@@ -178,7 +178,7 @@ class SimulatedLearner(Learner):
 
     # The run
 
-    def advance(self, wish: int) -> Progress:
+    def advance(self, wish: int) -> StepResult:
         """Run a round: every available client trains its local epochs."""
         before = generators_state()
         self.account.begin(self.round)
@@ -203,7 +203,7 @@ class SimulatedLearner(Learner):
         counted = math.fsum(count for _, count in steps)
         leaks = {} if self.leaks is None else self.leaks.numbers()
         there = self._there(counted_before)
-        return Progress(
+        return StepResult(
             loss=mean_over(math.fsum(loss * count for loss, count in steps), counted),
             samples=samples,
             wish=wish,

@@ -25,19 +25,19 @@ from torch import nn
 
 from dure.collectives.compression import Compression, NoCompression
 from dure.collectives.compression import parse as parse_compression
-from dure.contracts.learning import Part
 from dure.contracts.stop import Stop
 from dure.contracts.strategy import (
     Kind,
     Learner,
-    Place,
     Proof,
+    RankContext,
     Strategy,
     World,
-    another,
     examples_for,
+    unused_copy,
 )
 from dure.contracts.task import Task
+from dure.contracts.training_options import Part
 from dure.data import partition
 from dure.data.batches import check_batch_size
 from dure.data.partition import IID, Description, Partition, describe
@@ -273,7 +273,7 @@ class Split(Strategy):
                 f"and the task is of two files: leave compression out, or let the head give fewer "
                 f"numbers"
             )
-        twin = another(model, task, 0)
+        twin = unused_copy(model, task, 0)
         assert isinstance(twin, ModelParts)
         check_parts(task, twin)
         if isinstance(task, JoinedTask):
@@ -300,7 +300,7 @@ class Split(Strategy):
         """Return a cut copy of the model, since the model itself will be trained."""
         check_apart(model)
         check_optimizer(task, model)
-        cut = cut_at(task, another(model, task, 0), self.cut, self._examples(task))
+        cut = cut_at(task, unused_copy(model, task, 0), self.cut, self._examples(task))
         if exchange_of(self.compression, cut) is not None:
             AcrossTheCut(cut, self.compression)
         return cut
@@ -336,7 +336,7 @@ class Split(Strategy):
         parts = self.partition.divide(self.count, train, seed)
         return describe(self.partition, parts, train.labels(), train.classes)
 
-    def learner(self, task: Task, place: Place, seed: int) -> Learner:
+    def learner(self, task: Task, place: RankContext, seed: int) -> Learner:
         one = self.of(task)
         if place.channels is not None:
             # Imported here because the network needs libraries that a simulation does not.

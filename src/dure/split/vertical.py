@@ -31,9 +31,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from dure.contracts.learning import Part
-from dure.contracts.strategy import Kind, Learner, Place, Proof, Strategy, World, examples_for
+from dure.contracts.strategy import Kind, Learner, Proof, RankContext, Strategy, World, examples_for
 from dure.contracts.task import Task
+from dure.contracts.training_options import Part
 from dure.data.batches import check_batch_size
 from dure.fleet.conditions import Conditions
 from dure.parallel.divisible import check_element_wise, check_parameter_wise
@@ -205,7 +205,7 @@ class VerticalSplit(Strategy):
         """Raise ValueError for conditions that parties do not support."""
         check_conditions(conditions, self.without)
 
-    def learner(self, task: Task, place: Place, seed: int) -> Learner:
+    def learner(self, task: Task, place: RankContext, seed: int) -> Learner:
         if place.channels is not None:
             # Imported here because the network needs libraries that a simulation does not.
             from dure.split.network.parties_served import ServedParties

@@ -24,8 +24,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from dure.contracts.learning import asked_of
 from dure.contracts.task import Loss, Task
+from dure.contracts.training_options import training_options_of
 from dure.randomness.seeds import seed_generators
 
 MakeModule = Callable[[], nn.Module]
@@ -221,7 +221,7 @@ def joined(head: HeadTask, tail: TailTask, name: str | None = None) -> JoinedTas
     as_one = (
         _same(head.optimizer, tail.optimizer)
         and _same(head.lr_schedule, tail.lr_schedule)
-        and asked_of(head) == asked_of(tail)
+        and training_options_of(head) == training_options_of(tail)
     )
     return JoinedTask(
         model=_Parts(_own(head.model, "head"), _own(tail.model, "tail"), head.end),
@@ -232,7 +232,7 @@ def joined(head: HeadTask, tail: TailTask, name: str | None = None) -> JoinedTas
         metrics=head.metrics,
         name=name or head.name,
         lr_schedule=head.lr_schedule if as_one else None,
-        **(asked_of(head) if as_one else {}),
+        **(training_options_of(head) if as_one else {}),
         eval_batch_size=head.eval_batch_size,
         metric_memory=head.metric_memory,
         features=head.features,

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from dure.contracts.learning import Part, asked_of
 from dure.contracts.task import Task
+from dure.contracts.training_options import Part, training_options_of
 from dure.machine.compiler import left_out
 from dure.tensors.frozen import frozen_of
 from dure.wire.requests import Machine, Trains
@@ -51,7 +51,9 @@ A moving average of the weights is the server's, and each site compiles for itse
 
 
 def _asks(task: Task) -> dict[str, str]:
-    return {part: json.dumps(asked) for part, asked in asked_of(task).items() if part in TOLD}
+    return {
+        part: json.dumps(asked) for part, asked in training_options_of(task).items() if part in TOLD
+    }
 
 
 def differences(theirs: Trains, ours: Trains) -> list[str]:

@@ -15,8 +15,8 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor, nn
 
-from dure.contracts.learning import trained_from
 from dure.contracts.task import Task
+from dure.contracts.training_options import trained_from
 
 
 def computing(task: Task, device: torch.device) -> AbstractContextManager[object]:

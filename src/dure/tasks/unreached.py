@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from dure.contracts.strategy import another, examples_for
+from dure.contracts.strategy import examples_for, unused_copy
 from dure.contracts.task import Task
 from dure.data.examples import Examples
 from dure.machine.devices import home_of, to_device
@@ -30,7 +30,7 @@ def unreached(task: Task, model: nn.Module, examples: int) -> list[str]:
     before = generators_state()
     try:
         seed_generators(0, "unreached", everything=True)
-        twin = another(model, task, 0).train()
+        twin = unused_copy(model, task, 0).train()
         train = examples_for(task)[0]
         order = torch.randint(len(train), (examples,)) + train.first
         return _without_gradient(task, twin, train, order)

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 
 from dure.collectives.group import Group
-from dure.contracts.strategy import Kind, Place
+from dure.contracts.strategy import Kind, RankContext
 from dure.machine.cores import threads_under_quota
 from dure.machine.threads import threads
 from dure.record.meter import Meter
@@ -19,7 +19,7 @@ Value = TypeVar("Value")
 
 
 def run_here(
-    program: Callable[[Place], Value],
+    program: Callable[[RankContext], Value],
     report: Callable[[dict[str, Any]], None],
     name: str,
     kind: Kind = "ranks",
@@ -43,7 +43,7 @@ def run_here(
     asked: list[bool] = []
     # No process group: a group of one rank sends nothing.
     group = Group(None, Meter(name, trace, is_worker))
-    place = Place(group, trace, report, lambda: bool(asked), kind=kind, devices=devices)
+    place = RankContext(group, trace, report, lambda: bool(asked), kind=kind, devices=devices)
     # The current step completes: the driver checks `asked` between steps.
     own_threads = threads(threads_under_quota(torch.get_num_threads()))
     with own_threads, on_interrupt(lambda: asked.append(True)):

@@ -25,7 +25,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from torch import Tensor
 
-from dure.contracts.strategy import Kind, Place, World
+from dure.contracts.strategy import Kind, RankContext, World
 from dure.errors import TooFewClientsError
 from dure.fleet.budget import Budget
 from dure.fleet.conditions import Conditions
@@ -93,9 +93,9 @@ class Simulated(Conditions, World):
         return ", ".join(["simulated clients", *self.told()])
 
     def run(
-        self, program: Callable[[Place], Value], report: Callable[[dict[str, Any]], None]
+        self, program: Callable[[RankContext], Value], report: Callable[[dict[str, Any]], None]
     ) -> Value:
-        def here(place: Place) -> Value:
+        def here(place: RankContext) -> Value:
             place.conditions = self
             # The program makes the clients, and gets a carrier to them.
             place.carrier = lambda clients, seed: Simulation(self, clients, seed)

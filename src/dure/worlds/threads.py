@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
-from dure.contracts.strategy import Kind, Place, World
+from dure.contracts.strategy import Kind, RankContext, World
 from dure.machine.cores import available_cores
 from dure.machine.devices import device_of, devices_here
 from dure.worlds.here import run_here
@@ -75,7 +75,7 @@ class Threads(World):
         return count if set(used) == {"cpu"} else f"{count} on {', '.join(used)}"
 
     def run(
-        self, program: Callable[[Place], Value], report: Callable[[dict[str, Any]], None]
+        self, program: Callable[[RankContext], Value], report: Callable[[dict[str, Any]], None]
     ) -> Value:
         assert self.devices is not None
         devices = tuple(map(device_of, self.devices))

@@ -14,7 +14,7 @@ import dure
 from dure.collectives import all_reduce
 from dure.collectives.algorithms.auto import candidates, choose
 from dure.collectives.algorithms.table import ALL_REDUCES
-from dure.contracts.strategy import Place
+from dure.contracts.strategy import RankContext
 
 TWO_HOSTS = [[0, 1, 2, 3], [4, 5, 6, 7]]
 KiB = 1024
@@ -58,7 +58,7 @@ def test_the_choice_is_an_algorithm_that_there_is(nbytes: int, ranks: int) -> No
 
 
 def test_auto_sends_what_its_choice_sends() -> None:
-    def program(place: Place) -> list[int]:
+    def program(place: RankContext) -> list[int]:
         lengths = (100, 50_000, 200_000)
         return [
             measured(place.group, lambda n=n: all_reduce(torch.ones(n), place.group, "auto")).sent
@@ -74,7 +74,7 @@ def test_auto_sends_what_its_choice_sends() -> None:
 
 
 def test_given_hosts_and_a_cost_model_are_asked() -> None:
-    def program(place: Place) -> list[int]:
+    def program(place: RankContext) -> list[int]:
         hosts = [[0, 1], [2]]
         first = measured(
             place.group, lambda: all_reduce(torch.ones(3_000), place.group, "auto", hosts=hosts)
@@ -95,7 +95,7 @@ def test_given_hosts_and_a_cost_model_are_asked() -> None:
 
 
 def test_on_the_shared_memory_of_dure_it_is_the_backends_own() -> None:
-    def program(place: Place) -> tuple[float, int, int]:
+    def program(place: RankContext) -> tuple[float, int, int]:
         result, sent, messages = measured(
             place.group, lambda: all_reduce(torch.ones(1_000), place.group, "auto")
         )

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dure.collectives import Group, all_reduce
 from dure.collectives.algorithms import hierarchical
-from dure.contracts.strategy import Place
+from dure.contracts.strategy import RankContext
 
 Sent = Counter[int]
 
@@ -39,7 +39,7 @@ class Watched(Group):
 
 
 def reduce_over(hosts: list[list[int]], n: int, op: str = "sum") -> list[Any]:
-    def program(place: Place) -> tuple[Tensor, int, int, dict[int, int]]:
+    def program(place: RankContext) -> tuple[Tensor, int, int, dict[int, int]]:
         group = Watched.over(place.group)
         tensor = torch.arange(n) * (place.group.rank + 1)
         value, sent, messages = measured(
@@ -76,7 +76,7 @@ def test_between_two_hosts_every_byte_goes_once_in_each_direction() -> None:
 
 
 def test_the_product_is_not_finished_twice_nor_the_average() -> None:
-    def program(place: Place) -> Tensor:
+    def program(place: RankContext) -> Tensor:
         return all_reduce(
             torch.full((5,), 8.0), place.group, "hierarchical", "avg", hosts=[[0, 1], [2]]
         )

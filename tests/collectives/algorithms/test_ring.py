@@ -7,11 +7,11 @@ from on_ranks import on_ranks
 from torch import Tensor
 
 from dure.collectives.algorithms import ring
-from dure.contracts.strategy import Place
+from dure.contracts.strategy import RankContext
 
 
 def test_the_passes_of_the_ring_stand_alone() -> None:
-    def program(place: Place) -> tuple[int, Tensor, Tensor]:
+    def program(place: RankContext) -> tuple[int, Tensor, Tensor]:
         flat = torch.arange(7.0) * (place.group.rank + 1)
         chunks = ring.chunks_of(flat, place.group.size)
         own = ring.reduce_scatter(chunks, place.group)
@@ -27,7 +27,7 @@ def test_the_passes_of_the_ring_stand_alone() -> None:
 
 
 def test_a_reduce_scatter_changes_no_chunk_but_the_one_it_completes() -> None:
-    def program(place: Place) -> Tensor:
+    def program(place: RankContext) -> Tensor:
         flat = torch.full((8,), float(place.group.rank))
         ring.reduce_scatter(ring.chunks_of(flat, 4), place.group)
         return flat

@@ -16,7 +16,7 @@ from dure.collectives.algorithms.auto import candidates
 from dure.collectives.algorithms.table import ALL_REDUCES, PREDICTABLE
 from dure.collectives.all_reduce import ALGORITHMS
 from dure.collectives.operation import SUM, Reduction
-from dure.contracts.strategy import Place
+from dure.contracts.strategy import RankContext
 
 
 def test_every_file_that_declares_an_all_reduce_is_listed_under_its_name() -> None:
@@ -50,7 +50,7 @@ MINE = AllReduce(
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_an_all_reduce_of_ones_own_is_given_as_it_is(ranks: int) -> None:
-    def program(place: Place) -> Measured:
+    def program(place: RankContext) -> Measured:
         tensor = torch.full((5,), place.group.rank + 1.0)
         return measured(place.group, lambda: all_reduce(tensor, place.group, MINE, "avg").tolist())
 

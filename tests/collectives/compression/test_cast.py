@@ -9,14 +9,14 @@ from small_buckets import numbers, sent
 from torch import Tensor
 
 from dure.collectives.compression import Cast
-from dure.contracts.strategy import Place
+from dure.contracts.strategy import RankContext
 
 UNITS = {"bfloat16": 2**-8, "float16": 2**-11}
 
 
 @pytest.mark.parametrize("dtype", list(UNITS))
 def test_the_sum_is_off_by_two_roundings(dtype: str) -> None:
-    def program(place: Place) -> Tensor:
+    def program(place: RankContext) -> Tensor:
         mine = numbers((1000,), place.group.rank)
         return sent(Cast(dtype).compressor([mine], 0), [mine], place.group)
 
@@ -26,7 +26,7 @@ def test_the_sum_is_off_by_two_roundings(dtype: str) -> None:
 
 
 def test_a_sum_of_float16_overflows_only_where_its_mean_would() -> None:
-    def program(place: Place) -> list[float]:
+    def program(place: RankContext) -> list[float]:
         mine = torch.tensor([40_000.0, 65_504.0, 300_000.0])
         return sent(Cast("float16").compressor([mine], 0), [mine], place.group).tolist()
 

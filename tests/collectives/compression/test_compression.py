@@ -29,7 +29,7 @@ from dure.collectives.compression import (
     parse,
 )
 from dure.collectives.compression.gathered import carrier
-from dure.contracts.strategy import Place
+from dure.contracts.strategy import RankContext
 from dure.record.checkpoint import tree_from_bytes, tree_to_bytes
 from dure.run.registry import _plain, _typed
 
@@ -46,7 +46,7 @@ CALLS = 3
 def test_all_ranks_hold_the_same_bits_in_every_run_after_the_bytes_of_the_formula(
     ranks: int, shapes: list[Shape], dtype: torch.dtype, algorithm: Any
 ) -> None:
-    def program(place: Place) -> list[list[tuple[Measured, bytes]]]:
+    def program(place: RankContext) -> list[list[tuple[Measured, bytes]]]:
         rank, group = place.group.rank, place.group
 
         def run(compression: Compression) -> list[Measured]:
@@ -77,7 +77,7 @@ def test_all_ranks_hold_the_same_bits_in_every_run_after_the_bytes_of_the_formul
 
 @pytest.mark.parametrize("compression", REMEMBERING, ids=str)
 def test_what_was_not_sent_is_in_the_ranks_errors(compression: Compression) -> None:
-    def program(place: Place) -> tuple[Tensor, Tensor, Tensor]:
+    def program(place: RankContext) -> tuple[Tensor, Tensor, Tensor]:
         compressor = compression.compressor(bucket(0, 0), seed=1)
         given = arrived = torch.zeros(())
         for call in range(5):
@@ -130,7 +130,7 @@ def test_a_state_of_other_tensors_is_refused(compression: Compression) -> None:
 def test_what_is_not_finite_on_one_rank_arrives_on_all_and_leaves_the_errors_as_they_were(
     bad: float,
 ) -> None:
-    def program(place: Place) -> list[tuple[bool, bool]]:
+    def program(place: RankContext) -> list[tuple[bool, bool]]:
         answers = []
         for compression in ALL:
             compressor = compression.compressor(bucket(0, 0), seed=1)
@@ -190,7 +190,7 @@ def test_it_is_the_same_whether_tensors_lie_together_apart_or_transposed(
 
 
 def test_auto_gathers_by_the_backend_where_the_backend_is_made_for_it() -> None:
-    def program(place: Place) -> tuple[list[str], bool]:
+    def program(place: RankContext) -> tuple[list[str], bool]:
         tensors = bucket(place.group.rank, 0)
         groups = [place.group, Group(dist.new_group(backend="dure"))]
         carriers = [carrier("auto", group, torch.empty(9, dtype=torch.uint8)) for group in groups]
@@ -205,7 +205,7 @@ def test_auto_gathers_by_the_backend_where_the_backend_is_made_for_it() -> None:
 
 
 def test_a_group_of_torch_will_do_and_a_call_may_run_beside_the_program() -> None:
-    def program(place: Place) -> list[Tensor]:
+    def program(place: RankContext) -> list[Tensor]:
         results = []
         for compression in ALL:
             tensors = bucket(place.group.rank, 0)

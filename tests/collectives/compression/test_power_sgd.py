@@ -13,7 +13,7 @@ from torch import Tensor
 from dure.collectives import Group
 from dure.collectives.compression import PowerSGD
 from dure.collectives.compression.power_sgd import PowerSGDCompressor, orthonormal
-from dure.contracts.strategy import Place
+from dure.contracts.strategy import RankContext
 
 
 def low_rank(n: int, m: int, rank: int, *position: int) -> Tensor:
@@ -36,7 +36,7 @@ def test_at_full_rank_every_sum_is_exact_even_after_gradients_of_lower_rank(
 
 
 def test_full_rank_is_exact_over_ranks_and_all_hold_the_same() -> None:
-    def program(place: Place) -> list[Tensor]:
+    def program(place: RankContext) -> list[Tensor]:
         compressor = PowerSGD(99, 0).compressor(bucket(0, 0), 0)
         return [sent(compressor, bucket(place.group.rank, call), place.group) for call in range(3)]
 
@@ -53,7 +53,7 @@ def test_full_rank_is_exact_over_ranks_and_all_hold_the_same() -> None:
 
 
 def test_ranks_that_divide_a_gradient_get_what_one_rank_would_have_got() -> None:
-    def program(place: Place) -> Tensor:
+    def program(place: RankContext) -> Tensor:
         compressor = PowerSGD(2, 0).compressor([torch.zeros(9, 7, dtype=torch.float64)], 4)
         calls = [[numbers((9, 7), call) / place.group.size] for call in range(4)]
         return torch.stack([sent(compressor, call, place.group) for call in calls])
@@ -63,7 +63,7 @@ def test_ranks_that_divide_a_gradient_get_what_one_rank_would_have_got() -> None
 
 
 def test_the_first_factors_are_those_of_the_seed() -> None:
-    def program(place: Place) -> list[Tensor]:
+    def program(place: RankContext) -> list[Tensor]:
         compressor = PowerSGD(2, 0).compressor([torch.zeros(9, 7)], 4)
         assert isinstance(compressor, PowerSGDCompressor)
         return compressor.factors

@@ -31,7 +31,7 @@ import torch.distributed.tensor
 from torch import Tensor
 
 import dure
-from dure.contracts.strategy import Place
+from dure.contracts.strategy import RankContext
 from dure.errors import DureError
 
 Backend = Literal["gloo", "c", "torch"]
@@ -135,7 +135,7 @@ def need(backend: Backend) -> None:
 def c_core_is_built() -> bool:
     """Whether a group with the C core can be made."""
 
-    def program(place: Place) -> bool:
+    def program(place: RankContext) -> bool:
         dist.destroy_process_group(make_group([0, 1], "c", PATIENCE))
         return True
 
@@ -203,7 +203,7 @@ def play(cases: list[Case], backend: Backend, world: int) -> dict[str, dict[str,
     return outcomes
 
 
-def rehearse(cases: list[Case], backend: Backend, place: Place) -> None:
+def rehearse(cases: list[Case], backend: Backend, place: RankContext) -> None:
     """On a rank: plays one case after another, and rank 0 reports who failed."""
     world = dist.get_world_size()
     groups: dict[int, Any] = {}

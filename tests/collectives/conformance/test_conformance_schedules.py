@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 import dure
-from dure.contracts.strategy import Place
+from dure.contracts.strategy import RankContext
 from dure.errors import DureError
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -304,7 +304,7 @@ def test_random_schedules_arrive_at_what_their_seeds_say(
     if backend == "gloo":
         count = min(count, 15)  # it is the tests that are tried on it
 
-    def program(place: Place) -> None:
+    def program(place: RankContext) -> None:
         player = Player(backend)
         try:
             for seed in range(first, first + count):

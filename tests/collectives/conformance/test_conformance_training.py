@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dure
-from dure.contracts.strategy import Place
+from dure.contracts.strategy import RankContext
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -43,7 +43,7 @@ def same_on_both(program: Program, ranks: int = 2, tolerance: float = 0.0) -> No
         )
 
 
-def on_rank(program: Program, place: Place) -> Results:
+def on_rank(program: Program, place: RankContext) -> Results:
     torch.manual_seed(0)
     return [result.detach().clone() for result in program()]
 

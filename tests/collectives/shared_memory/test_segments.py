@@ -20,7 +20,7 @@ from thread_ranks import Core, groups, on_both_cores, on_every
 
 import dure
 from dure.collectives.shared_memory import Options, empty_shared
-from dure.contracts.strategy import Place
+from dure.contracts.strategy import RankContext
 from dure.errors import DureError
 
 for module in (sys.modules[__name__], thread_ranks):
@@ -69,7 +69,7 @@ def test_no_memory_outlives_the_ranks(core: Core, deed: str, tmp_path: Path) -> 
     before = {name for name in os.listdir("/dev/shm") if "dure" in name}
     meet = DEEDS[deed]
 
-    def program(place: Place) -> None:
+    def program(place: RankContext) -> None:
         rank = dist.get_rank()
         group = dist.new_group(
             backend="dure", timeout=timedelta(seconds=20), pg_options=Options(core=core)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dure
-from dure.contracts.strategy import Place, seeded_model
+from dure.contracts.strategy import RankContext, seeded_model
 from dure.errors import WorkerFailedError
 from dure.federated.algorithm import Start
 from dure.federated.algorithms.fed_async import staleness_weight
@@ -50,7 +50,7 @@ def learner(
     """A learner after so many rounds, to look into."""
     kept: list[Server] = []
 
-    def program(place: Place) -> None:
+    def program(place: RankContext) -> None:
         one = strategy.learner(task or small_task(), place, 0)
         assert isinstance(one, Server)
         for _ in range(rounds):

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 import dure
-from dure.contracts.strategy import Place
+from dure.contracts.strategy import RankContext
 from dure.errors import RunFolderError
 from dure.federated.server.server import Server
 from small import small_task
 
 
 def test_the_state_of_another_version_is_refused_in_a_line_that_names_it() -> None:
-    def program(place: Place) -> None:
+    def program(place: RankContext) -> None:
         server = dure.FedAvg(clients=3).learner(small_task(), place, 0)
         assert isinstance(server, Server)
         state = server.state()

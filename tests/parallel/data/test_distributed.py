@@ -32,7 +32,7 @@ from dure.collectives import Group
 from dure.collectives.all_reduce import ALGORITHMS
 from dure.collectives.compression import PowerSGD, TopK
 from dure.collectives.shared_memory.native import UNDER_WAY
-from dure.contracts.strategy import Place
+from dure.contracts.strategy import RankContext
 from dure.errors import PeerLostError
 from dure.parallel import DistributedDataParallel
 
@@ -45,7 +45,7 @@ TOLERANCE = 1e-12
 def test_every_all_reduce_size_of_bucket_and_way_walks_the_path_of_one_process(ranks: int) -> None:
     combinations = list(itertools.product(ALGORITHMS, SIZES, WAYS))
 
-    def program(place: Place) -> list[tuple[float, bytes]]:
+    def program(place: RankContext) -> list[tuple[float, bytes]]:
         return [
             both(place, all_reduce=algorithm, bucket_bytes=size, overlap=way)
             for algorithm, size, way in combinations
@@ -87,7 +87,7 @@ class Branches(nn.Module):
 
 
 def test_unused_parameters_need_no_flag_and_keep_no_gradient() -> None:
-    def program(place: Place) -> Any:
+    def program(place: RankContext) -> Any:
         model = DistributedDataParallel(Branches(), place.group)
         alone = Branches()
         found = []
@@ -115,7 +115,7 @@ def test_unused_parameters_need_no_flag_and_keep_no_gradient() -> None:
 
 
 def test_parameters_that_must_be_used_are_named_if_they_are_not() -> None:
-    def program(place: Place) -> str:
+    def program(place: RankContext) -> str:
         model = DistributedDataParallel(Branches(), place.group, find_unused_parameters=False)
         inputs, _ = part(batches(1, 4)[0], place)
         with pytest.raises(RuntimeError) as caught:
@@ -130,7 +130,7 @@ def test_parameters_that_must_be_used_are_named_if_they_are_not() -> None:
 
 
 def test_gradients_are_accumulated_without_messages_and_summed_once() -> None:
-    def program(place: Place) -> Any:
+    def program(place: RankContext) -> Any:
         joint = batches(6, 8)
         alone, model = network(), DistributedDataParallel(network(), place.group)
         optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (alone, model)]
@@ -177,7 +177,7 @@ def test_two_forwards_one_backward_and_two_backwards_of_one_forward_are_summed_t
         (slope,) = torch.autograd.grad(loss, inputs, create_graph=True)
         return loss + (slope * batch[0].shape[0]).square().sum(1).mean()
 
-    def program(place: Place) -> list[float]:
+    def program(place: RankContext) -> list[float]:
         return [
             both(place, loss=loss, bucket_bytes=1)[0] for loss in (twice, again, by_parts, penalty)
         ]
@@ -187,7 +187,7 @@ def test_two_forwards_one_backward_and_two_backwards_of_one_forward_are_summed_t
 
 
 def test_gradients_of_gradients_are_refused() -> None:
-    def program(place: Place) -> str:
+    def program(place: RankContext) -> str:
         model = DistributedDataParallel(network(), place.group)
         with pytest.raises(RuntimeError) as caught:
             model(batches(1, 4)[0][0]).sum().backward(create_graph=True)
@@ -230,7 +230,7 @@ class Repeated(nn.Module):
 
 
 def test_checkpointed_layers_are_like_others() -> None:
-    def program(place: Place) -> Any:
+    def program(place: RankContext) -> Any:
         makers = [lambda: Checkpointed(False), lambda: Checkpointed(True), Repeated]
         found = [
             both(place, make, bucket_bytes=1, overlap=way)[0] for make in makers for way in WAYS
@@ -249,7 +249,7 @@ def test_checkpointed_layers_are_like_others() -> None:
 
 
 def test_parameters_may_be_frozen_and_unfrozen_between_steps() -> None:
-    def program(place: Place) -> float:
+    def program(place: RankContext) -> float:
         alone = network()
         model = DistributedDataParallel(copy.deepcopy(alone), place.group, bucket_bytes=1)
         for trainable in (True, False, True):
@@ -285,7 +285,7 @@ class ManyKinds(nn.Module):
 
 
 def test_parameters_of_several_dtypes_layouts_and_sparse_gradients_are_summed() -> None:
-    def program(place: Place) -> Any:
+    def program(place: RankContext) -> Any:
         model = DistributedDataParallel(ManyKinds(), place.group, bucket_bytes=64)
         train(model, [part(batch, place) for batch in batches(3, 8)])
         alone = ManyKinds()
@@ -312,7 +312,7 @@ def test_autocast_and_clipping_by_the_global_norm_work_as_on_one_process() -> No
         with torch.autocast("cpu", torch.bfloat16):
             return F.cross_entropy(model(batch[0].float()), batch[1])
 
-    def program(place: Place) -> Any:
+    def program(place: RankContext) -> Any:
         clipped = both(place, clip=0.05, bucket_bytes=700)[0]
         rounded, bits = both(place, lambda: network().float(), loss=halved)
         return clipped, rounded, bits
@@ -327,7 +327,7 @@ def test_autocast_and_clipping_by_the_global_norm_work_as_on_one_process() -> No
 def test_long_gradients_are_summed_where_they_are_or_where_they_were_computed(backend: Any) -> None:
     width = 180_000
 
-    def program(place: Place) -> Any:
+    def program(place: RankContext) -> Any:
         def wide() -> nn.Module:
             torch.manual_seed(0)
             return nn.Sequential(
@@ -352,7 +352,7 @@ def test_long_gradients_are_summed_where_they_are_or_where_they_were_computed(ba
 def test_compression_that_leaves_nothing_out_changes_nothing() -> None:
     compressions = [TopK(1.0), PowerSGD(rank=12, min_compression=0)]
 
-    def program(place: Place) -> list[tuple[float, bytes]]:
+    def program(place: RankContext) -> list[tuple[float, bytes]]:
         return [
             both(place, compression=each, bucket_bytes=size)
             for each in compressions
@@ -365,7 +365,7 @@ def test_compression_that_leaves_nothing_out_changes_nothing() -> None:
 
 
 def test_a_static_graph_sends_gradients_and_nothing_else() -> None:
-    def program(place: Place) -> Any:
+    def program(place: RankContext) -> Any:
         model = DistributedDataParallel(network(), place.group, static_graph=True)
         with pytest.raises(ValueError, match="static_graph"), model.join():
             pass
@@ -396,7 +396,7 @@ class Normed(nn.Module):
 
 @pytest.mark.parametrize("static", [False, True])
 def test_buffers_are_rank_0_s_or_everybody_s_own(static: bool) -> None:
-    def program(place: Place) -> Any:
+    def program(place: RankContext) -> Any:
         found = []
         for shared in (True, False):
             model = DistributedDataParallel(
@@ -420,7 +420,7 @@ def test_ranks_that_run_out_of_data_shadow_the_others_until_all_are_through(
 ) -> None:
     steps = (2, 5, 0)
 
-    def program(place: Place) -> Any:
+    def program(place: RankContext) -> Any:
         model = DistributedDataParallel(Normed(), place.group, bucket_bytes=1)
         data = batches(5, 12)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -465,7 +465,7 @@ def test_ranks_that_run_out_of_data_shadow_the_others_until_all_are_through(
 
 @pytest.mark.parametrize("whose", ["dure", "gloo", "torch's own gloo"])
 def test_uneven_data_without_join_names_the_rank_that_has_ended(whose: str) -> None:
-    def program(place: Place) -> None:
+    def program(place: RankContext) -> None:
         group = dist.group.WORLD if whose == "torch's own gloo" else place.group
         model = DistributedDataParallel(network(), group)
         train(
@@ -479,7 +479,7 @@ def test_uneven_data_without_join_names_the_rank_that_has_ended(whose: str) -> N
 
 
 def test_models_that_differ_are_refused_everywhere() -> None:
-    def program(place: Place) -> str:
+    def program(place: RankContext) -> str:
         model = nn.Linear(FEATURES, 2 + (place.group.rank == 1))
         with pytest.raises(ValueError, match="has other") as caught:
             DistributedDataParallel(model, place.group)
@@ -508,7 +508,7 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 def test_it_wraps_any_group_of_torch_and_leaves_a_plain_state() -> None:
-    def program(place: Place) -> Any:
+    def program(place: RankContext) -> Any:
         found = []
         for ranks in ([0, 1], [0, 2]):
             group = dist.new_group(ranks, backend="gloo")
@@ -529,7 +529,7 @@ def test_it_wraps_any_group_of_torch_and_leaves_a_plain_state() -> None:
 
 
 def test_a_wrapper_that_is_gone_sums_nothing_any_more() -> None:
-    def program(place: Place) -> Any:
+    def program(place: RankContext) -> Any:
         module = network()
         first = DistributedDataParallel(module, place.group)
         train(first, [part(batch, place) for batch in batches(1, 4)])
@@ -556,7 +556,7 @@ class Fails(torch.autograd.Function):
 def test_a_backward_that_fails_is_no_trap_unless_part_of_it_has_left(
     size: int | None, sent: bool
 ) -> None:
-    def program(place: Place) -> str:
+    def program(place: RankContext) -> str:
         model = DistributedDataParallel(network(), place.group, bucket_bytes=size, overlap="beside")
         data = [part(batch, place) for batch in batches(3, 4)]
         train(model, data)
@@ -608,7 +608,7 @@ class Waits(nn.Module):
 
 @pytest.mark.parametrize("algorithm", ["native", "ring"])
 def test_an_all_reduce_runs_beside_backward_and_what_was_hidden_is_measured(algorithm: Any) -> None:
-    def program(place: Place) -> Any:
+    def program(place: RankContext) -> Any:
         layers = nn.Sequential(nn.Linear(FEATURES, 8), Waits(), nn.Linear(8, CLASSES)).double()
         model = DistributedDataParallel(
             layers,

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 import dure
 import two_hosts as emulation
 from dure.collectives.group import Group
-from dure.contracts.strategy import Place
+from dure.contracts.strategy import RankContext
 from dure.parallel import DistributedDataParallel, ZeroRedundancy
 from two_hosts import ADDRESSES, TwoHosts
 
@@ -28,11 +28,11 @@ for module in (sys.modules[__name__], loops, emulation):
     cloudpickle.register_pickle_by_value(module)
 
 
-def on_two_hosts(hosts: TwoHosts, body: Callable[[Place], Any]) -> list[Any]:
+def on_two_hosts(hosts: TwoHosts, body: Callable[[RankContext], Any]) -> list[Any]:
     """What `body` returns on two ranks, each on a host of its own, in a group of the backend
     dure."""
 
-    def program(place: Place) -> list[Any]:
+    def program(place: RankContext) -> list[Any]:
         rank, patience = place.group.rank, timedelta(seconds=20)
         told: list[Any] = [None]
         if rank == 0:
@@ -57,7 +57,7 @@ def on_two_hosts(hosts: TwoHosts, body: Callable[[Place], Any]) -> list[Any]:
 
 
 def test_hosts_walk_the_path_of_one_process_with_any_buckets(hosts: TwoHosts) -> None:
-    def body(place: Place) -> list[tuple[float, bytes]]:
+    def body(place: RankContext) -> list[tuple[float, bytes]]:
         results = [both(place, steps=8, bucket_bytes=size) for size in (1, 600, None)]
         return [*results, both(place, steps=8, bucket_bytes=1, all_reduce="ring")]
 
@@ -69,7 +69,7 @@ def test_hosts_walk_the_path_of_one_process_with_any_buckets(hosts: TwoHosts) ->
 
 
 def test_zero_walks_the_path_of_one_process_too(hosts: TwoHosts) -> None:
-    def body(place: Place) -> list[tuple[float, bool, bytes, list[int]]]:
+    def body(place: RankContext) -> list[tuple[float, bool, bytes, list[int]]]:
         joint, alone, results = batches(5, 8), network(), []
         train(alone, joint)
         for stage, overlap in [(1, False), (1, True), (2, False), (2, True), (3, False)]:
@@ -107,7 +107,7 @@ def test_zero_walks_the_path_of_one_process_too(hosts: TwoHosts) -> None:
 
 
 def test_transfers_follow_each_other_and_are_all_told(hosts: TwoHosts) -> None:
-    def body(place: Place) -> list[tuple[int, float, float]]:
+    def body(place: RankContext) -> list[tuple[int, float, float]]:
         model = DistributedDataParallel(network(), place.group, bucket_bytes=1)
         train(model, [part(batch, place) for batch in batches(3, 8)])
         return [

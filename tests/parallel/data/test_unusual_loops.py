@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dure
-from dure.contracts.strategy import Place
+from dure.contracts.strategy import RankContext
 from dure.errors import DureError
 from dure.parallel.divisible import check_element_wise, check_parameter_wise
 from dure.parallel.zero import ZeroRedundancy, checkpoint, read_whole
@@ -43,7 +43,7 @@ def plain(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def apart(
-    place: Place,
+    place: RankContext,
     model: Callable[[], nn.Module],
     own: Callable[[Any], Any],
     loss: Loss,
@@ -128,7 +128,7 @@ def test_graphs_and_views_that_outlive_a_module(
 
 
 def test_a_checkpoint_stays_whole_when_the_next_one_is_interrupted(tmp_path: Path) -> None:
-    def program(place: Place) -> None:
+    def program(place: RankContext) -> None:
         model = seeded(layers)
         zero = ZeroRedundancy(model, partial(torch.optim.SGD, lr=0.1), process_group=place.group)
         zero.save(tmp_path)

@@ -18,13 +18,13 @@ from torch.nn import functional as F
 
 import dure
 from dure.collectives.compression import TopK
-from dure.contracts.strategy import Place
+from dure.contracts.strategy import RankContext
 from dure.parallel import DistributedDataParallel
 from small import CLASSES, FEATURES, largest_difference, small_task
 
 
-def on_ranks(ranks: int, program: Callable[[Place], Any]) -> list[Any]:
-    def gathered(place: Place) -> list[Any]:
+def on_ranks(ranks: int, program: Callable[[RankContext], Any]) -> list[Any]:
+    def gathered(place: RankContext) -> list[Any]:
         torch.set_num_threads(1)
         return [
             pickle.loads(part) for part in place.group.gather_bytes(pickle.dumps(program(place)))
@@ -45,7 +45,7 @@ def train(task: dure.Task, strategy: Any, world: Any = None, steps: int = 4) -> 
 
 @pytest.mark.parametrize("rows", [1024, 1000])
 def test_as_many_examples_as_a_long_layer_has_outputs(rows: int) -> None:
-    def program(place: Place) -> list[float]:
+    def program(place: RankContext) -> list[float]:
         torch.manual_seed(0)
         layers = [
             nn.Linear(1024, 1024),
@@ -174,7 +174,7 @@ class Conjugated(nn.Module):
     ],
 )
 def test_views_that_are_yet_to_be_conjugated(strategy: Any, backend: Any) -> None:
-    def program(place: Place) -> dict[str, Tensor]:
+    def program(place: RankContext) -> dict[str, Tensor]:
         learner = strategy.learner(small_task(lr=0.01, model=Conjugated, test=None), place, 0)
         for _ in range(3):
             learner.advance(0)
@@ -251,7 +251,7 @@ def test_a_rank_without_examples_while_buckets_are_tried() -> None:
 
 
 def test_what_compression_remembers_of_a_parameter_arrives_though_nobody_uses_it() -> None:
-    def program(place: Place) -> tuple[float, float]:
+    def program(place: RankContext) -> tuple[float, float]:
         used, seldom = nn.Linear(30, 30).double(), nn.Linear(30, 30).double()
         both = nn.ModuleList([used, seldom])
         both.forward = lambda x, with_both: used(x) + seldom(x) if with_both else used(x)  # type: ignore[method-assign]

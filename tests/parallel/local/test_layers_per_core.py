@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dure
-from dure.contracts.strategy import Place
+from dure.contracts.strategy import RankContext
 from dure.errors import LossNotFiniteError, WorkerFailedError
 from dure.parallel.local.layers_per_core import PipelineLearner, handed_over
 from small import CLASSES, EXAMPLES, FEATURES, largest_difference, same_bits, small_task
@@ -122,7 +122,7 @@ def test_dropout_is_the_same_whatever_the_stages_and_in_one_micro_batch_that_of_
 def test_stages_on_other_devices_draw_other_numbers() -> None:
     found: dict[torch.device, list[int]] = {}
 
-    def program(place: Place) -> None:
+    def program(place: RankContext) -> None:
         with place.ending:
             learner = PipelineLearner(
                 small_task(model=dropping), place, 5, dure.LayersPerCore(8, 2)

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import dure
-from dure.contracts.strategy import Place
+from dure.contracts.strategy import RankContext
 from dure.errors import PlanError
 from dure.parallel.mesh import proof
 from dure.parallel.mesh.mesh import Mesh
@@ -95,7 +95,7 @@ def test_a_wrong_plan_trains_where_the_user_asks_for_no_check() -> None:
 
 
 def test_a_plan_that_memory_is_too_short_for_is_not_tried_and_the_run_says_so() -> None:
-    def program(place: Place) -> Any:
+    def program(place: RankContext) -> Any:
         # As little is free on one rank alone.
         if place.group.rank == 1:
             proof.available_memory = lambda: 100

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import dure
-from dure.contracts.strategy import Place
+from dure.contracts.strategy import RankContext
 from dure.parallel.mesh.mesh import Mesh
 from dure.parallel.mesh.strategy import Parallel, ParallelLearner
 from dure.parallel.pipeline import draws
@@ -76,7 +76,7 @@ def alone(
 
 
 def trained(
-    place: Place,
+    place: RankContext,
     strategy: Parallel,
     steps: int = STEPS,
     dropout: float = 0.0,
@@ -93,7 +93,7 @@ def go_on(learner: ParallelLearner, steps: int) -> None:
         learner.advance(0)
 
 
-def saved(learner: ParallelLearner, place: Place) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def saved(learner: ParallelLearner, place: RankContext) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The whole checkpoint, on every rank, as the driver writes and reads it."""
     state = learner.state()
     weights = learner.weights()
@@ -124,7 +124,7 @@ PAIRS = [(FOUR[0], FOUR[1]), (FOUR[1], FOUR[7]), (FOUR[7], FOUR[5])]
 
 
 def test_every_mesh_of_four_walks_the_path_of_one_worker():
-    def program(place: Place) -> list[Any]:
+    def program(place: RankContext) -> list[Any]:
         learners = [trained(place, strategy, count=48) for strategy in FOUR]
         evaluated = [
             learner.evaluate()["test_loss"] for learner in learners[::2]
@@ -141,7 +141,7 @@ def test_every_mesh_of_four_walks_the_path_of_one_worker():
 def test_eight_ranks_with_everything_at_once_clip_by_the_whole_norm():
     strategy = Parallel(Mesh(2, 2, 2), BATCH, 2, zero=1, sequence=True)
 
-    def program(place: Place) -> Any:
+    def program(place: RankContext) -> Any:
         return trained(place, strategy, clip_norm=0.3).weights()
 
     assert distance(on_ranks(8, program, deadline=120)[0], alone(clip_norm=0.3)[0]) < 1e-10
@@ -150,7 +150,7 @@ def test_eight_ranks_with_everything_at_once_clip_by_the_whole_norm():
 def test_stages_of_divided_sequences_send_shards_and_draw_for_themselves_alike_in_every_schedule():
     """Shards of half a sequence: half the bytes. On shards ranks draw apart, elsewhere alike."""
 
-    def program(place: Place) -> list[Any]:
+    def program(place: RankContext) -> list[Any]:
         keys: list[tuple[Any, ...]] = []
         derive = draws.derive
         draws.derive = lambda seed, *key: (keys.append(key), derive(seed, *key))[1]
@@ -197,7 +197,7 @@ DIVIDED = [
 def test_gradients_and_parameters_are_divided_where_ranks_have_fewer_micro_batches_or_none():
     """49 texts: batches of 16, four for each rank in three micro-batches, and a batch of one."""
 
-    def program(place: Place) -> list[Any]:
+    def program(place: RankContext) -> list[Any]:
         learners = [trained(place, strategy, 5, count=49, clip_norm=0.3) for strategy in DIVIDED]
         return [(learner.evaluate()["test_loss"], learner.weights()) for learner in learners]
 
@@ -219,7 +219,7 @@ def partly_frozen() -> Transformer:
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_rank_holds_and_sends_what_zero_says(stage: Any):
-    def program(place: Place) -> tuple[dict[str, int], int, int]:
+    def program(place: RankContext) -> tuple[dict[str, int], int, int]:
         partly = dataclasses.replace(task(count=48), model=partly_frozen)
         learner = ParallelLearner(partly, place, 0, Parallel(Mesh(2), BATCH, 1, zero=stage))
         go_on(learner, 2)
@@ -245,7 +245,7 @@ def test_a_rank_holds_and_sends_what_zero_says(stage: Any):
 
 
 def test_a_checkpoint_loads_onto_any_other_mesh():
-    def program(place: Place) -> list[Any]:
+    def program(place: RankContext) -> list[Any]:
         found = []
         for first, second in PAIRS:
             before = trained(place, first, STEPS // 2)
@@ -266,7 +266,7 @@ def test_a_checkpoint_loads_onto_any_other_mesh():
 
 
 def test_ranks_that_hold_the_same_parameters_keep_them_equal_with_dropout():
-    def program(place: Place) -> Any:
+    def program(place: RankContext) -> Any:
         learner = trained(place, Parallel(Mesh(2, 1, 2), BATCH, 2), 4, dropout=0.2)
         return learner.at, {name: p.detach().clone() for name, p in learner.held.parameters.items()}
 
@@ -311,7 +311,7 @@ def test_a_language_model_of_hugging_face_on_meshes() -> None:
     )  # here, so that not every rank does it
     speaking = dure.Task(Speaker, F.cross_entropy, texts(32), texts(BATCH), torch.optim.AdamW)
 
-    def program(place: Place) -> list[Any]:
+    def program(place: RankContext) -> list[Any]:
         learners = [ParallelLearner(speaking, place, 0, strategy) for strategy in SPEAKING]
         for learner in learners:
             go_on(learner, 4)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dure
-from dure.contracts.strategy import Place, examples_for, seeded_model
+from dure.contracts.strategy import RankContext, examples_for, seeded_model
 from dure.data.batches import Batches
 from dure.parallel.mesh import strategy as combined
 from dure.parallel.mesh.mesh import Mesh
@@ -33,11 +33,11 @@ MOMENTUM = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
 def on_ranks(
-    ranks: int, program: Callable[[Place], Any], backend: Any = "dure", deadline: float = 120
+    ranks: int, program: Callable[[RankContext], Any], backend: Any = "dure", deadline: float = 120
 ) -> list[Any]:
     """What `program` returns on every rank, in order of rank."""
 
-    def gathered(place: Place) -> list[Any]:
+    def gathered(place: RankContext) -> list[Any]:
         torch.set_num_threads(
             1
         )  # a rank alone would have all cores, on which some sums are rounded differently
@@ -106,7 +106,7 @@ def alone(task: dure.Task, strategy: Parallel, steps: int, seed: int = 0) -> Pat
 
 
 def walk(
-    place: Place, task: dure.Task, strategy: Parallel, steps: int, seed: int = 0
+    place: RankContext, task: dure.Task, strategy: Parallel, steps: int, seed: int = 0
 ) -> tuple[Path, ParallelLearner]:
     """The same on the ranks, whole on rank 0."""
     learner = ParallelLearner(task, place, seed, strategy)
@@ -138,7 +138,7 @@ def distance(one: Path, other: Path) -> float:
 
 
 def compare(
-    place: Place, task: dure.Task, strategy: Parallel, steps: int = 4, seed: int = 0
+    place: RankContext, task: dure.Task, strategy: Parallel, steps: int = 4, seed: int = 0
 ) -> float:
     """How far the pipeline's path is from the undivided model's, on rank 0; 0 elsewhere."""
     path, _ = walk(place, task, strategy, steps, seed)
@@ -164,7 +164,7 @@ def traced_once(make: Callable[[], nn.Module]) -> Iterator[None]:
             traces[key] = super()._traced(examples, training)
             return traces[key]
 
-    def fresh(place: Place, task: dure.Task, seed: int) -> nn.Module:
+    def fresh(place: RankContext, task: dure.Task, seed: int) -> nn.Module:
         new = seeded_model(task, seed)
         with torch.no_grad():
             for own, other in zip(_tensors(model), _tensors(new), strict=True):
@@ -174,7 +174,7 @@ def traced_once(make: Callable[[], nn.Module]) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(combined, "CutModel", Traced)
-        patch.setattr(Place, "model", fresh)
+        patch.setattr(RankContext, "model", fresh)
         yield
 
 
@@ -182,6 +182,6 @@ def _tensors(model: nn.Module) -> list[Tensor]:
     return [*model.parameters(), *model.buffers()]
 
 
-def pipeline(place: Place, **options: Any) -> Parallel:
+def pipeline(place: RankContext, **options: Any) -> Parallel:
     """On all ranks."""
     return Parallel(Mesh(pipeline=place.group.size), **{"batch_size": 8, **options})

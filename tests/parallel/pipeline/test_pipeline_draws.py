@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dure
-from dure.contracts.strategy import Place
+from dure.contracts.strategy import RankContext
 from dure.parallel.mesh.mesh import Mesh
 from dure.parallel.mesh.strategy import Parallel
 from dure.parallel.pipeline.cut import CutModel
@@ -83,7 +83,7 @@ def test_one_micro_batch_has_the_bits_of_one_worker() -> None:
         dure.train(make(), dure.SingleWorker(8), stop=dure.Stop(steps=4), seed=2) for make in made
     ]
 
-    def program(place: Place) -> list[dict[str, Tensor]]:
+    def program(place: RankContext) -> list[dict[str, Tensor]]:
         strategy = pipeline(place, schedule="naive", recompute=True)
         return [walk(place, make(), strategy, 4, seed=2)[0].state for make in made]
 
@@ -93,7 +93,7 @@ def test_one_micro_batch_has_the_bits_of_one_worker() -> None:
 
 
 def test_the_state_of_the_generator_travels_with_the_values() -> None:
-    def program(place: Place) -> tuple[int, int]:
+    def program(place: RankContext) -> tuple[int, int]:
         _, learner = walk(place, texts(), pipeline(place, schedule="naive"), 1)
         cut = learner.held.cut
         assert isinstance(cut, CutModel)
@@ -116,7 +116,7 @@ def test_several_micro_batches_draw_the_same_wherever_they_are() -> None:
         {"schedule": "zero-bubble-v", "recompute": True},
     ]
 
-    def program(place: Place) -> list[dict[str, Tensor]]:
+    def program(place: RankContext) -> list[dict[str, Tensor]]:
         chosen = options if place.group.size == 2 else [{"schedule": "gpipe"}]
         return [
             walk(place, texts(), pipeline(place, microbatches=2, **each), 3)[0].state
@@ -152,7 +152,7 @@ class Normed(nn.Module):
 def test_running_statistics_are_those_of_accumulated_micro_batches() -> None:
     task = small_task(model=Normed, n=40)
 
-    def program(place: Place) -> list[dict[str, Tensor]]:
+    def program(place: RankContext) -> list[dict[str, Tensor]]:
         choices: list[dict[str, Any]] = [
             {"recompute": True},
             {"schedule": "gpipe"},

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import dure
 from dure.collectives.group import Group
-from dure.contracts.strategy import Place
+from dure.contracts.strategy import RankContext
 from dure.data.batches import Batches
 from dure.parallel.mesh.mesh import Mesh
 from dure.parallel.mesh.strategy import Parallel, ParallelLearner
@@ -95,7 +95,7 @@ def test_steps_are_those_of_the_undivided_model(ranks: int, ahead: bool) -> None
     ahead: as if no message could lie with its receiver until that asks for it.
     """
 
-    def program(place: Place) -> list[float]:
+    def program(place: RankContext) -> list[float]:
         holds = mock.patch.object(Group, "holds", return_value=False) if ahead else nullcontext()
         with traced_once(Deep), holds:
             return [
@@ -146,7 +146,7 @@ def test_long_weights_whose_gradients_are_added_inside_the_product() -> None:
         {"schedule": "zero-bubble"},
     ]
 
-    def program(place: Place) -> list[float]:
+    def program(place: RankContext) -> list[float]:
         with traced_once(Wide):
             found = [pipeline(place, batch_size=10, microbatches=4, **options) for options in ways]
             return [
@@ -167,7 +167,7 @@ def test_digits_whose_last_batch_is_smaller() -> None:
     assert len(task.train) % 256 != 0
     model = task.model
 
-    def program(place: Place) -> float:
+    def program(place: RankContext) -> float:
         exact = dure.Task(
             lambda: model().double(),
             task.loss,
@@ -191,7 +191,7 @@ def test_data_groups_of_pipelines() -> None:
         def forward(self, inputs: Tensor) -> Tensor:
             return super().forward(self.norm(inputs))
 
-    def program(place: Place) -> list[float]:
+    def program(place: RankContext) -> list[float]:
         options: dict[str, Any] = {"batch_size": 11}
         meshes = [Mesh(data=2, pipeline=2), Mesh(data=4), Mesh(pipeline=4)]
         found = [
@@ -217,7 +217,7 @@ def test_data_groups_of_pipelines() -> None:
 
 
 def test_messages_are_as_long_as_the_formula_says() -> None:
-    def program(place: Place) -> tuple[int, int]:
+    def program(place: RankContext) -> tuple[int, int]:
         task = small_task(model=Deep)
         strategy = pipeline(place, batch_size=10, microbatches=3)
         learner = ParallelLearner(task, place, 0, strategy)

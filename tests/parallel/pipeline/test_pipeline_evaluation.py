@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dure
-from dure.contracts.strategy import Place
+from dure.contracts.strategy import RankContext
 from dure.errors import WorkerFailedError
 from small import CLASSES, FEATURES
 
@@ -81,7 +81,7 @@ TASKS = {
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_pipeline_measures_what_one_worker_does(ranks: int) -> None:
-    def program(place: Place) -> dict[str, float]:
+    def program(place: RankContext) -> dict[str, float]:
         chosen = pipeline(place, microbatches=2)
         return {name: compare(place, make(), chosen, steps=2) for name, make in TASKS.items()}
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dure
-from dure.contracts.strategy import Place
+from dure.contracts.strategy import RankContext
 
 ADAM = partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1)
 
@@ -236,7 +236,7 @@ SPEAKERS = ["GPT-2", "Llama", "OPT", "Mixtral"]
 
 
 def walked(ranks: int, names: list[str], options: list[dict[str, Any]]) -> dict[str, float]:
-    def program(place: Place) -> dict[str, float]:
+    def program(place: RankContext) -> dict[str, float]:
         return {
             name: compare(place, TASKS[name](), pipeline(place, **of))
             for name, of in zip(names, options, strict=True)
@@ -309,7 +309,7 @@ def test_values_whose_memory_is_in_another_order(recompute: bool) -> None:
     ]
     tasks += [task_of(three_dimensions, numbers(19, 5, 4), words(2, 19))]
 
-    def program(place: Place) -> list[float]:
+    def program(place: RankContext) -> list[float]:
         options = pipeline(place, microbatches=2, cut=("rows",), recompute=recompute)
         return [compare(place, task, options) for task in tasks]
 

@@ -12,7 +12,7 @@ from beside import CLOSE, Path, alone, distance, on_ranks, pipeline, task_of, wa
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dure.contracts.strategy import Place
+from dure.contracts.strategy import RankContext
 from dure.parallel.pipeline.cut import CutModel
 
 WIDTH = 4
@@ -173,7 +173,7 @@ def cut_anywhere(seed: int, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(CutModel, "choose", choose)
 
 
-def learned(place: Place, seed: int) -> float | None:
+def learned(place: RankContext, seed: int) -> float | None:
     """How far a random model is from itself undivided; None if even that cannot be trained."""
     strategy = pipeline(place, **options_of(seed))
     try:
@@ -188,7 +188,7 @@ def learned(place: Place, seed: int) -> float | None:
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_random_models_learn_the_same(ranks: int) -> None:
-    def program(place: Place) -> dict[int, float | None]:
+    def program(place: RankContext) -> dict[int, float | None]:
         return {seed: learned(place, seed) for seed in range(ranks, ranks + MODELS // 2)}
 
     found = on_ranks(ranks, program, deadline=200)[0]

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import dure
-from dure.contracts.strategy import Place
+from dure.contracts.strategy import RankContext
 from dure.parallel.mesh.pipeline import Pipeline
 from dure.parallel.pipeline.trace import Trace
 from dure.parallel.pipeline.untraced import is_untraced
@@ -188,7 +188,7 @@ def undrawn() -> nn.Module:
 def test_ranks_that_call_such_modules_train_as_one_worker_does() -> None:
     task = small_task(n=20, model=undrawn, loss=loss, optimizer=MOMENTUM, metrics={})
 
-    def program(place: Place) -> float:
+    def program(place: RankContext) -> float:
         # The last batch is smaller, and is traced when each rank has its stages alone.
         options = pipeline(place, schedule="zero-bubble-v", microbatches=2, recompute=True)
         return compare(place, task, options, steps=4)

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import dure
 from dure.collectives.group import Group
-from dure.contracts.strategy import Place
+from dure.contracts.strategy import RankContext
 from dure.parallel.tensor import (
     Plan,
     gradient_norm,
@@ -28,11 +28,11 @@ Scores = Callable[[nn.Module, Tensor], Tensor]
 
 
 def on_ranks(
-    ranks: int, program: Callable[[Place], Any], backend: Any = "dure", deadline: float = 60
+    ranks: int, program: Callable[[RankContext], Any], backend: Any = "dure", deadline: float = 60
 ) -> list[Any]:
     """What `program` returns on every rank, in order of rank."""
 
-    def gathered(place: Place) -> list[Any]:
+    def gathered(place: RankContext) -> list[Any]:
         return [
             pickle.loads(part) for part in place.group.gather_bytes(pickle.dumps(program(place)))
         ]
@@ -46,7 +46,7 @@ def on_ranks(
 def at_all_degrees(program: Callable[[Group], Any], deadline: float = 60) -> dict[int, list[Any]]:
     """What it returns on the ranks of a group of 1, of 2 and of 4, in one world."""
 
-    def each(place: Place) -> dict[int, Any]:
+    def each(place: RankContext) -> dict[int, Any]:
         found = {}
         for ranks in ([2], [0, 1], [0, 1, 2, 3]):
             group = dist.new_group(ranks, backend="dure")

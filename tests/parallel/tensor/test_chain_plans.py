@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import dure
 from dure.collectives.group import Group
-from dure.contracts.strategy import Place
+from dure.contracts.strategy import RankContext
 from dure.parallel.tensor import Column, Row, parallelize, prove_plan
 from dure.parallel.tensor.chain_plans import MAKERS, chain_plan, chains_of, traced_chains
 from dure.parallel.tensor.dividing import check_plan
@@ -108,7 +108,7 @@ def divided(group: Group) -> dict[str, Any]:
     return found
 
 
-def on_groups(place: Place) -> dict[int, Any]:
+def on_groups(place: RankContext) -> dict[int, Any]:
     found = {}
     for ranks in ([3], [0, 1], [0, 1, 2], [0, 1, 2, 3]):
         group = dist.new_group(ranks, backend="dure")

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dure.collectives.group import Group
-from dure.contracts.strategy import Place
+from dure.contracts.strategy import RankContext
 from dure.parallel.tensor import (
     Attributes,
     Column,
@@ -302,7 +302,7 @@ def test_models_of_hugging_face_learn_what_they_learn_undivided(
     for name in MODELS:  # here, so that the fork server does it once and not every rank
         pytest.importorskip(f"transformers.models.{name}.modeling_{name}")
 
-    def program(place: Place) -> dict[str, dict[str, float]]:
+    def program(place: RankContext) -> dict[str, dict[str, float]]:
         softmax = F.softmax
         found = {}
         with monkeypatch.context() as patches:

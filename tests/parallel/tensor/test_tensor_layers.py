@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from dure.collectives.group import Group
-from dure.contracts.strategy import Place
+from dure.contracts.strategy import RankContext
 from dure.parallel.tensor import ColumnParallel, RowParallel, own_draws
 from dure.parallel.tensor import functions as between
 from dure.parallel.tensor.division import Division, sharers
@@ -185,7 +185,7 @@ def linear(inputs: int, outputs: int) -> nn.Linear:
     return nn.Linear(inputs, outputs).double()
 
 
-def several(place: Place) -> None:
+def several(place: RankContext) -> None:
     group = place.group
     rank = place.group.rank
     inputs = torch.randn(3, 4, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -288,7 +288,7 @@ def dropping(group: Group, again: bool) -> tuple[list[Tensor], list[Tensor], Ten
     return *seen, inputs.grad
 
 
-def dropout(place: Place) -> None:
+def dropout(place: RankContext) -> None:
     group = place.group
     inside, outside, gradient = dropping(group, False)
     masks = group.all_gather_values(inside[0].flatten().tolist())

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from dure.collectives.group import Group
-from dure.contracts.strategy import Place
+from dure.contracts.strategy import RankContext
 from dure.errors import PlanError
 from dure.parallel.tensor import (
     Attributes,
@@ -331,7 +331,7 @@ def tried(make: Callable[[], nn.Module], plan: Any, examples: Any, group: Group)
 
 
 def test_right_plans_pass_and_wrong_ones_are_refused_by_name() -> None:
-    def program(place: Place) -> list[str]:
+    def program(place: RankContext) -> list[str]:
         cases = [(*right, "") for right in RIGHT.values()] + list(WRONG.values())
         return [tried(make, plan, examples, place.group) for make, plan, examples, _ in cases]
 
@@ -381,7 +381,7 @@ def kept(make: Any, group: Group) -> list[bool]:
 def test_a_proof_leaves_everything_as_it_was() -> None:
     """Also a model whose forward pass writes into its weights, and one that cannot be copied."""
 
-    def program(place: Place) -> list[bool]:
+    def program(place: RankContext) -> list[bool]:
         return kept(double(Counting), place.group) + kept(None, place.group)
 
     for row in on_ranks(2, program):

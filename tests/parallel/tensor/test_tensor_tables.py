@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 import dure
 from dure.collectives.group import Group
-from dure.contracts.strategy import Place
+from dure.contracts.strategy import RankContext
 from dure.errors import PlanError
 from dure.parallel.tensor import (
     Attributes,
@@ -358,7 +358,7 @@ def test_wrong_plans_are_refused_by_name() -> None:
             return str(error)
         return ""
 
-    def program(place: Place) -> list[str]:
+    def program(place: RankContext) -> list[str]:
         found = [tried(reader(), plan, place.group) for plan, _ in WRONG.values()]
         return [*found, tried(Reading().double(), WHOLE, place.group)]
 
@@ -533,7 +533,7 @@ def test_a_number_that_cannot_be_divided_is_refused_by_name(
 def test_several_columns_enter_a_region_once() -> None:
     """And after it all ranks draw alike again."""
 
-    def program(place: Place) -> tuple[float, float, list[float]]:
+    def program(place: RankContext) -> tuple[float, float, list[float]]:
         draws = Draws(place.group, torch.device("cpu"))
         torch.manual_seed(1)
         draws.enter()
@@ -572,7 +572,7 @@ def test_the_plan_of_the_page_is_right_and_each_word_of_it_is_needed() -> None:
     model = page["Model"]()
     enliven(model)
 
-    def program(place: Place) -> list[bool]:
+    def program(place: RankContext) -> list[bool]:
         held = []
         for each in (plan, *fewer):
             try:

@@ -17,7 +17,7 @@ from loops import FEATURES, Batch, batches, distance, network, on_ranks, part
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dure.contracts.strategy import Place
+from dure.contracts.strategy import RankContext
 from dure.errors import PeerLostError
 from dure.parallel.zero import ZeroRedundancy
 from dure.parallel.zero.division import memory
@@ -36,7 +36,7 @@ def loss_of(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def divided(
-    place: Place, make: Any = OPTIMIZERS[0], **options: Any
+    place: RankContext, make: Any = OPTIMIZERS[0], **options: Any
 ) -> tuple[nn.Module, Any, ZeroRedundancy]:
     model = network()
     optimizer = make(model.parameters())
@@ -68,7 +68,7 @@ def alone(make: Any, joint: list[Batch], **options: Any) -> nn.Module:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_every_stage_walks_the_path_of_one_process(ranks: int) -> None:
-    def program(place: Place) -> list[tuple[float, bytes]]:
+    def program(place: RankContext) -> list[tuple[float, bytes]]:
         joint, results = batches(4, 4 * ranks), []
         for make in OPTIMIZERS if ranks == 3 else OPTIMIZERS[1:2]:
             reference = alone(make, joint)
@@ -95,7 +95,7 @@ def test_every_stage_walks_the_path_of_one_process(ranks: int) -> None:
 
 
 def test_gradients_are_accumulated_and_clipped_as_by_one_process() -> None:
-    def program(place: Place) -> list[float]:
+    def program(place: RankContext) -> list[float]:
         joint, far = batches(3, 12), []
         reference = alone(OPTIMIZERS[0], joint, clip=0.3)
         for options in STAGES:
@@ -121,7 +121,7 @@ def test_gradients_are_accumulated_and_clipped_as_by_one_process() -> None:
 
 
 def test_the_norm_is_that_of_the_undivided_gradients_and_forgotten_ones_are_gone() -> None:
-    def program(place: Place) -> list[list[float]]:
+    def program(place: RankContext) -> list[list[float]]:
         batch, rows = batches(1, 12)[0], []
         reference = network()
         loss_of(reference, batch).backward()
@@ -155,7 +155,7 @@ def test_the_norm_is_that_of_the_undivided_gradients_and_forgotten_ones_are_gone
 def test_the_bytes_of_a_step_are_those_of_the_formula(backend: Any, algorithm: str) -> None:
     ranks = 3
 
-    def program(place: Place) -> list[tuple[int, list[int]]]:
+    def program(place: RankContext) -> list[tuple[int, list[int]]]:
         rows = []
         for stage in (1, 2, 3):
             model, optimizer, zero = divided(place, stage=stage, algorithm=algorithm)
@@ -193,7 +193,7 @@ def test_a_rank_holds_the_bytes_of_the_formula(ranks: int) -> None:
     layers = [nn.Linear(60, 600), nn.ReLU(), nn.Linear(600, 600), nn.ReLU(), nn.Linear(600, 10)]
     elements, largest = 60 * 600 + 600 + 600 * 600 + 600 + 6000 + 10, 600 * 600 + 600
 
-    def program(place: Place) -> list[dict[str, Any]]:
+    def program(place: RankContext) -> list[dict[str, Any]]:
         rows = []
         for stage in (1, 2, 3):
             inputs = torch.ones(4, 60)
@@ -242,7 +242,7 @@ def test_a_rank_holds_the_bytes_of_the_formula(ranks: int) -> None:
 
 
 def test_bfloat16_computes_alike_in_all_stages_and_updates_in_float32() -> None:
-    def program(place: Place) -> list[tuple[bytes, float, Any]]:
+    def program(place: RankContext) -> list[tuple[bytes, float, Any]]:
         joint, results = [(inputs.float(), targets) for inputs, targets in batches(6, 8)], []
         reference = network().float()
         exact = torch.optim.AdamW(reference.parameters(), lr=1e-3)
@@ -284,7 +284,7 @@ def test_bfloat16_computes_alike_in_all_stages_and_updates_in_float32() -> None:
 
 
 def test_parameters_can_be_looked_at_and_changed_while_they_are_gathered() -> None:
-    def program(place: Place) -> list[bool]:
+    def program(place: RankContext) -> list[bool]:
         results = []
         for options in STAGES:
             model, optimizer, zero = divided(place, **options)
@@ -310,7 +310,7 @@ def test_parameters_can_be_looked_at_and_changed_while_they_are_gathered() -> No
     assert all(all(row) for row in on_ranks(2, program))
 
 
-def refusals(place: Place) -> dict[str, str]:
+def refusals(place: RankContext) -> dict[str, str]:
     """What is said to those who use it wrongly."""
     batch = part(batches(1, 4)[0], place)
     said: dict[str, str] = {}
@@ -432,7 +432,7 @@ def test_wrong_use_is_told_so() -> None:
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_lost_rank_is_named(stage: int) -> None:
-    def program(place: Place) -> None:
+    def program(place: RankContext) -> None:
         model, optimizer, _ = divided(place, stage=stage)
         for number, batch in enumerate(batches(5, 6)):
             if number == 2 and place.group.rank == 1:

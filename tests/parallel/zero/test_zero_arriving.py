@@ -24,7 +24,7 @@ import dure
 from dure.collectives import group as hosts
 from dure.collectives.group import Group
 from dure.collectives.shared_memory import rendezvous
-from dure.contracts.strategy import Place
+from dure.contracts.strategy import RankContext
 from dure.errors import PeerLostError
 from dure.parallel.zero import ZeroRedundancy
 from dure.parallel.zero.away import Away
@@ -33,10 +33,10 @@ LAG = 0.2
 """Seconds by which what rank 1 sends comes later than rank 0 goes on."""
 
 
-def apart(program: Callable[[Place], Any], ranks: int = 2) -> list[Any]:
+def apart(program: Callable[[RankContext], Any], ranks: int = 2) -> list[Any]:
     """What `program` returns on ranks that take each other for those of other hosts."""
 
-    def moved(place: Place) -> list[Any]:
+    def moved(place: RankContext) -> list[Any]:
         rank, patience = place.group.rank, timedelta(seconds=20)
         rendezvous.name_of_this_host = hosts.name_of_this_host = lambda: f"host {rank}"  # type: ignore[attr-defined]
         told: list[Any] = [None]
@@ -73,7 +73,7 @@ def updated(joint: Batch) -> nn.Module:
 
 
 def on_its_way(
-    place: Place, joint: Batch, stage: Any = 2, options: Any = None
+    place: RankContext, joint: Batch, stage: Any = 2, options: Any = None
 ) -> tuple[nn.Module, Any, Any]:
     """A model behind its first step, of which no parameter has arrived."""
     model = network()
@@ -136,7 +136,7 @@ READERS: dict[str, Callable[[nn.Module], Tensor]] = {
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_who_reads_a_parameter_gets_the_new_one(stage: int) -> None:
-    def program(place: Place) -> list[float]:
+    def program(place: RankContext) -> list[float]:
         joint = batches(1, 6)[0]
         reference, far = updated(joint), []
         for read in READERS.values():
@@ -150,7 +150,7 @@ def test_who_reads_a_parameter_gets_the_new_one(stage: int) -> None:
 
 
 def test_what_needs_no_elements_waits_for_none() -> None:
-    def program(place: Place) -> list[Any]:
+    def program(place: RankContext) -> list[Any]:
         model, _, _ = on_its_way(place, batches(1, 6)[0])
         told = [sum(parameter.numel() for parameter in model.parameters()), str(model)]
         told += [
@@ -173,7 +173,7 @@ def test_the_path_is_that_of_one_process_whatever_comes_behind_a_step() -> None:
     """Steps without a forward pass of this rank, evaluations, checkpoints, a loaded state, a layer
     that is not used."""
 
-    def program(place: Place) -> list[float]:
+    def program(place: RankContext) -> list[float]:
         joint = batches(6, 6)
         model, optimizer, zero = on_its_way(place, joint[0], 2, {"reduce": "sum"})
         zero.load_state_dict(updated(joint[0]).state_dict())  # the sum of two means is not the mean
@@ -216,7 +216,7 @@ class Tagged(nn.Parameter):
 
 
 def test_other_kinds_of_parameters_are_waited_for_at_once() -> None:
-    def program(place: Place) -> list[Any]:
+    def program(place: RankContext) -> list[Any]:
         joint = batches(1, 6)[0]
         model = network()
         model[2].weight = Tagged(model[2].weight.detach())  # type: ignore[index]
@@ -240,7 +240,7 @@ def test_other_kinds_of_parameters_are_waited_for_at_once() -> None:
 
 
 def test_without_a_link_between_hosts_a_step_waits_as_ever() -> None:
-    def program(place: Place) -> bool:
+    def program(place: RankContext) -> bool:
         model = network()
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         ZeroRedundancy(model, optimizer, 2, place.group, overlap_gather=True)
@@ -283,7 +283,7 @@ def test_what_cannot_be_overlapped_is_refused(how: Any, options: Any, reason: st
 
 
 def test_who_waits_for_parameters_of_a_lost_rank_is_told() -> None:
-    def program(place: Place) -> None:
+    def program(place: RankContext) -> None:
         model = network()
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         if place.group.rank == 1:

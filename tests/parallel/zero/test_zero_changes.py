@@ -11,7 +11,7 @@ from loops import FEATURES, batches, distance, network, on_ranks, part
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dure.contracts.strategy import Place
+from dure.contracts.strategy import RankContext
 from dure.parallel.zero import ZeroRedundancy
 
 STAGES = [{"stage": 1}, {"stage": 2}, {"stage": 3}, {"stage": 3, "in_place": False, "prefetch": 1}]
@@ -22,7 +22,7 @@ def sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
 
 
-def divided(place: Place, model: nn.Module, **options: Any) -> tuple[Any, ZeroRedundancy]:
+def divided(place: RankContext, model: nn.Module, **options: Any) -> tuple[Any, ZeroRedundancy]:
     optimizer = sgd(model)
     more = {"units": 60, **options}
     return optimizer, ZeroRedundancy(model, optimizer, process_group=place.group, **more)
@@ -36,7 +36,7 @@ def said_by(call: Callable[[], Any]) -> str:
     return "nothing"
 
 
-def backward(model: nn.Module, place: Place, seed: int = 0) -> None:
+def backward(model: nn.Module, place: RankContext, seed: int = 0) -> None:
     inputs, targets = part(batches(seed + 1, 6)[seed], place)
     F.cross_entropy(model(inputs), targets).backward()
 
@@ -94,7 +94,7 @@ CHANGES = [in_place, through_data, by_assignment]
 def test_stage_3_refuses_forward_passes_that_change_parameters_and_the_others_follow_them(
     change: Any,
 ) -> None:
-    def program(place: Place) -> list[Any]:
+    def program(place: RankContext) -> list[Any]:
         found: list[Any] = []
         alone = Changing(change, frozen=True)
         train_alone(alone, 3)
@@ -121,7 +121,7 @@ def test_stage_3_refuses_forward_passes_that_change_parameters_and_the_others_fo
 
 
 def test_data_that_is_only_read_is_no_change_and_one_rank_alone_may_change_it() -> None:
-    def program(place: Place) -> list[str]:
+    def program(place: RankContext) -> list[str]:
         changes = [only_read] if place.group.size > 1 else [only_read, *CHANGES[:2]]
         found = []
         for change in changes:
@@ -153,7 +153,7 @@ def test_stages_1_and_2_refuse_changes_that_differ_by_rank() -> None:
             outputs: Tensor = self.rest(inputs + self.shift)
             return outputs
 
-    def program(place: Place) -> list[str]:
+    def program(place: RankContext) -> list[str]:
         found = []
         for options in STAGES:
             model = Initialised()
@@ -180,7 +180,7 @@ def test_what_bf16_would_overwrite_is_refused_in_every_stage() -> None:
     def clamp_data(parameter: Tensor) -> None:
         parameter.data.clamp_(-0.01, 0.01)
 
-    def program(place: Place) -> list[str]:
+    def program(place: RankContext) -> list[str]:
         found = []
         for change in (clamp, clamp_data):
             for options in BF16:
@@ -215,7 +215,7 @@ def test_weights_may_be_clipped_between_steps() -> None:
         for parameter in model.parameters():
             parameter.data.clamp_(-0.1, 0.1)
 
-    def program(place: Place) -> list[float]:
+    def program(place: RankContext) -> list[float]:
         alone = network()
         train_alone(alone, 3, clip)
         found = []
@@ -241,7 +241,7 @@ def test_weights_may_be_clipped_between_steps() -> None:
 
 @pytest.mark.parametrize("assign", [False, True])
 def test_a_state_that_the_model_loads_itself_is_taken_or_refused(assign: bool) -> None:
-    def program(place: Place) -> list[Any]:
+    def program(place: RankContext) -> list[Any]:
         found: list[Any] = []
         fresh = {name: value.clone() / 2 for name, value in network().state_dict().items()}
         alone = network()
@@ -279,7 +279,7 @@ def test_a_state_that_the_model_loads_itself_is_taken_or_refused(assign: bool) -
 
 
 def test_pieces_that_are_changed_between_steps_are_refused() -> None:
-    def program(place: Place) -> list[str]:
+    def program(place: RankContext) -> list[str]:
         found = []
         for options in STAGES:
             model = network()
@@ -311,7 +311,7 @@ def test_what_was_frozen_added_or_replaced_is_refused_by_name() -> None:
     def give(model: Any, optimizer: Any) -> None:
         optimizer.add_param_group({"params": [model[0].weight]})
 
-    def program(place: Place) -> list[list[str]]:
+    def program(place: RankContext) -> list[list[str]]:
         rows = []
         for change in (unfreeze, replace, add, give):
             row = []
@@ -346,7 +346,7 @@ def test_parameters_that_begin_trained_may_be_frozen_and_unfrozen() -> None:
         model[0].requires_grad_(step in (2, 3, 5))
         model[4].weight.requires_grad = step != 1
 
-    def program(place: Place) -> list[float]:
+    def program(place: RankContext) -> list[float]:
         alone = network()
         optimizer = sgd(alone)
         for step in range(6):
@@ -373,7 +373,7 @@ def test_parameters_that_begin_trained_may_be_frozen_and_unfrozen() -> None:
 
 
 def test_gradients_of_parts_count_in_every_stage() -> None:
-    def program(place: Place) -> list[float]:
+    def program(place: RankContext) -> list[float]:
         batch = batches(1, 6)[0]
         alone = network()
         optimizer = sgd(alone)
@@ -403,7 +403,7 @@ def test_gradients_of_parts_count_in_every_stage() -> None:
                 found.append(distance(whole, alone))
         return found
 
-    def reversed_part(model: nn.Module, batch: Any, place: Place) -> tuple[Tensor, Tensor]:
+    def reversed_part(model: nn.Module, batch: Any, place: RankContext) -> tuple[Tensor, Tensor]:
         inputs, targets = part(batch, place)
         return model(inputs), targets
 
@@ -427,7 +427,7 @@ class Fails(torch.autograd.Function):
         return gradient
 
 
-def fails_at(model: Any, layer: int, place: Place) -> str:
+def fails_at(model: Any, layer: int, place: RankContext) -> str:
     """A pass whose backward fails before it reaches a layer of `network`."""
     Fails.left = 1
     inputs, targets = part(batches(1, 6)[0], place)
@@ -442,7 +442,7 @@ def fails_at(model: Any, layer: int, place: Place) -> str:
 
 
 def test_after_a_backward_pass_that_failed_the_next_one_is_whole_or_refused() -> None:
-    def program(place: Place) -> list[Any]:
+    def program(place: RankContext) -> list[Any]:
         found: list[Any] = []
         for options in STAGES:
             for layer in (4, 0):  # before any gradient has left, and after some have

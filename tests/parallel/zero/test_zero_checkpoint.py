@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional as F
 
-from dure.contracts.strategy import Place
+from dure.contracts.strategy import RankContext
 from dure.errors import RunFolderError
 from dure.parallel.zero import ZeroRedundancy, read_whole
 from dure.parallel.zero.passes import Orders
@@ -59,7 +59,9 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=0.01)
 
 
-def train(model: nn.Module, optimizer: Any, joint: list[Batch], place: Place | None = None) -> None:
+def train(
+    model: nn.Module, optimizer: Any, joint: list[Batch], place: RankContext | None = None
+) -> None:
     for batch in joint:
         inputs, targets = batch if place is None else part(batch, place)
         optimizer.zero_grad()
@@ -67,7 +69,7 @@ def train(model: nn.Module, optimizer: Any, joint: list[Batch], place: Place | N
         optimizer.step()
 
 
-def divided(place: Place, stage: int, **options: Any) -> tuple[Net, Any, ZeroRedundancy]:
+def divided(place: RankContext, stage: int, **options: Any) -> tuple[Net, Any, ZeroRedundancy]:
     model = make()
     optimizer = optimizer_of(model)
     zero = ZeroRedundancy(model, optimizer, stage, place.group, units=60, **options)  # type: ignore[arg-type]
@@ -78,7 +80,7 @@ def vector(state: Any) -> torch.Tensor:
     return torch.cat([value.double().reshape(-1) for value in state.values()])
 
 
-def goes_on_from(folder: Path, stage: int, place: Place) -> torch.Tensor:
+def goes_on_from(folder: Path, stage: int, place: RankContext) -> torch.Tensor:
     model, optimizer, zero = divided(place, stage)
     zero.load(folder)
     train(model, optimizer, JOINT[3:], place)
@@ -88,7 +90,7 @@ def goes_on_from(folder: Path, stage: int, place: Place) -> torch.Tensor:
 def test_what_some_ranks_write_other_numbers_of_ranks_and_one_process_go_on_with(
     tmp_path: Path,
 ) -> None:
-    def writes(place: Place) -> None:
+    def writes(place: RankContext) -> None:
         model, optimizer, zero = divided(place, 3)
         train(model, optimizer, JOINT[:3], place)
         zero.save(tmp_path)
@@ -115,7 +117,7 @@ def test_whole_states_go_from_one_process_to_ranks_and_back() -> None:
     optimizer = optimizer_of(start)
     train(start, optimizer, JOINT[:2])
 
-    def program(stage: int, place: Place) -> Any:
+    def program(stage: int, place: RankContext) -> Any:
         model, divided_optimizer, zero = divided(place, stage)
         zero.load_state_dict(start.state_dict())
         zero.load_optimizer_state_dict(optimizer.state_dict())
@@ -147,7 +149,7 @@ def refused(call: Callable[[], Any]) -> str:
 
 
 def test_what_does_not_fit_is_refused_and_nothing_changes(tmp_path: Path) -> None:
-    def program(place: Place) -> list[Any]:
+    def program(place: RankContext) -> list[Any]:
         model, _, zero = divided(place, 3)
         zero.save(tmp_path / "mine")
         before = vector(zero.state_dict(everywhere=True))
@@ -181,7 +183,7 @@ def test_what_does_not_fit_is_refused_and_nothing_changes(tmp_path: Path) -> Non
 
 
 def test_a_checkpoint_without_all_of_its_parts_is_refused(tmp_path: Path) -> None:
-    def program(place: Place) -> None:
+    def program(place: RankContext) -> None:
         divided(place, 2)[2].save(tmp_path)
 
     on_ranks(2, program)
@@ -193,7 +195,7 @@ def test_a_checkpoint_without_all_of_its_parts_is_refused(tmp_path: Path) -> Non
 def test_what_version_1_wrote_is_read_and_what_a_later_one_writes_is_refused(
     tmp_path: Path,
 ) -> None:
-    def program(place: Place) -> None:
+    def program(place: RankContext) -> None:
         model, optimizer, zero = divided(place, 3)
         train(model, optimizer, JOINT[:1], place)
         zero.save(tmp_path)
@@ -279,7 +281,7 @@ DAMAGES: list[Callable[[Path, dict[str, Any]], Any]] = [
 
 
 def test_a_damaged_checkpoint_is_refused_on_every_rank_and_nothing_changes(tmp_path: Path) -> None:
-    def program(place: Place) -> list[Any]:
+    def program(place: RankContext) -> list[Any]:
         model, optimizer, zero = divided(place, 2)
         train(model, optimizer, JOINT[:1], place)
         zero.save(tmp_path / "good")
@@ -310,7 +312,7 @@ def test_a_damaged_checkpoint_is_refused_on_every_rank_and_nothing_changes(tmp_p
 
 
 def test_what_one_rank_cannot_write_or_load_no_rank_waits_for(tmp_path: Path) -> None:
-    def program(place: Place) -> list[str]:
+    def program(place: RankContext) -> list[str]:
         _, _, zero = divided(place, 3)
         # each host its own folder; and a folder that is a file
         apart = tmp_path / f"of rank {place.group.rank}"

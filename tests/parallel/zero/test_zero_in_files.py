@@ -12,7 +12,7 @@ from loops import on_ranks
 from torch import Tensor, nn
 
 from dure.collectives import tensor_transfer
-from dure.contracts.strategy import Place
+from dure.contracts.strategy import RankContext
 from dure.machine.memory import give_back
 from dure.memory.shelf import Shelf
 from dure.parallel.zero import ZeroRedundancy
@@ -29,7 +29,7 @@ def model_of(seed: int) -> nn.Module:
     return nn.Sequential(*layers, nn.Linear(WIDTH, 3), nn.BatchNorm1d(3))
 
 
-def divided(place: Place, seed: int) -> ZeroRedundancy:
+def divided(place: RankContext, seed: int) -> ZeroRedundancy:
     model = model_of(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     return ZeroRedundancy(model, optimizer, stage=3, process_group=place.group)
@@ -55,7 +55,7 @@ def same(left: Any, right: Any) -> bool:
     return bool(left == right)
 
 
-def program(folder: Path, place: Place) -> list[Any]:
+def program(folder: Path, place: RankContext) -> list[Any]:
     tensor_transfer.PIECE = 1 << 20
     zero = divided(place, 1)
     stepped(zero)

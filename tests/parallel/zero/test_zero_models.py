@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from dure.contracts.strategy import Place
+from dure.contracts.strategy import RankContext
 from dure.parallel.zero import ZeroRedundancy
 from dure.worlds.backend import Backend
 
@@ -222,7 +222,7 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 def walk(
     model: nn.Module,
     joint: list[Batch],
-    place: Place | None,
+    place: RankContext | None,
     zero: ZeroRedundancy | None,
     optimizer: Any,
 ) -> None:
@@ -239,7 +239,7 @@ def walk(
 
 
 def program(
-    make: Callable[[], nn.Module], examples: int, place: Place
+    make: Callable[[], nn.Module], examples: int, place: RankContext
 ) -> dict[str, tuple[float, list[int], bytes]]:
     """For each variant: how far it is from one process, bytes sent beyond the formula in each step,
     the bits."""

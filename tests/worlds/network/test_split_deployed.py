@@ -345,13 +345,13 @@ def dumps(path: Path) -> None:
     """All frames that reach this process are written down."""
     from dure.worlds.network.server import channels
 
-    class Noted(channels.Said):  # type: ignore[misc]
+    class Noted(channels.ClientFrame):  # type: ignore[misc]
         def __new__(cls, client: int, frame: bytes) -> Any:
             with path.open("ab") as file:
                 pickle.dump((client, bytes(frame)), file)
             return super().__new__(cls, client, frame)
 
-    channels.Said = Noted  # type: ignore[misc]
+    channels.ClientFrame = Noted  # type: ignore[misc]
 
 
 def frames_in(path: Path) -> Iterator[bytes]:

@@ -132,7 +132,7 @@ def dumps(path: Path) -> None:
         with path.open("ab") as file:
             pickle.dump(frame, file)
 
-    class Noted(channels.Said):  # type: ignore[misc]
+    class Noted(channels.ClientFrame):  # type: ignore[misc]
         def __new__(cls, client: int, frame: bytes) -> Any:
             note(bytes(frame))
             return super().__new__(cls, client, frame)
@@ -143,7 +143,7 @@ def dumps(path: Path) -> None:
         note(b"".join(frame))
         says(self, client, frame)
 
-    channels.Said = Noted  # type: ignore[misc]
+    channels.ClientFrame = Noted  # type: ignore[misc]
     channels.NetworkChannels.say = say  # type: ignore[method-assign]
 
 

@@ -19,7 +19,7 @@ import torch
 
 import dure
 from dure.collectives import all_reduce
-from dure.contracts.strategy import Place
+from dure.contracts.strategy import RankContext
 from dure.errors import DureError, LossNotFiniteError, PeerLostError, WorkerFailedError
 from dure.worlds.processes import world
 from dure.worlds.processes.fork_server import ForkServer, server
@@ -27,11 +27,11 @@ from process_tree import descendants
 from small import same_bits, small_task
 
 
-def run(ranks: int, program: Callable[[Place], Any], deadline: float = 20) -> Any:
+def run(ranks: int, program: Callable[[RankContext], Any], deadline: float = 20) -> Any:
     return dure.Processes(ranks, deadline).run(program, lambda event: None)
 
 
-def endless(place: Place, fate: Callable[[Place], None], fatal_step: int = 5) -> None:
+def endless(place: RankContext, fate: Callable[[RankContext], None], fatal_step: int = 5) -> None:
     """Reduces for ever; at `fatal_step` `fate` decides what happens to a rank."""
     step = 0
     while True:
@@ -43,7 +43,7 @@ def endless(place: Place, fate: Callable[[Place], None], fatal_step: int = 5) ->
 
 
 def test_every_rank_has_its_number_its_threads_and_the_parents_folder(tmp_path: Path) -> None:
-    def program(place: Place) -> list[float]:
+    def program(place: RankContext) -> list[float]:
         facts = [
             float(place.group.rank),
             float(torch.get_num_threads()),
@@ -60,7 +60,7 @@ def test_every_rank_has_its_number_its_threads_and_the_parents_folder(tmp_path: 
 def test_a_rank_collects_no_garbage_among_what_was_imported_before_it() -> None:
     """Else it would write into every object, and have the pages for itself."""
 
-    def program(place: Place) -> list[float]:
+    def program(place: RankContext) -> list[float]:
         # All of torch is frozen; what the rank has made itself is not.
         kinds = (type(one) for one in gc.get_objects() if isinstance(one, type(torch)))
         return [float(gc.get_freeze_count()), float(sum(1 for _ in kinds))]
@@ -74,7 +74,7 @@ def test_nobody_can_reach_the_ranks_over_the_network() -> None:
     """Nor do they ask a name server what their own machine is called: there is no address to ask
     for."""
 
-    def program(place: Place) -> list[float]:
+    def program(place: RankContext) -> list[float]:
         own = {os.stat(one).st_ino for one in Path("/proc/self/fd").iterdir() if one.exists()}
         tables = [Path(f"/proc/self/net/{name}") for name in ("tcp", "tcp6", "udp", "udp6")]
         known = {
@@ -93,7 +93,7 @@ def test_nobody_can_reach_the_ranks_over_the_network() -> None:
 
 
 def test_what_a_rank_prints_reaches_the_user(capfd: pytest.CaptureFixture[str]) -> None:
-    def greet(place: Place) -> None:
+    def greet(place: RankContext) -> None:
         print(f"hello from {place.group.rank}\n", end="", flush=True)  # one write each
 
     run(2, greet)
@@ -103,7 +103,7 @@ def test_what_a_rank_prints_reaches_the_user(capfd: pytest.CaptureFixture[str]) 
 def test_events_of_rank_0_are_reported_in_order() -> None:
     seen: list[int] = []
 
-    def program(place: Place) -> None:
+    def program(place: RankContext) -> None:
         if place.group.rank == 0:
             for step in range(5):
                 place.report({"unit": "step", "step": step})
@@ -113,7 +113,7 @@ def test_events_of_rank_0_are_reported_in_order() -> None:
 
 
 def test_an_error_of_the_users_code_arrives_with_its_rank_and_traceback() -> None:
-    def broken(place: Place) -> None:
+    def broken(place: RankContext) -> None:
         if place.group.rank == 1:
             raise ZeroDivisionError("my own mistake")
         all_reduce(torch.ones(10), place.group, "ring")
@@ -145,7 +145,7 @@ def test_an_error_in_a_model_names_rank_and_step() -> None:
 
 @pytest.mark.parametrize("victim", [0, 1, 3])
 def test_a_killed_rank_is_named_with_operation_and_step(victim: int) -> None:
-    def fate(place: Place) -> None:
+    def fate(place: RankContext) -> None:
         if place.group.rank == victim:
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -159,7 +159,7 @@ def test_a_killed_rank_is_named_with_operation_and_step(victim: int) -> None:
 
 
 def test_a_rank_that_exits_is_named_with_its_status() -> None:
-    def fate(place: Place) -> None:
+    def fate(place: RankContext) -> None:
         if place.group.rank == 1:
             os._exit(7)
 
@@ -171,7 +171,7 @@ def test_a_rank_that_exits_is_named_with_its_status() -> None:
 
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_stopped_rank_is_named_within_the_deadline(victim: int) -> None:
-    def fate(place: Place) -> None:
+    def fate(place: RankContext) -> None:
         if place.group.rank == victim:
             os.kill(os.getpid(), signal.SIGSTOP)
 
@@ -207,7 +207,7 @@ def test_a_loss_that_is_not_finite_names_its_rank_and_step_on_all() -> None:
 
 
 def test_the_world_can_be_used_again_after_a_failure_and_many_times() -> None:
-    def fate(place: Place) -> None:
+    def fate(place: RankContext) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     with pytest.raises(PeerLostError):
@@ -244,7 +244,7 @@ def test_ranks_find_imported_what_their_parent_has_imported() -> None:
     import dure.averaging.local_sgd
     import dure.cli.main  # noqa: F401
 
-    def at_its_start(place: Place) -> list[str]:
+    def at_its_start(place: RankContext) -> list[str]:
         import sys
 
         wanted = ["dure.averaging.local_sgd", "pytest", "dure.cli.main", "this"]
@@ -283,7 +283,7 @@ def test_what_a_script_sets_for_the_whole_process_holds_on_its_ranks(
 
 
 def test_a_dead_rank_whose_child_lives_on_is_noticed_all_the_same() -> None:
-    def fate(place: Place) -> None:
+    def fate(place: RankContext) -> None:
         if place.group.rank == 1:
             if os.fork() == 0:
                 time.sleep(20)
@@ -299,7 +299,7 @@ def test_a_dead_rank_whose_child_lives_on_is_noticed_all_the_same() -> None:
 
 
 def test_an_error_with_a_long_message_still_arrives() -> None:
-    def broken(place: Place) -> None:
+    def broken(place: RankContext) -> None:
         raise ValueError("long " * 100_000)
 
     with pytest.raises(

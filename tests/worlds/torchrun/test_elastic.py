@@ -20,7 +20,7 @@ from torch.distributed import TCPStore
 
 import dure
 from dure.cli.main import main
-from dure.contracts.strategy import Place, Strategy
+from dure.contracts.strategy import RankContext, Strategy
 from dure.errors import RunFolderError
 from dure.record.run import RunFolder
 from dure.run.drive import drive
@@ -319,7 +319,7 @@ def test_the_command_of_a_run_that_has_ended_trains_no_more(
         command(elastic=False)
 
 
-def ended_on_every_rank(place: Place, job: Job) -> list[float]:
+def ended_on_every_rank(place: RankContext, job: Job) -> list[float]:
     """Whether each rank knows that rank 0 was interrupted, and evaluated no more."""
     outcome = drive(job, dataclasses.replace(place, interrupted=lambda: True))
     steps, evaluations = len(outcome.history.steps), len(outcome.history.evaluations)
@@ -358,7 +358,7 @@ def test_an_elastic_job_does_not_wait_for_an_evaluation_to_save(
     assert steps == saved
 
 
-def does_not_see_it(place: Place, job: Job) -> None:
+def does_not_see_it(place: RankContext, job: Job) -> None:
     drive(
         job if place.group.rank == 0 else dataclasses.replace(job, folder=Path("elsewhere")), place
     )

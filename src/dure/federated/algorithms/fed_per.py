@@ -22,9 +22,9 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor, nn
 
-from dure.contracts.learning import Part
 from dure.contracts.strategy import Kind
 from dure.contracts.task import Task
+from dure.contracts.training_options import Part
 from dure.federated.algorithm import Algorithm, Memory, Own, Start
 from dure.federated.engines.job import Job, Trained
 from dure.federated.server.unfit import alike

@@ -24,9 +24,9 @@ from typing import ClassVar, Literal, get_args
 
 from torch import nn
 
-from dure.contracts.learning import Part
 from dure.contracts.strategy import Kind
 from dure.contracts.task import Task
+from dure.contracts.training_options import Part
 from dure.federated.algorithm import Algorithm, Start
 from dure.federated.engines.choose import Setting
 from dure.federated.engines.job import Engine

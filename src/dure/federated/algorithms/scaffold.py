@@ -28,9 +28,9 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor, nn
 
-from dure.contracts.learning import Part
 from dure.contracts.strategy import Kind
 from dure.contracts.task import Task
+from dure.contracts.training_options import Part
 from dure.federated.aggregate.mean import wide
 from dure.federated.algorithm import Algorithm, Memory, Start
 from dure.federated.engines.job import Job, Trained

@@ -20,9 +20,9 @@ from typing import Literal, NamedTuple
 
 from torch import nn
 
-from dure.contracts.learning import asked_of
-from dure.contracts.strategy import another, examples_for, seeded_model
+from dure.contracts.strategy import examples_for, seeded_model, unused_copy
 from dure.contracts.task import Task
+from dure.contracts.training_options import training_options_of
 from dure.data.examples import Examples
 from dure.federated.engines.batched import BatchedEngine, batched_engine
 from dure.federated.engines.job import Engine, Job
@@ -171,7 +171,7 @@ def _batched(setting: Setting) -> BatchedEngine | str:
 
 def _one_by_one(task: Task) -> str | None:
     """Return why the task needs training client by client; None if it does not."""
-    return next((ONE_BY_ONE[one] for one in asked_of(task) if one in ONE_BY_ONE), None)
+    return next((ONE_BY_ONE[one] for one in training_options_of(task) if one in ONE_BY_ONE), None)
 
 
 def check_engine(task: Task, wanted: str, model: nn.Module | None = None) -> None:
@@ -216,7 +216,7 @@ def _check_name(wanted: str) -> None:
 def _reason(task: Task, model: nn.Module | None) -> str | None:
     """Return why the model cannot be batched, or None. model: the task's, which stays unchanged."""
     try:
-        model = seeded_model(task, 0) if model is None else another(model, task, 0)
+        model = seeded_model(task, 0) if model is None else unused_copy(model, task, 0)
         task = task.on(home_of(model))
         program_of(task, model, examples_for(task)[0])
         sgd_of(optimizer_of(task, list(model.parameters())), trained_of(model))

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from dure.contracts.strategy import another
+from dure.contracts.strategy import unused_copy
 from dure.contracts.task import Task
 from dure.federated.engines.job import Job, Reference
 from dure.tasks.loss_shares import Computed, CountedLoss
@@ -63,7 +63,7 @@ class OwnObjective:
         self._task = task
         self._seed = seed
         # Copied now, because a used model may not support copying.
-        self._fresh = another(model, task, seed)
+        self._fresh = unused_copy(model, task, seed)
         self._copies: list[_Copy] = []
         self._job: Job | None = None
         self._references: list[nn.Module] = []
@@ -72,7 +72,7 @@ class OwnObjective:
         """Prepare the steps of this job."""
         self._job = job
         while len(self._copies) < len(job.references):
-            made = another(self._fresh, self._task, self._seed)
+            made = unused_copy(self._fresh, self._task, self._seed)
             load_frozen(made, frozen_of(self.model))
             self._copies.append(_Copy(made))
         self._references = [

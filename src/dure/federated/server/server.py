@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from dure.collectives.group import Group
 from dure.contracts.metric import ratio
-from dure.contracts.strategy import SPENT, STOP, Learner, Progress
+from dure.contracts.strategy import STOP, TRANSFER_BUDGET_SPENT, Learner, StepResult
 from dure.contracts.task import Task
 from dure.data.examples import Examples
 from dure.data.keys import said
@@ -218,7 +218,7 @@ class Server(Learner):
 
     # The next model
 
-    def advance(self, wish: int) -> Progress:
+    def advance(self, wish: int) -> StepResult:
         """Make a new global model: assignments out, local training, updates back, aggregation."""
         coordinator = self.coordinator
         number = coordinator.model.number
@@ -259,8 +259,8 @@ class Server(Learner):
         if self.secure is not None:
             self._check_able(self.secure.fewest)
         if self._is_spent():
-            wish |= STOP | SPENT
-        return Progress(result.loss, result.samples, wish, self._numbers(flown, result))
+            wish |= STOP | TRANSFER_BUDGET_SPENT
+        return StepResult(result.loss, result.samples, wish, self._numbers(flown, result))
 
     def _take_part(self, number: int, result: Result) -> None:
         """Count the clients in a model, and warn of clients that have left."""

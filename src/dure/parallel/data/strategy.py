@@ -54,10 +54,10 @@ from dure.collectives.trailer import (
     summed_field,
     time_field,
 )
-from dure.contracts.learning import ALL, Part
 from dure.contracts.stop import Stop
-from dure.contracts.strategy import Kind, Learner, Place, Progress, Proof, Strategy, World
+from dure.contracts.strategy import Kind, Learner, Proof, RankContext, StepResult, Strategy, World
 from dure.contracts.task import Task
+from dure.contracts.training_options import ALL, Part
 from dure.data.batches import check_joint_batch, largest_piece
 from dure.data.sampling import JOINTLY, Way
 from dure.errors import LossNotFiniteError
@@ -140,7 +140,7 @@ class DataParallel(Strategy):
 
     name: ClassVar[str] = "data-parallel"
     kind: ClassVar[Kind] = "ranks"
-    also: ClassVar[Mapping[Kind, str]] = {"threads": "data parallel in threads"}
+    additional_worlds: ClassVar[Mapping[Kind, str]] = {"threads": "data parallel in threads"}
     unit: ClassVar[str] = "step"
     own_data: ClassVar[bool] = True
     trains_with: ClassVar[frozenset[Part]] = ALL
@@ -283,7 +283,7 @@ class DataParallel(Strategy):
                 )
 
     @property
-    def draws_by_coins(self) -> bool:
+    def uses_poisson_sampling(self) -> bool:
         return self.privacy is not None
 
     def cannot(self, part: Part, kind: Kind) -> str | None:
@@ -299,7 +299,7 @@ class DataParallel(Strategy):
             "number of all: take dure.Processes, or give a loss"
         )
 
-    def learner(self, task: Task, place: Place, seed: int) -> Learner:
+    def learner(self, task: Task, place: RankContext, seed: int) -> Learner:
         if place.kind == "threads":
             return ReplicasLearner(task, place, seed, self.batch_size)
         return DataParallelLearner(task, place, seed, self)
@@ -336,7 +336,7 @@ class DataParallelLearner(SingleLearner):
 
     announces = True
 
-    def __init__(self, task: Task, place: Place, seed: int, strategy: DataParallel) -> None:
+    def __init__(self, task: Task, place: RankContext, seed: int, strategy: DataParallel) -> None:
         super().__init__(
             task,
             place,
@@ -361,7 +361,7 @@ class DataParallelLearner(SingleLearner):
         self._counted = 0.0
         self._asked = 0
 
-    def gradients(self, indices: Tensor, wish: int) -> Progress:
+    def gradients(self, indices: Tensor, wish: int) -> StepResult:
         """Compute the joint batch's gradient and store it in the parameters, equal on all ranks.
 
         Raises LossNotFiniteError, on all ranks, if the loss of any rank is not finite.
@@ -395,7 +395,7 @@ class DataParallelLearner(SingleLearner):
             return self._noised(self.private, sum(heard["loss"]), indices, int(heard["wish"][0]))
         gradients = (one.grad for one in self.model.parameters() if one.grad is not None)
         mean = self.losses.settle(sum(heard["loss"]), indices, sum(heard["count"]), gradients)
-        return Progress(mean, len(indices), int(heard["wish"][0]))
+        return StepResult(mean, len(indices), int(heard["wish"][0]))
 
     def backward(self, piece: Tensor, batch: Tensor) -> None:
         """Run forward and backward over a piece of the joint batch, weighted by its share.
@@ -441,7 +441,7 @@ class DataParallelLearner(SingleLearner):
         computed = self.reducer.computed if sending else time.perf_counter()
         self.group.meter.compute("clipped", started, computed, self.step + 1)
 
-    def _noised(self, private: ExampleLevel, loss: float, indices: Tensor, wish: int) -> Progress:
+    def _noised(self, private: ExampleLevel, loss: float, indices: Tensor, wish: int) -> StepResult:
         """Store the noised gradient of the joint batch, the sum of whose losses is `loss`."""
         none = private.nothing()
         sums = [

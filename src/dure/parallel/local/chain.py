@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
-from dure.contracts.strategy import another, examples_for
+from dure.contracts.strategy import examples_for, unused_copy
 from dure.contracts.task import Task
 from dure.data.examples import Examples
 from dure.errors import PlanError, described
@@ -53,8 +53,8 @@ def check_chain(task: Task, model: nn.Module, stages: int) -> None:
     model, in training mode, on two examples. Raises PlanError, a ValueError, if the model is no
     chain, and ValueError for too few layers or a parameter that two layers share.
     """
-    whole = perturbed(another(model, task, 0), "chain")
-    chain = perturbed(another(model, task, 0), "chain")
+    whole = perturbed(unused_copy(model, task, 0), "chain")
+    chain = perturbed(unused_copy(model, task, 0), "chain")
     layers = layers_of(chain)
     some = torch.arange(min(2, len(task.train)))
     inputs, _ = to_device(examples_for(task)[0].batch(some), home_of(whole))

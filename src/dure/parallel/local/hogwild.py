@@ -35,18 +35,18 @@ import torch
 from torch import Tensor, nn
 
 from dure.collectives.group import Group
-from dure.contracts.learning import ALL, Part
-from dure.contracts.lr_schedule import Rates
+from dure.contracts.lr_schedule import ScheduledRates
 from dure.contracts.strategy import (
     Kind,
     Learner,
-    Place,
-    Progress,
+    RankContext,
+    StepResult,
     Strategy,
     World,
-    another,
+    unused_copy,
 )
 from dure.contracts.task import Task
+from dure.contracts.training_options import ALL, Part
 from dure.data.batches import Batches, check_batch_size
 from dure.errors import DureError, LossNotFiniteError, WorkerFailedError, described, traceback_of
 from dure.machine.devices import to_cpu, to_device
@@ -84,7 +84,7 @@ class Hogwild(Strategy):
 
     name: ClassVar[str] = "hogwild"
     kind: ClassVar[Kind] = "threads"
-    also: ClassVar[Mapping[Kind, str]] = {"ranks": "Hogwild in processes"}
+    additional_worlds: ClassVar[Mapping[Kind, str]] = {"ranks": "Hogwild in processes"}
     unit: ClassVar[str] = "round"
     trains_with: ClassVar[frozenset[Part]] = ALL
 
@@ -123,7 +123,7 @@ class Hogwild(Strategy):
                 "Hogwild's workers share the weights, so they compute on one device: name only one"
             )
 
-    def learner(self, task: Task, place: Place, seed: int) -> Learner:
+    def learner(self, task: Task, place: RankContext, seed: int) -> Learner:
         return HogwildLearner(task, place, seed, self)
 
 
@@ -154,7 +154,7 @@ class Hog:
             self.optimizer = learner.optimizer
         else:
             self.optimizer = learner.task.optimizer(model.parameters())
-        self.rates = Rates(self.optimizer, learner.task.lr_schedule)
+        self.rates = ScheduledRates(self.optimizer, learner.task.lr_schedule)
         self.trimming = Trimming(learner.task, model.named_parameters())
         self.batches = Batches(
             len(learner.train_examples),
@@ -220,7 +220,7 @@ class HogwildLearner(SingleLearner):
     unit = "round"
     parted = True
 
-    def __init__(self, task: Task, place: Place, seed: int, strategy: Hogwild) -> None:
+    def __init__(self, task: Task, place: RankContext, seed: int, strategy: Hogwild) -> None:
         super().__init__(task, place, seed, strategy.batch_size)
         self.strategy = strategy
         self.place = place
@@ -244,7 +244,7 @@ class HogwildLearner(SingleLearner):
         # Replicas share the weights of the model (`refresh`); only gradients and buffers are
         # separate.
         for number in range(1, len(self.team or ())):
-            own = replica(self.model, another(self.model, task, seed), self.device)
+            own = replica(self.model, unused_copy(self.model, task, seed), self.device)
             self.hogs.append(Hog(number, self, own, Meter(f"worker {number}", place.trace)))
 
     def flops_per_step(self) -> float:
@@ -260,7 +260,7 @@ class HogwildLearner(SingleLearner):
             self.stop_all()
         return bool(self.stop)
 
-    def advance(self, wish: int) -> Progress:
+    def advance(self, wish: int) -> StepResult:
         """Run a round: the steps of all workers until they synchronise."""
         self._begin()
         first = self.step
@@ -273,7 +273,7 @@ class HogwildLearner(SingleLearner):
         self.step = end
         # a stopped worker has made fewer steps: the mean is over the steps that were made
         total, counted, examples = map(sum, zip(*results, strict=True))
-        return Progress(total / counted if counted else None, int(examples), wish)
+        return StepResult(total / counted if counted else None, int(examples), wish)
 
     def _begin(self) -> None:
         """Begin a round on all ranks together; rank 0 may still be saving the weights before."""

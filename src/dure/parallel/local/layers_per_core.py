@@ -38,9 +38,9 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from dure.contracts.learning import ALL, Part
-from dure.contracts.strategy import Kind, Learner, Place, Progress, Strategy
+from dure.contracts.strategy import Kind, Learner, RankContext, StepResult, Strategy
 from dure.contracts.task import Task
+from dure.contracts.training_options import ALL, Part
 from dure.data.batches import check_batch_size
 from dure.errors import LossNotFiniteError
 from dure.machine.devices import to_device
@@ -117,7 +117,7 @@ class LayersPerCore(Strategy):
         check_pieces(task, model, self.batch_size, 1, self.microbatches)
         check_chain(task, model, workers or 1)
 
-    def learner(self, task: Task, place: Place, seed: int) -> Learner:
+    def learner(self, task: Task, place: RankContext, seed: int) -> Learner:
         return PipelineLearner(task, place, seed, self)
 
 
@@ -213,7 +213,7 @@ class Chain(nn.Module):
 class PipelineLearner(SingleLearner):
     """SGD whose gradient is computed by threads, each with some of the layers."""
 
-    def __init__(self, task: Task, place: Place, seed: int, strategy: LayersPerCore) -> None:
+    def __init__(self, task: Task, place: RankContext, seed: int, strategy: LayersPerCore) -> None:
         super().__init__(task, place, seed, strategy.batch_size)
         # The last stage has the outputs, and computes the loss.
         self.task = task.on(place.devices[-1])
@@ -251,7 +251,7 @@ class PipelineLearner(SingleLearner):
     def flops_per_step(self) -> float:
         return flops_per_step(self.model, self.train_examples, self.batches.batch_size)
 
-    def advance(self, wish: int) -> Progress:
+    def advance(self, wish: int) -> StepResult:
         started = time.perf_counter()
         for sheet in self.sheets:
             sheet.begin(started)
@@ -261,7 +261,7 @@ class PipelineLearner(SingleLearner):
             sheet.end(ended, self.step)
         return progress
 
-    def gradients(self, indices: Tensor, wish: int) -> Progress:
+    def gradients(self, indices: Tensor, wish: int) -> StepResult:
         """Compute the joint batch's gradient in the stages and store it in the parameters."""
         inputs, targets = self.read(indices)
         sizes = [len(part) for part in indices.tensor_split(self.microbatches) if len(part)]
@@ -270,7 +270,7 @@ class PipelineLearner(SingleLearner):
         works = self.draws.run(lambda own: self._pass(microbatches, sizes, targets, own))
         self.group.meter.idle("wait for the stages", started, time.perf_counter(), self.step + 1)
         self._account(works)
-        return Progress(works[-1].loss, len(indices), wish)
+        return StepResult(works[-1].loss, len(indices), wish)
 
     def _pass(
         self, microbatches: list[Any], sizes: list[int], targets: Any, own: Own

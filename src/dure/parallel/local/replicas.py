@@ -37,7 +37,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dure.contracts.strategy import Place, Progress, another
+from dure.contracts.strategy import RankContext, StepResult, unused_copy
 from dure.contracts.task import Task
 from dure.errors import LossNotFiniteError
 from dure.machine.devices import to_device
@@ -100,7 +100,7 @@ class ReplicasLearner(SingleLearner):
     def __init__(
         self,
         task: Task,
-        place: Place,
+        place: RankContext,
         seed: int,
         batch_size: int | None,
     ) -> None:
@@ -114,7 +114,7 @@ class ReplicasLearner(SingleLearner):
             # Worker 0 uses the model itself: no copy, and its gradients are in place.
             own = self.model
             if number > 0:
-                own = replica(self.model, another(self.model, task, seed), device)
+                own = replica(self.model, unused_copy(self.model, task, seed), device)
             meter = Meter(f"worker {number}", place.trace)
             self.workers.append(Worker(own, device, meter))
         self.draws = Draws(place.devices, [worker.model for worker in self.workers])
@@ -125,7 +125,7 @@ class ReplicasLearner(SingleLearner):
     def flops_per_step(self) -> float:
         return flops_per_step(self.model, self.train_examples, self.share)
 
-    def advance(self, wish: int) -> Progress:
+    def advance(self, wish: int) -> StepResult:
         started = time.perf_counter()
         for worker in self.workers:
             worker.sheet.begin(started)
@@ -135,7 +135,7 @@ class ReplicasLearner(SingleLearner):
             worker.sheet.end(ended, self.step)
         return progress
 
-    def gradients(self, indices: Tensor, wish: int) -> Progress:
+    def gradients(self, indices: Tensor, wish: int) -> StepResult:
         """Compute the joint batch's gradient and store it in the model's parameters."""
         inputs, targets = self.read(indices)
         sizes = [len(part) for part in indices.tensor_split(len(self.workers)) if len(part)]
@@ -151,7 +151,7 @@ class ReplicasLearner(SingleLearner):
         self._begin_backward(found.loss, busy)
         self._at_once("backward", busy, lambda worker: self.workers[worker].backward())
         self._reduce(busy)
-        return Progress(float(found.loss.item()) if found.counted else None, len(indices), wish)
+        return StepResult(float(found.loss.item()) if found.counted else None, len(indices), wish)
 
     def _scatter(self, inputs: Any, sizes: list[int]) -> list[Worker]:
         """Send each worker its inputs and the weights; return the workers that got inputs."""

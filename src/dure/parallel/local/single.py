@@ -27,11 +27,19 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from dure.contracts.learning import ALL, Part
-from dure.contracts.lr_schedule import Rates
+from dure.contracts.lr_schedule import ScheduledRates
 from dure.contracts.stop import Stop
-from dure.contracts.strategy import Kind, Learner, Place, Progress, Proof, Strategy, examples_for
+from dure.contracts.strategy import (
+    Kind,
+    Learner,
+    Proof,
+    RankContext,
+    StepResult,
+    Strategy,
+    examples_for,
+)
 from dure.contracts.task import Task
+from dure.contracts.training_options import ALL, Part
 from dure.data.batches import Batches, check_batch_size, largest_piece
 from dure.data.prefetch import Prefetch, prefetch
 from dure.data.sampling import JOINTLY, Way
@@ -143,7 +151,7 @@ class SingleWorker(Strategy):
         return self.privacy is None or self.privacy.draws == "seed"
 
     @property
-    def draws_by_coins(self) -> bool:
+    def uses_poisson_sampling(self) -> bool:
         return self.privacy is not None
 
     @property
@@ -220,7 +228,7 @@ class SingleWorker(Strategy):
             return example_level.proven(task, model)
         return prove_recompute(self._again(task), task, model)
 
-    def learner(self, task: Task, place: Place, seed: int) -> Learner:
+    def learner(self, task: Task, place: RankContext, seed: int) -> Learner:
         device = device_of(self.device)
         return SingleLearner(
             task,
@@ -265,7 +273,7 @@ class SingleLearner(Learner):
     def __init__(
         self,
         task: Task,
-        place: Place,
+        place: RankContext,
         seed: int,
         batch_size: int | None,
         device: torch.device | None = None,
@@ -285,7 +293,7 @@ class SingleLearner(Learner):
         self.model = made.train()
         self.again = install(again, task, self.model, place.check)
         self.optimizer = self.offloaded.optimizer(task.optimizer(self.model.parameters()))
-        self.rates = Rates(self.optimizer, task.lr_schedule) if task.lr_schedule else None
+        self.rates = ScheduledRates(self.optimizer, task.lr_schedule) if task.lr_schedule else None
         self.trimming = Trimming(task, self.model.named_parameters())
         self.train_examples, self.test_examples = examples_for(task)
         self.losses = CountedLoss(task.loss, self.train_examples)
@@ -335,7 +343,7 @@ class SingleLearner(Learner):
             self.model, self.train_examples, -(-self.batches.batch_size // self.group.size)
         )
 
-    def advance(self, wish: int) -> Progress:
+    def advance(self, wish: int) -> StepResult:
         """Make a step of the optimizer on the next joint batch."""
         self._seed_step(self.step)
         if self.private is not None:
@@ -366,7 +374,7 @@ class SingleLearner(Learner):
             self.seed, "step", step, self.group.rank, everything=self.train_examples.draws
         )
 
-    def gradients(self, indices: Tensor, wish: int) -> Progress:
+    def gradients(self, indices: Tensor, wish: int) -> StepResult:
         """Compute the mean gradient over the joint batch `indices`, stored in the parameters."""
         if self.private is not None:
             return self._private_gradients(self.private, indices, wish)
@@ -395,7 +403,7 @@ class SingleLearner(Learner):
         )
         if not math.isfinite(found.loss):
             raise LossNotFiniteError(found.loss, self.where, f"step {self.step + 1}")
-        return Progress(found.loss if found.counted else None, len(indices), wish)
+        return StepResult(found.loss if found.counted else None, len(indices), wish)
 
     def computing(self) -> AbstractContextManager[object]:
         """Return a context for forward and loss: the precision of the task."""
@@ -406,7 +414,7 @@ class SingleLearner(Learner):
         with self.computing(), self.offloaded.saving(inputs, targets):
             yield
 
-    def _private_gradients(self, private: ExampleLevel, indices: Tensor, wish: int) -> Progress:
+    def _private_gradients(self, private: ExampleLevel, indices: Tensor, wish: int) -> StepResult:
         sums, loss = private.nothing(), 0.0
         for piece in indices.tensor_split(self.accumulate):
             if not len(piece):
@@ -426,7 +434,7 @@ class SingleLearner(Learner):
         loss: float,
         indices: Tensor,
         wish: int,
-    ) -> Progress:
+    ) -> StepResult:
         """Store the noised gradient of a whole batch in the parameters.
 
         Args:
@@ -447,7 +455,7 @@ class SingleLearner(Learner):
         # evaluations.
         done = self.step + 1
         numbers = self.numbers() if done % self.units_per_epoch == 0 else None
-        return Progress(mean, private.expected, wish, numbers)
+        return StepResult(mean, private.expected, wish, numbers)
 
     def numbers(self) -> dict[str, float]:
         # Rank 0 records the epsilon; the others need not compute it.
@@ -505,7 +513,7 @@ class SingleLearner(Learner):
     def rest(self) -> None:
         forget(self.optimizer)
 
-    def passing_buffers(self) -> Mapping[str, Tensor]:
+    def non_persistent_buffers(self) -> Mapping[str, Tensor]:
         buffers: Mapping[str, Tensor] = to_cpu(passing_buffers(self.model))
         return buffers
 

@@ -19,7 +19,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
-from dure.contracts.strategy import Place
+from dure.contracts.strategy import RankContext
 from dure.errors import DureError, WorkerFailedError, described, traceback_of
 from dure.machine.global_settings import as_here
 from dure.machine.threads import set_own_threads, threads_for
@@ -204,7 +204,7 @@ class TimeSheet:
             self.meter.idle(f"wait for {self.others}", self._free, now, step)
 
 
-def team_at(place: Place, flops: float, name: str = "worker") -> Team:
+def team_at(place: RankContext, flops: float, name: str = "worker") -> Team:
     """Return the worker threads of a place, which end with its run.
 
     flops: operations of a worker's step. The workers divide the cores; their operators use one

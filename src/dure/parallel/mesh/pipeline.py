@@ -22,9 +22,9 @@ from typing import ClassVar
 
 from torch import nn
 
-from dure.contracts.learning import Part
-from dure.contracts.strategy import Kind, Learner, Place, Proof, Strategy
+from dure.contracts.strategy import Kind, Learner, Proof, RankContext, Strategy
 from dure.contracts.task import Task
+from dure.contracts.training_options import Part
 from dure.data.sampling import JOINTLY, Way
 from dure.memory.formula import Shares
 from dure.memory.offload.wanted import Offload, parse_offload
@@ -132,5 +132,5 @@ class Pipeline(Strategy):
     def prove(self, task: Task, model: nn.Module, workers: int | None) -> Proof | None:
         return self.on(1 if workers is None else workers).prove(task, model, workers)
 
-    def learner(self, task: Task, place: Place, seed: int) -> Learner:
+    def learner(self, task: Task, place: RankContext, seed: int) -> Learner:
         return ParallelLearner(task, place, seed, self.on(place.group.size))

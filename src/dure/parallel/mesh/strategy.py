@@ -28,19 +28,19 @@ from typing import Any, ClassVar, Literal, get_args
 import msgspec
 from torch import Tensor, nn
 
-from dure.contracts.learning import Part, trained_from
-from dure.contracts.lr_schedule import Rates
+from dure.contracts.lr_schedule import ScheduledRates
 from dure.contracts.strategy import (
     Kind,
     Learner,
-    Place,
-    Progress,
     Proof,
+    RankContext,
+    StepResult,
     Strategy,
-    another,
     examples_for,
+    unused_copy,
 )
 from dure.contracts.task import Task
+from dure.contracts.training_options import Part, trained_from
 from dure.data.batches import Batches, check_joint_batch
 from dure.data.examples import Examples
 from dure.data.sampling import JOINTLY, Way
@@ -294,7 +294,7 @@ class Parallel(Strategy):
         check_apart(model)
         check_pieces(task, model, self.batch_size, self.mesh.data, self.most)
         # A copy, since the checks divide it and run it.
-        model = another(model, task, 0)
+        model = unused_copy(model, task, 0)
         check_steps_of(self.offload, task, model)
         train, test = examples_for(task)
         check_zero(self.zero, self.mesh, self.mesh.pipeline * (self.stages_per_rank or 1), model)
@@ -336,7 +336,7 @@ class Parallel(Strategy):
         if cut is None:
             return prove_recompute(self.again(task), task, model)
         started = time.perf_counter()
-        twin = another(model, task, 0)
+        twin = unused_copy(model, task, 0)
         # A task may return the same model each time, and it may have no copy: then there is no
         # second model to compare with.
         if twin is cut.model or twin is model:
@@ -368,7 +368,7 @@ class Parallel(Strategy):
         batch = of if self.batch_size is None else min(self.batch_size, of)
         return -(-batch // (self.mesh.data * self.most))
 
-    def learner(self, task: Task, place: Place, seed: int) -> Learner:
+    def learner(self, task: Task, place: RankContext, seed: int) -> Learner:
         return ParallelLearner(task, place, seed, self)
 
 
@@ -392,7 +392,7 @@ class ParallelLearner(Learner):
     def __init__(
         self,
         task: Task,
-        place: Place,
+        place: RankContext,
         seed: int,
         strategy: Parallel,
         again: Asked | None = None,
@@ -545,7 +545,7 @@ class ParallelLearner(Learner):
         held = self.held
         held.optimizer = optimizer_of(held, self.task.optimizer)
         if held.optimizer is not None:
-            self.rates = Rates(held.optimizer, self.task.lr_schedule)
+            self.rates = ScheduledRates(held.optimizer, self.task.lr_schedule)
             self.offloaded.optimizer(held.optimizer)
             held.zero = zero_of(held, self.strategy.zero)
         self._watch_passes()
@@ -597,7 +597,7 @@ class ParallelLearner(Learner):
 
     # A step.
 
-    def advance(self, wish: int) -> Progress:
+    def advance(self, wish: int) -> StepResult:
         """Run a step of the optimizer on the next joint batch.
 
         wish: the control flags of this rank.
@@ -614,7 +614,7 @@ class ParallelLearner(Learner):
         # after the update, when no rank computes with them
         share_buffers(held)
         held.step += 1
-        return Progress(mean, len(indices), wish)
+        return StepResult(mean, len(indices), wish)
 
     def compute(self, indices: Tensor, wish: int) -> tuple[float | None, float, int]:
         """Compute the gradient of the joint batch's mean loss, in the parameters' gradients.

@@ -22,9 +22,9 @@ from typing import ClassVar
 
 from torch import nn
 
-from dure.contracts.learning import Part
-from dure.contracts.strategy import Kind, Learner, Place, Proof, Strategy
+from dure.contracts.strategy import Kind, Learner, Proof, RankContext, Strategy
 from dure.contracts.task import Task
+from dure.contracts.training_options import Part
 from dure.data.sampling import JOINTLY, Way
 from dure.memory.formula import Shares
 from dure.memory.offload.wanted import Offload, parse_offload
@@ -127,6 +127,6 @@ class TensorParallel(Strategy):
         self.check_model(task, model, workers)
         return prove_recompute(self._again(task, workers), task, model)
 
-    def learner(self, task: Task, place: Place, seed: int) -> Learner:
+    def learner(self, task: Task, place: RankContext, seed: int) -> Learner:
         workers = place.group.size
         return ParallelLearner(task, place, seed, self.on(workers), self._again(task, workers))

@@ -28,9 +28,9 @@ from torch import Tensor, nn
 
 from dure.collectives.arguments import check_algorithm
 from dure.collectives.trailer import Numbers, common_start, per_rank_field, summed_field, time_field
-from dure.contracts.learning import ALL, Part, trained_from
-from dure.contracts.strategy import Kind, Learner, Place, Progress, Proof, Strategy
+from dure.contracts.strategy import Kind, Learner, Proof, RankContext, StepResult, Strategy
 from dure.contracts.task import Task
+from dure.contracts.training_options import ALL, Part, trained_from
 from dure.data.batches import check_joint_batch, largest_piece
 from dure.data.sampling import JOINTLY, Way
 from dure.errors import LossNotFiniteError
@@ -163,7 +163,7 @@ class ZeRO(Strategy):
         self.check_model(task, model, workers)
         return prove_recompute(self._again(task, workers), task, model)
 
-    def learner(self, task: Task, place: Place, seed: int) -> Learner:
+    def learner(self, task: Task, place: RankContext, seed: int) -> Learner:
         return ZeROLearner(task, place, seed, self)
 
 
@@ -176,7 +176,7 @@ class ZeROLearner(SingleLearner):
     by_parts = True
     averages_parts = True
 
-    def __init__(self, task: Task, place: Place, seed: int, strategy: ZeRO) -> None:
+    def __init__(self, task: Task, place: RankContext, seed: int, strategy: ZeRO) -> None:
         super().__init__(
             task,
             place,
@@ -243,7 +243,7 @@ class ZeROLearner(SingleLearner):
     def flops_per_step(self) -> float:
         return self._flops
 
-    def gradients(self, indices: Tensor, wish: int) -> Progress:
+    def gradients(self, indices: Tensor, wish: int) -> StepResult:
         """Compute this rank's part of the joint batch's gradient, for the optimizer's pieces.
 
         Raises LossNotFiniteError, on all ranks, if the loss of any rank is not finite.
@@ -277,7 +277,7 @@ class ZeROLearner(SingleLearner):
             self._take_buffers(heard["changed"])
         gradients = (part.grad for part in self.zero.parts() if part.grad is not None)
         mean = self.losses.settle(sum(heard["loss"]), indices, sum(heard["count"]), gradients)
-        return Progress(mean, len(indices), int(heard["wish"][0]))
+        return StepResult(mean, len(indices), int(heard["wish"][0]))
 
     def trim(self) -> None:
         for name, part in self.zero.parts_by_name():
@@ -333,7 +333,7 @@ class ZeROLearner(SingleLearner):
         """Subtract the time of waiting from the computing time."""
         self.group.meter.counters.compute_seconds -= self.zero.wire.account(self.step + 1, arrival)
 
-    def advance(self, wish: int) -> Progress:
+    def advance(self, wish: int) -> StepResult:
         progress = super().advance(wish)
         self._account()
         return progress

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 from torch import Tensor
 
-from dure.contracts.strategy import STOP, Learner, Place, Progress
+from dure.contracts.strategy import STOP, Learner, RankContext, StepResult
 from dure.contracts.task import Task
 from dure.errors import LossNotFiniteError, PeerLostError, described, traceback_of
 from dure.parameter_server.compressed import push_bytes
@@ -48,7 +48,7 @@ _COUNT_SECONDS = 1.0
 """Seconds between counts of traffic, which may end the run."""
 
 
-def assist(task: Task, place: Place, seed: int, plan: Plan) -> str:
+def assist(task: Task, place: RankContext, seed: int, plan: Plan) -> str:
     """Run a rank other than the first; returns the limit by which the run has ended.
 
     Raises PeerLostError if rank 0 is lost, and errors of the task.
@@ -58,7 +58,7 @@ def assist(task: Task, place: Place, seed: int, plan: Plan) -> str:
     port = meet(place.group, plan, model)
     pipeline = pipeline_of(place.group, plan)
     rank = place.group.rank
-    place.outlives()
+    place.survives_peer_loss()
     try:
         if rank <= plan.servers:
             layout = plan.layout(model)
@@ -96,7 +96,7 @@ class ProcessesLearner(Learner):
     unit = "round"
     where = "rank 0"
 
-    def __init__(self, task: Task, place: Place, seed: int, plan: Plan) -> None:
+    def __init__(self, task: Task, place: RankContext, seed: int, plan: Plan) -> None:
         self.task = task
         self.place = place
         self.group = place.group.alone()
@@ -108,7 +108,7 @@ class ProcessesLearner(Learner):
         self.plan = plan
         port = meet(place.group, plan, self.model)
         pipeline_of(place.group, plan)
-        place.outlives()
+        place.survives_peer_loss()
         self.terms = plan.terms_with_tables(task, self.model, seed)
         self.shards = plan.shards(self.model)
         self.table_shards = plan.table_shards(self.model)
@@ -164,7 +164,7 @@ class ProcessesLearner(Learner):
             self._states = ()
             self._unsent = {}
 
-    def advance(self, wish: int) -> Progress:
+    def advance(self, wish: int) -> StepResult:
         """Run a round: `period` batches of every group, or fewer if the run is to end."""
         self._begin()
         self._wish = wish
@@ -194,7 +194,7 @@ class ProcessesLearner(Learner):
         counted += sum(report.counted for report in reports)
         self._loss = (0.0, 0.0) if whole else (total, counted)
         self.round += whole
-        return Progress(
+        return StepResult(
             loss=mean_over(total, counted),
             samples=samples,
             wish=self._wish,

@@ -37,7 +37,7 @@ from dure.collectives.compression import NoCompression
 from dure.collectives.group import Group
 from dure.collectives.roll_call import with_lost_rank_diagnosis
 from dure.contracts.lr_schedule import LRSchedule, check_schedule, factor_at
-from dure.contracts.strategy import Place
+from dure.contracts.strategy import RankContext
 from dure.errors import PeerLostError, described
 from dure.parallel.data.reducer import check_alike
 from dure.parallel.first_weights import share_weights
@@ -234,7 +234,7 @@ def _serve(plan: Plan, terms: Terms, model: nn.Module, number: int, port: Port) 
     try:
         # A connection loses messages only by breaking, so retries need no timeout.
         own = Server(number, plan.layout(model), terms, patience=math.inf)
-        if not serve(own, port, Place(Group(None, Meter(name)))):
+        if not serve(own, port, RankContext(Group(None, Meter(name)))):
             raise PeerLostError((0,), "serving", "the training", "has ended the run")
     except PeerLostError:
         raise

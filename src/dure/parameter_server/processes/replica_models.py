@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from dure.collectives.group import Group
-from dure.contracts.strategy import Place, examples_for
+from dure.contracts.strategy import RankContext, examples_for
 from dure.contracts.task import Task
 from dure.parallel.mesh.strategy import ParallelLearner
 from dure.parameter_server.downpour_plan import DownpourPlan
@@ -85,7 +85,7 @@ class StageModel:
         self,
         number: int,
         task: Task,
-        place: Place,
+        place: RankContext,
         model: nn.Module,
         seed: int,
         *,

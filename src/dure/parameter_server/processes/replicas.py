@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor, nn
 
 from dure.collectives.group import Group
-from dure.contracts.strategy import Place
+from dure.contracts.strategy import RankContext
 from dure.contracts.task import Task
 from dure.errors import PeerLostError
 from dure.machine.global_settings import as_here
@@ -104,7 +104,7 @@ class Replicating:
         self,
         number: int,
         task: Task,
-        place: Place,
+        place: RankContext,
         model: nn.Module,
         seed: int,
         *,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from dure.contracts.strategy import Place
+from dure.contracts.strategy import RankContext
 from dure.errors import PeerLostError
 from dure.machine.patience import Patience
 from dure.parameter_server.messages import (
@@ -21,7 +21,7 @@ from dure.parameter_server.processes.said import Account, Leads, Lost, Over, Sav
 from dure.parameter_server.server import Server
 
 
-def serve(server: Server, port: Port, place: Place) -> str:
+def serve(server: Server, port: Port, place: RankContext) -> str:
     """Serve until the leader ends the run; returns the limit by which it has ended.
 
     Raises PeerLostError if the leader is lost, or reports a loss.
@@ -57,7 +57,7 @@ def _say(said: list[Envelope], server: Server, port: Port) -> None:
             server.cut(to)
 
 
-def _answer(server: Server, sender: str, message: Message, port: Port, place: Place) -> None:
+def _answer(server: Server, sender: str, message: Message, port: Port, place: RankContext) -> None:
     began = time.perf_counter()
     counters = place.group.meter.counters
     if isinstance(message, Push):
@@ -77,7 +77,7 @@ def _answer(server: Server, sender: str, message: Message, port: Port, place: Pl
         place.group.meter.compute(what, began, time.perf_counter(), clock + 1)
 
 
-def _tell(server: Server, sender: str, port: Port, place: Place) -> None:
+def _tell(server: Server, sender: str, port: Port, place: RankContext) -> None:
     """Send the counters and the new part of the timeline."""
     counters = place.group.meter.counters.as_list()
     trace = place.trace.packed(place.clock_offset)

@@ -15,7 +15,7 @@ from functools import partial
 
 from torch import Tensor
 
-from dure.contracts.strategy import Place
+from dure.contracts.strategy import RankContext
 from dure.contracts.task import Task
 from dure.parameter_server.at_work import Worker
 from dure.parameter_server.compressed import compressors_of
@@ -52,7 +52,7 @@ class Working:
     """Process of worker `number` of a plan."""
 
     def __init__(
-        self, number: int, task: Task, place: Place, seed: int, plan: Plan, port: Port
+        self, number: int, task: Task, place: RankContext, seed: int, plan: Plan, port: Port
     ) -> None:
         self.number = number
         self.plan = plan

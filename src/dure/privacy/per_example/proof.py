@@ -33,7 +33,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from dure.contracts.strategy import Proof, another
+from dure.contracts.strategy import Proof, unused_copy
 from dure.contracts.task import Task
 from dure.data.examples import Examples
 from dure.machine.devices import home_of, to_device
@@ -107,7 +107,7 @@ def choose(task: Task, model: nn.Module, examples: Examples) -> Choice:
     try:
         device = home_of(model)
         loss = task.on(device).loss
-        twin = perturbed(another(model, task, 0).to(device), "dp-sgd proof")
+        twin = perturbed(unused_copy(model, task, 0).to(device), "dp-sgd proof")
         batch = examples.batch(torch.arange(min(TRIED, len(examples))))
         inputs, targets = to_device(batch, device)
         _check_others(twin, inputs)

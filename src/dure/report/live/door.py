@@ -18,7 +18,7 @@ import secrets
 from collections.abc import Mapping
 from urllib.parse import parse_qs
 
-from dure.contracts.page import Answer
+from dure.contracts.page import PageResponse
 
 _PURPOSE = b"the live page of dure"
 _SIGNS = "ABCDEFGHJKLMNPQRSTUVWXYZ23456789"
@@ -50,7 +50,7 @@ class Door:
         session = self._session.encode()
         return any(name == self._name and self._is(value, session) for name, _, value in pairs)
 
-    def enter(self, body: bytes) -> Answer | None:
+    def enter(self, body: bytes) -> PageResponse | None:
         """Return the response to a form with the token; None for a wrong token."""
         try:
             fields = parse_qs(body.decode(errors="replace"), max_num_fields=4)
@@ -61,7 +61,7 @@ class Door:
             return None
         secure = "; Secure" if self._secure else ""
         cookie = f"{self._name}={self._session}; HttpOnly; SameSite=Strict; Path=/{secure}"
-        return Answer(303, {"location": "./", "set-cookie": cookie})
+        return PageResponse(303, {"location": "./", "set-cookie": cookie})
 
     @staticmethod
     def _is(given: str, right: bytes) -> bool:

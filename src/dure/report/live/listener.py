@@ -13,7 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import urlsplit
 
-from dure.contracts.page import MOST_BODY, PACE, Answer, Stream
+from dure.contracts.page import MOST_BODY, PACE, EventStream, PageResponse
 from dure.errors import ServeError
 from dure.report.live.page import LivePage
 
@@ -112,13 +112,15 @@ class _Handler(BaseHTTPRequestHandler):
         # Not plain int(): it rejects thousands of digits, and zeros could hide a large number.
         if re.fullmatch("[0-9]{1,9}", length) is None or int(length) > MOST_BODY:
             self.close_connection = True
-            self._send(Answer(413))
+            self._send(PageResponse(413))
             return
         self._answer(self.rfile.read(int(length)))
 
     def _answer(self, body: bytes) -> None:
         if not self._is_for_here():
-            self._send(Answer(421, {"content-type": "text/plain"}, b"this is a loopback address\n"))
+            self._send(
+                PageResponse(421, {"content-type": "text/plain"}, b"this is a loopback address\n")
+            )
             return
         headers = {name.lower(): value for name, value in self.headers.items()}
         self._send(self.server.page.answer(self.command, self.path, headers, body))
@@ -129,7 +131,7 @@ class _Handler(BaseHTTPRequestHandler):
         except ValueError:
             return False
 
-    def _send(self, answer: Answer) -> None:
+    def _send(self, answer: PageResponse) -> None:
         self.send_response(answer.status)
         for name, value in answer.headers.items():
             self.send_header(name, value)
@@ -146,7 +148,7 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(answer.body)
 
-    def _follow(self, stream: Stream) -> None:
+    def _follow(self, stream: EventStream) -> None:
         """Send due events until the stream or the connection ends (OSError)."""
         self.server.streams(1)
         try:

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
 
-from dure.contracts.page import Answer
+from dure.contracts.page import PageResponse
 from dure.report import document
 from dure.report.live.door import Door
 from dure.report.live.state import State, States
@@ -86,27 +86,29 @@ class LivePage:
         self._closed = threading.Event()
         self.readers = 0
 
-    def answer(self, method: str, path: str, headers: Mapping[str, str], body: bytes) -> Answer:
+    def answer(
+        self, method: str, path: str, headers: Mapping[str, str], body: bytes
+    ) -> PageResponse:
         """Return the response to a request."""
         where, _, query = path.partition("?")
         if where == "/" and method == "POST":
             entered = self._door.enter(body)
             return _with(_HEADERS, self._form(403, wrong=True) if entered is None else entered)
         if method not in ("GET", "HEAD"):
-            return _with(_HEADERS, Answer(405, {"allow": "GET, POST"}))
+            return _with(_HEADERS, PageResponse(405, {"allow": "GET, POST"}))
         known = self._door.knows(headers)
         if where == "/":
             return _with(_HEADERS, self._page() if known else self._form(401))
         if not known:
-            return _with(_HEADERS, Answer(401, {"www-authenticate": "Bearer"}))
+            return _with(_HEADERS, PageResponse(401, {"www-authenticate": "Bearer"}))
         if where == "/here":
-            return _with(_HEADERS, Answer(204))
+            return _with(_HEADERS, PageResponse(204))
         if where == "/plotly.js":
             return _with(_HEADERS, self._drawing(headers))
         if where == "/events":
             since = headers.get("last-event-id") or parse_qs(query).get("since", [""])[0]
             return _with(_HEADERS, self._events(since))
-        return _with(_HEADERS, Answer(404))
+        return _with(_HEADERS, PageResponse(404))
 
     @property
     def closed(self) -> bool:
@@ -119,11 +121,11 @@ class LivePage:
         """Wait for `seconds`, or until the page is closed."""
         self._closed.wait(seconds)
 
-    def _events(self, since: str) -> Answer:
+    def _events(self, since: str) -> PageResponse:
         if self.readers >= MOST_READERS:
-            return Answer(503, {"retry-after": "10"})
+            return PageResponse(503, {"retry-after": "10"})
         headers = {"content-type": "text/event-stream; charset=utf-8", "x-accel-buffering": "no"}
-        return Answer(200, headers, stream=Events(self, since))
+        return PageResponse(200, headers, stream=Events(self, since))
 
     @cached_property
     def _plotly(self) -> tuple[bytes, bytes, str]:
@@ -131,23 +133,23 @@ class LivePage:
         source = document.plotly_source("the live page").encode()
         return source, gzip.compress(source, 6), f'"{hashlib.sha256(source).hexdigest()[:16]}"'
 
-    def _drawing(self, headers: Mapping[str, str]) -> Answer:
+    def _drawing(self, headers: Mapping[str, str]) -> PageResponse:
         # Cached, but revalidated: another version has another ETag.
         source, packed, tag = self._plotly
         kept = {"cache-control": "private, no-cache", "etag": tag}
         if headers.get("if-none-match") == tag:
-            return Answer(304, kept)
+            return PageResponse(304, kept)
         kind = {**kept, "content-type": _JAVASCRIPT, "vary": "accept-encoding"}
         if "gzip" in headers.get("accept-encoding", ""):
-            return Answer(200, {**kind, "content-encoding": "gzip"}, packed)
-        return Answer(200, kind, source)
+            return PageResponse(200, {**kind, "content-encoding": "gzip"}, packed)
+        return PageResponse(200, kind, source)
 
-    def _page(self) -> Answer:
+    def _page(self) -> PageResponse:
         state = self.states.newest()
         nonce = secrets.token_urlsafe(16)
         return _html(200, _document(state, nonce), nonce)
 
-    def _form(self, status: int, wrong: bool = False) -> Answer:
+    def _form(self, status: int, wrong: bool = False) -> PageResponse:
         said = "That is another token." if wrong else "This page is for whoever has its token."
         body = (
             '<div class="door"><p class="mark">dure</p>'
@@ -206,17 +208,17 @@ def _event(name: str, told: Mapping[str, Any], version: str = "") -> bytes:
     return f"event: {name}\n{numbered}retry: 2000\ndata: {text}\n\n".encode(errors="replace")
 
 
-def _with(headers: Mapping[str, str], answer: Answer) -> Answer:
+def _with(headers: Mapping[str, str], answer: PageResponse) -> PageResponse:
     """Return the response with additional headers; its own headers take precedence."""
-    return Answer(answer.status, {**headers, **answer.headers}, answer.body, answer.stream)
+    return PageResponse(answer.status, {**headers, **answer.headers}, answer.body, answer.stream)
 
 
-def _html(status: int, text: str, nonce: str) -> Answer:
+def _html(status: int, text: str, nonce: str) -> PageResponse:
     headers = {
         "content-type": "text/html; charset=utf-8",
         "content-security-policy": _POLICY.format(nonce=nonce),
     }
-    return Answer(status, headers, text.encode("utf-8", errors="replace"))
+    return PageResponse(status, headers, text.encode("utf-8", errors="replace"))
 
 
 def _around(title: str, body: str, attributes: str = "", scripts: str = "") -> str:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dure.contracts.strategy import Proof, another, examples_for
+from dure.contracts.strategy import Proof, examples_for, unused_copy
 from dure.errors import first_line
 from dure.parallel.pipeline.stage import Microbatch
 from dure.parallel.proof import first_difference, same_operations
@@ -45,7 +45,7 @@ def prove(task: JoinedTask, model: nn.Module, examples: int) -> Proof | None:
     Raises ValueError if the two differ.
     """
     started = time.perf_counter()
-    one, other = another(model, task, 0), another(model, task, 0)
+    one, other = unused_copy(model, task, 0), unused_copy(model, task, 0)
     if one is other or model in (one, other):
         return None
     assert isinstance(one, ModelParts)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from dure.contracts.channels import Came, Channels, Said
+from dure.contracts.channels import Channels, ClientConnected, ClientFrame
 from dure.record.disk import write_atomically
 from dure.record.inside import contents
 from dure.split.network.checks import MOST_EXAMPLES
@@ -82,12 +82,12 @@ class Entrance:
             event = self.channels.next(MOMENT)
             if interrupted():
                 raise KeyboardInterrupt
-            if isinstance(event, Came):
+            if isinstance(event, ClientConnected):
                 if self.lets_in(event):
                     here.add(event.client)
             elif event is not None:
                 here.discard(event.client)
-                if isinstance(event, Said):
+                if isinstance(event, ClientFrame):
                     self._too_early(event)
         write_atomically(self.channels.folder / EXAMPLES, msgspec.json.encode(self._examples))
         if self.roster is None:
@@ -96,7 +96,7 @@ class Entrance:
             write_atomically(self.channels.folder / ROSTER, self.roster.to_json())
         return self.roster
 
-    def _too_early(self, event: Said) -> None:
+    def _too_early(self, event: ClientFrame) -> None:
         """Reject a client that sends a message before all clients have joined."""
         try:
             frame = decode(event.frame)
@@ -117,7 +117,7 @@ class Entrance:
             self._here = here
             self.tell(f"waiting for clients: {here} of {self.clients} are here")
 
-    def lets_in(self, event: Came) -> bool:
+    def lets_in(self, event: ClientConnected) -> bool:
         """Return whether a client may join; reject a client whose identity has changed."""
         try:
             hello = decode(event.hello, MOST_HELLO)

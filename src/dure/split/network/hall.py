@@ -32,7 +32,13 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
-from dure.contracts.channels import Came, Channels, Event, Gone, Said
+from dure.contracts.channels import (
+    Channels,
+    ClientConnected,
+    ClientDisconnected,
+    ClientFrame,
+    Event,
+)
 from dure.errors import DureError, LossNotFiniteError
 from dure.fleet.virtual import Passage, nbytes
 from dure.record.meter import Meter
@@ -203,7 +209,7 @@ class Hall:
         self._shows()
         # Check timeouts only after other events, since more messages may be queued.
         # A client that only reconnects has sent no message.
-        if not isinstance(event, Said):
+        if not isinstance(event, ClientFrame):
             self._look()
 
     def _forgives(self, seconds: float) -> None:
@@ -221,9 +227,9 @@ class Hall:
         if event is None:
             return
         name = client(event.client)
-        if isinstance(event, Came):
+        if isinstance(event, ClientConnected):
             self._comes(name, event)
-        elif isinstance(event, Gone):
+        elif isinstance(event, ClientDisconnected):
             self._goes(name, event.why)
         elif name in self.here:
             self._hears(name, event)
@@ -283,7 +289,7 @@ class Hall:
         self._since.pop(name, None)
         self._send(name, self.told)
 
-    def _comes(self, name: str, event: Came) -> None:
+    def _comes(self, name: str, event: ClientConnected) -> None:
         if not self.entrance.lets_in(event):
             return
         self._enters(name)
@@ -377,7 +383,7 @@ class Hall:
 
     # Messages of clients
 
-    def _hears(self, name: str, event: Said) -> None:
+    def _hears(self, name: str, event: ClientFrame) -> None:
         try:
             frame = decode(event.frame)
             self._deals(name, frame)

@@ -19,7 +19,13 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, Protocol
 
-from dure.contracts.channels import Came, Channels, Event, Gone, Said
+from dure.contracts.channels import (
+    Channels,
+    ClientConnected,
+    ClientDisconnected,
+    ClientFrame,
+    Event,
+)
 from dure.errors import DureError, LossNotFiniteError
 from dure.fleet.virtual import nbytes
 from dure.record.meter import Meter
@@ -185,14 +191,14 @@ class PartiesHall:
         if event is not None:
             self._happens(event)
         # After a message, more messages may be queued, so check timeouts after other events only.
-        self._look(late=not isinstance(event, Said))
+        self._look(late=not isinstance(event, ClientFrame))
 
     def _happens(self, event: Event) -> None:
         name = self.names[event.client]
-        if isinstance(event, Came):
+        if isinstance(event, ClientConnected):
             if self.entrance.lets_in(event):
                 self._comes(name)
-        elif isinstance(event, Gone):
+        elif isinstance(event, ClientDisconnected):
             self._here.discard(name)
             self._ready.discard(name)
             self._reasons[name] = event.why

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dure.contracts.channels import Channels, Hosted
-from dure.contracts.strategy import Learner, Place, Progress, examples_for
+from dure.contracts.channels import Channels, HostedRun
+from dure.contracts.strategy import Learner, RankContext, StepResult, examples_for
 from dure.contracts.task import Task
 from dure.data.batches import Batches
 from dure.errors import DureError, RunFolderError
@@ -166,10 +166,10 @@ class ServedParties(Learner):
     def __init__(
         self,
         task: Task,
-        place: Place,
+        place: RankContext,
         seed: int,
         plan: PartiesPlan,
-        connect: Callable[[Hosted], Channels],
+        connect: Callable[[HostedRun], Channels],
     ) -> None:
         self.task = task
         self.plan = plan
@@ -188,7 +188,7 @@ class ServedParties(Learner):
         size = len(self.train) if plan.batch_size is None else plan.batch_size
         self.flops = flops_per_step(self.model, self.train, min(size, len(self.train)))
         self.channels = connect(
-            Hosted(
+            HostedRun(
                 clients=len(self.others),
                 seed=seed,
                 trains=trains_of(task, self.model),
@@ -357,14 +357,14 @@ class ServedParties(Learner):
             self._began = True
             self.hall.does(self.training)
 
-    def advance(self, wish: int) -> Progress:
+    def advance(self, wish: int) -> StepResult:
         """Run a step of all parties on a batch of the people whom all know."""
         self._take_up()
         self.hall.reach(self.step + 1)
         samples = len(self.batches.at(self.step))
         self.step += 1
         loss, counted = self.training.holder.loss
-        return Progress(loss=loss if counted else None, samples=samples, wish=wish)
+        return StepResult(loss=loss if counted else None, samples=samples, wish=wish)
 
     def ended(self, reason: str) -> None:
         self._over = True

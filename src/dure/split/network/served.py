@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from dure.contracts.channels import Channels, Hosted
-from dure.contracts.strategy import CHECKPOINT, STOP, Learner, Place, Progress, examples_for
+from dure.contracts.channels import Channels, HostedRun
+from dure.contracts.strategy import CHECKPOINT, STOP, Learner, RankContext, StepResult, examples_for
 from dure.contracts.task import Task
 from dure.data.examples import Examples
 from dure.errors import RunFolderError
@@ -77,10 +77,10 @@ class ServedLearner(Learner):
     def __init__(
         self,
         task: Task,
-        place: Place,
+        place: RankContext,
         seed: int,
         plan: Plan,
-        connect: Callable[[Hosted], Channels],
+        connect: Callable[[HostedRun], Channels],
     ) -> None:
         self.task = task
         self.plan = plan
@@ -149,19 +149,19 @@ class ServedLearner(Learner):
         self._began = False
         """Whether this process has looked for a newer state than the checkpoint."""
 
-    def _hosted(self, train: Examples) -> tuple[float, Hosted]:
+    def _hosted(self, train: Examples) -> tuple[float, HostedRun]:
         """Return the FLOPs of a step, and the network's settings of the run."""
         plan = self.plan
         if isinstance(self.task, TailTask):
             # The cost of a step depends on heads that the server does not have.
             threads = torch.get_num_threads()
-            return math.inf, Hosted(plan.clients, self.seed, None, threads)
+            return math.inf, HostedRun(plan.clients, self.seed, None, threads)
         typical = max(1, len(train) // plan.clients)
         size = typical if plan.batch_size is None else plan.batch_size
         sample = self._sample(train)
         flops = flops_per_step(self.model, sample, min(size, len(sample)))
         trains = trains_of(self.task, self.model)
-        return flops, Hosted(plan.clients, self.seed, trains, threads_for(flops))
+        return flops, HostedRun(plan.clients, self.seed, trains, threads_for(flops))
 
     def _check_hello(self, hello: Hello) -> None:
         """Raise ValueError for a client whose `Hello` does not fit the run."""
@@ -219,7 +219,7 @@ class ServedLearner(Learner):
 
     # The run
 
-    def advance(self, wish: int) -> Progress:
+    def advance(self, wish: int) -> StepResult:
         """Run a round: every connected client trains its local epochs."""
         self._take_up()
         wished = 0
@@ -243,7 +243,7 @@ class ServedLearner(Learner):
         # Clients keep only the state after their last turns, so that neither side can return to an
         # earlier round: write a checkpoint after each round.
         kept = CHECKPOINT if self.place.folder is not None else 0
-        return Progress(
+        return StepResult(
             loss=mean_over(math.fsum(loss * count for loss, count in steps), counted),
             samples=samples,
             wish=wish | wished | kept,

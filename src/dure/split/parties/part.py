@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dure.contracts.lr_schedule import LRSchedule, Rates
+from dure.contracts.lr_schedule import LRSchedule, ScheduledRates
 from dure.split.parties.model import Part, Piece
 from dure.tensors.buffers import passing_buffers, write
 from dure.tensors.optimizer_state import load_optimizer
@@ -35,7 +35,7 @@ class TrainedPart:
         self.module = part.module
         self.pieces = part.pieces
         self.optimizer = _optimizer(part.pieces, model, optimizer)
-        self.rates = Rates(self.optimizer, schedule)
+        self.rates = ScheduledRates(self.optimizer, schedule)
 
     def update(self, step: int) -> None:
         """Step the optimizer with the accumulated gradients, then clear them."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from dure.contracts.strategy import Proof, another, examples_for
+from dure.contracts.strategy import Proof, examples_for, unused_copy
 from dure.contracts.task import Task
 from dure.randomness.seeds import generators_state, restore_generators, seed_generators
 from dure.split.parties.model import Columns, divide
@@ -39,8 +39,8 @@ def prove(
         ValueError: the two differ.
     """
     started = time.perf_counter()
-    whole = another(model, task, 0)
-    parted = another(model, task, 0)
+    whole = unused_copy(model, task, 0)
+    parted = unused_copy(model, task, 0)
     if whole is parted or whole is model:
         return None
     before = generators_state()

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dure.contracts.strategy import Learner, Place, Progress, examples_for
+from dure.contracts.strategy import Learner, RankContext, StepResult, examples_for
 from dure.contracts.task import Task
 from dure.data.batches import Batches
 from dure.data.examples import Examples
@@ -65,7 +65,7 @@ class PartiesLearner(Learner):
 
     unit = "step"
 
-    def __init__(self, task: Task, place: Place, seed: int, plan: PartiesPlan) -> None:
+    def __init__(self, task: Task, place: RankContext, seed: int, plan: PartiesPlan) -> None:
         self.task = task
         self.plan = plan
         self.seed = seed
@@ -233,7 +233,7 @@ class PartiesLearner(Learner):
     def flops_per_step(self) -> float:
         return self.flops
 
-    def advance(self, wish: int) -> Progress:
+    def advance(self, wish: int) -> StepResult:
         """Run a step of all parties on a batch of the people whom all know."""
         began = self.network.now
         self.network.send(self.plan.holder, self.first.begin(began))
@@ -243,7 +243,7 @@ class PartiesLearner(Learner):
         self._count(self.network.now - began)
         loss, counted = self.holder.loss
         leaks = {} if self.leaks is None else self.leaks.numbers()
-        return Progress(
+        return StepResult(
             loss=loss if counted else None,
             samples=len(self.batches.at(self.step - 1)),
             wish=wish,

@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-from dure.contracts.strategy import Interrupted, Kind, Place, World
+from dure.contracts.strategy import Kind, RankContext, StepInterrupted, World
 from dure.errors import RunFolderError
 from dure.fleet.budget import Budget
 from dure.fleet.conditions import Conditions
@@ -59,11 +59,11 @@ class Replay(World):
         return ModelDigests(self.folder / FILE, writes=False)
 
     def run(
-        self, program: Callable[[Place], Value], report: Callable[[dict[str, Any]], None]
+        self, program: Callable[[RankContext], Value], report: Callable[[dict[str, Any]], None]
     ) -> Value:
         return run_server(program, report, self.conditions, self._carrier)
 
-    def _carrier(self, federation: Federation, place: Place) -> Carrier:
+    def _carrier(self, federation: Federation, place: RankContext) -> Carrier:
         copy = Path(place.ending.enter_context(tempfile.TemporaryDirectory(prefix="dure-")))
         backup(self.folder, copy / "journal.db")
         if (self.folder / COHORT).exists():
@@ -91,11 +91,11 @@ class Replay(World):
             once=self.folder / ONCE,
         )
 
-    def _budget(self, place: Place) -> int | None:
+    def _budget(self, place: RankContext) -> int | None:
         asked = place.config["world"].get("transfer_budget")
         return Conditions(engine=ENGINE, transfer_budget=asked).bytes_each
 
-    def lasts(self, place: Place) -> float:
+    def lasts(self, place: RankContext) -> float:
         """Return the timeout of a round in seconds, from the run's config."""
         return float(place.config["world"]["deadline"])
 
@@ -110,7 +110,7 @@ class ToTheEnd(Events):
 
     def next(self, wake: float, moment: float = LOOK) -> Event | None:
         if self.live:
-            raise Interrupted
+            raise StepInterrupted
         event = super().next(wake, moment)
         if event is not None and self._first and event.seq != 1:
             raise RunFolderError(
@@ -133,10 +133,10 @@ class Again(NetworkCarrier):
         """Return the recorded measurement; an empty measurement at the end of the journal."""
         try:
             return super().measure(measure)
-        except Interrupted:
+        except StepInterrupted:
             return Measured([], {})
 
 
 def _nothing_more() -> dict[str, Any]:
     """Raise Interrupted, because the journal ends before this result."""
-    raise Interrupted
+    raise StepInterrupted

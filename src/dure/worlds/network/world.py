@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
-from dure.contracts.channels import Channels, Hosted
-from dure.contracts.strategy import Kind, Place, World
+from dure.contracts.channels import Channels, HostedRun
+from dure.contracts.strategy import Kind, RankContext, World
 from dure.errors import RunFolderError, ServeError, warn
 from dure.fleet.budget import Budget
 from dure.fleet.conditions import Conditions, EngineName
@@ -163,11 +163,11 @@ class Network(World):
         return "clients on a network"
 
     def run(
-        self, program: Callable[[Place], Value], report: Callable[[dict[str, Any]], None]
+        self, program: Callable[[RankContext], Value], report: Callable[[dict[str, Any]], None]
     ) -> Value:
         return run_server(program, report, self.conditions, self._carrier, self._channels)
 
-    def _channels(self, hosted: Hosted, place: Place) -> Channels:
+    def _channels(self, hosted: HostedRun, place: RankContext) -> Channels:
         """Start to serve clients that stay connected. Raises ServeError on failure."""
         for name, value in (
             ("start_with", self.start_with not in (None, hosted.clients)),
@@ -183,7 +183,7 @@ class Network(World):
         with _as_serve_errors():
             return _Connected(self, hosted, place).channels
 
-    def _carrier(self, federation: Federation, place: Place) -> Carrier:
+    def _carrier(self, federation: Federation, place: RankContext) -> Carrier:
         """Start to serve, and return the carrier between the coordinator and the clients.
 
         Raises ServeError on failure.
@@ -260,11 +260,11 @@ class Network(World):
 
 
 def run_server(
-    program: Callable[[Place], Value],
+    program: Callable[[RankContext], Value],
     report: Callable[[dict[str, Any]], None],
     conditions: Conditions,
-    carrier: Callable[[Federation, Place], Carrier],
-    channels: Callable[[Hosted, Place], Channels] | None = None,
+    carrier: Callable[[Federation, RankContext], Carrier],
+    channels: Callable[[HostedRun, RankContext], Channels] | None = None,
 ) -> Value:
     """Run the server side in this process.
 
@@ -280,7 +280,7 @@ def run_server(
         The result of `program`.
     """
 
-    def here(place: Place) -> Value:
+    def here(place: RankContext) -> Value:
         place.conditions = conditions
         place.network = lambda federation: carrier(federation, place)
         if channels is not None:
@@ -402,7 +402,7 @@ def _more_than(clients: int) -> Callable[[int], str | None]:
 class _Serves:
     """Resources of a running server of either kind. `clients` is the number of clients."""
 
-    def __init__(self, world: Network, clients: int, place: Place) -> None:
+    def __init__(self, world: Network, clients: int, place: RankContext) -> None:
         from dure.wire.signatures import Key
         from dure.worlds.network.server.access import Access
         from dure.worlds.network.server.log_lines import logged_to
@@ -479,7 +479,7 @@ class _Serves:
 class _Connected(_Serves):
     """Server whose clients stay connected."""
 
-    def __init__(self, world: Network, hosted: Hosted, place: Place) -> None:
+    def __init__(self, world: Network, hosted: HostedRun, place: RankContext) -> None:
         from dure.worlds.network.server.attendance import Served
         from dure.worlds.network.server.channels import NetworkChannels
 
@@ -516,7 +516,7 @@ class _Connected(_Serves):
 class _Server(_Serves):
     """Server of a federation, whose clients request their work."""
 
-    def __init__(self, world: Network, federation: Federation, place: Place) -> None:
+    def __init__(self, world: Network, federation: Federation, place: RankContext) -> None:
         from dure.worlds.network.clock import Clock
         from dure.worlds.network.journal import Journal
         from dure.worlds.network.server.app import App

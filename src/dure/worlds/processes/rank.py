@@ -26,7 +26,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 import dure.collectives.shared_memory.backend  # noqa: F401 - so that the server has it, for all ranks
 from dure.collectives.group import Group
 from dure.collectives.roll_call import RollCall, RollCallAnswer, transfer_seconds
-from dure.contracts.strategy import Place
+from dure.contracts.strategy import RankContext
 from dure.errors import (
     DureError,
     StopRun,
@@ -122,7 +122,7 @@ def rank_main(control_descriptor: int, parcel_descriptor: int) -> None:
     control = Control(control_descriptor)
     seat = control.seat()
     roll_call: RollCall | None = None
-    place: Place | None = None
+    place: RankContext | None = None
     try:
         torch.set_num_threads(seat.threads)
         roll_call = join(seat)
@@ -203,11 +203,11 @@ def join(seat: Seat) -> RollCall:
     return RollCall(PrefixStore("roll call", store), seat.rank, seat.size, seat.deadline)
 
 
-def place_of(seat: Seat, control: Control, roll_call: RollCall) -> Place:
+def place_of(seat: Seat, control: Control, roll_call: RollCall) -> RankContext:
     trace = Trace()
     group = Group(dist.group.WORLD, Meter(f"rank {seat.rank}", trace), roll_call.diagnose)
-    place = Place(group, trace, control.event, control.interrupted)
-    place.outlives = lambda: control.send("outlives")
+    place = RankContext(group, trace, control.event, control.interrupted)
+    place.survives_peer_loss = lambda: control.send("outlives")
     place.deadline = seat.deadline
     return place
 

@@ -23,7 +23,7 @@ from typing import Any, ClassVar, TypeVar
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from dure.collectives.roll_call import RollCall
-from dure.contracts.strategy import Kind, Place, World
+from dure.contracts.strategy import Kind, RankContext, World
 from dure.errors import DureError, PeerLostError, StopRun, described
 from dure.machine.cores import available_cores, threads_per_rank
 from dure.machine.ended import how_it_ended
@@ -90,7 +90,7 @@ class Processes(World):
         return "1 process" if self.workers == 1 else f"{self.workers} processes"
 
     def run(
-        self, program: Callable[[Place], Value], report: Callable[[dict[str, Any]], None]
+        self, program: Callable[[RankContext], Value], report: Callable[[dict[str, Any]], None]
     ) -> Value:
         if self.workers == 1:
             return run_here(program, report, "rank 0")
@@ -98,7 +98,10 @@ class Processes(World):
             return self._run(path, program, report)
 
     def _run(
-        self, path: str, program: Callable[[Place], Value], report: Callable[[dict[str, Any]], None]
+        self,
+        path: str,
+        program: Callable[[RankContext], Value],
+        report: Callable[[dict[str, Any]], None],
     ) -> Value:
         threads = threads_per_rank(self.workers)
         seats = [
@@ -150,7 +153,7 @@ class Member:
 
 
 @contextmanager
-def started(seats: list[Seat], program: Callable[[Place], Any]) -> Iterator[list[Member]]:
+def started(seats: list[Seat], program: Callable[[RankContext], Any]) -> Iterator[list[Member]]:
     """Context manager: start ranks that run `program`; end all of them with the block."""
     try:
         descriptor = parcel.pack((Surroundings(), settings_here(), program))

@@ -30,7 +30,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from dure.collectives.group import Group
 from dure.collectives.roll_call import RollCall, RollCallAnswer, transfer_seconds
-from dure.contracts.strategy import Kind, Place, World
+from dure.contracts.strategy import Kind, RankContext, World
 from dure.errors import DureError, first_line, text_of
 from dure.machine.cores import threads_per_rank
 from dure.machine.threads import threads
@@ -101,13 +101,13 @@ class Torchrun(World):
         return f"torchrun, {self.workers} rank{'s' if self.workers > 1 else ''}"
 
     def run(
-        self, program: Callable[[Place], Value], report: Callable[[dict[str, Any]], None]
+        self, program: Callable[[RankContext], Value], report: Callable[[dict[str, Any]], None]
     ) -> Value:
         with threads(threads_per_rank(launched().here)):
             return self._run(program, report)
 
     def _run(
-        self, program: Callable[[Place], Value], report: Callable[[dict[str, Any]], None]
+        self, program: Callable[[RankContext], Value], report: Callable[[dict[str, Any]], None]
     ) -> Value:
         limit = timedelta(seconds=self.deadline)
         store, rank, size = _met(launched(), limit)
@@ -123,7 +123,7 @@ class Torchrun(World):
         trace = Trace()
         end = EndWish(store)
         group = Group(dist.group.WORLD, Meter(f"rank {rank}", trace), roll_call.diagnose)
-        place = Place(group, trace, report, end.heard, clock_offset=clock_offset(group))
+        place = RankContext(group, trace, report, end.heard, clock_offset=clock_offset(group))
         place.deadline = self.deadline
         with on_interrupt(end.ask, (signal.SIGINT, signal.SIGTERM)):
             try:

@@ -28,7 +28,7 @@ import two_hosts as emulation
 from dure.collectives.shared_memory import Options, SharedMemoryGroup
 from dure.collectives.shared_memory.calls import OPERATIONS, SENSIBLE
 from dure.collectives.shared_memory.portable import reduced
-from dure.contracts.strategy import Place
+from dure.contracts.strategy import RankContext
 from dure.errors import DureError, MismatchError, PeerLostError
 from two_hosts import ADDRESSES, TwoHosts, bytes_over_the_cable
 
@@ -59,7 +59,7 @@ class Stage:
         """Plays the body on every rank; the default group of torch.distributed then spans both
         hosts."""
 
-        def program(place: Place) -> None:
+        def program(place: RankContext) -> None:
             rank, size = dist.get_rank(), dist.get_world_size()
             told: list[Any] = [None]
             if rank == self.keeper:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import dure
-from dure.contracts.strategy import Place
+from dure.contracts.strategy import RankContext
 from dure.federated.aggregate.aggregator import Aggregator, Collects
 from dure.federated.aggregate.geometric_median import GeometricMedian
 from dure.federated.aggregate.median import Median
@@ -62,7 +62,7 @@ def test_the_model_moves_by_the_mean_of_the_quantised_updates(
     strategy = dure.FedAvg(clients=12, privacy=name, partition="quantity-skew:5")
     summed: list[list[int]] = []
 
-    def program(place: Place) -> None:
+    def program(place: RankContext) -> None:
         server = strategy.learner(small_task(n=120, model=with_batch_norm), place, 0)
         assert isinstance(server, Server)
         coordinator = server.coordinator
@@ -150,7 +150,7 @@ def test_rules_get_the_means_of_random_groups(rule: str, groups: int) -> None:
     strategy = dure.FedAvg(clients=12, aggregate=rule, privacy="secure-aggregation")
     seen = []
 
-    def program(place: Place) -> None:
+    def program(place: RankContext) -> None:
         server = strategy.learner(small_task(), place, 0)
         assert isinstance(server, Server)
         fold = server.coordinator.fold_sum
@@ -179,7 +179,7 @@ def test_the_rule_is_that_of_the_groups_means_to_the_bit(
     strategy = dure.FedAvg(clients=12, aggregate=rule, privacy="secure-aggregation")
     seen: list[Summed] = []
 
-    def program(place: Place) -> None:
+    def program(place: RankContext) -> None:
         server = strategy.learner(small_task(), place, 0)
         assert isinstance(server, Server)
         fold = server.coordinator.fold_sum

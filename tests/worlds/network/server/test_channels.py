@@ -11,7 +11,7 @@ import pytest
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
-from dure.contracts.channels import Came, Gone, Said
+from dure.contracts.channels import ClientConnected, ClientDisconnected, ClientFrame
 from dure.wire.signatures import Key, Signer
 from dure.worlds.network.client.channel import OverError
 from dure.worlds.network.client.link import RefusedError
@@ -35,8 +35,8 @@ def test_frames_go_both_ways_whole_and_in_order(served: Any) -> None:
         for frame in frames:
             channel.say([frame[:1], memoryview(frame)[1:]])
         came, *said = events(served, 4)
-        assert came == Came(0, b"hello")
-        assert said == [Said(0, frame) for frame in frames]
+        assert came == ClientConnected(0, b"hello")
+        assert said == [ClientFrame(0, frame) for frame in frames]
         for frame in frames:
             served.channels.say(0, [frame])
         assert [bytes(channel.next(SECONDS)) for _ in frames] == frames
@@ -59,11 +59,11 @@ def test_a_client_that_comes_again_has_one_channel(served: Any) -> None:
     signer = client(served)
     with opened(served, signer) as first, opened(served, signer) as second:
         first.say([b"1"])
-        assert events(served, 1) == [Came(0, b"1")]
+        assert events(served, 1) == [ClientConnected(0, b"1")]
         second.say([b"2"])
         gone, came = events(served, 2)
-        assert (gone.client, came) == (0, Came(0, b"2"))
-        assert isinstance(gone, Gone)
+        assert (gone.client, came) == (0, ClientConnected(0, b"2"))
+        assert isinstance(gone, ClientDisconnected)
         with pytest.raises(RefusedError, match="another process of this client"):
             first.next(SECONDS)
         served.channels.say(0, [b"for the second"])
@@ -113,9 +113,11 @@ def test_a_client_that_does_not_wait_for_answers_is_read_no_further(served: Any)
 def test_text_is_no_frame(served: Any) -> None:
     with opened(served, client(served)) as channel:
         channel.say([b"hello"])
-        assert events(served, 1) == [Came(0, b"hello")]
+        assert events(served, 1) == [ClientConnected(0, b"hello")]
         channel._socket._protocol.send_text(b"words")
         channel._socket._write()
-        assert events(served, 1) == [Gone(0, "messages are bytes, and this one is text")]
+        assert events(served, 1) == [
+            ClientDisconnected(0, "messages are bytes, and this one is text")
+        ]
         with pytest.raises(RefusedError, match="this one is text"):
             channel.next(SECONDS)

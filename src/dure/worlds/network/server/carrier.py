@@ -22,7 +22,7 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 from torch import Tensor
 
-from dure.contracts.strategy import Interrupted
+from dure.contracts.strategy import StepInterrupted
 from dure.errors import DamagedUpdateError, RunFolderError
 from dure.fleet.budget import Budget
 from dure.machine.memory import give_back
@@ -282,7 +282,7 @@ class NetworkCarrier:
                 event = aside.popleft() if aside else self.events.next(self._wake(coordinator))
                 if event is None:
                     if self.interrupted():
-                        raise Interrupted
+                        raise StepInterrupted
                     continue
                 ticked = False
                 with self._row(event):

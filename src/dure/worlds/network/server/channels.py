@@ -37,7 +37,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from dure.contracts.channels import Came, Event, Gone, Said
+from dure.contracts.channels import ClientConnected, ClientDisconnected, ClientFrame, Event
 from dure.errors import ServeError
 from dure.wire import requests
 from dure.wire.requests import CheckIn
@@ -140,10 +140,10 @@ class NetworkChannels:
                 raise ServeError("the server's network has stopped; its log says why") from None
             return None
         channel = self._channels.get(event.client)
-        if isinstance(event, Said) and channel is not None:
+        if isinstance(event, ClientFrame) and channel is not None:
             channel.waiting -= 1
             channel.bytes -= len(event.frame)
-        elif isinstance(event, Came):
+        elif isinstance(event, ClientConnected):
             self._arrivals[event.client] -= 1
         return event
 
@@ -307,7 +307,7 @@ class NetworkChannels:
                 channel.waiting += 1
                 channel.bytes += len(frame)
                 self.watching.received += len(frame)
-                self._events.put(Said(number, frame))
+                self._events.put(ClientFrame(number, frame))
                 while channel.waiting > MOST_WAITING or channel.bytes > self._most:
                     await asyncio.sleep(CALM)
         except WebSocketDisconnect as ended:
@@ -322,7 +322,9 @@ class NetworkChannels:
             # The client may have a newer channel, which must stay.
             if self._channels.get(number) is channel:
                 del self._channels[number]
-                self._events.put(Gone(number, channel.ended[1] if channel.ended else why))
+                self._events.put(
+                    ClientDisconnected(number, channel.ended[1] if channel.ended else why)
+                )
                 self.watching.left(channel.seat)
 
     def _takes_over(self, number: int, channel: _Channel, hello: bytes) -> None:
@@ -330,12 +332,12 @@ class NetworkChannels:
         before = self._channels.get(number)
         if before is not None:
             self._end(before, TURNED_AWAY, "another process of this client has come")
-            self._events.put(Gone(number, "it has come anew"))
+            self._events.put(ClientDisconnected(number, "it has come anew"))
         channel.allow(self._most)
         self._met[number] = channel.key, channel.seat.name
         self._channels[number] = channel
         self._arrivals[number] += 1
-        self._events.put(Came(number, hello))
+        self._events.put(ClientConnected(number, hello))
         self.watching.arrived(channel.seat)
 
     async def _sends(self, socket: WebSocket, channel: _Channel) -> None:

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 
-from dure.contracts.strategy import Interrupted
+from dure.contracts.strategy import StepInterrupted
 from dure.errors import DamagedUpdateError
 from dure.protocol.messages import Answer, Say
 from dure.wire.requests import MOST_SAID, SayThis
@@ -72,7 +72,7 @@ class Exchanging:
             while waits:
                 self._put_aside()
                 if self._stops():
-                    raise Interrupted
+                    raise StepInterrupted
                 self._watching.pulse(self._desk, "adding up")
                 answered = self._next(asking)
                 if answered is not None:

@@ -33,7 +33,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from dure.contracts.page import MOST_BODY, PACE, Page, Stream
+from dure.contracts.page import MOST_BODY, PACE, EventStream, Page
 from dure.record.disk import sync_folder, told
 from dure.record.inside import opened
 from dure.worlds.network.clock import Clock
@@ -212,7 +212,7 @@ class Status:
         }
 
 
-async def _due(stream: Stream) -> AsyncIterator[bytes]:
+async def _due(stream: EventStream) -> AsyncIterator[bytes]:
     """Yield the stream's messages, until the stream ends or the reader disconnects."""
     try:
         while not stream.over:

@@ -44,7 +44,7 @@ _UNASKED: Mapping[Part, Any] = {
 }
 
 
-class Asks(Protocol):
+class HasTrainingOptions(Protocol):
     """Training options of a `Task`."""
 
     @property
@@ -59,7 +59,7 @@ class Asks(Protocol):
     def unfreeze(self) -> Mapping[str, int] | None: ...
 
 
-def asked_of(task: Asks) -> dict[Part, Any]:
+def training_options_of(task: HasTrainingOptions) -> dict[Part, Any]:
     """Return the options that differ from their defaults, by name."""
     values: dict[Part, Any] = {
         "clip_norm": None if task.clip_norm is None else float(task.clip_norm),
@@ -71,7 +71,7 @@ def asked_of(task: Asks) -> dict[Part, Any]:
     return {name: value for name, value in values.items() if value != _UNASKED[name]}
 
 
-def check_learning(task: Asks) -> None:
+def check_learning(task: HasTrainingOptions) -> None:
     """Raise ValueError for an invalid value of a training option."""
     norm = task.clip_norm
     if norm is not None and not (_is_number(norm) and norm > 0):
@@ -110,7 +110,7 @@ def _check_unfreeze(unfreeze: object) -> None:
             )
 
 
-def trained_from(task: Asks, names: Iterable[str]) -> dict[str, int]:
+def trained_from(task: HasTrainingOptions, names: Iterable[str]) -> dict[str, int]:
     """Return the step from which each initially frozen parameter is trained, by name.
 
     The first pattern that matches a name counts.
@@ -124,7 +124,7 @@ def trained_from(task: Asks, names: Iterable[str]) -> dict[str, int]:
     return found
 
 
-def check_unfrozen(task: Asks, model: nn.Module) -> None:
+def check_unfrozen(task: HasTrainingOptions, model: nn.Module) -> None:
     """Raise ValueError for a pattern without a match, or if no parameter is trained at step 0."""
     if task.unfreeze is None:
         return

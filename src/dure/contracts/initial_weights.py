@@ -39,7 +39,7 @@ _OLD = {".gamma": ".weight", ".beta": ".bias"}
 """Suffixes of a layer norm's tensors in early checkpoints of Hugging Face, and today's."""
 
 
-class Fit(NamedTuple):
+class WeightAssignment(NamedTuple):
     """Assignment of the tensors in files to the tensors of a model.
 
     given: the stored tensor for each of the model's names. drawn: names of the model that are
@@ -54,13 +54,13 @@ class Fit(NamedTuple):
     left_out: list[str]
 
 
-def begin_with(model: nn.Module, path: Path) -> None:
+def load_initial_weights(model: nn.Module, path: Path) -> None:
     """Load the weights in `path` into a new model.
 
     Raises ValueError if the weights do not fit the model, DataError if they cannot be read.
     """
     tensors = _tensors_of(model)
-    given = fit_of(model, path).given
+    given = assign_weights(model, path).given
     if _is_plain(model, tensors):
         _Places(model).fill(tensors, given)
     else:
@@ -70,14 +70,14 @@ def begin_with(model: nn.Module, path: Path) -> None:
 
 def warn_of_drawn(model: nn.Module, path: Path) -> None:
     """Warn about tensors of the model that are not in the files, and the reverse."""
-    fit = fit_of(model, path)
+    fit = assign_weights(model, path)
     if fit.drawn:
         warn(f"{path} does not have {_listed(fit.drawn)} of the model: drawn as without weights")
     if fit.left_out:
         warn(f"{path} has {_listed(fit.left_out)}, which the model does not have: left out")
 
 
-def fit_of(model: nn.Module, path: Path) -> Fit:
+def assign_weights(model: nn.Module, path: Path) -> WeightAssignment:
     """Return the assignment of the files' tensors to the model's.
 
     Raises ValueError if they do not fit.
@@ -104,10 +104,10 @@ def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: value for name, value in saved.items() if isinstance(value, Tensor)}
 
 
-def _exact(tensors: Mapping[str, Tensor], stored: Mapping[str, Stored]) -> Fit:
+def _exact(tensors: Mapping[str, Tensor], stored: Mapping[str, Stored]) -> WeightAssignment:
     given = {name: stored[name] for name in tensors if name in stored}
     unexpected = [name for name in stored if name not in tensors]
-    return Fit(given, _without_values(tensors, given), unexpected, [], [])
+    return WeightAssignment(given, _without_values(tensors, given), unexpected, [], [])
 
 
 def _without_values(tensors: Mapping[str, Tensor], given: Iterable[str]) -> list[str]:
@@ -157,7 +157,7 @@ class _Library(NamedTuple):
     base: str
     prefix: str
 
-    def fit(self, tensors: Mapping[str, Tensor], stored: Mapping[str, Stored]) -> Fit:
+    def fit(self, tensors: Mapping[str, Tensor], stored: Mapping[str, Stored]) -> WeightAssignment:
         own = {name: self._own(name, tensors, stored) for name in stored}
         given = {own[name]: stored[name] for name in stored if own[name] in tensors}
         left = [name for name in stored if own[name] not in tensors]
@@ -168,7 +168,7 @@ class _Library(NamedTuple):
         whole = self.at + self.base
         of_base = [name for name in missing if name.startswith(whole)]
         unknown = [name for name in left if self._is_of_base(name, own[name], stored)]
-        return Fit(
+        return WeightAssignment(
             given,
             of_base,
             unknown,
