@@ -327,7 +327,7 @@ def _halves(model: str) -> tuple[Any, Any]:
 
     import dure
     from dure.contracts.strategy import seeded_model
-    from dure.data.own_part import divide
+    from dure.data.client_part import divide
     from dure.split.divide import divided
     from dure.split.halves import Halves
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dure.data.arrangement import Arrangement, interleaved
+from dure.data.block_shuffling import BlockLayout, interleaved
 from dure.randomness.seeds import shuffled
 
 BLOCKS = st.lists(st.integers(1, 9), min_size=1, max_size=12)
@@ -18,7 +18,7 @@ BLOCKS = st.lists(st.integers(1, 9), min_size=1, max_size=12)
 def test_each_example_comes_once_and_windows_hold_what_is_visited(
     blocks, window, seed, epoch, data
 ):
-    arrangement = Arrangement(tuple(blocks), window)
+    arrangement = BlockLayout(tuple(blocks), window)
     places = list(range(sum(blocks)))
     part = data.draw(st.none() | st.lists(st.sampled_from(places), min_size=1, unique=True))
     given = None if part is None else torch.tensor(part)
@@ -40,13 +40,13 @@ def test_each_example_comes_once_and_windows_hold_what_is_visited(
 
 @given(BLOCKS, st.integers(0, 3), st.integers(0, 3), st.integers(0, 3))
 def test_what_fits_into_a_window_has_the_order_of_examples_in_memory(blocks, seed, epoch, client):
-    arrangement = Arrangement(tuple(blocks), sum(blocks))
+    arrangement = BlockLayout(tuple(blocks), sum(blocks))
     expected = shuffled(sum(blocks), seed, epoch, client)
     assert torch.equal(arrangement.visit(seed, epoch, client).order, expected)
 
 
 def test_a_window_has_blocks_of_all_of_the_data():
-    arrangement = Arrangement((10,) * 100, 100)
+    arrangement = BlockLayout((10,) * 100, 100)
     first = arrangement.visit(0, 0, 0).order[:100]
     thirds = torch.bincount(first // 334, minlength=3)
     assert bool((thirds > 10).all()), thirds

@@ -15,9 +15,9 @@ from torch.utils.data import (
     TensorDataset,
 )
 
+from dure.data.conversion import as_examples
 from dure.data.datasets import DatasetExamples
 from dure.data.examples import Examples
-from dure.data.taken import as_examples
 
 
 class Pairs(Dataset):

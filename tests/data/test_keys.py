@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import dure
-from dure.data.keys import keys_of, said
+from dure.data.keys import client_label, keys_of
 from dure.data.partition import NaturalKey
 from small import small_task
 
@@ -87,7 +87,7 @@ def test_a_wrong_number_of_clients_is_told_with_names(keys: list[Any]) -> None:
 def test_clients_are_named_where_the_data_name_them() -> None:
     names = NaturalKey().names(None, ["10", "9", "9"])
     assert names == ["10", "9"]
-    assert said(1, names) == 'client 1 ("9")'
-    assert said(1, None) == "client 1"
+    assert client_label(1, names) == 'client 1 ("9")'
+    assert client_label(1, None) == "client 1"
     assert NaturalKey().names(1, ["10", "9"]) is None, "one client has the data of both"
     assert NaturalKey().names(None, [10, 9]) == ["9", "10"]

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 
 import dure
 from dure.data.shards import windows
-from dure.data.shards.windows import Windows
+from dure.data.shards.windows import WindowCache
 from dure.errors import DataError
 
 SIZES = (7, 1, 12)
@@ -161,7 +161,7 @@ def test_each_block_is_read_once_an_epoch_and_few_windows_stay(made, monkeypatch
 
     monkeypatch.setattr(windows._Window, "__init__", count)
     shards = made(4)
-    kept: Windows = shards._windows
+    kept: WindowCache = shards._windows
     for epoch in range(3):
         read.clear()
         for batch in shards.order()(0, epoch, 0).split(3):

@@ -22,9 +22,9 @@ from torch.utils.data import (
 import dure
 from dure.contracts.strategy import seeded_model
 from dure.data.batches import Batches
+from dure.data.conversion import as_examples
 from dure.data.sampling import Sampling, class_weights
 from dure.data.streams import StreamExamples
-from dure.data.taken import as_examples
 
 N = 12
 

@@ -13,7 +13,7 @@ from torch import Tensor
 import dure
 from dure.collectives.group import Group
 from dure.contracts.strategy import RankContext
-from dure.data.held_out import split
+from dure.data.client_holdout import split_held_out
 from dure.data.partition import NaturalKey
 from dure.federated.client.clients import Clients
 from dure.federated.server.server import Server
@@ -152,14 +152,14 @@ def test_what_is_held_out_goes_before_the_test_data_and_keeps_its_bits() -> None
 
 def test_the_newest_examples_of_each_client_are_held_out() -> None:
     parts = [torch.arange(0, 20, 2), torch.tensor([1]), torch.arange(21, 40, 3)]
-    own, kept = split(parts, 0.3, 0, "newest")
+    own, kept = split_held_out(parts, 0.3, 0, "newest")
     assert [part.tolist() for part in own] == [
         [0, 2, 4, 6, 8, 10, 12],
         [1],
         [21, 24, 27, 30, 33],
     ]
     assert [part.tolist() for part in kept] == [[14, 16, 18], [], [36, 39]]
-    drawn, _ = split(parts, 0.3, 0)
+    drawn, _ = split_held_out(parts, 0.3, 0)
     assert drawn[0].tolist() != own[0].tolist()
     assert len(drawn[0]) == len(own[0])
 

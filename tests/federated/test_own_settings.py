@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dure.data.partition import Partition, Parts
+from dure.data.partition import Partition, ClientParts
 from dure.federated.aggregate import Collects
 from dure.fleet.attacks import Attack
 
@@ -58,7 +58,7 @@ class EveryNth(Partition):
     shift: int = 0
 
     def _divide(self, clients, examples, seed):
-        return Parts((torch.arange(len(examples)) + self.shift) % clients, clients)
+        return ClientParts((torch.arange(len(examples)) + self.shift) % clients, clients)
 
     @property
     def description(self):

@@ -13,7 +13,7 @@ from torch import nn
 
 import dure
 from dure.contracts.strategy import World
-from dure.data.nodes import DataOfRanks, OwnExamples
+from dure.data.rank_examples import RankDataFactory, RankExamples
 from dure.errors import DataError, RunFolderError, WorkerFailedError
 from dure.run.own_data import to_look_at
 from small import CLASSES, FEATURES, examples, same_bits, small_task
@@ -73,13 +73,13 @@ def test_a_rank_whose_data_fail_is_named():
 
 
 def test_only_its_own_ranks_examples_are_there():
-    data = DataOfRanks(own)
+    data = RankDataFactory(own)
     with pytest.raises(DataError, match="when the ranks have theirs"):
         len(data)
     mine = data.of(1, 2)
     assert data.of(1, 2) is mine
     arrangements = [data.of(rank, 2).arrangement() for rank in range(2)]
-    here = OwnExamples(mine, arrangements, 1)
+    here = RankExamples(mine, arrangements, 1)
     assert torch.equal(here.batch(torch.tensor([14, 40]))[0], mine.inputs[[0, 26]])
     with pytest.raises(DataError, match="examples 14 to 40"):
         here.batch(torch.tensor([14, 13]))

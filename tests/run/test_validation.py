@@ -13,8 +13,8 @@ from torch import Tensor
 
 import dure
 from dure.contracts.strategy import Strategy
-from dure.data.measured import held_apart
-from dure.data.taken import as_examples
+from dure.data.conversion import as_examples
+from dure.data.validation_split import split_validation
 from dure.errors import RunFolderError
 from dure.parameter_server.strategy import ParameterServer
 from dure.record.best import BEFORE, BEST, best_weights
@@ -59,7 +59,7 @@ def test_every_system_measures_the_set_and_keeps_the_best_model(
 def test_what_is_measured_is_the_loss_of_those_who_were_held_apart() -> None:
     asked = task(validation=0.25)
     run = dure.train(asked, dure.SingleWorker(batch_size=8), stop=dure.Stop(epochs=3))
-    train, kept = held_apart(asked.train, 0.25, 0)
+    train, kept = split_validation(asked.train, 0.25, 0)
     assert (len(train), len(kept)) == (run.summary["samples"] / 3, 11), "a quarter of 41"
     inputs, targets = kept.batch(torch.arange(len(kept)))
     with torch.no_grad():
@@ -81,13 +81,16 @@ def test_the_set_needs_no_test_data_and_may_be_given() -> None:
 
 def test_shares_are_the_same_under_a_seed_and_hold_of_each_class_its_part() -> None:
     examples = dure.Examples(torch.arange(40.0)[:, None], torch.arange(40) % 4)
-    (train, kept), (again, _) = held_apart(examples, 0.2, 3), held_apart(examples, 0.2, 3)
+    (train, kept), (again, _) = (
+        split_validation(examples, 0.2, 3),
+        split_validation(examples, 0.2, 3),
+    )
     assert torch.equal(train.inputs, again.inputs)
     assert torch.bincount(kept.targets).tolist() == [2, 2, 2, 2]
     both = torch.cat([train.inputs, kept.inputs]).flatten().sort().values
     assert torch.equal(both, torch.arange(40.0))
     dataset = [(torch.tensor([float(i)]), i) for i in range(10)]
-    parts = held_apart(as_examples(dataset), 0.3, 0)
+    parts = split_validation(as_examples(dataset), 0.3, 0)
     seen = [int(one) for part in parts for one in part.batch(torch.arange(len(part)))[1]]
     assert sorted(seen) == list(range(10))
 

@@ -28,7 +28,7 @@ from dure.contracts.channels import (
     HostedRun,
 )
 from dure.contracts.strategy import RankContext, seeded_model
-from dure.data.own_part import divide
+from dure.data.client_part import divide
 from dure.split.client import HeadError
 from dure.split.compressed import Compressed, exchange_of
 from dure.split.cutting import Cut

@@ -194,7 +194,7 @@ def test_each_side_has_its_own_optimizer() -> None:
 
 
 def _batches() -> Iterator[Tensor]:
-    from dure.data.own_part import divide
+    from dure.data.client_part import divide
     from dure.data.partition import IID
 
     part = divide(IID(), 1, undivided(dure.joined(*two_files())).train, SIZE, 0, joins=False)[0]
@@ -363,7 +363,7 @@ def _model(task: dure.Task) -> ModelParts:
 
 
 def _parts(task: dure.Task, clients: int) -> Any:
-    from dure.data.own_part import divide
+    from dure.data.client_part import divide
     from dure.data.partition import IID
 
     return divide(IID(), clients, task.train, SIZE, 0, joins=True)

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 import dure
 from dure.contracts.strategy import seeded_model
-from dure.data.own_part import divide
+from dure.data.client_part import divide
 from dure.errors import RunFolderError
 from dure.parallel.pipeline.draws import Stream
 from dure.split.blame import WrongError

@@ -18,9 +18,9 @@ from torch.nn import functional as F
 import dure
 from dure.collectives.compression import Cast, Compression, Int8, TopK
 from dure.contracts.strategy import seeded_model
-from dure.data.own_part import divide
+from dure.data.client_part import divide
+from dure.data.conversion import as_examples
 from dure.data.partition import IID
-from dure.data.taken import as_examples
 from dure.errors import LossNotFiniteError
 from dure.fleet.virtual import VirtualNetwork, nbytes
 from dure.split.coding import Crossed, Kept, Rounded

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import dure
 from dure.contracts.strategy import seeded_model
-from dure.data.own_part import OwnPart, divide
+from dure.data.client_part import ClientExamples, divide
 from dure.data.partition import IID, QuantitySkew
 from dure.errors import TooFewClientsError
 from dure.randomness.chance import uniform
@@ -83,7 +83,7 @@ def bits(run: dure.Run) -> dict[str, Tensor]:
     return dict(run.model.state_dict())
 
 
-def parts_of(task: dure.Task) -> Sequence[OwnPart]:
+def parts_of(task: dure.Task) -> Sequence[ClientExamples]:
     return divide(PARTITION, CLIENTS, task.train, SIZE, 0, joins=False)
 
 

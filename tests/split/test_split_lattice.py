@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import dure
 from dure.contracts.strategy import Strategy, seeded_model
-from dure.data.own_part import OwnPart, divide
+from dure.data.client_part import ClientExamples, divide
 from dure.data.partition import IID, QuantitySkew
 from dure.split.strategy import Split
 
@@ -92,19 +92,19 @@ def by_hand(task: dure.Task, batches: Iterable[Tensor]) -> dict[str, Tensor]:
     return dict(model.state_dict())
 
 
-def parts_of(task: dure.Task, clients: int, skew: bool = False) -> Sequence[OwnPart]:
+def parts_of(task: dure.Task, clients: int, skew: bool = False) -> Sequence[ClientExamples]:
     partition = QuantitySkew(1.0) if skew else IID()
     return divide(partition, clients, task.train, SIZE, 0, joins=False)
 
 
-def in_turn(parts: Sequence[OwnPart], rounds: int = ROUNDS) -> Iterable[Tensor]:
+def in_turn(parts: Sequence[ClientExamples], rounds: int = ROUNDS) -> Iterable[Tensor]:
     for number in range(rounds):
         for part in parts:
             steps = part.batches.steps_per_epoch
             yield from (part.at(number * steps + step) for step in range(steps))
 
 
-def jointly(parts: Sequence[OwnPart], rounds: int = ROUNDS) -> Iterable[Tensor]:
+def jointly(parts: Sequence[ClientExamples], rounds: int = ROUNDS) -> Iterable[Tensor]:
     every = [part.batches.steps_per_epoch for part in parts]
     for number in range(rounds):
         for step in range(max(every)):

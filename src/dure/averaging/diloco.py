@@ -34,7 +34,7 @@ from dure.collectives.compression import parse as parse_compression
 from dure.contracts.strategy import Kind, Learner, RankContext, Strategy
 from dure.contracts.task import Task
 from dure.contracts.training_options import ALL, Part
-from dure.data.sampling import JOINTLY, Way
+from dure.data.sampling import JOINT_SAMPLING, SamplingRequest
 from dure.memory.formula import WHOLE, Shares
 from dure.settings import parse_fields
 
@@ -74,7 +74,7 @@ class DiLoCo(Strategy):
     unit: ClassVar[str] = "round"
     own_data: ClassVar[bool] = True
     trains_with: ClassVar[frozenset[Part]] = ALL
-    samples: ClassVar[frozenset[Way]] = JOINTLY
+    samples: ClassVar[frozenset[SamplingRequest]] = JOINT_SAMPLING
 
     def __post_init__(self) -> None:
         parse_fields(self, {"compression": parse_compression})

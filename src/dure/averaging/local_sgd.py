@@ -35,7 +35,7 @@ from dure.contracts.strategy import Kind, Learner, RankContext, StepResult, Stra
 from dure.contracts.task import Task
 from dure.contracts.training_options import ALL, Part
 from dure.data.batches import Batches, check_joint_batch
-from dure.data.sampling import JOINTLY, Way
+from dure.data.sampling import JOINT_SAMPLING, SamplingRequest
 from dure.memory.formula import WHOLE, Shares
 from dure.record.meter import Meter
 from dure.settings import parse_fields
@@ -77,7 +77,7 @@ class LocalSGD(Strategy):
     unit: ClassVar[str] = "round"
     own_data: ClassVar[bool] = True
     trains_with: ClassVar[frozenset[Part]] = ALL
-    samples: ClassVar[frozenset[Way]] = JOINTLY
+    samples: ClassVar[frozenset[SamplingRequest]] = JOINT_SAMPLING
 
     def __post_init__(self) -> None:
         parse_fields(self, {"compression": parse_compression})

@@ -64,7 +64,7 @@ from dure.contracts.training_options import ALL, Part
 from dure.data import partition
 from dure.data.batches import check_joint_batch
 from dure.data.partition import IID, Partition
-from dure.data.sampling import APART, Way
+from dure.data.sampling import SEPARATE_SAMPLING, SamplingRequest
 from dure.errors import LossNotFiniteError
 from dure.memory.formula import WHOLE, Shares
 from dure.record.meter import Meter
@@ -111,7 +111,7 @@ class ParallelSGD(Strategy):
     unit: ClassVar[str] = "round"
     own_data: ClassVar[bool] = True
     trains_with: ClassVar[frozenset[Part]] = ALL
-    samples: ClassVar[frozenset[Way]] = APART
+    samples: ClassVar[frozenset[SamplingRequest]] = SEPARATE_SAMPLING
 
     def __post_init__(self) -> None:
         parse_fields(self, {"partition": partition.parse})

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from dure.contracts.lr_schedule import ScheduledRates
 from dure.contracts.strategy import RankContext, examples_for
 from dure.contracts.task import Task
-from dure.data.arrangement import Order
 from dure.data.batches import Batches
+from dure.data.block_shuffling import Order
 from dure.data.examples import Examples
 from dure.data.partition import IID, Partition
 from dure.parallel.first_weights import share_weights

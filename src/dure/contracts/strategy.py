@@ -30,9 +30,9 @@ from dure.contracts.stop import Stop
 from dure.contracts.task import Task
 from dure.contracts.training_options import Part
 from dure.data.examples import Examples
-from dure.data.measured import MeasuredExamples
-from dure.data.partition import Description
-from dure.data.sampling import Way
+from dure.data.partition import PartitionDescription
+from dure.data.sampling import SamplingRequest
+from dure.data.validation_split import EvaluationExamples
 from dure.fleet.conditions import Conditions
 from dure.memory.formula import Shares
 from dure.memory.undivided import beside
@@ -452,9 +452,9 @@ class Strategy(CheckedSettings):
     """
 
     own_data: ClassVar[bool] = False
-    """Whether the ranks may have per-rank training data (`dure.data.nodes`)."""
+    """Whether the ranks may have per-rank training data (`dure.data.rank_examples`)."""
 
-    samples: ClassVar[frozenset[Way]] = frozenset()
+    samples: ClassVar[frozenset[SamplingRequest]] = frozenset()
     """Supported samplings of the data owner's batches (`dure.data.sampling`).
 
     They apply in a world of ranks or of threads, and in a world of clients if that is the
@@ -604,7 +604,7 @@ class Strategy(CheckedSettings):
             for name in ("loss", *task.measures)
         ]
 
-    def division(self, task: Task, seed: int) -> Description | None:
+    def division(self, task: Task, seed: int) -> PartitionDescription | None:
         """Return the division of the training data between owners, for the report, or None."""
         return None
 
@@ -672,7 +672,7 @@ def examples_for(task: Task) -> tuple[Examples, Examples | None]:
     test = task.test
     if isinstance(task.validation, Examples):
         # Both sets are always measured together.
-        test = MeasuredExamples(test, task.validation)
+        test = EvaluationExamples(test, task.validation)
     dtype = task.dtype
     if dtype is None:
         return task.train, test

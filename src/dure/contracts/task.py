@@ -21,10 +21,10 @@ from dure.contracts.lr_schedule import LRSchedule
 from dure.contracts.metric import Metric, check_metrics
 from dure.contracts.own_loss import KeywordModelFactory, OwnLoss
 from dure.contracts.training_options import Precision, check_learning
+from dure.data.conversion import as_examples
 from dure.data.datasets import DatasetExamples
 from dure.data.examples import Examples, NoExamples
-from dure.data.nodes import DataOfRanks
-from dure.data.taken import as_examples
+from dure.data.rank_examples import RankDataFactory
 from dure.machine.devices import on_device
 
 Loss = Callable[[Any, Any], "Tensor | tuple[Tensor, Tensor | float]"]
@@ -73,9 +73,9 @@ class Task(SuggestsArguments, common=True):
         model
         computes its own loss, like Hugging Face's models (`dure.OwnLoss`).
     train, test: `Examples`, `dure.Shards`, a pair (inputs, targets) of tensors, arrays or frames, a
-        dataset of pairs or dicts, or a DataLoader (`dure.data.taken`). train: also a function of
-        (rank, world) that returns any of these, the data of this rank; None only for a server whose
-        clients have the data (`dure.Network`). test: None measures nothing here.
+        dataset of pairs or dicts, or a DataLoader (`dure.data.conversion`). train: also a function
+        of (rank, world) that returns any of these, the data of this rank; None only for a server
+        whose clients have the data (`dure.Network`). test: None measures nothing here.
     optimizer: called with the parameters; `functools.partial(torch.optim.SGD, lr=0.1)`.
     metrics: name to `Metric`, measured on all test data and reported as test_<name>. None: the
         accuracy if the targets are class indices, otherwise only the loss.
@@ -204,7 +204,7 @@ class Task(SuggestsArguments, common=True):
             object.__setattr__(self, "model", KeywordModelFactory(self.model))
         for name in ("train", "test", "validation"):
             examples = getattr(self, name)
-            if isinstance(examples, (DatasetExamples, DataOfRanks)):
+            if isinstance(examples, (DatasetExamples, RankDataFactory)):
                 object.__setattr__(self, name, examples.with_labels())
 
     def on(self, device: torch.device) -> Task:
@@ -253,5 +253,5 @@ def _training_data(train: Any) -> Examples:
         return NoExamples()
     # A class can be called too, and some datasets can.
     if callable(train) and not isinstance(train, type) and not hasattr(train, "__getitem__"):
-        return DataOfRanks(train)
+        return RankDataFactory(train)
     return as_examples(train)

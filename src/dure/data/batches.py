@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from dure.data.arrangement import Order
+from dure.data.block_shuffling import Order
 from dure.randomness.seeds import shuffled
 
 

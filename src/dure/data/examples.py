@@ -1,7 +1,7 @@
 """A set of examples, and batches of it by index.
 
 Strategies request batches as lists of indices, because they decide which worker trains on which
-example. Tensors are indexed directly, which costs a gather a batch. `dure.data.taken` converts
+example. Tensors are indexed directly, which costs a gather a batch. `dure.data.conversion` converts
 other types of data to examples.
 """
 
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from dure.data.arrangement import Arrangement, Order
 from dure.data.arrays import as_tensors, columns_of
+from dure.data.block_shuffling import BlockLayout, Order
 from dure.data.keys import keys_of
 from dure.data.sampling import SHUFFLED, Sampling
 from dure.errors import DataError
@@ -37,8 +37,9 @@ class Examples:
         classes: names of the labels, if the targets are labels.
 
     `draws` is whether reading an example may draw random numbers, as transforms do. If ranks have
-    data of their own (`dure.data.nodes`), `first` is the index of an example of this rank, `lies`
-    has the number of examples of each rank, and `counted` is whether these numbers are known yet.
+    data of their own (`dure.data.rank_examples`), `first` is the index of an example of this rank,
+    `lies` has the number of examples of each rank, and `counted` is whether these numbers are known
+    yet.
 
     Raises ValueError if the lengths differ, there is no example, keys are invalid, or the tensors
     are not in the CPU's memory.
@@ -101,9 +102,9 @@ class Examples:
             tree_map(lambda leaf: leaf.index_select(0, indices), (self.inputs, self.targets)),
         )
 
-    def arrangement(self) -> Arrangement:
+    def arrangement(self) -> BlockLayout:
         """Return the layout of the examples in blocks."""
-        return Arrangement.whole(len(self))
+        return BlockLayout.whole(len(self))
 
     def order(self, part: Tensor | None = None) -> Order:
         """Return the order in which an epoch visits the examples, or a part of them.
@@ -132,7 +133,7 @@ class Examples:
         return None
 
     def sets(self) -> Mapping[str, Examples]:
-        """Return the sets that a model is measured on, by name (`dure.data.measured`)."""
+        """Return the sets that a model is measured on, by name (`dure.data.validation_split`)."""
         return {"test": self}
 
     def to(self, dtype: torch.dtype) -> Examples:

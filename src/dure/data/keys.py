@@ -49,7 +49,7 @@ def name_of(key: Any) -> str:
     return key.decode(errors="backslashreplace") if isinstance(key, bytes) else str(key)
 
 
-def said(client: int, names: Sequence[str] | None) -> str:
+def client_label(client: int, names: Sequence[str] | None) -> str:
     """Return a client in words: client 5 ("porto"), or without names client 5."""
     return f"client {client}" if names is None else f'client {client} ("{names[client]}")'
 

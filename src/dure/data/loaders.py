@@ -34,9 +34,9 @@ from torch.utils.data import (
 
 from dure.data.datasets import DatasetExamples
 from dure.data.examples import Examples
-from dure.data.measured import part_of
 from dure.data.sampling import Sampling
 from dure.data.streams import StreamExamples
+from dure.data.validation_split import subset_of
 
 
 def examples_of(loader: DataLoader[Any], measures: bool = False) -> Examples:
@@ -54,7 +54,7 @@ def examples_of(loader: DataLoader[Any], measures: bool = False) -> Examples:
         some, sampling = _sampled(loader)
         examples = _examples(loader.dataset, collate)
         if some is not None:
-            examples = part_of(examples, some)
+            examples = subset_of(examples, some)
     if not measures:
         examples.sampling = sampling
     elif sampling.weights is not None:

@@ -39,7 +39,7 @@ Indices = Callable[[int], Tensor]
 """Function from a step to the indices of its batch, of the step alone."""
 
 
-class Loaded(NamedTuple):
+class LoadedBatch(NamedTuple):
     """A batch, the number of its loader, and the time of reading.
 
     start, end: seconds of `time.perf_counter`, which processes share.
@@ -54,7 +54,7 @@ class Loaded(NamedTuple):
 class Prefetch(Protocol):
     """Reads batches before they are requested."""
 
-    def at(self, step: int) -> Loaded:
+    def at(self, step: int) -> LoadedBatch:
         """Return the batch of `step`, and start reading the batches of the following steps."""
 
     def close(self) -> None:
@@ -112,9 +112,9 @@ class ThreadLoaders:
             ) from error
         torch.set_num_threads(mine)  # and for threads that are yet to come
         self._free = list(range(loaders))
-        self._coming: dict[int, Future[tuple[Loaded, torch.cuda.Event | None]]] = {}
+        self._coming: dict[int, Future[tuple[LoadedBatch, torch.cuda.Event | None]]] = {}
 
-    def at(self, step: int) -> Loaded:
+    def at(self, step: int) -> LoadedBatch:
         for coming in range(step, step + self.ahead + 1):
             if coming not in self._coming:
                 # `indices` caches its epoch, so it is called here and not in a thread.
@@ -134,7 +134,7 @@ class ThreadLoaders:
                     leaf.record_stream(here)
         return loaded
 
-    def _read(self, indices: Tensor) -> tuple[Loaded, torch.cuda.Event | None]:
+    def _read(self, indices: Tensor) -> tuple[LoadedBatch, torch.cuda.Event | None]:
         # Threads of a pool have no numbers, so a thread takes a free number while it reads. pop and
         # append are atomic.
         loader = self._free.pop()
@@ -149,7 +149,7 @@ class ThreadLoaders:
                     batch = to_device(_pinned(batch), self.device)
                     copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
                     copied.record()
-            return Loaded(batch, loader, start, time.perf_counter()), copied
+            return LoadedBatch(batch, loader, start, time.perf_counter()), copied
         finally:
             self._free.append(loader)
 
@@ -178,7 +178,7 @@ class ProcessLoaders:
         self._next = -1
         self._stream: Iterator[Any] = iter(())
 
-    def at(self, step: int) -> Loaded:
+    def at(self, step: int) -> LoadedBatch:
         # After a jump, the processes that read for other steps are replaced.
         if step != self._next:
             self._stream = self._begin(step)
@@ -190,7 +190,7 @@ class ProcessLoaders:
             raise answer
         batch, generators, loader, start, end = answer
         restore_generators(generators)
-        return Loaded(to_device(batch, self.device), loader, start, end)
+        return LoadedBatch(to_device(batch, self.device), loader, start, end)
 
     def _begin(self, step: int) -> Iterator[Any]:
         # Forked, so that datasets of a script need not be pickled; torch gives such a process a

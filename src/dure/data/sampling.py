@@ -17,16 +17,18 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from dure.data.arrangement import Order
+from dure.data.block_shuffling import Order
 from dure.randomness.seeds import generator, shuffled
 
-Way = Literal["a stream", "a sampler with weights", "shuffle=False", "drop_last"]
+SamplingRequest = Literal["a stream", "a sampler with weights", "shuffle=False", "drop_last"]
 """Requests of the data's owner about batches, in words."""
 
-JOINTLY: frozenset[Way] = frozenset(get_args(Way))
+JOINT_SAMPLING: frozenset[SamplingRequest] = frozenset(get_args(SamplingRequest))
 """Requests supported by a system that visits all data in joint batches: all of them."""
 
-APART: frozenset[Way] = frozenset({"a sampler with weights", "shuffle=False"})
+SEPARATE_SAMPLING: frozenset[SamplingRequest] = frozenset(
+    {"a sampler with weights", "shuffle=False"}
+)
 """Requests supported by clients or workers with parts of their own.
 
 Each draws from its own examples, by their weights, as many as it has.
@@ -50,9 +52,9 @@ class Sampling:
     batch_size: int | None = None
 
     @property
-    def asks(self) -> frozenset[Way]:
+    def asks(self) -> frozenset[SamplingRequest]:
         """Requests that a system might not support."""
-        asked: dict[Way, bool] = {
+        asked: dict[SamplingRequest, bool] = {
             "a sampler with weights": self.weights is not None,
             "shuffle=False": self.in_a_row,
             "drop_last": self.drop_last,
@@ -77,14 +79,14 @@ class Sampling:
         if self.weights is not None:
             own = self if part is None else self.of(part)
             assert own.weights is not None
-            return partial(drawn, own.weights)
+            return partial(weighted_indices, own.weights)
         return partial(_in_a_row, count) if self.in_a_row else partial(shuffled, count)
 
 
 SHUFFLED = Sampling()
 
 
-def drawn(weights: Tensor, seed: int, epoch: int, client: int) -> Tensor:
+def weighted_indices(weights: Tensor, seed: int, epoch: int, client: int) -> Tensor:
     """Draw as many indices as there are weights, with replacement, int64 of shape (n,)."""
     # By inversion of the cumulative weights: `multinomial` supports at most 2^24 weights.
     ends = weights.cumsum(0)

@@ -59,7 +59,7 @@ _DIRECTION = re.compile(r"\[[^\]]*\]?|[\]|]")
 
 
 @dataclass(frozen=True)
-class Text:
+class TextData:
     """Next-character examples.
 
     train, test: inputs and targets int64 of shape (n, sequence_length), keys: the roles, if any.
@@ -86,7 +86,7 @@ SHORT = 1024
 """Characters that a window may have even if the texts are shorter: its padding costs little."""
 
 
-def read_shakespeare(data: Path | str, sequence_length: int = 80) -> Text:
+def read_shakespeare(data: Path | str, sequence_length: int = 80) -> TextData:
     """Return the examples at `data`: a folder of plays, or a plain text file or its folder.
 
     Raises ValueError if sequence_length is not positive or too long for every text, DataError if
@@ -103,7 +103,7 @@ def read_shakespeare(data: Path | str, sequence_length: int = 80) -> Text:
             f"give at most {longest}"
         )
     characters = "".join(sorted(set().union(*train.values())))
-    return Text(
+    return TextData(
         train=_windows(train, characters, sequence_length),
         test=_windows(test, characters, sequence_length),
         characters=characters,

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 
 from dure.contracts.strategy import Learner, RankContext, examples_for, unused_copy
 from dure.contracts.task import Task
+from dure.data.client_holdout import HeldOutOrder, split_held_out
 from dure.data.examples import Examples
-from dure.data.held_out import HeldOutOrder, split
 from dure.data.keys import name_of
-from dure.data.partition import Parts
-from dure.data.partition.natural_key import strangers
+from dure.data.partition import ClientParts
+from dure.data.partition.natural_key import unowned_keys
 from dure.data.size import example_bytes
 from dure.errors import warn
 from dure.federated import protecting
@@ -81,7 +81,7 @@ class Says(protecting.Protects, Protocol):
     def engine(self, setting: Setting) -> Engine: ...
     def count(self, task: Task) -> int | None: ...
     def names(self, task: Task) -> list[str] | None: ...
-    def divide(self, task: Task, seed: int) -> Parts: ...
+    def divide(self, task: Task, seed: int) -> ClientParts: ...
     def test_parts(self, task: Task) -> list[Tensor] | None: ...
 
 
@@ -372,7 +372,7 @@ def _clients(
     """
     one_more = _models(task, model, seed)
     examples, test = examples_for(task)
-    own, held_out = split(has.parts, strategy.held_out, seed, strategy.held_out_order)
+    own, held_out = split_held_out(has.parts, strategy.held_out, seed, strategy.held_out_order)
     still = conditions.arrival.still
     personal = Personal(
         task=task,
@@ -514,7 +514,7 @@ def _tell_strangers(task: Task, names: Sequence[str] | None) -> None:
     """Warn about test examples with keys that no client has."""
     if names is None or task.test is None or task.test.keys is None or task.train.keys is None:
         return
-    missing = strangers(task.train.keys, task.test.keys)
+    missing = unowned_keys(task.train.keys, task.test.keys)
     if missing:
         some = ", ".join(map(name_of, missing[:5])) + (", ..." if len(missing) > 5 else "")
         warn(

@@ -22,9 +22,9 @@ from dure.contracts.task import Task
 from dure.contracts.training_options import ALL, Part
 from dure.data import partition
 from dure.data.batches import check_batch_size
-from dure.data.held_out import HeldOutOrder, split
-from dure.data.partition import IID, Description, Partition, Parts, describe
-from dure.data.sampling import APART, Way
+from dure.data.client_holdout import HeldOutOrder, split_held_out
+from dure.data.partition import IID, ClientParts, Partition, PartitionDescription, describe
+from dure.data.sampling import SEPARATE_SAMPLING, SamplingRequest
 from dure.federated import aggregate, halves
 from dure.federated.aggregate import Aggregator, Mean
 from dure.federated.algorithm import Algorithm, Start, start_of
@@ -135,7 +135,7 @@ class Federated(Strategy):
     without: ClassVar[frozenset[str]] = frozenset({"server_examples_per_second"})
     sends_partial_work: ClassVar[bool] = False
     trains_with: ClassVar[frozenset[Part]] = ALL
-    samples: ClassVar[frozenset[Way]] = APART
+    samples: ClassVar[frozenset[SamplingRequest]] = SEPARATE_SAMPLING
     noises_steps: ClassVar[bool] = True
     """Whether the clients' local training may be DP-SGD."""
 
@@ -524,14 +524,14 @@ class Federated(Strategy):
         names = self.names(task)
         return None if names is None else len(names)
 
-    def divide(self, task: Task, seed: int) -> Parts:
+    def divide(self, task: Task, seed: int) -> ClientParts:
         """Return the examples of each client.
 
         Raises ValueError if the partition does not fit the data.
         """
         return self.partition.divide(self.clients, task.train, seed)
 
-    def division(self, task: Task, seed: int) -> Description | None:
+    def division(self, task: Task, seed: int) -> PartitionDescription | None:
         return describe(
             self.partition,
             self.divide(task, seed),
@@ -542,7 +542,7 @@ class Federated(Strategy):
 
     def parts(self, task: Task, seed: int, workers: int | None) -> Sequence[Tensor]:
         """Return the training examples of each client, as indices."""
-        return split(self.divide(task, seed), self.held_out, seed, self.held_out_order)[0]
+        return split_held_out(self.divide(task, seed), self.held_out, seed, self.held_out_order)[0]
 
     def names(self, task: Task) -> list[str] | None:
         """Return the names of the clients; None if the data have no names."""

@@ -32,7 +32,7 @@ from dure.contracts.task import Task
 from dure.contracts.training_options import Part
 from dure.data import partition
 from dure.data.batches import check_batch_size
-from dure.data.partition import IID, Description, Partition, describe
+from dure.data.partition import IID, Partition, PartitionDescription, describe
 from dure.fleet.conditions import Conditions
 from dure.parameter_server.downpour_plan import DownpourPlan
 from dure.parameter_server.embeddings import check_no_tables
@@ -227,7 +227,7 @@ class Downpour(Strategy):
         """Check that replicas support the conditions; raises ValueError if not."""
         check_under(conditions)
 
-    def division(self, task: Task, seed: int) -> Description | None:
+    def division(self, task: Task, seed: int) -> PartitionDescription | None:
         train = task.train
         parts = self.partition.divide(self.replicas, train, seed)
         return describe(self.partition, parts, train.labels(), train.classes)

@@ -11,8 +11,8 @@ from torch import nn
 
 from dure.contracts.lr_schedule import factor_at
 from dure.contracts.task import Task
+from dure.data.client_part import ClientExamples, divide
 from dure.data.examples import Examples
-from dure.data.own_part import OwnPart, divide
 from dure.data.partition import Partition
 from dure.parameter_server.adagrad import DownpourAdagrad
 from dure.parameter_server.gradients import Gradients
@@ -120,7 +120,7 @@ class DownpourPlan(Plan):
         # The first replica makes the steps of the warm start in addition.
         return batches + (self.warm_start if self.replica_of(worker) == 0 else 0)
 
-    def parts(self, model: nn.Module, examples: Examples, seed: int) -> Sequence[OwnPart]:
+    def parts(self, model: nn.Module, examples: Examples, seed: int) -> Sequence[ClientExamples]:
         """Return the data of each replica."""
         return divide(
             self.partition,

@@ -14,7 +14,7 @@ from dure.contracts.strategy import Kind, Strategy
 from dure.contracts.task import Task
 from dure.data.datasets import DatasetExamples
 from dure.data.examples import Examples
-from dure.data.sampling import Way
+from dure.data.sampling import SamplingRequest
 from dure.data.streams import StreamExamples
 from dure.errors import DureError
 from dure.randomness.seeds import generators_state, restore_generators
@@ -78,7 +78,7 @@ def _check_counts(loss: OwnLoss, train: Examples) -> None:
     loss.count(labels)
 
 
-def _asked(task: Task) -> frozenset[Way]:
+def _asked(task: Task) -> frozenset[SamplingRequest]:
     """Return the requested kinds of sampling; an empty set if the strategy is free to choose."""
-    ways: frozenset[Way] = task.train.sampling.asks
+    ways: frozenset[SamplingRequest] = task.train.sampling.asks
     return ways | {"a stream"} if isinstance(task.train, StreamExamples) else ways

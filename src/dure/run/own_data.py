@@ -16,9 +16,9 @@ import msgspec
 from dure.collectives.group import Group
 from dure.contracts.strategy import Strategy, World
 from dure.contracts.task import Task
-from dure.data.arrangement import Arrangement
+from dure.data.block_shuffling import BlockLayout
 from dure.data.examples import Examples
-from dure.data.nodes import DataOfRanks, OwnExamples
+from dure.data.rank_examples import RankDataFactory, RankExamples
 from dure.errors import RunFolderError
 
 
@@ -28,7 +28,7 @@ def to_look_at(task: Task, strategy: Strategy, world: World) -> Task:
     Raises ValueError for a strategy whose ranks cannot have data of their own.
     """
     train = task.train
-    if not isinstance(train, DataOfRanks):
+    if not isinstance(train, RankDataFactory):
         return task
     if world.kind == "clients":
         raise ValueError(
@@ -51,12 +51,12 @@ def to_look_at(task: Task, strategy: Strategy, world: World) -> Task:
         )
     own = train.of(world.rank_here, ranks)
     alike = [own.arrangement()] * ranks
-    return replace(task, train=OwnExamples(own, alike, world.rank_here, counted=False))
+    return replace(task, train=RankExamples(own, alike, world.rank_here, counted=False))
 
 
 def forget(task: Task) -> None:
     """Release the data that the checks loaded, since the ranks are other processes."""
-    if isinstance(task.train, DataOfRanks):
+    if isinstance(task.train, RankDataFactory):
         task.train.forget()
 
 
@@ -66,23 +66,23 @@ def with_own_data(task: Task, strategy: Strategy, group: Group) -> Task:
     Raises ValueError if the counted examples do not fit the strategy.
     """
     train = task.train
-    if not isinstance(train, DataOfRanks):
+    if not isinstance(train, RankDataFactory):
         return task
     own = train.of(group.rank, group.size)
     train.forget()
     if group.size == 1:
         return replace(task, train=own)
-    counted = replace(task, train=OwnExamples(own, _told(own, group), group.rank))
+    counted = replace(task, train=RankExamples(own, _told(own, group), group.rank))
     strategy.check(counted, group.size)
     return counted
 
 
-def _told(own: Examples, group: Group) -> list[Arrangement]:
+def _told(own: Examples, group: Group) -> list[BlockLayout]:
     """Return the arrangements of all ranks' examples, on every rank."""
     gathered = group.gather_bytes(msgspec.msgpack.encode(own.arrangement()))
     told = group.broadcast_bytes(msgspec.msgpack.encode(gathered) if gathered else None)
     each = msgspec.msgpack.decode(told, type=list[bytes])
-    return [msgspec.msgpack.decode(one, type=Arrangement) for one in each]
+    return [msgspec.msgpack.decode(one, type=BlockLayout) for one in each]
 
 
 def check_as_before(folder: Path | None, before: Sequence[int], now: Sequence[int]) -> None:

@@ -18,8 +18,8 @@ from dure.collectives.group import Group
 from dure.contracts.strategy import examples_for, seeded_model
 from dure.contracts.task import Task
 from dure.data.batches import Batches
+from dure.data.client_part import ClientExamples, divide
 from dure.data.examples import Examples
-from dure.data.own_part import OwnPart, divide
 from dure.errors import DureError, WorkerFailedError, described, traceback_of
 from dure.machine.compiler import left_out
 from dure.machine.memory import memory_kept
@@ -218,7 +218,7 @@ class _CutSide:
         told: Members,
         plan: Plan,
         train: Examples,
-        own: OwnPart,
+        own: ClientExamples,
         welcome: Welcome,
         limits: SiteLimits,
     ) -> Working:
@@ -266,7 +266,7 @@ class _HeadSide:
         told: Members,
         plan: Plan,
         train: Examples,
-        own: OwnPart,
+        own: ClientExamples,
         welcome: Welcome,
         limits: SiteLimits,
     ) -> Working:
@@ -349,12 +349,12 @@ def check_part(task: Task, strategy: Split, welcome: Welcome, part: int | None) 
     )
 
 
-def _steps(plan: Plan, own: OwnPart) -> int:
+def _steps(plan: Plan, own: ClientExamples) -> int:
     """Return the steps of a turn of this client."""
     return plan.local_epochs * own.batches.steps_per_epoch
 
 
-def _most_examples(task: Task, own: OwnPart) -> int:
+def _most_examples(task: Task, own: ClientExamples) -> int:
     """Return the largest number of examples of a batch, in training or evaluation."""
     return max(own.batches.batch_size, task.eval_batch_size)
 
@@ -366,7 +366,7 @@ def box_of(run: str) -> str:
 
 def own_part(
     strategy: Split, welcome: Welcome, train: Examples, part: int | None, joins: bool
-) -> OwnPart:
+) -> ClientExamples:
     """Return the client's training examples: all of its own, or its part in a demonstration."""
     size = strategy.batch_size
     if part is not None:
@@ -374,7 +374,7 @@ def own_part(
         return parts[welcome.client]
     everything: Tensor = torch.arange(len(train))
     batches = Batches(len(train), size, welcome.seed, welcome.client, joins)
-    return OwnPart(everything, batches, everything[:0])
+    return ClientExamples(everything, batches, everything[:0])
 
 
 def _in_words(told: requests.Failed) -> str:

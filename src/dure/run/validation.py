@@ -1,4 +1,4 @@
-"""Split a share of the training data off as a validation set (`dure.data.measured`).
+"""Split a share of the training data off as a validation set (`dure.data.validation_split`).
 
 The split happens where the job is prepared and again on every rank, by the same random draws, so
 that only the share travels.
@@ -10,8 +10,8 @@ from dataclasses import replace
 
 from dure.contracts.strategy import Strategy, World
 from dure.contracts.task import Task
-from dure.data.measured import OWN, held_apart
-from dure.data.nodes import DataOfRanks, OwnExamples
+from dure.data.rank_examples import RankDataFactory, RankExamples
+from dure.data.validation_split import OWN, split_validation
 
 
 def with_validation(task: Task, seed: int) -> Task:
@@ -19,7 +19,7 @@ def with_validation(task: Task, seed: int) -> Task:
     share = task.validation
     if not isinstance(share, float):
         return task
-    train, validation = held_apart(task.train, share, seed)
+    train, validation = split_validation(task.train, share, seed)
     return replace(task, train=train, validation=validation)
 
 
@@ -35,7 +35,7 @@ def check_validation(task: Task, strategy: Strategy, world: World) -> None:
     if not isinstance(task.validation, float):
         return
     whose = "clients" if world.serves else "ranks"
-    if world.serves or isinstance(task.train, (DataOfRanks, OwnExamples)):
+    if world.serves or isinstance(task.train, (RankDataFactory, RankExamples)):
         raise ValueError(
             f"validation={task.validation} is a share of the training data, which lie with the "
             f"{whose}: {OWN}"

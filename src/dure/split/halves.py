@@ -13,8 +13,8 @@ from functools import lru_cache, partial
 import torch
 from torch.utils._pytree import tree_flatten
 
+from dure.data.client_part import ClientExamples
 from dure.data.examples import Examples
-from dure.data.own_part import OwnPart
 from dure.randomness.seeds import generator
 from dure.split.client import Client
 from dure.split.divided import Divided
@@ -63,7 +63,7 @@ class Halves:
         self,
         number: int,
         head: Own,
-        part: OwnPart,
+        part: ClientExamples,
         seconds: Callable[[int, Sequence[int], bool], float] = lambda count, stages, back: 0.0,
     ) -> Client:
         """Return a client. head: its initial head. part: the indices of its examples."""

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_flatten
 
 from dure.contracts.strategy import Learner, RankContext, StepResult, examples_for
 from dure.contracts.task import Task
-from dure.data.own_part import divide
+from dure.data.client_part import divide
 from dure.fleet.conditions import Conditions
 from dure.fleet.devices import BYTES_PER_MBIT
 from dure.fleet.virtual import Envelope, Link, Node, VirtualNetwork, nbytes

@@ -40,7 +40,7 @@ from dure.contracts.task import Task
 from dure.contracts.training_options import Part
 from dure.data import partition
 from dure.data.batches import check_batch_size
-from dure.data.partition import IID, Description, Partition, describe
+from dure.data.partition import IID, Partition, PartitionDescription, describe
 from dure.errors import warn
 from dure.fleet.conditions import Conditions
 from dure.parallel.pipeline.cut import CutModel
@@ -331,7 +331,7 @@ class Split(Strategy):
         own = personal.names(task) if self.held_out else []
         return super().measures(task, model, conditions) + own
 
-    def division(self, task: Task, seed: int) -> Description | None:
+    def division(self, task: Task, seed: int) -> PartitionDescription | None:
         train = task.train
         parts = self.partition.divide(self.count, train, seed)
         return describe(self.partition, parts, train.labels(), train.classes)

@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from dure.contracts.strategy import examples_for
 from dure.contracts.task import Task
 from dure.data.examples import Examples
-from dure.data.nodes import OwnExamples
+from dure.data.rank_examples import RankExamples
 from dure.machine.compiler import left_out
 from dure.machine.devices import to_device
 
@@ -110,7 +110,7 @@ def check_lying(
     model: nn.Module, examples: Examples, batch_size: int | None, pieces: int = 1
 ) -> None:
     """Check the pieces as `check_pieces`, for ranks with data of their own that are counted."""
-    if not isinstance(examples, OwnExamples):
+    if not isinstance(examples, RankExamples):
         return
     size = len(examples) if batch_size is None else batch_size
     shares = examples.parts_of_batches(size)

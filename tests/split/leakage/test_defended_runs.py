@@ -13,10 +13,10 @@ from torch.nn import functional as F
 
 import dure
 from dure.contracts.strategy import seeded_model
+from dure.data.client_part import divide
+from dure.data.conversion import as_examples
 from dure.data.examples import Examples
-from dure.data.own_part import divide
 from dure.data.partition import IID
-from dure.data.taken import as_examples
 from dure.split.in_turn import SplitLearning
 from dure.split.leakage.distance_correlation import distance_correlation
 from dure.split.leakage.guard import Crossing, Guard

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dure.data.taken import as_examples
+from dure.data.conversion import as_examples
 from dure.split.leakage import Isotropic, MaxNorm, RandomisedResponse, parse_defence
 from dure.split.leakage.labels import norm_auc
 from dure.split.leakage.randomised_response import Relabelled, relabelled

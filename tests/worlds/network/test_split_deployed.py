@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import dure
-from dure.data.own_part import divide
+from dure.data.client_part import divide
 from dure.data.partition import IID
 from dure.record.checkpoint import read_tree
 from small import CLASSES, FEATURES, small_task

@@ -25,10 +25,10 @@ Text forms: `iid`, `label-shards:2`, `dirichlet:0.3`, `dirichlet:0.3:10` (minimu
 
 from __future__ import annotations
 
-from dure.data.partition.description import Description as Description
+from dure.data.partition.description import PartitionDescription as PartitionDescription
 from dure.data.partition.description import describe as describe
 from dure.data.partition.partition import Partition as Partition
-from dure.data.partition.parts import Parts as Parts
+from dure.data.partition.parts import ClientParts as ClientParts
 from dure.settings import listed, read
 
 # In the order in which messages list them.

@@ -20,7 +20,7 @@ import torch
 
 from dure.data.examples import Examples
 from dure.data.partition.partition import Partition
-from dure.data.partition.parts import Parts, dealt
+from dure.data.partition.parts import ClientParts, assign_parts
 from dure.randomness.seeds import generator
 
 
@@ -35,7 +35,7 @@ class Blocks(Partition):
         if self.per_client < 1:
             raise ValueError(f"blocks: a client needs at least 1 block, not {self.per_client}")
 
-    def _divide(self, clients: int, examples: Examples, seed: int) -> Parts:
+    def _divide(self, clients: int, examples: Examples, seed: int) -> ClientParts:
         n = len(examples)
         count = self.per_client * clients
         if count > n:
@@ -50,7 +50,7 @@ class Blocks(Partition):
             owner_of_block = torch.empty_like(drawn)
             owner_of_block[drawn] = owners.repeat_interleave(self.per_client)
             owners = owner_of_block
-        return Parts(dealt(torch.arange(n), owners), clients)
+        return ClientParts(assign_parts(torch.arange(n), owners), clients)
 
     @property
     def description(self) -> str:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dure.data.partition.partition import Partition
-from dure.data.partition.parts import Parts
+from dure.data.partition.parts import ClientParts
 
 MOST_HISTOGRAMS = 10_000
 """Most clients with a label histogram for each in descriptions."""
@@ -20,7 +20,7 @@ MOST_NUMBERS = 10_000_000
 
 
 @dataclass(frozen=True)
-class Description:
+class PartitionDescription:
     """Description of a partition; as a dict the `partition` entry of a run's config.json.
 
     Args:
@@ -69,7 +69,7 @@ def describe(
     labels: Tensor | None,
     classes: Sequence[str] | None = None,
     names: list[str] | None = None,
-) -> Description:
+) -> PartitionDescription:
     """Count the examples of the clients' `parts`, by class if there are labels of shape (n,).
 
     Args:
@@ -79,13 +79,13 @@ def describe(
         classes: names of the labels; without them the classes are 0..max(labels).
         names: names of the clients.
     """
-    divided = parts if isinstance(parts, Parts) else Parts.of(parts)
+    divided = parts if isinstance(parts, ClientParts) else ClientParts.of(parts)
     counts: list[int] = divided.sizes.tolist()
     if labels is None or len(counts) > MOST_HISTOGRAMS:
-        return Description(partition.description, counts, None, names=names)
+        return PartitionDescription(partition.description, counts, None, names=names)
     number = max(int(labels.max()) + 1, len(classes or ()))
     if int(labels.min()) < 0 or number * len(counts) > MOST_NUMBERS:  # no classes 0, 1, …
-        return Description(partition.description, counts, None, names=names)
+        return PartitionDescription(partition.description, counts, None, names=names)
     # A single histogram over pairs (client, class), each encoded as a number.
     together = torch.bincount(divided.owners * number + labels, minlength=number * len(counts))
     histograms: list[list[int]] = together.view(-1, number).tolist()
@@ -94,4 +94,4 @@ def describe(
         if classes is not None and len(classes) == number
         else list(map(str, range(number)))
     )
-    return Description(partition.description, counts, histograms, of_classes, names)
+    return PartitionDescription(partition.description, counts, histograms, of_classes, names)

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from dure.data.examples import Examples
-from dure.data.partition.partition import Partition, needed
-from dure.data.partition.parts import Parts
-from dure.data.partition.skew import check_skew, filled, shares
+from dure.data.partition.partition import Partition, required_labels
+from dure.data.partition.parts import ClientParts
+from dure.data.partition.skew import check_skew, shares, with_minimum
 from dure.randomness.seeds import derive
 
 
@@ -37,8 +37,8 @@ class Dirichlet(Partition):
     def __post_init__(self) -> None:
         check_skew(self.name, self.alpha, self.minimum)
 
-    def _divide(self, clients: int, examples: Examples, seed: int) -> Parts:
-        labels = needed(examples, self)
+    def _divide(self, clients: int, examples: Examples, seed: int) -> ClientParts:
+        labels = required_labels(examples, self)
         random = np.random.default_rng(derive(seed, "partition"))
         # A generator of its own: rounding of shares must not change their draws.
         rounding = np.random.default_rng(derive(seed, "rounding of shares"))
@@ -50,7 +50,9 @@ class Dirichlet(Partition):
             counts = _counts(shares(random, self.alpha, clients), len(members), rounding)
             for part, share in zip(parts, shuffled.split(counts), strict=True):
                 part.append(share)
-        return Parts.of(filled([torch.cat(part) for part in parts], self.minimum, random))
+        return ClientParts.of(
+            with_minimum([torch.cat(part) for part in parts], self.minimum, random)
+        )
 
     @property
     def description(self) -> str:

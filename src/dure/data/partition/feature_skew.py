@@ -31,7 +31,7 @@ from torch import Tensor
 
 from dure.data.examples import Examples
 from dure.data.partition.partition import Partition
-from dure.data.partition.parts import Parts, dealt
+from dure.data.partition.parts import ClientParts, assign_parts
 from dure.randomness.seeds import generator
 
 SAMPLE = 4_096
@@ -72,7 +72,7 @@ class FeatureSkew(Partition):
         if not 0 <= self.skew <= 1:
             raise ValueError(f"feature-skew: the skew is between 0 and 1, not {self.skew}")
 
-    def _divide(self, clients: int, examples: Examples, seed: int) -> Parts:
+    def _divide(self, clients: int, examples: Examples, seed: int) -> ClientParts:
         n = len(examples)
         drawn = generator(seed, "partition")
         owners = torch.randperm(clients, generator=drawn)
@@ -81,7 +81,7 @@ class FeatureSkew(Partition):
         order = scores(examples, str(self)).sort(stable=True).indices
         place[order] = (torch.arange(n, dtype=torch.float64) + 0.5) / n
         keys = self.skew * place + (1 - self.skew) * by_chance
-        return Parts(dealt(keys.sort(stable=True).indices, owners), clients)
+        return ClientParts(assign_parts(keys.sort(stable=True).indices, owners), clients)
 
     @property
     def description(self) -> str:

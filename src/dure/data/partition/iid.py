@@ -14,7 +14,7 @@ import torch
 
 from dure.data.examples import Examples
 from dure.data.partition.partition import Partition
-from dure.data.partition.parts import Parts, dealt
+from dure.data.partition.parts import ClientParts, assign_parts
 from dure.randomness.seeds import generator
 
 
@@ -24,10 +24,12 @@ class IID(Partition):
 
     name: ClassVar[str] = "iid"
 
-    def _divide(self, clients: int, examples: Examples, seed: int) -> Parts:
+    def _divide(self, clients: int, examples: Examples, seed: int) -> ClientParts:
         n = len(examples)
-        return Parts(
-            dealt(torch.randperm(n, generator=generator(seed, "partition")), torch.arange(clients)),
+        return ClientParts(
+            assign_parts(
+                torch.randperm(n, generator=generator(seed, "partition")), torch.arange(clients)
+            ),
             clients,
         )
 

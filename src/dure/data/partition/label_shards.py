@@ -11,8 +11,8 @@ from typing import ClassVar
 import torch
 
 from dure.data.examples import Examples
-from dure.data.partition.partition import Partition, needed
-from dure.data.partition.parts import Parts, dealt
+from dure.data.partition.partition import Partition, required_labels
+from dure.data.partition.parts import ClientParts, assign_parts
 from dure.randomness.seeds import generator
 
 
@@ -32,7 +32,7 @@ class LabelShards(Partition):
                 f"label shards: a client needs at least 1 shard, not {self.per_client}"
             )
 
-    def _divide(self, clients: int, examples: Examples, seed: int) -> Parts:
+    def _divide(self, clients: int, examples: Examples, seed: int) -> ClientParts:
         n = len(examples)
         count = self.per_client * clients
         if count > n:
@@ -40,12 +40,12 @@ class LabelShards(Partition):
                 f"{n} examples cannot be cut into {count} shards ({self.per_client} a client): "
                 "take fewer clients or fewer shards a client"
             )
-        by_label = needed(examples, self).sort(stable=True).indices
+        by_label = required_labels(examples, self).sort(stable=True).indices
         drawn = torch.randperm(count, generator=generator(seed, "partition"))
         # The first `per_client` drawn shards are client 0's, and so on.
         owner_of_shard = torch.empty_like(drawn)
         owner_of_shard[drawn] = torch.arange(clients).repeat_interleave(self.per_client)
-        return Parts(dealt(by_label, owner_of_shard), clients)
+        return ClientParts(assign_parts(by_label, owner_of_shard), clients)
 
     @property
     def description(self) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor
 from dure.data.examples import Examples
 from dure.data.keys import keys_of, name_of, owners_of
 from dure.data.partition.partition import Partition
-from dure.data.partition.parts import Parts
+from dure.data.partition.parts import ClientParts
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class NaturalKey(Partition):
     ) -> list[Tensor] | None:
         """Return each client's test examples by key, as `Partition.divide_test`.
 
-        Test examples with a key of no client are left out (`strangers`).
+        Test examples with a key of no client are left out (`unowned_keys`).
         """
         if keys is None or test_keys is None or self.names(clients, keys) is None:
             return None
@@ -45,15 +45,15 @@ class NaturalKey(Partition):
         number = {key: client for client, key in enumerate(owners)}
         # Test examples of no client get the number 0, and are left out.
         whose = torch.tensor([number.get(key, -1) for key in keys_of(test_keys)]) + 1
-        return Parts(whose, len(owners) + 1)[1:]
+        return ClientParts(whose, len(owners) + 1)[1:]
 
-    def divide(self, clients: int | None, examples: Examples, seed: int = 0) -> Parts:
+    def divide(self, clients: int | None, examples: Examples, seed: int = 0) -> ClientParts:
         """Divide by key, as `Partition.divide`; clients None means as many as there are keys."""
         if clients is None:
             clients = len(owners_of(_keys(examples)))
         return super().divide(clients, examples, seed)
 
-    def _divide(self, clients: int, examples: Examples, seed: int) -> Parts:
+    def _divide(self, clients: int, examples: Examples, seed: int) -> ClientParts:
         keys = _keys(examples)
         # By name and not by first appearance: every order of the examples gives the same clients.
         owners = owners_of(keys)
@@ -64,14 +64,14 @@ class NaturalKey(Partition):
                 f"give clients=None, which is one a key (--clients None), or {len(owners)}"
             )
         number = {key: client for client, key in enumerate(owners)}
-        return Parts(torch.tensor([number[key] for key in keys]), clients)
+        return ClientParts(torch.tensor([number[key] for key in keys]), clients)
 
     @property
     def description(self) -> str:
         return "natural clients, by key"
 
 
-def strangers(keys: Sequence[Any], test_keys: Sequence[Any]) -> list[Any]:
+def unowned_keys(keys: Sequence[Any], test_keys: Sequence[Any]) -> list[Any]:
     """Return the keys of test examples that no client has, in order.
 
     Raises ValueError for invalid test keys.

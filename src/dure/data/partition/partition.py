@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dure.arguments import CheckedSettings
 from dure.data.examples import Examples
-from dure.data.partition.parts import Parts
+from dure.data.partition.parts import ClientParts
 from dure.settings import write
 
 
@@ -26,7 +26,7 @@ class Partition(CheckedSettings):
     clients_by_default: ClassVar[int | None] = 10
     """Default number of clients; None if the data determine it."""
 
-    def divide(self, clients: int | None, examples: Examples, seed: int = 0) -> Parts:
+    def divide(self, clients: int | None, examples: Examples, seed: int = 0) -> ClientParts:
         """Return a sorted int64 tensor of indices into 0..n-1 for each client.
 
         clients: number of clients; None only if the data determine it (`NaturalKey`). examples: n
@@ -43,10 +43,10 @@ class Partition(CheckedSettings):
             raise ValueError(f"{clients} clients cannot share {n} examples: each needs one")
         # A single client needs no labels or keys, and no random draws.
         if clients == 1:
-            return Parts(torch.zeros(n, dtype=torch.int64), 1)
+            return ClientParts(torch.zeros(n, dtype=torch.int64), 1)
         return self._divide(clients, examples, seed)
 
-    def _divide(self, clients: int, examples: Examples, seed: int) -> Parts:
+    def _divide(self, clients: int, examples: Examples, seed: int) -> ClientParts:
         """Implement `divide` for at least two clients and as many examples."""
         raise NotImplementedError
 
@@ -74,7 +74,7 @@ class Partition(CheckedSettings):
         return write(self)
 
 
-def needed(examples: Examples, partition: Partition) -> Tensor:
+def required_labels(examples: Examples, partition: Partition) -> Tensor:
     """Return the labels. Raises ValueError without labels."""
     labels = examples.labels()
     if labels is None:

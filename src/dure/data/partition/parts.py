@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 
-class Parts(Sequence[Tensor]):
+class ClientParts(Sequence[Tensor]):
     """The examples of each client, as a tensor of indices and the start of each client.
 
     A million clients are two tensors and a list. owners: the client of each example, int64 of shape
@@ -24,7 +24,7 @@ class Parts(Sequence[Tensor]):
         self._starts: list[int] = [0, *self.sizes.cumsum(0).tolist()]
 
     @classmethod
-    def of(cls, parts: Sequence[Tensor]) -> Parts:
+    def of(cls, parts: Sequence[Tensor]) -> ClientParts:
         """Return the parts for the examples of each client, which together are all of 0..n-1."""
         everything = torch.cat(list(parts))
         owners = torch.empty_like(everything)
@@ -51,7 +51,7 @@ class Parts(Sequence[Tensor]):
         return self._indices[starts[client] : starts[client + 1]]
 
 
-def dealt(order: Tensor, owners: Tensor) -> Tensor:
+def assign_parts(order: Tensor, owners: Tensor) -> Tensor:
     """Return the owner of each example.
 
     `order` is cut into parts that are equal to within 1; the k-th part belongs to `owners[k]`.

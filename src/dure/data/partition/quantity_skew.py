@@ -14,8 +14,8 @@ from torch import Tensor
 
 from dure.data.examples import Examples
 from dure.data.partition.partition import Partition
-from dure.data.partition.parts import Parts
-from dure.data.partition.skew import check_skew, filled, shares
+from dure.data.partition.parts import ClientParts
+from dure.data.partition.skew import check_skew, shares, with_minimum
 from dure.randomness.seeds import derive
 
 
@@ -35,11 +35,11 @@ class QuantitySkew(Partition):
     def __post_init__(self) -> None:
         check_skew(self.name, self.alpha, self.minimum)
 
-    def _divide(self, clients: int, examples: Examples, seed: int) -> Parts:
+    def _divide(self, clients: int, examples: Examples, seed: int) -> ClientParts:
         random = np.random.default_rng(derive(seed, "partition"))
         shuffled = torch.from_numpy(random.permutation(len(examples)))
-        return Parts.of(
-            filled(_cut(shuffled, shares(random, self.alpha, clients)), self.minimum, random)
+        return ClientParts.of(
+            with_minimum(_cut(shuffled, shares(random, self.alpha, clients)), self.minimum, random)
         )
 
     @property

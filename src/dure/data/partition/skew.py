@@ -34,7 +34,7 @@ def shares(random: np.random.Generator, alpha: float, clients: int) -> np.ndarra
     return random.dirichlet(np.full(clients, min(alpha, EVEN)))
 
 
-def filled(parts: list[Tensor], minimum: int, random: np.random.Generator) -> list[Tensor]:
+def with_minimum(parts: list[Tensor], minimum: int, random: np.random.Generator) -> list[Tensor]:
     """Return the parts with at least `minimum` examples each.
 
     Missing examples are taken at random from the largest part. Raises ValueError if the examples

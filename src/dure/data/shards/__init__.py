@@ -15,7 +15,7 @@ columns. Before the first batch only headers are read, and of Arrow and Parquet 
     files      files that are shards, and their headers
     columns    safetensors and npy: consecutive rows in the file
     arrow      Arrow and Parquet: rows in groups
-    windows    a few windows in memory, the next window read ahead (`dure.data.arrangement`)
+    windows    a few windows in memory, the next window read ahead (`dure.data.block_shuffling`)
     shards     `Shards`: the examples
 
 Sources: huggingface.co/docs/safetensors; numpy.lib.format; arrow.apache.org/docs/format;

@@ -44,7 +44,7 @@ _DTYPES = {
 
 
 @dataclass(frozen=True)
-class Column:
+class FileColumn:
     """A column in a file. start: offset of its first byte. row: shape of a row."""
 
     path: Path
@@ -80,7 +80,7 @@ class Column:
 class RowFile:
     """A shard of such columns. columns: the columns to read, in order."""
 
-    def __init__(self, columns: Sequence[Column]) -> None:
+    def __init__(self, columns: Sequence[FileColumn]) -> None:
         self.columns = columns
         self.path = columns[0].path
         self.rows = columns[0].rows
@@ -101,7 +101,7 @@ def unreadable(path: Path, error: OSError) -> DataError:
     return DataError(f"{path} cannot be read: {error.strerror or error}")
 
 
-def of_safetensors(path: Path) -> dict[str, Column]:
+def of_safetensors(path: Path) -> dict[str, FileColumn]:
     """Return the columns of a safetensors file, by name. Raises DataError for another file."""
     try:
         with path.open("rb") as file:
@@ -120,7 +120,7 @@ def of_safetensors(path: Path) -> dict[str, Column]:
     return {name: _tensor(path, name, told, 8 + length, size) for name, told in header.items()}
 
 
-def _tensor(path: Path, name: str, told: Any, start: int, size: int) -> Column:
+def _tensor(path: Path, name: str, told: Any, start: int, size: int) -> FileColumn:
     try:
         dtype, shape, (first, end) = told["dtype"], tuple(told["shape"]), told["data_offsets"]
         fits = all(type(one) is int and one >= 0 for one in (*shape, first, end))
@@ -138,7 +138,7 @@ def _tensor(path: Path, name: str, told: Any, start: int, size: int) -> Column:
     return column
 
 
-def of_npy(path: Path, name: str) -> Column:
+def of_npy(path: Path, name: str) -> FileColumn:
     """Return the column of an npy file. Raises DataError for another file."""
     try:
         with path.open("rb") as file:
@@ -180,7 +180,7 @@ def _npy_header(
 
 def _column(
     path: Path, name: str, start: int, dtype: torch.dtype, shape: tuple[int, ...]
-) -> Column:
+) -> FileColumn:
     if not shape:
         raise DataError(f"{path}: {name} is a single number, and a column has a row an example")
-    return Column(path, start, dtype, shape[0], shape[1:])
+    return FileColumn(path, start, dtype, shape[0], shape[1:])

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from dure.data.shards.arrow import ARROW, PARQUET, ArrowFile, ParquetFile
-from dure.data.shards.columns import Column, RowFile, of_npy, of_safetensors
+from dure.data.shards.columns import FileColumn, RowFile, of_npy, of_safetensors
 from dure.errors import DataError
 from dure.machine.extras import check_extra
 
-Form = tuple[torch.dtype, tuple[int, ...]]
+ColumnForm = tuple[torch.dtype, tuple[int, ...]]
 """Element type of a column, and the shape of a row."""
 
 
@@ -23,7 +23,7 @@ class ShardFile(Protocol):
 
     path: Path
     rows: int
-    forms: list[Form]
+    forms: list[ColumnForm]
 
     def blocks(self, rows: int) -> list[int]:
         """Return the lengths of its blocks: of `rows` rows, if the format leaves a choice."""
@@ -75,7 +75,7 @@ def opened(paths: Sequence[Path], columns: Sequence[str]) -> list[ShardFile]:
     return shards
 
 
-def _told(form: Form) -> str:
+def _told(form: ColumnForm) -> str:
     dtype, shape = form
     return f"{str(dtype).removeprefix('torch.')} of shape {list(shape)}"
 
@@ -100,7 +100,7 @@ def _of_npy(paths: Sequence[Path], columns: Sequence[str]) -> list[ShardFile]:
     ]
 
 
-def _rows(path: Path, columns: Sequence[str], there: dict[str, Column]) -> RowFile:
+def _rows(path: Path, columns: Sequence[str], there: dict[str, FileColumn]) -> RowFile:
     missing = [name for name in columns if name not in there]
     if missing:
         raise DataError(

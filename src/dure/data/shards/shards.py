@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from dure.data.arrangement import Arrangement, Order
+from dure.data.block_shuffling import BlockLayout, Order
 from dure.data.examples import Examples, as_dtype
 from dure.data.shards.files import found, opened
-from dure.data.shards.windows import Rows, Windows
+from dure.data.shards.windows import ShardRows, WindowCache
 
 WINDOW_BYTES = 32 << 20
 """Default size of a window in bytes."""
@@ -67,7 +67,7 @@ class Shards(Examples):
         self._columns = inputs, targets
         self._names = list(dict.fromkeys(names))
         self.shards = opened(self.paths, self._names)
-        self.rows = Rows(self.shards)
+        self.rows = ShardRows(self.shards)
         if not len(self.rows):
             raise ValueError("there are no examples: the shards have no rows")
         self.window = self._room() if window is None else window
@@ -75,7 +75,7 @@ class Shards(Examples):
         self.classes = list(classes) if classes is not None else None
         self.draws = False
         self._dtype: torch.dtype | None = None
-        self._windows = Windows(self.rows, self.arrangement())
+        self._windows = WindowCache(self.rows, self.arrangement())
 
     def _room(self) -> int:
         """Return how many examples fit into the default window."""
@@ -88,19 +88,19 @@ class Shards(Examples):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._windows = Windows(self.rows, self.arrangement())
+        self._windows = WindowCache(self.rows, self.arrangement())
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def arrangement(self) -> Arrangement:
+    def arrangement(self) -> BlockLayout:
         return self._arrangement
 
     @cached_property
-    def _arrangement(self) -> Arrangement:
+    def _arrangement(self) -> BlockLayout:
         rows = max(1, self.window // PIECES)
         blocks = [length for shard in self.shards for length in shard.blocks(rows)]
-        return Arrangement(tuple(blocks), self.window)
+        return BlockLayout(tuple(blocks), self.window)
 
     def order(self, part: Tensor | None = None) -> Order:
         """Return the order, as `Examples.order`; using it starts reading ahead."""
@@ -134,7 +134,7 @@ class Shards(Examples):
         if row or dtype.is_floating_point:
             return None
         # Reads only the column of the labels, shard by shard.
-        alone = Rows(opened(self.paths, [target]))
+        alone = ShardRows(opened(self.paths, [target]))
         return alone.between(0, len(alone))[0].long()
 
     def to(self, dtype: torch.dtype) -> Examples:

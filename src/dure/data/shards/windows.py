@@ -23,7 +23,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from dure.data.arrangement import Arrangement, Visit
+from dure.data.block_shuffling import BlockLayout, EpochOrder
 from dure.data.shards.files import ShardFile
 
 Array = numpy.ndarray[Any, numpy.dtype[numpy.int64]]
@@ -35,7 +35,7 @@ KEPT = 3
 class _Window:
     """Some blocks, which a thread reads. blocks: in the order of the disk."""
 
-    def __init__(self, blocks: Array, rows: Rows, lengths: Array, ends: Array) -> None:
+    def __init__(self, blocks: Array, rows: ShardRows, lengths: Array, ends: Array) -> None:
         self.blocks = blocks
         self._rows = rows
         self._ends = ends[blocks]
@@ -74,7 +74,7 @@ class _Window:
         return [column.index_select(0, here) for column in self._columns]
 
 
-class Rows:
+class ShardRows:
     """The rows of all shards, one shard after another."""
 
     def __init__(self, shards: Sequence[ShardFile]) -> None:
@@ -128,10 +128,10 @@ class Rows:
         return [column.index_select(0, run - first) for column in columns]
 
 
-class Windows:
+class WindowCache:
     """The windows of some shards in memory."""
 
-    def __init__(self, rows: Rows, arrangement: Arrangement) -> None:
+    def __init__(self, rows: ShardRows, arrangement: BlockLayout) -> None:
         self.rows = rows
         self._lengths = numpy.array(arrangement.blocks)
         self._ends = self._lengths.cumsum()
@@ -141,7 +141,7 @@ class Windows:
         self._kept: OrderedDict[tuple[int, int], _Window] = OrderedDict()
         self._plans = 0
 
-    def plan(self, visit: Visit) -> None:
+    def plan(self, visit: EpochOrder) -> None:
         """Announce the order of an epoch, and so its windows."""
         planned = [numpy.sort(blocks.numpy()) for blocks in visit.windows]
         window_of = numpy.full(len(self._lengths), -1)

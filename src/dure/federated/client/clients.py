@@ -22,8 +22,8 @@ from torch import Tensor
 
 from dure.contracts.lr_schedule import LRSchedule, factor_at
 from dure.data.batches import Batches, batches_per_epoch
-from dure.data.keys import said
-from dure.data.partition import Parts
+from dure.data.keys import client_label
+from dure.data.partition import ClientParts
 from dure.federated.algorithm import Algorithm, Memory, Own
 from dure.federated.client.personal import One, Personal, measured_by
 from dure.federated.engines.job import Engine, Job, Trained
@@ -184,7 +184,9 @@ class Clients:
         self.personal = personal
         self.seed = seed
         self.sizes: list[int] = (
-            parts.sizes.tolist() if isinstance(parts, Parts) else [len(part) for part in parts]
+            parts.sizes.tolist()
+            if isinstance(parts, ClientParts)
+            else [len(part) for part in parts]
         )
         self.present = present
         self.attack = attack
@@ -540,7 +542,7 @@ class Clients:
         return self.local.needs_two and indices.numel() < 2
 
     def _name(self, client: int) -> str | None:
-        return None if self.names is None else said(client, self.names)
+        return None if self.names is None else client_label(client, self.names)
 
     def _factor(self, round: int) -> float:
         return 1.0 if self.lr_schedule is None else factor_at(self.lr_schedule, round)

@@ -23,7 +23,7 @@ from dure.contracts.metric import ratio
 from dure.contracts.strategy import STOP, TRANSFER_BUDGET_SPENT, Learner, StepResult
 from dure.contracts.task import Task
 from dure.data.examples import Examples
-from dure.data.keys import said
+from dure.data.keys import client_label
 from dure.errors import RunFolderError, TooFewClientsError, warn
 from dure.federated.aggregate import Aggregator
 from dure.federated.algorithm import Algorithm
@@ -422,7 +422,7 @@ class Server(Learner):
 
     def who(self, client: int) -> str:
         """Return a client's number and name, for messages."""
-        return said(client, self.names)
+        return client_label(client, self.names)
 
     def _count(self, flown: Sequence[Flight]) -> None:
         """Count the bytes of both sides, and the seconds of the clients' devices."""
@@ -683,7 +683,7 @@ class Server(Learner):
 
 def _meters(clients: int, names: Sequence[str] | None, together: bool) -> list[Meter]:
     if clients <= MOST_METERS and not together:
-        return [Meter(said(client, names)) for client in range(clients)]
+        return [Meter(client_label(client, names)) for client in range(clients)]
     one = Meter(f"{clients} clients")
     one.stands_for = clients
     return [one]

@@ -59,7 +59,7 @@ from dure.contracts.strategy import Kind, Learner, Proof, RankContext, StepResul
 from dure.contracts.task import Task
 from dure.contracts.training_options import ALL, Part
 from dure.data.batches import check_joint_batch, largest_piece
-from dure.data.sampling import JOINTLY, Way
+from dure.data.sampling import JOINT_SAMPLING, SamplingRequest
 from dure.errors import LossNotFiniteError
 from dure.memory.formula import WHOLE, Shares
 from dure.memory.offload.wanted import Offload, parse_offload
@@ -144,7 +144,7 @@ class DataParallel(Strategy):
     unit: ClassVar[str] = "step"
     own_data: ClassVar[bool] = True
     trains_with: ClassVar[frozenset[Part]] = ALL
-    samples: ClassVar[frozenset[Way]] = JOINTLY
+    samples: ClassVar[frozenset[SamplingRequest]] = JOINT_SAMPLING
     can_offload: ClassVar[tuple[str, ...]] = OFFLOADED
     moves: ClassVar[frozenset[str]] = frozenset(
         {"offload", "offload_folder", "recompute", "memory"}

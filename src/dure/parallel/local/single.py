@@ -42,7 +42,7 @@ from dure.contracts.task import Task
 from dure.contracts.training_options import ALL, Part
 from dure.data.batches import Batches, check_batch_size, largest_piece
 from dure.data.prefetch import Prefetch, prefetch
-from dure.data.sampling import JOINTLY, Way
+from dure.data.sampling import JOINT_SAMPLING, SamplingRequest
 from dure.errors import LossNotFiniteError
 from dure.machine.devices import device_of, to_cpu, to_device
 from dure.memory.formula import WHOLE, Shares
@@ -121,7 +121,7 @@ class SingleWorker(Strategy):
     unit: ClassVar[str] = "step"
     alone: ClassVar[bool] = True
     trains_with: ClassVar[frozenset[Part]] = ALL
-    samples: ClassVar[frozenset[Way]] = JOINTLY
+    samples: ClassVar[frozenset[SamplingRequest]] = JOINT_SAMPLING
     can_offload: ClassVar[tuple[str, ...]] = PARTS
     moves: ClassVar[frozenset[str]] = frozenset(
         {"offload", "offload_folder", "recompute", "memory"}

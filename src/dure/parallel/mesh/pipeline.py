@@ -25,7 +25,7 @@ from torch import nn
 from dure.contracts.strategy import Kind, Learner, Proof, RankContext, Strategy
 from dure.contracts.task import Task
 from dure.contracts.training_options import Part
-from dure.data.sampling import JOINTLY, Way
+from dure.data.sampling import JOINT_SAMPLING, SamplingRequest
 from dure.memory.formula import Shares
 from dure.memory.offload.wanted import Offload, parse_offload
 from dure.parallel.mesh.mesh import Mesh
@@ -70,7 +70,7 @@ class Pipeline(Strategy):
     name: ClassVar[str] = "pipeline"
     kind: ClassVar[Kind] = "ranks"
     unit: ClassVar[str] = "step"
-    samples: ClassVar[frozenset[Way]] = JOINTLY
+    samples: ClassVar[frozenset[SamplingRequest]] = JOINT_SAMPLING
     trains_with: ClassVar[frozenset[Part]] = TRAINS_WITH
     moves: ClassVar[frozenset[str]] = frozenset(
         {"schedule", "stages_per_rank", "cut", "balance", "recompute"}

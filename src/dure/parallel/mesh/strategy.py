@@ -43,7 +43,7 @@ from dure.contracts.task import Task
 from dure.contracts.training_options import Part, trained_from
 from dure.data.batches import Batches, check_joint_batch
 from dure.data.examples import Examples
-from dure.data.sampling import JOINTLY, Way
+from dure.data.sampling import JOINT_SAMPLING, SamplingRequest
 from dure.errors import LossNotFiniteError
 from dure.machine.devices import to_device
 from dure.memory.again import compute_again
@@ -178,7 +178,7 @@ class Parallel(Strategy):
     kind: ClassVar[Kind] = "ranks"
     unit: ClassVar[str] = "step"
     trains_with: ClassVar[frozenset[Part]] = TRAINS_WITH
-    samples: ClassVar[frozenset[Way]] = JOINTLY
+    samples: ClassVar[frozenset[SamplingRequest]] = JOINT_SAMPLING
     moves: ClassVar[frozenset[str]] = frozenset(
         {"mesh", "schedule", "stages_per_rank", "cut", "balance", "recompute", "memory", "zero"}
         | {"sequence", "plan", "offload", "offload_folder"}

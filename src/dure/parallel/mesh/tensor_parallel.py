@@ -25,7 +25,7 @@ from torch import nn
 from dure.contracts.strategy import Kind, Learner, Proof, RankContext, Strategy
 from dure.contracts.task import Task
 from dure.contracts.training_options import Part
-from dure.data.sampling import JOINTLY, Way
+from dure.data.sampling import JOINT_SAMPLING, SamplingRequest
 from dure.memory.formula import Shares
 from dure.memory.offload.wanted import Offload, parse_offload
 from dure.memory.recompute import Recompute, as_recompute
@@ -69,7 +69,7 @@ class TensorParallel(Strategy):
     name: ClassVar[str] = "tensor-parallel"
     kind: ClassVar[Kind] = "ranks"
     unit: ClassVar[str] = "step"
-    samples: ClassVar[frozenset[Way]] = JOINTLY
+    samples: ClassVar[frozenset[SamplingRequest]] = JOINT_SAMPLING
     trains_with: ClassVar[frozenset[Part]] = TRAINS_WITH
     moves: ClassVar[frozenset[str]] = frozenset(
         {"sequence", "plan", "offload", "offload_folder", "recompute", "memory"}

@@ -32,7 +32,7 @@ from dure.contracts.strategy import Kind, Learner, Proof, RankContext, StepResul
 from dure.contracts.task import Task
 from dure.contracts.training_options import ALL, Part, trained_from
 from dure.data.batches import check_joint_batch, largest_piece
-from dure.data.sampling import JOINTLY, Way
+from dure.data.sampling import JOINT_SAMPLING, SamplingRequest
 from dure.errors import LossNotFiniteError
 from dure.machine.devices import to_cpu, to_device
 from dure.machine.memory import give_back
@@ -101,7 +101,7 @@ class ZeRO(Strategy):
     unit: ClassVar[str] = "step"
     own_data: ClassVar[bool] = True
     trains_with: ClassVar[frozenset[Part]] = ALL - {"compile"}
-    samples: ClassVar[frozenset[Way]] = JOINTLY
+    samples: ClassVar[frozenset[SamplingRequest]] = JOINT_SAMPLING
     moves: ClassVar[frozenset[str]] = frozenset(
         {"offload", "offload_folder", "recompute", "memory"}
     )

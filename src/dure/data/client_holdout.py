@@ -19,7 +19,7 @@ HeldOutOrder = Literal["random", "newest"]
 """Choice of the held-out examples of a client: random, or its last."""
 
 
-def split(
+def split_held_out(
     parts: Sequence[Tensor], share: float, seed: int, which: HeldOutOrder = "random"
 ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
     """Return (training indices, held-out indices) of each client. parts: indices of each client.

@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 from dure.data.batches import Batches
+from dure.data.client_holdout import split_held_out
 from dure.data.examples import Examples
-from dure.data.held_out import split
 from dure.data.partition import Partition
 
 NOTHING = torch.empty(0, dtype=torch.int64)
 
 
 @dataclass(frozen=True)
-class OwnPart:
+class ClientExamples:
     """A client's examples. held_out: indices of its examples for measuring; may be empty."""
 
     indices: Tensor
@@ -42,7 +42,7 @@ def divide(
     seed: int,
     joins: bool,
     held_out: float = 0.0,
-) -> Sequence[OwnPart]:
+) -> Sequence[ClientExamples]:
     """Return the part of each owner, the same in every process.
 
     Args:
@@ -55,9 +55,9 @@ def divide(
         held_out: share of each part that is not trained on.
     """
     parts = partition.divide(owners, examples, seed)
-    own, kept = split(parts, held_out, seed)
+    own, kept = split_held_out(parts, held_out, seed)
     return [
-        OwnPart(
+        ClientExamples(
             part, Batches(len(part), batch_size, seed, number, joins, examples.order(part)), rest
         )
         for number, (part, rest) in enumerate(zip(own, kept or repeat(NOTHING), strict=False))

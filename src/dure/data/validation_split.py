@@ -25,7 +25,7 @@ from dure.data.holdout import hold_out
 OWN = "give examples of their own, Task(validation=examples)"
 
 
-class MeasuredExamples(Examples):
+class EvaluationExamples(Examples):
     """Test examples with a validation set; in all other respects the test examples.
 
     test: None without test data; the examples of the validation set are then shown instead.
@@ -54,10 +54,10 @@ class MeasuredExamples(Examples):
 
     def to(self, dtype: torch.dtype) -> Examples:
         test = None if self.test is None else self.test.to(dtype)
-        return MeasuredExamples(test, self.validation.to(dtype))
+        return EvaluationExamples(test, self.validation.to(dtype))
 
 
-def held_apart(train: Examples, share: float, seed: int) -> tuple[Examples, Examples]:
+def split_validation(train: Examples, share: float, seed: int) -> tuple[Examples, Examples]:
     """Return (training examples, validation set), with keys; a pure function of the seed.
 
     Raises ValueError for examples that cannot be split, or if no training examples would be left.
@@ -73,12 +73,12 @@ def held_apart(train: Examples, share: float, seed: int) -> tuple[Examples, Exam
     trained, kept = hold_out(strata, share, seed)
     if not len(trained):
         raise ValueError(f"validation={share} of {len(train)} examples leaves none to train on")
-    rest = part_of(train, trained)
+    rest = subset_of(train, trained)
     rest.sampling = train.sampling.of(trained)
-    return rest, part_of(train, kept)
+    return rest, subset_of(train, kept)
 
 
-def part_of(whole: Examples, indices: Tensor) -> Examples:
+def subset_of(whole: Examples, indices: Tensor) -> Examples:
     """Return the examples at `indices` as a set of its own, with keys, classes and labels."""
     keys = None if whole.keys is None else [whole.keys[index] for index in indices.tolist()]
     if isinstance(whole, DatasetExamples):

@@ -7,7 +7,7 @@ then every example has an index, rank by rank, and N ranks with n_r examples eac
 n = n_0 + … + n_{N-1}.
 
 A joint batch has every rank's examples in proportion: each rank visits its own examples in an order
-of its own (`dure.data.arrangement`), and the ranks take turns evenly over the epoch
+of its own (`dure.data.block_shuffling`), and the ranks take turns evenly over the epoch
 (`interleaved`). So a batch of B has B·n_r/n examples of rank r, up to rounding, for unequal shares
 too; each example occurs once an epoch, and the mean is that over all. Every rank computes the turns
 of all ranks, so that none of that travels. A single worker with all examples in that order follows
@@ -26,20 +26,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dure.data.arrangement import Arrangement, Order, interleaved
+from dure.data.block_shuffling import BlockLayout, Order, interleaved
+from dure.data.conversion import as_examples
 from dure.data.datasets import DatasetExamples
 from dure.data.examples import Examples
-from dure.data.taken import as_examples
 from dure.errors import DataError, DureError, described
 
-OwnData = Callable[[int, int], Any]
+RankDataFunction = Callable[[int, int], Any]
 """function(rank, world): returns the examples of a rank, in any form that a task accepts."""
 
 
-class DataOfRanks(Examples):
+class RankDataFactory(Examples):
     """Placeholder before the ranks exist: the function that gives each rank its examples."""
 
-    def __init__(self, function: OwnData, keeps_labels: bool = False) -> None:
+    def __init__(self, function: RankDataFunction, keeps_labels: bool = False) -> None:
         self.function = function
         self.keeps_labels = keeps_labels
         self.keys = None
@@ -79,9 +79,9 @@ class DataOfRanks(Examples):
             return examples.with_labels()
         return examples
 
-    def with_labels(self) -> DataOfRanks:
+    def with_labels(self) -> RankDataFactory:
         """Return a copy whose inputs keep the labels, if items are dicts."""
-        return DataOfRanks(self.function, keeps_labels=True)
+        return RankDataFactory(self.function, keeps_labels=True)
 
     def forget(self) -> None:
         """Release the cached examples."""
@@ -89,7 +89,7 @@ class DataOfRanks(Examples):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Only the function travels to the ranks, without any examples.
-        return DataOfRanks, (self.function, self.keeps_labels)
+        return RankDataFactory, (self.function, self.keeps_labels)
 
     def __len__(self) -> int:
         raise DataError(
@@ -107,7 +107,7 @@ class DataOfRanks(Examples):
         return self
 
 
-class OwnExamples(Examples):
+class RankExamples(Examples):
     """All examples, of which this process has those of its own rank.
 
     own: this rank's examples. arrangements: of every rank's examples. counted: whether these are
@@ -117,7 +117,7 @@ class OwnExamples(Examples):
     def __init__(
         self,
         own: Examples,
-        arrangements: Sequence[Arrangement],
+        arrangements: Sequence[BlockLayout],
         rank: int,
         counted: bool = True,
     ) -> None:
@@ -147,7 +147,7 @@ class OwnExamples(Examples):
             )
         return self.own.batch(places)
 
-    def arrangement(self) -> Arrangement:
+    def arrangement(self) -> BlockLayout:
         return self.own.arrangement()
 
     def order(self, part: Tensor | None = None) -> Order:
@@ -192,8 +192,8 @@ class OwnExamples(Examples):
         own = self.own.to(dtype)
         if own is self.own:
             return self
-        return OwnExamples(own, self._arrangements, self.rank, self.counted)
+        return RankExamples(own, self._arrangements, self.rank, self.counted)
 
 
-def _order(arrangement: Arrangement, seed: int, epoch: int, client: int) -> Tensor:
+def _order(arrangement: BlockLayout, seed: int, epoch: int, client: int) -> Tensor:
     return arrangement.visit(seed, epoch, client).order

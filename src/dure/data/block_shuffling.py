@@ -31,7 +31,7 @@ Order = Callable[[int, int, int], Tensor]
 """order(seed, epoch, client): the indices of the examples, in the order of their visits."""
 
 
-class Visit(NamedTuple):
+class EpochOrder(NamedTuple):
     """The order of an epoch.
 
     order: indices of examples, int64 of shape (n,). windows: the blocks of each window, in order.
@@ -42,7 +42,7 @@ class Visit(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Arrangement:
+class BlockLayout:
     """Lengths of consecutive blocks of examples. window: number of examples shuffled together.
 
     A window has at least 1 block.
@@ -52,7 +52,7 @@ class Arrangement:
     window: int
 
     @classmethod
-    def whole(cls, examples: int) -> Arrangement:
+    def whole(cls, examples: int) -> BlockLayout:
         """Return the arrangement of examples in memory: a single block."""
         return cls((examples,), examples)
 
@@ -73,11 +73,13 @@ class Arrangement:
         """Return the block of each index."""
         return torch.searchsorted(self.ends, places, right=True)
 
-    def visit(self, seed: int, epoch: int, client: int, part: Tensor | None = None) -> Visit:
+    def visit(self, seed: int, epoch: int, client: int, part: Tensor | None = None) -> EpochOrder:
         """Return the order of all examples, or of a part, with indices relative to the part."""
         count = self.examples if part is None else len(part)
         if self.examples <= self.window:
-            return Visit(shuffled(count, seed, epoch, client), [torch.arange(len(self.blocks))])
+            return EpochOrder(
+                shuffled(count, seed, epoch, client), [torch.arange(len(self.blocks))]
+            )
         drawn = generator(seed, "blocks", epoch, client)
         turns = torch.randperm(len(self.blocks), generator=drawn)
         counts, places = self._in_turn(turns, part)
@@ -90,7 +92,7 @@ class Arrangement:
             some[torch.randperm(len(some), generator=drawn)]
             for some in torch.split(places, sizes.tolist())
         ]
-        return Visit(torch.cat(mixed), windows)
+        return EpochOrder(torch.cat(mixed), windows)
 
     def _in_turn(self, turns: Tensor, part: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the number of examples of each block, and their indices, block by block."""
