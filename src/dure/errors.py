@@ -81,7 +81,7 @@ class CallbackFailedError(DureError):
         )
 
 
-def travels(error: DureError) -> bool:
+def can_be_pickled(error: DureError) -> bool:
     """Return whether the error can be pickled and unpickled in a process of the same program.
 
     A user's error class may have arguments that do not match its constructor, or may not be

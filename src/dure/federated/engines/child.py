@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from dure.errors import DureError, WorkerFailedError, traceback_of, travels
+from dure.errors import DureError, WorkerFailedError, can_be_pickled, traceback_of
 from dure.federated.engines.job import Engine, Job, Measures, Reference, Trained
 from dure.federated.engines.loop import failed
 from dure.federated.engines.progress import Progress
@@ -189,6 +189,6 @@ def _portable(error: BaseException, job: Job) -> DureError:
     if isinstance(error, WorkerFailedError):
         text = traceback_of(error.__cause__ or error)
         return WorkerFailedError(error.who, error.step, error.reason, error.traceback or text)
-    if isinstance(error, DureError) and travels(error):
+    if isinstance(error, DureError) and can_be_pickled(error):
         return error
     return _portable(failed(job, error), job)

@@ -31,10 +31,10 @@ from dure.errors import (
     DureError,
     StopRun,
     WorkerFailedError,
+    can_be_pickled,
     described,
     text_of,
     traceback_of,
-    travels,
 )
 from dure.machine.compiler import left_out
 from dure.machine.memory import memory_kept
@@ -225,7 +225,7 @@ def as_dure_error(error: BaseException, rank: int, step: str) -> DureError:
         )
     if isinstance(error, DureError):
         error.__cause__ = None  # may be of a class unknown to the parent
-        if travels(error):
+        if can_be_pickled(error):
             return error
     failure = WorkerFailedError(f"rank {rank}", step, described(error), traceback_of(error))
     return as_dure_error(failure, rank, step)
