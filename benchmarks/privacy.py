@@ -45,10 +45,10 @@ from outcome import give, takes_result
 from torch import Tensor
 
 from dure.federated.privacy.secure_aggregation import shamir
-from dure.federated.privacy.secure_aggregation.client import Client
-from dure.federated.privacy.secure_aggregation.cohort import MASK, Context, bounds
+from dure.federated.privacy.secure_aggregation.client import SecureSumClient
+from dure.federated.privacy.secure_aggregation.cohort import MASK, SumContext, bounds
 from dure.federated.privacy.secure_aggregation.quantisation import Quantisation
-from dure.federated.privacy.secure_aggregation.server import Server
+from dure.federated.privacy.secure_aggregation.server import SecureSumServer
 from dure.federated.privacy.secure_aggregation.settings import (
     SecureAggregation,
     SecureAggregationPlus,
@@ -78,9 +78,9 @@ class Case:
     graph: str
     lost: int
 
-    def context(self, elements: int) -> Context:
+    def context(self, elements: int) -> SumContext:
         found = bounds(GRAPHS[self.graph], self.members)
-        return Context(
+        return SumContext(
             run="benchmark",
             round=1,
             attempt=0,
@@ -187,7 +187,7 @@ def measured(elements: int) -> Least:
     )
 
 
-def limits(case: Case, context: Context, least: Least) -> tuple[float, float]:
+def limits(case: Case, context: SumContext, least: Least) -> tuple[float, float]:
     """CPU seconds of a client, and of the server."""
     degree = context.degree
     threshold = context.threshold
@@ -215,7 +215,7 @@ def limits(case: Case, context: Context, least: Least) -> tuple[float, float]:
 # dure
 
 
-def by_machines(case: Case, context: Context, values: Tensor) -> JSON:
+def by_machines(case: Case, context: SumContext, values: Tensor) -> JSON:
     """A round, and what it costs."""
     quantisation = Quantisation(1.0, case.members)
     lost = set(range(case.members - case.lost, case.members))
@@ -228,10 +228,10 @@ def by_machines(case: Case, context: Context, values: Tensor) -> JSON:
         return lambda: quantisation.encode(values, number.to_bytes(32, "big"))[0]
 
     clients = {
-        number: Client(number, context, Secret.system(), vector_of(number))
+        number: SecureSumClient(number, context, Secret.system(), vector_of(number))
         for number in context.members
     }
-    server = Server(context)
+    server = SecureSumServer(context)
     while server.stage is not None:
         stage = server.stage
         with at_server:

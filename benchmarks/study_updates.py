@@ -33,9 +33,9 @@ from outcome import give, takes_result
 
 import dure
 from dure.collectives.compression import parse
-from dure.federated.privacy.attacks.changes import Change
-from dure.federated.privacy.attacks.examine import Examination, Examiner, Row
-from dure.federated.privacy.attacks.recording import Recorded, read_updates
+from dure.federated.privacy.attacks.changes import UpdateChange
+from dure.federated.privacy.attacks.examine import AttackResult, Examination, Examiner
+from dure.federated.privacy.attacks.recording import RecordedUpdate, read_updates
 from dure.record.png import strip
 from dure.run.audit import canary_epsilon
 
@@ -48,12 +48,12 @@ EACH = 100
 BATCHES = (1, 8, 100)
 SUMS = (1, 8)
 CHANGES = (
-    Change(),
-    Change(noise=0.1),
-    Change(noise=1.0),
-    Change(compression=parse("int8")),
-    Change(compression=parse("top-k:0.1")),
-    Change(compression=parse("sign")),
+    UpdateChange(),
+    UpdateChange(noise=0.1),
+    UpdateChange(noise=1.0),
+    UpdateChange(compression=parse("int8")),
+    UpdateChange(compression=parse("top-k:0.1")),
+    UpdateChange(compression=parse("sign")),
 )
 LATER = 20
 """Rounds of training before the attacks on a trained model."""
@@ -94,7 +94,7 @@ def tasks(data: Path | None) -> Iterator[tuple[str, dure.Task, Examination]]:
             yield name, first(task, CLIENTS * EACH), wanted
 
 
-def recorded(task: dure.Task, batch: int, rounds: int) -> list[Recorded]:
+def recorded(task: dure.Task, batch: int, rounds: int) -> list[RecordedUpdate]:
     """Updates of one step of a batch from each client; those of the last of so many rounds."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
@@ -107,7 +107,7 @@ def recorded(task: dure.Task, batch: int, rounds: int) -> list[Recorded]:
 
 
 def attacked(
-    name: str, task: dure.Task, updates: Sequence[Recorded], wanted: Examination
+    name: str, task: dure.Task, updates: Sequence[RecordedUpdate], wanted: Examination
 ) -> list[JSON]:
     def say(what: str, done: int, of: int) -> None:
         show(f"{name}: {what}: {done} of {of}")
@@ -116,7 +116,7 @@ def attacked(
     return [written(row) for row in examiner.rows(updates)]
 
 
-def written(row: Row) -> JSON:
+def written(row: AttackResult) -> JSON:
     return {
         "attack": row.attack,
         "sum": row.sum,

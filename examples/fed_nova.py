@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import dure
-from dure.federated.algorithm import Algorithm, Start
+from dure.federated.algorithm import Algorithm, AlgorithmInputs
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class FedNova(dure.FedAvg):
     name: ClassVar[str] = "fed-nova"
     title: ClassVar[str] = "FedNova"
 
-    def algorithm(self, start: Start) -> Algorithm:
+    def algorithm(self, start: AlgorithmInputs) -> Algorithm:
         return Normalised()
 
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.functional import cosine_similarity, cross_entropy
 
 import dure
-from dure.federated.algorithm import Algorithm, Start
+from dure.federated.algorithm import Algorithm, AlgorithmInputs
 from dure.federated.engines.job import Reference
 
 
@@ -36,7 +36,7 @@ class Moon(dure.FedAvg):
     name: ClassVar[str] = "moon"
     title: ClassVar[str] = "MOON"
 
-    def algorithm(self, start: Start) -> Algorithm:
+    def algorithm(self, start: AlgorithmInputs) -> Algorithm:
         return Contrast(self.mu, self.temperature)
 
 

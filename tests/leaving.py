@@ -84,7 +84,7 @@ LEAVES: dict[str, dict[type, dict[str, str]]] = {
             "failure": "the type of the error by which its code left the protocol",
         },
         sums.Advertised: {"channel, mask, signature": "public keys of this sum, signed"},
-        sums.Shared: {
+        sums.SharesForNeighbours: {
             "commitment": "a hash of its secrets",
             "shares": "shares of them, sealed for other clients, and hashes of these",
         },
@@ -94,7 +94,7 @@ LEAVES: dict[str, dict[type, dict[str, str]]] = {
         },
         sums.Confirmed: {"signature": "that it has seen the same list of clients"},
         sums.Unmasked: {"survivors, lost": "shares that undo masks of the sum"},
-        sums.Spent: {"": "that it contributes to no other sum of this model"},
+        sums.ModelSpent: {"": "that it contributes to no other sum of this model"},
     },
     "split learning": {
         control.Hello: {

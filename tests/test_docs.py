@@ -22,7 +22,7 @@ from dure.collectives.compression import COMPRESSIONS
 from dure.data.partition import PARTITIONS
 from dure.errors import DataError
 from dure.federated.aggregate import AGGREGATORS
-from dure.federated.engines.choose import NAMES as ENGINES
+from dure.federated.engines.engine_choice import NAMES as ENGINES
 from dure.federated.server.sampling import SELECTIONS
 from dure.fleet.arrival import ARRIVALS
 from dure.fleet.attacks import ATTACKS

@@ -23,7 +23,7 @@ import dure
 from dure.contracts.strategy import Strategy
 from dure.data.examples import Examples
 from dure.data.partition import NaturalKey
-from dure.federated.privacy.choice import Privacy, parse_privacy
+from dure.federated.privacy.privacy_settings import Privacy, parse_privacy
 from dure.privacy.accountant import noise_for
 from dure.record.run import Run
 from dure.tasks.models import TwoNN

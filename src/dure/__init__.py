@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from dure.federated.algorithms.local_only import LocalOnly as LocalOnly
     from dure.federated.algorithms.per_fed_avg import PerFedAvg as PerFedAvg
     from dure.federated.algorithms.scaffold import Scaffold as Scaffold
-    from dure.federated.privacy.choice import Privacy as Privacy
+    from dure.federated.privacy.privacy_settings import Privacy as Privacy
     from dure.federated.privacy.secure_aggregation.settings import (
         SecureAggregation as SecureAggregation,
     )
@@ -140,7 +140,7 @@ _WHERE = {
     "Blocks": "dure.data.partition",
     "FeatureSkew": "dure.data.partition",
     "QuantitySkew": "dure.data.partition",
-    "Privacy": "dure.federated.privacy.choice",
+    "Privacy": "dure.federated.privacy.privacy_settings",
     "SecureAggregation": "dure.federated.privacy.secure_aggregation.settings",
     "SecureAggregationPlus": "dure.federated.privacy.secure_aggregation.settings",
     "UserLevel": "dure.federated.privacy.user_level.settings",

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 import dure
 from dure.contracts.strategy import RankContext, seeded_model
 from dure.errors import RunFolderError, WorkerFailedError
-from dure.federated.engines.choose import forks_here
-from dure.federated.server.server import Server
+from dure.federated.engines.engine_choice import forks_here
+from dure.federated.server.server import FederatedServer
 from dure.federated.strategy import Federated
 from dure.tensors.flat import trained_of
 from small import CLASSES, FEATURES, largest_difference, network, same_bits, small_task
@@ -346,7 +346,7 @@ def test_a_run_goes_on_with_the_frozen_weights_of_its_checkpoint(tmp_path: Path)
 def test_a_checkpoint_that_has_frozen_parameters_is_refused_by_name() -> None:
     def program(place: RankContext) -> None:
         server = dure.FedAvg(clients=3).learner(small_task(model=frozen), place, 0)
-        assert isinstance(server, Server)
+        assert isinstance(server, FederatedServer)
         state = server.state()
         server.restore(server.weights(), state)
         whole = torch.cat([one.detach().reshape(-1) for one in server.model.parameters()])

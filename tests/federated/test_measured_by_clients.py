@@ -15,8 +15,8 @@ from dure.collectives.group import Group
 from dure.contracts.strategy import RankContext
 from dure.data.client_holdout import split_held_out
 from dure.data.partition import NaturalKey
-from dure.federated.client.clients import Clients
-from dure.federated.server.server import Server
+from dure.federated.client.clients import FederatedClients
+from dure.federated.server.server import FederatedServer
 from dure.federated.strategy import Federated
 from dure.tasks.measurement import Measurement
 from small import examples, small_task
@@ -51,7 +51,9 @@ METRICS = {
 }
 
 
-def learner(strategy: Federated, task: dure.Task, **conditions: Any) -> tuple[Server, Clients]:
+def learner(
+    strategy: Federated, task: dure.Task, **conditions: Any
+) -> tuple[FederatedServer, FederatedClients]:
     world = dure.Simulated(engine="loop", **conditions)
     place = RankContext(Group(), kind="clients", conditions=world)
     made = []
@@ -64,11 +66,11 @@ def learner(strategy: Federated, task: dure.Task, **conditions: Any) -> tuple[Se
 
     place.carrier = carrier
     server = strategy.learner(task, place, 0)
-    assert isinstance(server, Server)
+    assert isinstance(server, FederatedServer)
     return server, made[0]
 
 
-def over(task: dure.Task, server: Server, data: Any, indices: Tensor) -> dict[str, float]:
+def over(task: dure.Task, server: FederatedServer, data: Any, indices: Tensor) -> dict[str, float]:
     """Every metric of the server's model on these examples."""
     server.weights()
     measurement = Measurement(task, len(indices), len(indices))

@@ -21,11 +21,11 @@ import dure
 from dure.contracts.strategy import seeded_model
 from dure.data.batches import Batches
 from dure.errors import WorkerFailedError
-from dure.federated.algorithm import Algorithm, Memory, Start
-from dure.federated.engines.job import Job, Reference, Trained
+from dure.federated.algorithm import Algorithm, AlgorithmInputs, ClientMemory
+from dure.federated.engines.job import ClientJob, JobResult, Reference
 from dure.federated.engines.objective import LocalBatch
-from dure.federated.server.sampling import Coins, Selection
-from dure.federated.server.unfit import unfit
+from dure.federated.server.sampling import PerClientPoisson, Selection
+from dure.federated.server.update_validation import invalid_reason
 from dure.protocol.messages import Assignment, Update
 from dure.wire.layout import Federation, Layout
 from dure.wire.requests import Reserve
@@ -45,7 +45,7 @@ class Own(dure.FedAvg):
     title: ClassVar[str] = "own"
     hooks: ClassVar[type[Algorithm]]
 
-    def algorithm(self, start: Start) -> Algorithm:
+    def algorithm(self, start: AlgorithmInputs) -> Algorithm:
         made = self.hooks()
         made.start = start  # type: ignore[attr-defined]
         return made
@@ -107,7 +107,9 @@ class FedDyn(Algorithm):
     def restore(self, state):
         self.h = state
 
-    def jobs(self, job: Job, assignment: Assignment, memory: Memory | None) -> list[Job]:
+    def jobs(
+        self, job: ClientJob, assignment: Assignment, memory: ClientMemory | None
+    ) -> list[ClientJob]:
         correction = None if memory is None else [-one for one in memory]
         return [replace(job, mu=self.alpha, correction=correction)]
 
@@ -127,7 +129,9 @@ class QFFL(Algorithm):
     def expects(self, asked: Assignment) -> Sequence[Tensor]:
         return [torch.zeros(1, dtype=torch.float64)]
 
-    def jobs(self, job: Job, assignment: Assignment, memory: Memory | None) -> list[Job]:
+    def jobs(
+        self, job: ClientJob, assignment: Assignment, memory: ClientMemory | None
+    ) -> list[ClientJob]:
         # A pass over all its data, where it begins.
         whole = replace(job, measures="loss", first_step=0, steps=-(-len(job.indices) // BATCH))
         return [job, whole]
@@ -182,7 +186,9 @@ class Mime(Algorithm):
     def restore(self, state):
         self.momentum, self.control = state
 
-    def jobs(self, job: Job, assignment: Assignment, memory: Memory | None) -> list[Job]:
+    def jobs(
+        self, job: ClientJob, assignment: Assignment, memory: ClientMemory | None
+    ) -> list[ClientJob]:
         half = len(assignment.extra) // 2
         momentum, control = assignment.extra[:half], assignment.extra[half:]
         # η·((1 - β)·(g - g_x + c) + β·m) = η(1 - β)·(g - g_x + c + β/(1 - β)·m)
@@ -216,7 +222,9 @@ class Mime(Algorithm):
 class Moon(Algorithm):
     """Held near the global model's outputs, and away from those of its own before."""
 
-    def jobs(self, job: Job, assignment: Assignment, memory: Memory | None) -> list[Job]:
+    def jobs(
+        self, job: ClientJob, assignment: Assignment, memory: ClientMemory | None
+    ) -> list[ClientJob]:
         if memory is None:
             return [job]
         return [replace(job, references=[Reference(job.weights, []), Reference(memory, [])])]
@@ -512,10 +520,12 @@ def test_a_job_that_measures_moves_nothing(what, engine) -> None:
     found: list[tuple[int, float, Tensor]] = []
 
     class Measures(Algorithm):
-        def jobs(self, job: Job, assignment: Assignment, memory: Memory | None) -> list[Job]:
+        def jobs(
+            self, job: ClientJob, assignment: Assignment, memory: ClientMemory | None
+        ) -> list[ClientJob]:
             return [job, replace(job, measures=what, mu=3.0, lr_factor=0.5)]
 
-        def answer(self, jobs, trained: list[Trained], assignment, memory):
+        def answer(self, jobs, trained: list[JobResult], assignment, memory):
             assert trained[1].samples == len(jobs[1].indices)
             found.append((jobs[0].client, trained[1].loss, trained[1].delta[0]))
             return trained[0].delta, (), None
@@ -541,7 +551,7 @@ def test_an_update_has_a_number_of_steps_that_can_be(steps, fits) -> None:
     weights = [torch.zeros(3)]
     asked = Assignment(1, 2, 0, 0, weights, (), 12)
     update = Update(1, 2, 0, 5, 10, 0.5, weights, (), steps=steps)
-    reason = unfit(update, asked, extra=(), examples=5, most_counted=1.0, finite=True)
+    reason = invalid_reason(update, asked, extra=(), examples=5, most_counted=1.0, finite=True)
     assert reason == (None if fits else f"it says that 10 examples made {steps} steps")
 
 
@@ -678,7 +688,7 @@ def test_a_ranking_of_clients_that_there_are_not_is_refused(ranked) -> None:
         )
 
 
-class Tossed(LargestLast, Coins):
+class Tossed(LargestLast, PerClientPoisson):
     """Coins, which no loss changes."""
 
 

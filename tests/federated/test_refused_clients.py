@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import dure
 from dure.contracts.strategy import seeded_model
 from dure.errors import TooFewClientsError
-from dure.federated.server.combining import VAIN
+from dure.federated.server.combining import MOST_EMPTY_MODELS
 from small import examples, same_bits, small_task, weights_of
 
 KEYED: dict[str, Any] = {"clients": None, "partition": "natural-key"}
@@ -146,7 +146,7 @@ def test_a_run_that_ends_in_vain_says_since_when() -> None:
 def test_where_all_are_refused_for_long_the_run_gives_up() -> None:
     broken = small_task(loss=lambda outputs, targets: outputs.sum() * float("nan"), test=None)
     with pytest.raises(TooFewClientsError, match="its first loss is not finite"):
-        dure.train(broken, dure.FedSGD(clients=1), stop=dure.Stop(rounds=2 * VAIN))
+        dure.train(broken, dure.FedSGD(clients=1), stop=dure.Stop(rounds=2 * MOST_EMPTY_MODELS))
 
 
 def test_a_run_whose_clients_are_all_well_says_nothing() -> None:

@@ -16,8 +16,8 @@ from torch import nn
 
 import dure
 from dure.contracts.strategy import RankContext, seeded_model
-from dure.federated.halves import clients_half, server_half
-from dure.federated.server.server import Server
+from dure.federated.builders import build_clients, build_server
+from dure.federated.server.server import FederatedServer
 from dure.federated.strategy import Federated
 from dure.machine.threads import threads
 from dure.protocol.carrier import Assign, Combine, Coordinator, Flight
@@ -82,7 +82,7 @@ def live(connection: Connection) -> None:
         strategy, task_of = CASES[name]
         task = task_of()
         conditions = dure.Simulated(engine="loop")
-        clients = clients_half(strategy, task, seeded_model(task, 0), conditions, 0)
+        clients = build_clients(strategy, task, seeded_model(task, 0), conditions, 0)
         torch.set_num_threads(1)  # as the driver does, for steps as small as these
         connection.send_bytes(to_bytes(clients.join()))
         while content := connection.recv_bytes():
@@ -226,8 +226,8 @@ def test_in_two_processes_a_federation_has_the_bits_of_the_simulation(
 
         def program(place: RankContext) -> None:
             task = task_of()
-            server = server_half(strategy, task, seeded_model(task, 0), place, pipe, 0)
-            assert isinstance(server, Server)
+            server = build_server(strategy, task, seeded_model(task, 0), place, pipe, 0)
+            assert isinstance(server, FederatedServer)
             losses = [server.advance(0).loss for _ in range(ROUNDS)]
             assert losses == [step.loss for step in run.history.steps]
             for key, value in server.weights().items():
@@ -247,12 +247,12 @@ def test_a_server_that_is_started_again_goes_on_while_its_clients_have_lived_on(
 
         def program(place: RankContext) -> None:
             task = task_of()
-            first = server_half(strategy, task, seeded_model(task, 0), place, pipe, 0)
+            first = build_server(strategy, task, seeded_model(task, 0), place, pipe, 0)
             for _ in range(ROUNDS // 2):
                 first.advance(0)
             contents = pack_checkpoint(first.weights(), first.state())
             weights, state = unpacked(tuple(map(bytes, contents)))
-            again = server_half(strategy, task, seeded_model(task, 0), place, pipe, 0)
+            again = build_server(strategy, task, seeded_model(task, 0), place, pipe, 0)
             again.restore(weights, state)
             for _ in range(ROUNDS - ROUNDS // 2):
                 again.advance(0)

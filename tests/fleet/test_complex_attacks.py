@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import dure
-from dure.federated.server.combining import Result
+from dure.federated.server.combining import RoundResult
 from dure.federated.server.global_model import GlobalModel
 from dure.federated.server.log import Log
 from dure.fleet.attacks import parse_attack
@@ -58,7 +58,7 @@ def test_a_refused_update_is_recorded_without_numbers() -> None:
     log.saw(1, 0, None)
     log.moved(0, [torch.zeros(1)], [torch.ones(1)])
     assert log.updates == [[0, 1, False, None, None]]
-    log.flew([], Result(None, 0, [], [], {7: "it is not finite"}, [1]))
+    log.flew([], RoundResult(None, 0, [], [], {7: "it is not finite"}, [1]))
     assert log.facts()["refused_clients"] == [(1, 1)]
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from torch import Tensor
 
-from dure.federated.engines.products import Deferred
+from dure.federated.engines.products import DeferredUpdate
 from dure.protocol import encoding
 from dure.protocol.encoding import HEAD, MessageError, from_bytes, length, to_bytes
 from dure.protocol.messages import (
@@ -122,7 +122,7 @@ def test_an_update_that_is_not_formed_yet_is_formed_for_its_message() -> None:
         def one(self, place: int) -> Tensor:
             return torch.full((3,), float(place))
 
-    lazy = Deferred(Products(), 2, torch.zeros(3))  # type: ignore[arg-type]
+    lazy = DeferredUpdate(Products(), 2, torch.zeros(3))  # type: ignore[arg-type]
     update = Update(0, 0, 0, 1, 1, 0.0, lazy, [])
     assert alike([torch.full((3,), 2.0)], from_bytes(to_bytes(update)).delta)
 

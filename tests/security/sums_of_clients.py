@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dure.federated.client.holding import Holding
-from dure.federated.privacy.secure_aggregation.cohort import Context, bounds
+from dure.federated.client.pending_updates import PendingUpdates
+from dure.federated.privacy.secure_aggregation.cohort import SumContext, bounds
 from dure.federated.privacy.secure_aggregation.messages import TooFewError
-from dure.federated.privacy.secure_aggregation.rounds import Sums, digest_of
-from dure.federated.privacy.secure_aggregation.server import Server
+from dure.federated.privacy.secure_aggregation.rounds import SecureSums, digest_of
+from dure.federated.privacy.secure_aggregation.server import SecureSumServer
 from dure.federated.privacy.secure_aggregation.settings import SecureAggregation
 from dure.protocol.messages import Assignment, Say, Update
 from dure.randomness.secret import Secret
@@ -43,7 +43,7 @@ class Site:
     """One client. folder: where its list of spent models is; None keeps it in memory."""
 
     def __init__(
-        self, number: int, sums: Sums, key: Key | None, roster: Any, folder: Path | None
+        self, number: int, sums: SecureSums, key: Key | None, roster: Any, folder: Path | None
     ) -> None:
         self._given = number, sums, key, roster, folder
         self.state: ClientState | None = None
@@ -58,7 +58,7 @@ class Site:
             self.state.close()
         if folder is not None:
             self.state = ClientState(folder)
-        self.holding = Holding(
+        self.holding = PendingUpdates(
             sums,
             Averages(),  # type: ignore[arg-type]
             Secret.system(),
@@ -121,9 +121,9 @@ def sum_of(
     at: Callable[[int], None] = lambda stage: None,
 ) -> list[int]:
     """The clients in a sum that an honest server's code gets; none where it gets no sum."""
-    sums = Sums(SETTINGS, "run")
+    sums = SecureSums(SETTINGS, "run")
     members = tuple(sorted(sites))
-    context = Context(
+    context = SumContext(
         run="run",
         round=asked.round,
         attempt=attempt,
@@ -134,7 +134,7 @@ def sum_of(
         members=members,
         **bounds(SETTINGS, len(members))._asdict(),
     )
-    server = Server(context, roster)
+    server = SecureSumServer(context, roster)
     with suppress(TooFewError):
         while server.stage is not None:
             stage = server.stage

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dure.federated.privacy.secure_aggregation.cohort import UNMASK
 from dure.federated.privacy.secure_aggregation.model_digest import digests_of
-from dure.federated.privacy.secure_aggregation.rounds import Sums
+from dure.federated.privacy.secure_aggregation.rounds import SecureSums
 from dure.protocol.messages import Say
 
 N = 5
@@ -31,7 +31,7 @@ def sites(request: Any, tmp_path: Path) -> Iterator[dict[int, Site]]:
 
 
 def sites_of(folder: Path | None) -> dict[int, Site]:
-    sums = Sums(SETTINGS, "run")
+    sums = SecureSums(SETTINGS, "run")
     # Lists in memory are one for each identity: others for each test.
     key_of.cache_clear()
     keys = {number: key_of(number) for number in range(N)}

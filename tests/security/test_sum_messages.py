@@ -20,19 +20,19 @@ from torch import Tensor
 from dure.federated.aggregate.aggregator import Groups
 from dure.federated.privacy.secure_aggregation.cohort import MASK, MOST_MEMBERS, STAGES, UNMASK
 from dure.federated.privacy.secure_aggregation.messages import (
-    Sealed,
-    Shared,
-    Shares,
+    SealedSharePair,
+    SharesForNeighbours,
+    SharesFromNeighbours,
     to_body,
 )
-from dure.federated.privacy.secure_aggregation.rounds import SecureRounds, Sums
+from dure.federated.privacy.secure_aggregation.rounds import SecureRounds, SecureSums
 from dure.protocol.messages import Answer, Form, Say
 from dure.randomness.secret import Secret
 from dure.wire.requests import MOST_SAID
 
 N = 4
 MODEL = [torch.tensor([0.5, -1.0, 2.0])]
-SUMS = Sums(SETTINGS, "run")
+SUMS = SecureSums(SETTINGS, "run")
 
 
 def whole(count: int, turn: Any) -> Sequence[Sequence[int]]:
@@ -230,9 +230,9 @@ def test_a_vector_of_noise_makes_no_model(liar: int, seed: int) -> None:
 
 def test_the_largest_messages_fit_into_a_body() -> None:
     box, digest = bytes(88), bytes(32)
-    sealed = tuple(Sealed(2**31 - 1, box, digest, digest) for _ in range(MOST_MEMBERS))
-    assert len(to_body(Shared(digest, sealed))) <= MOST_SAID
-    assert len(to_body(Shares(sealed))) <= MOST_SAID
+    sealed = tuple(SealedSharePair(2**31 - 1, box, digest, digest) for _ in range(MOST_MEMBERS))
+    assert len(to_body(SharesForNeighbours(digest, sealed))) <= MOST_SAID
+    assert len(to_body(SharesFromNeighbours(sealed))) <= MOST_SAID
 
 
 def test_all_stages_but_the_consistency_check_are_changed_here() -> None:

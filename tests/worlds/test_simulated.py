@@ -343,7 +343,7 @@ def test_what_cannot_be_done_is_refused_before_a_folder_is_made(
 def test_engines_on_ray_are_refused_at_once_where_there_is_no_ray(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dure.federated.engines.choose.find_spec", lambda name: None)
+    monkeypatch.setattr("dure.federated.engines.engine_choice.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="the engine batched-ray needs the extra"):
         dure.train(
             small_task(), dure.FedAvg(), dure.Simulated(engine="batched-ray"), out=tmp_path / "run"

@@ -18,7 +18,7 @@ from dure.cli.flags import names_before_flags, parse_flags
 from dure.peer_text import printable
 
 if TYPE_CHECKING:
-    from dure.federated.privacy.attacks.examine import Row
+    from dure.federated.privacy.attacks.examine import AttackResult
 
 USAGE = "dure audit FILE|RUN"
 
@@ -95,12 +95,12 @@ def _log(name: str) -> int:
 
 def _run(name: str, how: AuditOptions) -> int:
     from dure.collectives.compression import parse
-    from dure.federated.privacy.attacks.changes import Change
+    from dure.federated.privacy.attacks.changes import UpdateChange
     from dure.federated.privacy.attacks.examine import ATTACKS, Examination
     from dure.run.audit import audit
 
-    changes = [Change(compression=parse(text)) for text in how.compression]
-    changes += [Change(noise=noise) for noise in how.noise if noise]
+    changes = [UpdateChange(compression=parse(text)) for text in how.compression]
+    changes += [UpdateChange(noise=noise) for noise in how.noise if noise]
     examination = Examination(
         sums=how.sums,
         changes=list(dict.fromkeys(changes)),
@@ -140,7 +140,7 @@ class _Progress:
         print(f"{what}: {done} of {of}", file=sys.stderr, flush=True)
 
 
-def _show(rows: Sequence[Row], content: Mapping[str, Any]) -> None:
+def _show(rows: Sequence[AttackResult], content: Mapping[str, Any]) -> None:
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
@@ -161,7 +161,7 @@ def _show(rows: Sequence[Row], content: Mapping[str, Any]) -> None:
         print(line)
 
 
-def _figures(row: Row) -> list[str]:
+def _figures(row: AttackResult) -> list[str]:
     """Return texts such as "PSNR 31.2 [28.9, 33.1] dB"."""
     said = []
     for name, figure in row.figures.items():

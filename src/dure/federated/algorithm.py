@@ -18,24 +18,24 @@ from typing import Any, ClassVar, NamedTuple
 from torch import Tensor, nn
 
 from dure.contracts.task import Task
-from dure.federated.engines.job import Job, Trained
+from dure.federated.engines.job import ClientJob, JobResult
 from dure.federated.engines.objective import LocalBatch
 from dure.federated.engines.optimizers import optimizer_of
 from dure.protocol.messages import Assignment, Update
 from dure.tensors.flat import FlatParameters
 
-Memory = list[Tensor]
+ClientMemory = list[Tensor]
 """Client state between rounds; never sent."""
 
 
-class Own(NamedTuple):
+class PersonalisedModel(NamedTuple):
     """A client's personalised model. buffers: None for the buffers of the global model."""
 
     weights: Sequence[Tensor]
     buffers: Sequence[Tensor] | None = None
 
 
-class Start(NamedTuple):
+class AlgorithmInputs(NamedTuple):
     """Inputs from which a strategy builds its algorithm.
 
     weights: of the model's trained parameters (`dure.tensors.flat.trained_of`), one flat tensor per
@@ -49,12 +49,12 @@ class Start(NamedTuple):
     lr: float
 
 
-def start_of(task: Task, model: nn.Module, clients: int) -> Start:
-    """Return the `Start` of an algorithm for the model and `clients` clients."""
+def algorithm_inputs_of(task: Task, model: nn.Module, clients: int) -> AlgorithmInputs:
+    """Return the `AlgorithmInputs` of an algorithm for the model and `clients` clients."""
     # The optimizer serves only to read the rate; the engine makes the clients' optimizers.
     optimizer = optimizer_of(task, list(model.parameters()))
     lr = float(optimizer.param_groups[0].get("lr", float("nan")))
-    return Start(model, FlatParameters(model).copy(), clients, lr)
+    return AlgorithmInputs(model, FlatParameters(model).copy(), clients, lr)
 
 
 class Algorithm:
@@ -155,7 +155,9 @@ class Algorithm:
 
     # Hooks of the clients
 
-    def jobs(self, job: Job, assignment: Assignment, memory: Memory | None) -> list[Job]:
+    def jobs(
+        self, job: ClientJob, assignment: Assignment, memory: ClientMemory | None
+    ) -> list[ClientJob]:
         """Return the training jobs of the client.
 
         job: FedAvg's job. memory: the client's state; None before its first update.
@@ -171,19 +173,25 @@ class Algorithm:
         return batch.loss(batch.model(batch.inputs))
 
     def answer(
-        self, jobs: list[Job], trained: list[Trained], assignment: Assignment, memory: Memory | None
-    ) -> tuple[Sequence[Tensor], Sequence[Tensor], Memory | None]:
+        self,
+        jobs: list[ClientJob],
+        trained: list[JobResult],
+        assignment: Assignment,
+        memory: ClientMemory | None,
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor], ClientMemory | None]:
         """Return (delta, extra, memory): the client's update, its extras, and its new state.
 
         The client stores the new state after the server has accepted the update.
         """
         return trained[0].delta, (), memory
 
-    def own(self, shared: Sequence[Tensor], memory: Memory | None) -> Own | None:
+    def own(
+        self, shared: Sequence[Tensor], memory: ClientMemory | None
+    ) -> PersonalisedModel | None:
         """Return the client's personalised model, given the shared weights; None without any."""
         return None
 
-    def kept(self, memories: Mapping[int, Memory]) -> Sequence[Tensor]:
+    def kept(self, memories: Mapping[int, ClientMemory]) -> Sequence[Tensor]:
         """Return the clients' parts of the model, combined, for the part that `shared` leaves out.
 
         The result is the mean over the clients that took part. memories: state by client.

@@ -1,6 +1,6 @@
 """Base class of federated strategies: fields, defaults and checks.
 
-`dure.federated.halves` builds the server and the clients of a strategy.
+`dure.federated.builders` builds the server and the clients of a strategy.
 
 A subclass is an algorithm: it adds its hyperparameters, the hooks of clients and server
 (`algorithm`), the pacing of requests and models (`pacing`), and the step of the model
@@ -25,16 +25,21 @@ from dure.data.batches import check_batch_size
 from dure.data.client_holdout import HeldOutOrder, split_held_out
 from dure.data.partition import IID, ClientParts, Partition, PartitionDescription, describe
 from dure.data.sampling import SEPARATE_SAMPLING, SamplingRequest
-from dure.federated import aggregate, halves
+from dure.federated import aggregate, builders
 from dure.federated.aggregate import Aggregator, Mean
-from dure.federated.algorithm import Algorithm, Start, start_of
+from dure.federated.algorithm import Algorithm, AlgorithmInputs, algorithm_inputs_of
 from dure.federated.client.clients import LocalWork
 from dure.federated.client.poisoning import check_poison
-from dure.federated.engines.choose import Setting, check_engine, check_objective, engine_for
-from dure.federated.engines.job import Engine
+from dure.federated.engines.engine_choice import (
+    EngineInputs,
+    check_engine,
+    check_objective,
+    engine_for,
+)
+from dure.federated.engines.job import ClientEngine
 from dure.federated.engines.noised import check_noised
-from dure.federated.privacy.choice import NOTHING, Privacy, privacy_of
 from dure.federated.privacy.example_level import check_example_level
+from dure.federated.privacy.privacy_settings import NOTHING, Privacy, privacy_of
 from dure.federated.privacy.secure_aggregation.checks import (
     check_conditions,
     check_groups,
@@ -50,9 +55,9 @@ from dure.federated.privacy.user_level.checks import (
     chosen_noise,
 )
 from dure.federated.server import sampling
-from dure.federated.server.by_client import FAILURES, names_over
-from dure.federated.server.pacing import Pacing, Rounds
-from dure.federated.server.sampling import Coins, Selection, Uniform, Weighted
+from dure.federated.server.client_metrics import FAILURES, client_metric_names
+from dure.federated.server.pacing import Pacing, SynchronousPacing
+from dure.federated.server.sampling import PerClientPoisson, Selection, Uniform, Weighted
 from dure.federated.server.server_optimizer import ServerOptimizer
 from dure.fleet.conditions import Conditions
 from dure.fleet.liars import count
@@ -68,7 +73,9 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-OWNED = "the average is of the whole model, and a part of it belongs to each client"
+DIVIDED_MODEL_WITHOUT_EMA = (
+    "the average is of the whole model, and a part of it belongs to each client"
+)
 """Reason why an algorithm that divides the model has no ema."""
 
 
@@ -164,17 +171,17 @@ class Federated(Strategy):
         # The guarantee of user-level privacy assumes Poisson sampling; other selections are
         # refused.
         if self.privacy.user is not None and self.selection == Uniform():
-            object.__setattr__(self, "selection", Coins())
+            object.__setattr__(self, "selection", PerClientPoisson())
 
     # Hooks for subclasses
 
-    def algorithm(self, start: Start) -> Algorithm:
+    def algorithm(self, start: AlgorithmInputs) -> Algorithm:
         """Return the hooks of the algorithm."""
         return Algorithm()
 
     def pacing(self, clients: int) -> Pacing:
         """Return the pacing: when the server sends requests and when it combines updates."""
-        return Rounds(self.fraction, self.selection)
+        return SynchronousPacing(self.fraction, self.selection)
 
     def optimizer(self) -> ServerOptimizer:
         """Return the optimizer that moves the model; raise ValueError for invalid values."""
@@ -197,7 +204,7 @@ class Federated(Strategy):
     def check_task(self, task: Task) -> None:
         """Raise ValueError if the algorithm cannot train the task."""
 
-    def engine(self, setting: Setting) -> Engine:
+    def engine(self, setting: EngineInputs) -> ClientEngine:
         """Return the engine that computes the clients' jobs.
 
         Raises ValueError if the requested engine cannot compute them.
@@ -370,7 +377,7 @@ class Federated(Strategy):
         """Raise ValueError for a batch that is too small for the model, or shared memory."""
         check_apart(model)
         if task.ema is not None and self._divides(task, model):
-            raise ValueError(f"ema: {OWNED}; leave it out")
+            raise ValueError(f"ema: {DIVIDED_MODEL_WITHOUT_EMA}; leave it out")
         if self.privacy.example is not None:
             check_layers(model)
         if self.privacy != NOTHING:
@@ -385,7 +392,7 @@ class Federated(Strategy):
 
     def _check_hooks(self, task: Task, model: nn.Module) -> None:
         """Raise ValueError for hooks that need updates which the privacy hides."""
-        algorithm = self.algorithm(start_of(task, model, self.count(task) or 1))
+        algorithm = self.algorithm(algorithm_inputs_of(task, model, self.count(task) or 1))
         own = f"{type(algorithm).__name__} of {self.name}"
         if algorithm.has_own_step and self.privacy.secure is not None:
             raise ValueError(
@@ -481,7 +488,7 @@ class Federated(Strategy):
         The code that uses the optimizer reports the failure.
         """
         try:
-            start = start_of(task, model, clients)
+            start = algorithm_inputs_of(task, model, clients)
         except Exception:
             return None
         return self.algorithm(start)
@@ -492,7 +499,7 @@ class Federated(Strategy):
         whose = []
         if self._measured_on(task) is not None:
             whose.append("client")
-            algorithm = self.algorithm(start_of(task, model, self.count(task) or 1))
+            algorithm = self.algorithm(algorithm_inputs_of(task, model, self.count(task) or 1))
             if self.fine_tune or type(algorithm).own is not Algorithm.own:
                 whose.append("personal")
         if conditions is not None:
@@ -501,7 +508,7 @@ class Federated(Strategy):
             if not conditions.arrival.still:
                 whose.append("newest")
                 whose += ["frozen_newest"] if self.freeze_at is not None else []
-        return names + names_over(whose, ["loss", *task.measures])
+        return names + client_metric_names(whose, ["loss", *task.measures])
 
     def _measured_on(self, task: Task) -> Literal["held out", "test"] | None:
         """Return the data on which clients measure models; None without such data."""
@@ -549,8 +556,8 @@ class Federated(Strategy):
         return self.partition.names(self.clients, task.train.keys)
 
     def learner(self, task: Task, place: RankContext, seed: int) -> Learner:
-        """Return the server, with simulated clients or alone (`dure.federated.halves`)."""
-        return halves.learner(self, task, place, seed)
+        """Return the server, with simulated clients or alone (`dure.federated.builders`)."""
+        return builders.learner(self, task, place, seed)
 
 
 def _check_names(names: Sequence[str]) -> None:

@@ -2,7 +2,7 @@
 
 Reads RUN/updates, runs every attack (`dure.federated.privacy.attacks`) and writes
 
-    RUN/audit.json      results of each attack, as `Row`, and of a guess without updates
+    RUN/audit.json      results of each attack, as `AttackResult`, and of a guess without updates
     RUN/audit/*.png     originals above their reconstructions
 
 for the report. With canaries the run is trained once more, in memory, with canaries in place of
@@ -22,7 +22,12 @@ from dure.contracts.stop import Stop
 from dure.contracts.strategy import Strategy, World, seeded_model
 from dure.contracts.task import Task
 from dure.federated.privacy.attacks.canaries import Canaries, audited_epsilon
-from dure.federated.privacy.attacks.examine import Examination, Examiner, Row, Say
+from dure.federated.privacy.attacks.examine import (
+    AttackProgress,
+    AttackResult,
+    Examination,
+    Examiner,
+)
 from dure.federated.privacy.attacks.recording import read_updates
 from dure.federated.strategy import Federated
 from dure.fleet.liars import liars
@@ -47,7 +52,7 @@ DELTA = 1e-5
 class Audited:
     """Result of an audit. rows: result of each attack. content: content of audit.json."""
 
-    rows: Sequence[Row]
+    rows: Sequence[AttackResult]
     content: Mapping[str, Any]
 
 
@@ -59,7 +64,7 @@ def audit(
     delta: float | None = None,
     task: Task | str | None = None,
     strategy: Strategy | str | None = None,
-    say: Say = lambda what, done, of: None,
+    say: AttackProgress = lambda what, done, of: None,
 ) -> Audited:
     """Attack the updates that a simulation has stored (`Simulated(keep_updates=5)`).
 
@@ -134,7 +139,7 @@ def _final(path: Path) -> Mapping[str, Tensor] | None:
     return trained_weights(path, RunFolder(path).read_json("summary.json") if there else {})
 
 
-def _written(path: Path, rows: Sequence[Row]) -> list[dict[str, Any]]:
+def _written(path: Path, rows: Sequence[AttackResult]) -> list[dict[str, Any]]:
     """Return the rows as JSON, and write their pictures; older pictures are deleted."""
     folder = path / FOLDER
     with told(folder):
@@ -143,7 +148,7 @@ def _written(path: Path, rows: Sequence[Row]) -> list[dict[str, Any]]:
     return [_row(path, number, row) for number, row in enumerate(rows)]
 
 
-def _row(path: Path, number: int, row: Row) -> dict[str, Any]:
+def _row(path: Path, number: int, row: AttackResult) -> dict[str, Any]:
     content: dict[str, Any] = {
         "attack": row.attack,
         "sum": row.sum,

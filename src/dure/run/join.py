@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from dure.contracts.task import Task
-from dure.federated.protecting import Site
+from dure.federated.protections import SecureClientContext
 from dure.machine.compiler import left_out
 from dure.machine.threads import threads
 from dure.run import party_site
@@ -118,7 +118,7 @@ def join(
         signed = site.enter(welcome)
         training.policy = policy
         training.evaluations = Evaluations(policy, kept, welcome.run)
-        training.sums = Site(
+        training.sums = SecureClientContext(
             run=welcome.run,
             refuses=lambda reason: on_progress("left", {"why": reason}),
             key=session.key,

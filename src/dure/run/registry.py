@@ -35,7 +35,7 @@ from dure.data.partition import Partition
 from dure.errors import described, suggestion
 from dure.federated import aggregate
 from dure.federated.aggregate import Aggregator
-from dure.federated.privacy.choice import Privacy, parse_privacy
+from dure.federated.privacy.privacy_settings import Privacy, parse_privacy
 from dure.federated.server import sampling
 from dure.federated.server.sampling import Selection
 from dure.fleet.arrival import Arrival, parse_arrival

@@ -20,8 +20,8 @@ from typing import NamedTuple
 
 from dure.contracts.task import Task
 from dure.errors import PolicyError
-from dure.federated.privacy.choice import Privacy, parse_privacy
-from dure.federated.privacy.secure_aggregation.trust import semi_honest
+from dure.federated.privacy.privacy_settings import Privacy, parse_privacy
+from dure.federated.privacy.secure_aggregation.trust import semi_honest_reason
 from dure.references import is_reference
 from dure.run.given import GivenReferences
 from dure.wire import owners_roster
@@ -215,7 +215,7 @@ class Site(NamedTuple):
         said = [] if roster is None else [f"roster {roster}"]
         secure = privacy_of(welcome).secure
         if secure is not None:
-            said.append(semi_honest(secure, roster is not None))
+            said.append(semi_honest_reason(secure, roster is not None))
             if self.kept.temporary:
                 said.append("without --state, sums that it helps with are forgotten at its end")
         return "; ".join(filter(None, said))

@@ -22,9 +22,9 @@ from dure.contracts.strategy import examples_for, seeded_model, unused_copy
 from dure.contracts.task import Task
 from dure.data.bad_values import bad_values
 from dure.errors import PolicyError
-from dure.federated.client.clients import Clients
-from dure.federated.halves import layout, one_client
-from dure.federated.protecting import Site
+from dure.federated.builders import build_client, message_layout
+from dure.federated.client.clients import FederatedClients
+from dure.federated.protections import SecureClientContext
 from dure.federated.server.pacing import Pacing
 from dure.federated.strategy import Federated
 from dure.fleet.conditions import Conditions, EngineName
@@ -96,7 +96,7 @@ class Training:
     holds: bool = False
     policy: Policy = field(default_factory=Policy)
     evaluations: Evaluations | None = None
-    sums: Site | None = None
+    sums: SecureClientContext | None = None
     ask: Ask = refuse
     _began: dict[int, float] = field(default_factory=dict)
     _told_bad: bool = False
@@ -149,7 +149,7 @@ class Training:
         self.holds = welcome.holds or strategy.privacy.secure is not None
         self.model = seeded_model(self.task, welcome.seed)
         self.device = home_of(self.model)
-        self.clients: Clients = one_client(
+        self.clients: FederatedClients = build_client(
             strategy,
             self.task.on(self.device),
             self.model,
@@ -159,9 +159,11 @@ class Training:
             welcome.clients,
             divides=self.part is not None,
             site=self.sums
-            or Site(welcome.run, _ignore, smallest_cohort=self.policy.smallest_cohort),
+            or SecureClientContext(
+                welcome.run, _ignore, smallest_cohort=self.policy.smallest_cohort
+            ),
         )
-        self.layout: Layout = layout(strategy, self.task, self.model, welcome.clients)
+        self.layout: Layout = message_layout(strategy, self.task, self.model, welcome.clients)
         self._forms = self.layout.forms(self._shared(), list(self.model.buffers()))
         self.examples = self.clients.sizes[self.client]
         measured = self.client in self.clients.personal.clients

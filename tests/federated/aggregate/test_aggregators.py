@@ -26,8 +26,8 @@ from dure.federated.aggregate import (
     Mean,
     Median,
     Mixing,
-    Rows,
     TrimmedMean,
+    UpdateRows,
     clip,
     parse,
 )
@@ -153,7 +153,7 @@ def test_the_result_has_the_shapes_and_dtypes_of_an_update_and_the_updates_are_l
         for k in range(M)
     ]
     before = [[tensor.clone() for tensor in one] for one in updates]
-    result, _ = rule.combine(Rows(updates, [1.0] * M), TURN, None)
+    result, _ = rule.combine(UpdateRows(updates, [1.0] * M), TURN, None)
     assert [(t.shape, t.dtype) for t in result] == [((5,), dtype) for dtype in dtypes]
     assert all(
         torch.equal(a, b)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dure.federated.aggregate import Collects, Folds, Rows, parse
+from dure.federated.aggregate import Collects, Folds, UpdateRows, parse
 from dure.federated.server.global_model import GlobalModel
 from dure.protocol.messages import Update
 from dure.randomness.turn import Turn
@@ -84,8 +84,8 @@ def test_a_rule_that_folds_has_the_mean_of_buffers_by_examples() -> None:
 
 
 def test_distances_are_of_what_is_measured_for_rows_and_for_mixtures() -> None:
-    rows = Rows(updates(1e6), [1.0] * UPDATES, measured=2)
-    alone = Rows([row[:2] for row in updates(1e6)], [1.0] * UPDATES)
+    rows = UpdateRows(updates(1e6), [1.0] * UPDATES, measured=2)
+    alone = UpdateRows([row[:2] for row in updates(1e6)], [1.0] * UPDATES)
     groups = [[0, 3], [1, 2, 4], [5]]
     three = torch.full((3,), 3.0).double()
     for one, other in (
@@ -100,7 +100,9 @@ def test_distances_are_of_what_is_measured_for_rows_and_for_mixtures() -> None:
 
 def test_scaled_rows_keep_what_is_not_measured() -> None:
     rows = updates(3.0)
-    halved = Rows(rows, [1.0] * UPDATES, measured=2).scaled(torch.full((UPDATES,), 0.5).double())
+    halved = UpdateRows(rows, [1.0] * UPDATES, measured=2).scaled(
+        torch.full((UPDATES,), 0.5).double()
+    )
     for index, row in enumerate(rows):
         got = halved.row(index)
         torch.testing.assert_close(got[0], row[0] / 2)
@@ -112,5 +114,5 @@ def test_rules_say_whether_they_fold(text: str) -> None:
     rule: Any = parse(text)
     assert isinstance(rule, Collects if rule.collects else Folds)
     if isinstance(rule, Collects):
-        made, _ = rule.combine(Rows(updates(1.0), [1.0] * UPDATES, measured=2), Turn(0, 0))
+        made, _ = rule.combine(UpdateRows(updates(1.0), [1.0] * UPDATES, measured=2), Turn(0, 0))
         assert [part.shape for part in made] == [(5,), (3,), (4,)]

@@ -10,7 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from update_matrices import DIMENSIONS, SEEDS, TURN, close, combine, normal, rows, vector
 
-from dure.federated.aggregate import CentredClipping, Clipped, ClippedRows, Krum, Mean, Median, clip
+from dure.federated.aggregate import (
+    CentredClipping,
+    ClippedRows,
+    ClippedUpdates,
+    Krum,
+    Mean,
+    Median,
+    clip,
+)
 
 
 def shortened(values: torch.Tensor, norm: float) -> torch.Tensor:
@@ -32,13 +40,13 @@ def test_zero_is_clipped_to_zero():
 
 
 def test_clipping_folds_around_what_folds_and_collects_around_what_collects():
-    assert isinstance(clip(1, Mean()), Clipped)
-    assert isinstance(clip(1, clip(2, Mean())), Clipped)
+    assert isinstance(clip(1, Mean()), ClippedUpdates)
+    assert isinstance(clip(1, clip(2, Mean())), ClippedUpdates)
     assert isinstance(clip(1, Krum()), ClippedRows)
     assert not clip(1, Mean()).collects
     assert clip(1, Krum()).collects
     with pytest.raises(ValueError, match="clip"):
-        Clipped(1.0, Median())
+        ClippedUpdates(1.0, Median())
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
@@ -46,13 +54,15 @@ def test_a_clipped_mean_leaves_out_what_is_not_finite(broken):
     values = normal(4, 6, 0)
     values[2, 5] = broken
     kept = [0, 1, 3]
-    expected = combine(Clipped(2.0), values[kept], [1.0, 2.0, 4.0])
-    assert torch.equal(combine(Clipped(2.0), values, [1.0, 2.0, 3.0, 4.0]), expected)
+    expected = combine(ClippedUpdates(2.0), values[kept], [1.0, 2.0, 4.0])
+    assert torch.equal(combine(ClippedUpdates(2.0), values, [1.0, 2.0, 3.0, 4.0]), expected)
 
 
 def test_a_float32_update_of_1e38_is_clipped_and_not_lost():
     huge = [torch.full((100,), 3e38), torch.zeros(0)]
-    result = Clipped(1.0).finish(Clipped(1.0).fold(Clipped(1.0).zero(huge), huge, 1.0))
+    result = ClippedUpdates(1.0).finish(
+        ClippedUpdates(1.0).fold(ClippedUpdates(1.0).zero(huge), huge, 1.0)
+    )
     assert float(result[0].norm()) == pytest.approx(1, rel=1e-6)
 
 

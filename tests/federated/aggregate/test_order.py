@@ -6,7 +6,7 @@ import pytest
 import torch
 from update_matrices import tied
 
-from dure.federated.aggregate.order import MOST, comparators, sorted_rows
+from dure.federated.aggregate.sorting_network import MOST, comparators, sorted_rows
 
 
 @pytest.mark.parametrize("n", range(1, 17))

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from update_matrices import DIMENSIONS, SEEDS, close, normal, rows, update, vector
 
-from dure.federated.aggregate import Rows
+from dure.federated.aggregate import UpdateRows
 
 ROWS = st.integers(1, 9)
 BLOCKS = st.integers(1, 200)
@@ -50,7 +50,7 @@ def test_a_group_is_the_mean_by_weight_and_weighs_as_much_as_its_rows(d, seed):
 def test_distances_of_nearly_equal_float32_models_are_right_to_a_thousandth(size):
     d, base = 1_000_000, normal(1, 1_000_000, 0)[0]
     models = [(size * base + 1e-4 * normal(1, d, seed)[0]).float() for seed in range(1, 5)]
-    made = Rows([[model] for model in [*models, torch.full((d,), 1e30)]], [1.0] * 5)
+    made = UpdateRows([[model] for model in [*models, torch.full((d,), 1e30)]], [1.0] * 5)
     squared = made.squared_distances()
     for i in range(4):
         for j in range(4):
@@ -65,14 +65,14 @@ def test_one_coefficient_among_zeros_gives_the_row_to_the_bit_in_its_dtypes():
         [torch.randn(5).to(dtype) for dtype in (torch.float16, torch.float32, torch.float64)]
         for _ in range(3)
     ]
-    for tensor, like in zip(Rows(updates, [1, 1, 1]).row(1), updates[1], strict=True):
+    for tensor, like in zip(UpdateRows(updates, [1, 1, 1]).row(1), updates[1], strict=True):
         assert tensor.dtype == like.dtype
         assert torch.equal(tensor, like)
 
 
 def test_tensors_keep_their_shapes():
     updates = [[torch.randn(2, 3), torch.randn(()), torch.randn(0)] for _ in range(3)]
-    assert [t.shape for t in Rows(updates, [1, 1, 1]).row(1)] == [(2, 3), (), (0,)]
+    assert [t.shape for t in UpdateRows(updates, [1, 1, 1]).row(1)] == [(2, 3), (), (0,)]
 
 
 def test_rows_are_finite_if_all_numbers_and_the_weight_are():
@@ -83,7 +83,7 @@ def test_rows_are_finite_if_all_numbers_and_the_weight_are():
 
 
 def test_a_half_precision_row_is_not_lost_where_its_square_would_overflow():
-    assert Rows([[torch.full((4,), 6e4, dtype=torch.float16)]], [1]).finite() == [0]
+    assert UpdateRows([[torch.full((4,), 6e4, dtype=torch.float16)]], [1]).finite() == [0]
 
 
 @given(st.permutations(range(5)))
@@ -98,12 +98,12 @@ def test_equal_keys_are_ordered_by_value(permutation):
 
 def test_updates_that_are_no_rows_are_refused():
     with pytest.raises(ValueError, match="no updates"):
-        Rows([], [])
+        UpdateRows([], [])
     with pytest.raises(ValueError, match="update 1 differs"):
-        Rows([[torch.zeros(2)], [torch.zeros(3)]], [1, 1])
+        UpdateRows([[torch.zeros(2)], [torch.zeros(3)]], [1, 1])
     with pytest.raises(ValueError, match="update 1 differs"):
-        Rows([[torch.zeros(2)], [torch.zeros(2).half()]], [1, 1])
+        UpdateRows([[torch.zeros(2)], [torch.zeros(2).half()]], [1, 1])
     with pytest.raises(ValueError, match="as many weights"):
-        Rows([[torch.zeros(2)]], [1, 1])
+        UpdateRows([[torch.zeros(2)]], [1, 1])
     with pytest.raises(ValueError, match="floating point"):
-        Rows([[torch.zeros(2, dtype=torch.int64)]], [1])
+        UpdateRows([[torch.zeros(2, dtype=torch.int64)]], [1])

@@ -22,10 +22,10 @@ FOLDS = """
 import hashlib, json
 import torch
 from dure.federated.aggregate import parse
-from dure.federated.aggregate.rows import Rows
+from dure.federated.aggregate.rows import UpdateRows
 from dure.federated.algorithms.fed_async import staleness_weight
-from dure.federated.algorithms.fed_buff import Discounted
-from dure.federated.algorithms.scaffold import Controls
+from dure.federated.algorithms.fed_buff import StalenessDiscount
+from dure.federated.algorithms.scaffold import ControlVariates
 from dure.federated.server.global_model import GlobalModel
 from dure.federated.server.server_optimizer import ServerOptimizer
 from dure.protocol.messages import Update
@@ -66,14 +66,14 @@ for optimizer in (ServerOptimizer(), ServerOptimizer(lr=0.3, beta1=0.9),
                   ServerOptimizer("adam", 0.1, 0.9), ServerOptimizer("yogi", 0.1, 0.9),
                   ServerOptimizer("adagrad", 0.1)):
     results[str(optimizer)] = digest(model("mean", optimizer, 0.37))
-control = Controls(WEIGHTS, 7, 0.1)
+control = ControlVariates(WEIGHTS, 7, 0.1)
 control.control = [w * 2 for w in WEIGHTS]
 control.absorb(list(UPDATES[0].delta), 3)
 results["scaffold"] = digest(control.control)
 stale = range(3000)
 results["staleness"] = repr([
     *(staleness_weight("polynomial", s, a, 0.0) for s in stale for a in (0.5, 0.3, 1.7)),
-    *(Discounted().share(UPDATES[0], s) for s in stale),
+    *(StalenessDiscount().share(UPDATES[0], s) for s in stale),
 ])
 capability = torch.backends.cpu.get_cpu_capability().lower()
 # What a fused multiply-add makes of the same numbers, so that the comparison is one.

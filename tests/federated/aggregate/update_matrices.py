@@ -9,7 +9,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dure.federated.aggregate import Aggregator, Collects, Folds, Rows
+from dure.federated.aggregate import Aggregator, Collects, Folds, UpdateRows
 from dure.randomness.turn import Turn
 
 TURN = Turn(seed=3, number=5)
@@ -31,8 +31,10 @@ def update(vector: Tensor) -> list[Tensor]:
     return [vector[: len(vector) // 2], vector[len(vector) // 2 :]]
 
 
-def rows(matrix: Tensor, weights: Sequence[float] | None = None, numbers: int = 2**20) -> Rows:
-    return Rows([update(row) for row in matrix], weights or [1.0] * len(matrix), numbers)
+def rows(
+    matrix: Tensor, weights: Sequence[float] | None = None, numbers: int = 2**20
+) -> UpdateRows:
+    return UpdateRows([update(row) for row in matrix], weights or [1.0] * len(matrix), numbers)
 
 
 def vector(tensors: Sequence[Tensor]) -> Tensor:

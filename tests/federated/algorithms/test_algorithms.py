@@ -18,15 +18,15 @@ from torch.nn import functional as F
 import dure
 from dure.contracts.strategy import RankContext, seeded_model
 from dure.errors import WorkerFailedError
-from dure.federated.algorithm import Start
+from dure.federated.algorithm import AlgorithmInputs
 from dure.federated.algorithms.fed_async import staleness_weight
 from dure.federated.algorithms.fed_per import PersonalLayers
-from dure.federated.client.clients import Clients
-from dure.federated.engines.job import Job
+from dure.federated.client.clients import FederatedClients
+from dure.federated.engines.job import ClientJob
 from dure.federated.engines.meta import MetaEngine
 from dure.federated.server.coordinator import Coordinator
 from dure.federated.server.sampling import Weighted
-from dure.federated.server.server import Server
+from dure.federated.server.server import FederatedServer
 from dure.federated.server.server_optimizer import ServerOptimizer
 from dure.federated.strategy import Federated
 from dure.protocol.messages import Update
@@ -46,13 +46,13 @@ def train(
 
 def learner(
     strategy: Federated, rounds: int, task: dure.Task | None = None, **world: Any
-) -> Server:
+) -> FederatedServer:
     """A learner after so many rounds, to look into."""
-    kept: list[Server] = []
+    kept: list[FederatedServer] = []
 
     def program(place: RankContext) -> None:
         one = strategy.learner(task or small_task(), place, 0)
-        assert isinstance(one, Server)
+        assert isinstance(one, FederatedServer)
         for _ in range(rounds):
             one.advance(0)
         kept.append(one)
@@ -61,10 +61,10 @@ def learner(
     return kept[0]
 
 
-def clients_of(one: Server) -> Clients:
+def clients_of(one: FederatedServer) -> FederatedClients:
     """The other half, which the simulation has."""
     assert isinstance(one.carrier, Simulation)
-    assert isinstance(one.carrier.clients, Clients)
+    assert isinstance(one.carrier.clients, FederatedClients)
     return one.carrier.clients
 
 
@@ -642,7 +642,7 @@ def test_personal_layers_never_travel() -> None:
 def test_parts_of_a_model_join_to_what_they_were() -> None:
     model = network()
     weights = FlatParameters(model).copy()
-    one = PersonalLayers(Start(model, weights, 4, 0.1), 2)
+    one = PersonalLayers(AlgorithmInputs(model, weights, 4, 0.1), 2)
     joined = one.whole(one.shared(weights), [])
     assert torch.equal(joined[0], weights[0])
     assert len(one.shared(weights)[0]) == 6 * 12 + 12
@@ -670,7 +670,7 @@ def test_own_models_are_worth_more_where_clients_are_unlike() -> None:
         assert (measured["client_accuracy_p10"] or 0) <= (measured["client_accuracy"] or 0)
 
 
-def ditto(lam: float) -> Server:
+def ditto(lam: float) -> FederatedServer:
     task = small_task(lr=0.05)
     return learner(
         dure.Ditto(clients=3, batch_size=None, local_steps=5, lam=lam, held_out=0.0), 4, task
@@ -708,7 +708,7 @@ def unlike() -> dure.Task:
     return small_task(model=normed, train=train, test=None, lr=0.05)
 
 
-def loss_of(one: Server, client: int, weights: Any, buffers: Any) -> float:
+def loss_of(one: FederatedServer, client: int, weights: Any, buffers: Any) -> float:
     """A model's loss on what a client holds out."""
     model = normed().eval()
     FlatParameters(model).load(weights)
@@ -730,7 +730,7 @@ def test_tuned_models_are_measured_with_their_own_buffers() -> None:
     for client in clients_of(one).personal.clients:
         indices = clients_of(one).parts[client]
         steps = 3 * clients_of(one).local.per_epoch(len(indices))
-        job = Job(
+        job = ClientJob(
             client, model.number, indices, model.weights, model.buffers, model.number * steps, steps
         )
         (tuned,) = clients_of(one).engine([]).train([job])
@@ -877,7 +877,7 @@ def test_a_job_of_the_meta_engine_leaves_the_weights_it_was_given() -> None:
     engine = MetaEngine(task, network(), task.train, 5, 0, 0.1, False)
     weights = FlatParameters(network()).copy()
     before = weights[0].clone()
-    (result,) = engine.train([Job(0, 0, torch.arange(20), weights, [], 0, 3)])
+    (result,) = engine.train([ClientJob(0, 0, torch.arange(20), weights, [], 0, 3)])
     assert torch.equal(weights[0], before)
     assert result.samples == 15
     assert float(result.delta[0].abs().max()) > 0

@@ -9,8 +9,8 @@ import torch
 
 import dure
 from dure.contracts.strategy import seeded_model
-from dure.federated.algorithm import Start
-from dure.federated.halves import clients_half
+from dure.federated.algorithm import AlgorithmInputs
+from dure.federated.builders import build_clients
 from dure.protocol.messages import Assignment, Failure, Update, nbytes
 from dure.tensors.flat import FlatParameters
 from small import network, small_task
@@ -30,7 +30,7 @@ def asked(client: int, value: float = 0.1) -> Assignment:
 
 
 def clients_of(strategy: Any, task: dure.Task) -> Any:
-    return clients_half(strategy, task, seeded_model(task, 0), dure.Simulated(engine="loop"), 0)
+    return build_clients(strategy, task, seeded_model(task, 0), dure.Simulated(engine="loop"), 0)
 
 
 @pytest.mark.parametrize("client", [-1, 3, 1_000])
@@ -59,7 +59,7 @@ def test_a_client_that_fails_says_so_and_keeps_what_it_had(
 def test_a_part_of_another_shape_than_the_model_s_is_not_taken_for_it() -> None:
     model = network()
     weights = FlatParameters(model).copy()
-    algorithm = dure.FedPer(clients=3).algorithm(Start(model, weights, 3, 0.1))
+    algorithm = dure.FedPer(clients=3).algorithm(AlgorithmInputs(model, weights, 3, 0.1))
     shared = algorithm.shared(weights)
     for wrong in ([torch.zeros(3).double()], [*algorithm.initial, torch.zeros(1).double()]):  # type: ignore[attr-defined]
         assert torch.equal(algorithm.whole(shared, wrong)[0], weights[0])

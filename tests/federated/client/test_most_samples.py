@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from dure.data.batches import Batches
 from dure.federated.client.clients import LocalWork
-from dure.federated.engines.job import Job
+from dure.federated.engines.job import ClientJob
 from dure.federated.engines.plan import batches
 
 
@@ -30,7 +30,7 @@ def test_no_engine_processes_more_than_the_most(
     most = LocalWork(epochs, steps, batch_size).most_samples(examples)
     count = LocalWork(epochs, steps, batch_size, joins).steps_of(examples)
     first = turn * count
-    job = Job(0, 0, torch.arange(examples), [], [], first, count, joins=joins)
+    job = ClientJob(0, 0, torch.arange(examples), [], [], first, count, joins=joins)
     _, sizes = batches(job, batch_size, 0)
     assert sum(sizes) <= most
     # As the engine of Per-FedAvg takes them: any of the batches, one a step.

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import dure
 from dure.data.batches import Batches
-from dure.federated.engines.job import Engine, Job, Trained
+from dure.federated.engines.job import ClientEngine, ClientJob, JobResult
 from dure.tensors.flat import FlatParameters, views_of
 from small import network
 
@@ -22,19 +22,23 @@ def weights_of(model: Callable[[], nn.Module] = network, seed: int = 0) -> list[
 
 def jobs_of(
     sizes: Sequence[int], steps: Sequence[int], weights: list[Tensor], **settings: Any
-) -> list[Job]:
+) -> list[ClientJob]:
     """Client k has the `sizes[k]` examples after those of client k-1, and makes `steps[k]`
     steps."""
     ends = torch.tensor(sizes).cumsum(0).tolist()
     settings = {"round": 2, "buffers": [], "first_step": 3, **settings}
     settings.setdefault("turn", settings["round"])
     return [
-        Job(client, indices=torch.arange(end - size, end), weights=weights, steps=count, **settings)
+        ClientJob(
+            client, indices=torch.arange(end - size, end), weights=weights, steps=count, **settings
+        )
         for client, (size, end, count) in enumerate(zip(sizes, ends, steps, strict=True))
     ]
 
 
-def plain(task: dure.Task, job: Job, batch_size: int | None, seed: int) -> tuple[Tensor, float]:
+def plain(
+    task: dure.Task, job: ClientJob, batch_size: int | None, seed: int
+) -> tuple[Tensor, float]:
     """A client's training as anyone would write it: (the update in one vector, the mean loss)."""
     model = task.model()
     parameters = list(model.parameters())
@@ -55,17 +59,17 @@ def plain(task: dure.Task, job: Job, batch_size: int | None, seed: int) -> tuple
     return torch.cat([p.detach().reshape(-1) for p in parameters]) - job.weights[0], total / samples
 
 
-def vectors(trained: Sequence[Trained]) -> Tensor:
+def vectors(trained: Sequence[JobResult]) -> Tensor:
     """The updates, a row each."""
     return torch.stack([each.delta[0] for each in trained])
 
 
-def same(first: Sequence[Trained], second: Sequence[Trained]) -> bool:
+def same(first: Sequence[JobResult], second: Sequence[JobResult]) -> bool:
     """To the bit."""
     return torch.equal(vectors(first), vectors(second)) and [
         (t.loss, t.samples) for t in first
     ] == [(t.loss, t.samples) for t in second]
 
 
-def results(engine: Engine, jobs: Sequence[Job]) -> list[Trained]:
+def results(engine: ClientEngine, jobs: Sequence[ClientJob]) -> list[JobResult]:
     return list(engine.train(jobs))

@@ -13,9 +13,9 @@ from clients_at_work import jobs_of, results, same, weights_of
 from torch import nn
 
 import dure
-from dure.federated.engines import batched, choose
+from dure.federated.engines import batched, engine_choice
 from dure.federated.engines.batched import BatchedEngine
-from dure.federated.engines.choose import NAMES, Setting, engine_for, parts_of
+from dure.federated.engines.engine_choice import NAMES, EngineInputs, engine_for, parts_of
 from dure.federated.engines.loop import LoopEngine
 from dure.federated.engines.processes import ProcessesEngine
 from process_tree import descendants
@@ -28,7 +28,7 @@ SIZES, STEPS = [9, 4, 1, 12, 7, 8], [3, 1, 2, 9, 4, 2]
 def chosen(wanted: str = "auto", processes: int | None = 2, **changes):
     task = small_task(**changes)
     jobs = jobs_of(SIZES, STEPS, weights_of(task.model))
-    setting = Setting(task, task.model(), task.train, 4, 3, jobs, processes, wanted)
+    setting = EngineInputs(task, task.model(), task.train, 4, 3, jobs, processes, wanted)
     return engine_for(setting), jobs
 
 
@@ -45,7 +45,7 @@ def chosen(wanted: str = "auto", processes: int | None = 2, **changes):
 def test_the_model_and_the_length_of_a_round_choose(
     monkeypatch, changes, long, expected, processes
 ):
-    monkeypatch.setattr(choose, "LONG_ROUND", 0.0 if long else math.inf)
+    monkeypatch.setattr(engine_choice, "LONG_ROUND", 0.0 if long else math.inf)
     before = descendants(os.getpid())
     engine, _ = chosen(processes=processes, **changes)
     assert engine.name == expected
@@ -71,7 +71,7 @@ def test_what_cannot_be_batched_is_computed_by_the_loop_and_said_why():
 
 @pytest.mark.parametrize("engine", ["auto", "batched-processes"])
 def test_the_number_of_processes_changes_no_bit(monkeypatch, engine):
-    monkeypatch.setattr(choose, "LONG_ROUND", 0.0)
+    monkeypatch.setattr(engine_choice, "LONG_ROUND", 0.0)
     strategy = dure.FedAvg(clients=7, batch_size=3)
 
     def run(processes):
@@ -86,7 +86,7 @@ def test_the_number_of_processes_changes_no_bit(monkeypatch, engine):
 
 def test_the_number_of_processes_changes_no_bit_of_a_long_step(monkeypatch):
     monkeypatch.setattr(batched, "SMALL_STEP", 0.0)
-    monkeypatch.setattr(choose, "LONG_ROUND", math.inf)
+    monkeypatch.setattr(engine_choice, "LONG_ROUND", math.inf)
 
     def threads(processes):
         world = dure.Simulated(processes=processes)
@@ -137,12 +137,12 @@ def test_an_engine_that_cannot_do_it_is_refused_in_one_line():
 
 def test_an_engine_that_is_gone_is_refused_with_those_that_there_are():
     with pytest.raises(ValueError, match="there is no engine 'batched-threads'; choose auto or"):
-        choose.check_engine(small_task(), "batched-threads")
+        engine_choice.check_engine(small_task(), "batched-threads")
 
 
 def test_where_nothing_can_be_forked_processes_are_not_taken_and_are_refused(monkeypatch):
-    monkeypatch.setattr(choose, "forks_here", lambda: False)
-    monkeypatch.setattr(choose, "LONG_ROUND", 0.0)
+    monkeypatch.setattr(engine_choice, "forks_here", lambda: False)
+    monkeypatch.setattr(engine_choice, "LONG_ROUND", 0.0)
     assert chosen()[0].name == "batched"
     with pytest.raises(ValueError, match="the engine loop-processes needs forked processes"):
         chosen("loop-processes")

@@ -15,7 +15,7 @@ from dure.federated.engines.batched import CACHE, BatchedEngine, batched_engine
 from dure.federated.engines.factored import Factored, which_pay
 from dure.federated.engines.loop import LoopEngine
 from dure.federated.engines.processes import ProcessesEngine
-from dure.federated.engines.products import Deferred
+from dure.federated.engines.products import DeferredUpdate
 from small import same_bits, small_task
 
 LR = 0.3
@@ -96,7 +96,7 @@ def off(model, jobs, **changes) -> float:
     task = small_task(n=60, model=model, **changes)
     expected = vectors(results(LoopEngine(task, task.model(), task.train, 4, 3), jobs))
     got = [results(engine(model, sums, **changes), jobs) for sums in (True, False)]
-    assert all(isinstance(one.delta, Deferred) for one in got[0])
+    assert all(isinstance(one.delta, DeferredUpdate) for one in got[0])
     worst = max((vectors(each) - expected).abs().max() for each in got)
     shares = [float(1 + at) for at in range(len(jobs))]
     summed = torch.zeros_like(expected[0])
@@ -130,12 +130,12 @@ def test_a_model_of_convolutions_too():
 
 def test_many_rows_or_weights_of_their_own_are_not_factored():
     jobs = jobs_of([9, 4], [12, 12], weights_of(wide))
-    assert not any(isinstance(one.delta, Deferred) for one in results(engine(), jobs))
+    assert not any(isinstance(one.delta, DeferredUpdate) for one in results(engine(), jobs))
     jobs = jobs_of([9, 4], [2, 2], weights_of(wide))
     apart = [replace(job, weights=weights_of(wide, seed=job.client)) for job in jobs]
-    assert not any(isinstance(one.delta, Deferred) for one in results(engine(), apart))
+    assert not any(isinstance(one.delta, DeferredUpdate) for one in results(engine(), apart))
     pulled = [replace(job, mu=0.1) for job in jobs]
-    assert not any(isinstance(one.delta, Deferred) for one in results(engine(), pulled))
+    assert not any(isinstance(one.delta, DeferredUpdate) for one in results(engine(), pulled))
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 7])
@@ -148,7 +148,7 @@ def test_children_send_factors(chunk):
     finally:
         for each in divided:
             each.close()
-    assert all(isinstance(each.delta, Deferred) for each in one)
+    assert all(isinstance(each.delta, DeferredUpdate) for each in one)
     assert same(one, two)
     assert same(one, again)
     torch.testing.assert_close(
@@ -166,7 +166,7 @@ def test_children_send_updates_where_some_are_formed():
         got = results(divided, jobs)
     finally:
         divided.close()
-    assert not any(isinstance(each.delta, Deferred) for each in got)
+    assert not any(isinstance(each.delta, DeferredUpdate) for each in got)
     torch.testing.assert_close(
         vectors(got), vectors(results(engine(), jobs)), rtol=1e-12, atol=1e-14
     )

@@ -14,9 +14,9 @@ from clients_at_work import jobs_of, weights_of
 import dure
 from dure.federated.engines import batched, products
 from dure.federated.engines.batched import BatchedEngine, batched_engine
-from dure.federated.engines.choose import Setting, engine_for
+from dure.federated.engines.engine_choice import EngineInputs, engine_for
 from dure.federated.engines.losses import MANY
-from dure.federated.engines.products import Deferred
+from dure.federated.engines.products import DeferredUpdate
 from dure.machine.threads import threads
 from small import CLASSES, same_bits, small_task
 
@@ -48,7 +48,7 @@ def long(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 
 def engine(task: dure.Task, jobs: list, wanted: str = "batched", together: bool = True):
     return engine_for(
-        Setting(
+        EngineInputs(
             *(task, task.model(), task.train, 4, 3, jobs, 2, wanted, together, together), threads=2
         )
     )
@@ -73,7 +73,7 @@ def test_long_steps_of_many_clients_and_their_sum_have_several_threads_and_short
         for some in (jobs[:1], jobs):
             long(made.flops * 10)  # a client's step has four examples
             last = list(made.train(some))[-1].delta
-            assert isinstance(last, Deferred)
+            assert isinstance(last, DeferredUpdate)
             sums.append(last.products.sum([1.0] * len(some)))
             assert torch.get_num_threads() == 1
         # Of the sum of short steps, which leave the threads alone; of long ones and their sum.

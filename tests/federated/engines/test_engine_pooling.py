@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import dure
 from dure.federated.engines import pooling
 from dure.federated.engines.batched import batched_engine
-from dure.federated.engines.layers import PatchConvolution, Pool, Relu, max_pool
+from dure.federated.engines.layers import PatchConvolution, PoolingLayer, Relu, max_pool
 from dure.federated.engines.pooling import LargestOf, PooledConvolution
 from dure.federated.engines.program import program_of
 from dure.federated.engines.sgd import SGD, Weights
@@ -189,7 +189,7 @@ def test_a_model_s_layers_are_those_in_c_and_equal_to_torch_s(monkeypatch, relu_
         chain = program_of(task, task.model(), task.train).chain
         kinds = [type(layer) for layer in chain]
         assert (PooledConvolution in kinds and LargestOf in kinds and Relu not in kinds) == there
-        assert (Pool in kinds) != there
+        assert (PoolingLayer in kinds) != there
         made.append(results(batched_engine(task, task.model(), task.train, 4, 3), jobs))
     for ours, theirs in zip(*made, strict=True):
         torch.testing.assert_close(ours.delta[0], theirs.delta[0], rtol=1e-12, atol=1e-12)
@@ -207,4 +207,4 @@ def test_a_model_s_layers_are_those_in_c_and_equal_to_torch_s(monkeypatch, relu_
 )
 def test_other_pooling_is_left_to_torch(how):
     layer = max_pool(*how)
-    assert pooling.in_c([layer, Relu()])[0] is layer
+    assert pooling.with_c_layers([layer, Relu()])[0] is layer

@@ -12,13 +12,13 @@ from msgspec.structs import replace
 import dure
 from dure.federated.aggregate import Median
 from dure.federated.engines.batched import BatchedEngine, batched_engine, windows
-from dure.federated.engines.products import Deferred, Factors, Products
+from dure.federated.engines.products import DeferredUpdate, Factors, UpdateProducts
 from dure.federated.server.global_model import GlobalModel
 from dure.protocol.messages import Update
 from small import largest_difference, small_task
 
 
-def drawn(clients: int, seed: int, scale: float = 1.0) -> Products:
+def drawn(clients: int, seed: int, scale: float = 1.0) -> UpdateProducts:
     """Of a model with a matrix and its bias, a vector, and another matrix."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -29,7 +29,7 @@ def drawn(clients: int, seed: int, scale: float = 1.0) -> Products:
         Factors(numbers(3, 5), numbers(3, 4), True),
         Factors(numbers(2, 2), numbers(2, 5), False),
     )
-    return Products([first, numbers(5), last], 0.3)
+    return UpdateProducts([first, numbers(5), last], 0.3)
 
 
 @given(st.integers(1, 6), st.integers(0, 9), st.data())
@@ -59,10 +59,12 @@ def test_what_may_overflow_is_not_bounded(value, part):
     assert not products.bounded()
 
 
-def updates(products: Products) -> list[Update]:
+def updates(products: UpdateProducts) -> list[Update]:
     like = products.one(0)
     return [
-        Update(place, place, 0, 1 + place, 1 + place, 0.5, Deferred(products, place, like), [])
+        Update(
+            place, place, 0, 1 + place, 1 + place, 0.5, DeferredUpdate(products, place, like), []
+        )
         for place in range(products.clients)
     ]
 
@@ -94,19 +96,19 @@ def test_only_single_steps_of_those_who_share_their_weights_are_kept_as_products
     assert isinstance(made, BatchedEngine)
     shared = weights_of()
     jobs = jobs_of([4, 4, 9, 2], [1, 1, 3, 1], shared)
-    assert [isinstance(one.delta, Deferred) for one in results(made, jobs)] == [
+    assert [isinstance(one.delta, DeferredUpdate) for one in results(made, jobs)] == [
         True,
         True,
         False,
         True,
     ]
     apart = [replace(job, weights=weights_of(seed=job.client)) for job in jobs]
-    assert not any(isinstance(one.delta, Deferred) for one in results(made, apart))
+    assert not any(isinstance(one.delta, DeferredUpdate) for one in results(made, apart))
     moved = [replace(job, mu=0.1) for job in jobs]
-    assert not any(isinstance(one.delta, Deferred) for one in results(made, moved))
+    assert not any(isinstance(one.delta, DeferredUpdate) for one in results(made, moved))
     made.sums = False
     formed = results(made, jobs)
-    assert not any(isinstance(one.delta, Deferred) for one in formed)
+    assert not any(isinstance(one.delta, DeferredUpdate) for one in formed)
     torch.testing.assert_close(
         vectors(formed), vectors(results(made, jobs)), rtol=1e-12, atol=1e-14
     )
@@ -142,7 +144,7 @@ def test_convolutions_are_formed_a_cohort_at_a_time():
     made = batched_engine(task, model, task.train, None, 3, together=True, sums=True)
     assert isinstance(made, BatchedEngine)
     jobs = jobs_of([4] * 5, [1] * 5, weights_of(lambda: model))
-    assert not any(isinstance(one.delta, Deferred) for one in results(made, jobs))
+    assert not any(isinstance(one.delta, DeferredUpdate) for one in results(made, jobs))
 
 
 def spoiled(value: float) -> BatchedEngine:
@@ -168,7 +170,7 @@ def test_a_client_whose_update_is_not_finite_fails_alone():
 def test_large_updates_are_formed_and_looked_at():
     jobs = jobs_of([4] * 4, [1] * 4, weights_of(lambda: torch.nn.Linear(6, 3).double()))
     done = results(spoiled(1e200), jobs)
-    assert not any(isinstance(one.delta, Deferred) for one in done)
+    assert not any(isinstance(one.delta, DeferredUpdate) for one in done)
     assert vectors(done).isfinite().all()
 
 

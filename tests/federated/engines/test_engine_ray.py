@@ -15,7 +15,7 @@ from torch import nn
 
 import dure
 from dure.errors import WorkerFailedError
-from dure.federated.engines.choose import Setting, engine_for
+from dure.federated.engines.engine_choice import EngineInputs, engine_for
 from dure.federated.engines.loop import LoopEngine
 from small import network, same_bits, small_task
 
@@ -32,7 +32,7 @@ def cluster() -> Iterator[None]:
 def test_the_bits_are_those_of_the_loop_in_the_order_of_the_jobs() -> None:
     task = small_task()
     jobs = jobs_of([9, 4, 1, 12, 7, 8], [3, 1, 2, 9, 4, 2], weights_of(task.model))
-    engine = engine_for(Setting(task, network(), task.train, 4, 3, jobs, 2, "loop-ray"))
+    engine = engine_for(EngineInputs(task, network(), task.train, 4, 3, jobs, 2, "loop-ray"))
     assert same(results(engine, jobs), results(LoopEngine(task, network(), task.train, 4, 3), jobs))
     engine.close()
     assert ray.is_initialized()
@@ -52,7 +52,7 @@ def test_frozen_weights_that_are_not_those_of_the_seed_reach_the_actors() -> Non
         return frozen_first()
 
     jobs = jobs_of([9, 4, 1], [3, 1, 2], weights_of(frozen_first))
-    engine = engine_for(Setting(task, another_one(), task.train, 4, 3, jobs, 2, "loop-ray"))
+    engine = engine_for(EngineInputs(task, another_one(), task.train, 4, 3, jobs, 2, "loop-ray"))
     expected = results(LoopEngine(task, another_one(), task.train, 4, 3), jobs)
     assert same(results(engine, jobs), expected)
     engine.close()
@@ -114,7 +114,7 @@ def wait_for_the_end(actor) -> None:
 def test_a_client_that_diverges_is_a_failure_and_a_lost_actor_names_the_client() -> None:
     broken = small_task(loss=lambda outputs, targets: outputs.sum() * float("nan"))
     jobs = jobs_of([9, 4, 1], [3, 1, 2], weights_of(broken.model))
-    engine = engine_for(Setting(broken, network(), broken.train, 4, 3, jobs, 2, "loop-ray"))
+    engine = engine_for(EngineInputs(broken, network(), broken.train, 4, 3, jobs, 2, "loop-ray"))
     failure = "its first loss is not finite"
     assert [each.failure for each in results(engine, jobs)] == [failure] * 3
     for actor in engine.actors:
@@ -134,7 +134,7 @@ def test_an_actor_without_progress_is_an_error_that_names_the_client() -> None:
     task = small_task(loss=hangs)
     jobs = jobs_of([4, 3, 4], [1, 1, 1], weights_of(task.model))
     engine = engine_for(
-        Setting(task, network(), task.train, 4, 3, jobs, 2, "loop-ray", deadline=0.4)
+        EngineInputs(task, network(), task.train, 4, 3, jobs, 2, "loop-ray", deadline=0.4)
     )
     with pytest.raises(WorkerFailedError, match=r"^client 1 failed in round 3: .* made no step"):
         results(engine, jobs)

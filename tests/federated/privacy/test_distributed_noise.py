@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from scipy import special
 
 from dure.federated.privacy.user_level import distributed
-from dure.federated.privacy.user_level.distributed import ORDERS, Plan
+from dure.federated.privacy.user_level.distributed import ORDERS, DistributedNoisePlan
 from dure.privacy.accountant import Releases, renyi_epsilon
 from dure.randomness.secret import Secret
 
@@ -30,7 +30,7 @@ def update(client: int, elements: int, length: float) -> torch.Tensor:
     return vector * (length / float(vector.norm()))
 
 
-def encoded(plan: Plan, clients: int) -> list[torch.Tensor]:
+def encoded(plan: DistributedNoisePlan, clients: int) -> list[torch.Tensor]:
     return [
         distributed.encode(plan, update(one, plan.elements, plan.clip), SIGNS, partial(keys, one))
         for one in range(clients)
@@ -42,7 +42,7 @@ def encoded(plan: Plan, clients: int) -> list[torch.Tensor]:
 def test_without_noise_the_sum_modulo_r_is_the_sum(
     elements: int, clients: int, clip: float
 ) -> None:
-    plan = Plan(elements, clip, 0.0, clients, clients)
+    plan = DistributedNoisePlan(elements, clip, 0.0, clients, clients)
     total = sum(encoded(plan, clients)).remainder(1 << plan.bits)  # type: ignore[union-attr]
     found = distributed.decode(plan, total, SIGNS)
     expected = sum(update(one, elements, clip) for one in range(clients))
@@ -53,18 +53,18 @@ def test_without_noise_the_sum_modulo_r_is_the_sum(
 
 def test_what_a_client_adds_is_no_longer_than_the_rounded_bound() -> None:
     for bits in (10, 16, 32):
-        plan = Plan(300, 1.0, 0.0, 3, 2, bits)
+        plan = DistributedNoisePlan(300, 1.0, 0.0, 3, 2, bits)
         for one in encoded(plan, 20):
             assert float(one.double().norm()) <= plan.l2
             assert float(one.abs().sum()) <= plan.l1
     # With few bits rounding costs something, with many next to nothing.
-    coarse = Plan(300, 1.0, 0.0, 3, 2, 10)
+    coarse = DistributedNoisePlan(300, 1.0, 0.0, 3, 2, 10)
     assert coarse.l2 > 1.01 * coarse.scale
     assert plan.l2 < (1 + 1e-3) * plan.scale
 
 
 def test_a_rotation_keeps_lengths_and_spreads_what_is_in_one_place() -> None:
-    plan = Plan(1000, 1.0, 1.0, 3, 2)
+    plan = DistributedNoisePlan(1000, 1.0, 1.0, 3, 2)
     spike = torch.zeros(1000, dtype=torch.float64)
     spike[7] = 1.0
     rotated = distributed.rotate(plan, spike, SIGNS)
@@ -87,7 +87,7 @@ def test_skellam_numbers_have_their_mean_variance_and_shape(variance: float) -> 
 
 
 def test_as_few_clients_as_the_threshold_add_the_noise_that_was_promised() -> None:
-    plan = Plan(4096, 1.0, 0.8, 10, 6)
+    plan = DistributedNoisePlan(4096, 1.0, 0.8, 10, 6)
 
     def variance(clients: int) -> float:
         total = torch.stack(encoded(plan, clients)).sum(0)
@@ -141,7 +141,7 @@ def test_sampling_by_the_general_bound_is_above_that_of_the_gaussian() -> None:
 
 
 def test_the_two_epsilons_are_those_of_a_gaussian_where_bits_are_many() -> None:
-    plan = Plan(1000, 1.0, 1.5, 20, 14)
+    plan = DistributedNoisePlan(1000, 1.0, 1.5, 20, 14)
     server = distributed.against_server(plan, 10, 1e-5)
     assert server == pytest.approx(renyi_epsilon([Releases(1.0, 1.5, 10)], 1e-5), rel=0.02)
     recipients = distributed.against_recipients(plan, 0.1, 100, 1e-5)
@@ -151,14 +151,14 @@ def test_the_two_epsilons_are_those_of_a_gaussian_where_bits_are_many() -> None:
 
 
 def test_without_noise_there_is_no_bound() -> None:
-    plan = Plan(10, 1.0, 0.0, 3, 2)
+    plan = DistributedNoisePlan(10, 1.0, 0.0, 3, 2)
     assert distributed.against_server(plan, 1, 1e-5) == math.inf
     assert distributed.against_recipients(plan, 0.5, 1, 1e-5) == math.inf
 
 
 @pytest.mark.parametrize("length", [1.1, math.nan])
 def test_an_update_that_is_not_clipped_is_refused(length: float) -> None:
-    plan = Plan(10, 1.0, 1.0, 3, 2)
+    plan = DistributedNoisePlan(10, 1.0, 1.0, 3, 2)
     with pytest.raises(ValueError, match="clipped to S"):
         distributed.encode(plan, update(0, 10, length), SIGNS, partial(keys, 0))
 
@@ -169,4 +169,6 @@ def test_an_update_that_is_not_clipped_is_refused(length: float) -> None:
 )
 def test_numbers_that_do_not_fit_are_refused(changes: dict[str, float], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
-        Plan(**{"elements": 5, "clip": 1.0, "noise": 1.0, "clients": 3, "threshold": 2, **changes})  # type: ignore[arg-type]
+        DistributedNoisePlan(
+            **{"elements": 5, "clip": 1.0, "noise": 1.0, "clients": 3, "threshold": 2, **changes}
+        )  # type: ignore[arg-type]

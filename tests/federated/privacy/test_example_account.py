@@ -9,9 +9,9 @@ import torch
 from msgspec.structs import replace
 
 import dure
-from dure.federated.engines.job import Job
+from dure.federated.engines.job import ClientJob
 from dure.federated.engines.loop import LoopEngine
-from dure.federated.engines.noised import Noised, NoisedSteps
+from dure.federated.engines.noised import NoisedSteps, StepNoise
 from dure.federated.privacy.example_level import ExampleAccount, check_own_noise
 from dure.privacy.accountant import Releases, epsilon
 from dure.privacy.dp_sgd import DPSGD
@@ -44,7 +44,7 @@ def test_the_noise_of_a_simulation_repeats_itself_whichever_engine_computes() ->
 def test_clients_and_turns_have_noise_and_batches_of_their_own() -> None:
     task = small_task()
     model = task.model()
-    noised = Noised(DPSGD(1.0, 1.0), Secret.simulated(0))
+    noised = StepNoise(DPSGD(1.0, 1.0), Secret.simulated(0))
     steps = NoisedSteps(noised, task, model, task.train, batch_size=4)
     seen = []
     for client, turn in ((0, 0), (1, 0), (0, 1)):
@@ -60,8 +60,8 @@ def test_clients_and_turns_have_noise_and_batches_of_their_own() -> None:
     assert len(drawn.unique(dim=0)) == 6
 
 
-def job_of(client: int, turn: int) -> Job:
-    return Job(
+def job_of(client: int, turn: int) -> ClientJob:
+    return ClientJob(
         client=client,
         round=turn,
         indices=torch.arange(20),
@@ -118,7 +118,9 @@ def test_a_client_elsewhere_draws_from_its_own_system() -> None:
         check_own_noise(fed_avg(privacy="dp-sgd:1:1:seed").privacy)
     task = small_task()
     engines = [
-        LoopEngine(task, task.model(), task.train, 5, 0, Noised(DPSGD(1.0, 1.0), Secret.system()))
+        LoopEngine(
+            task, task.model(), task.train, 5, 0, StepNoise(DPSGD(1.0, 1.0), Secret.system())
+        )
         for _ in range(2)
     ]
     weights = [one.clone() for one in engines[0].flat.buffers]

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from dure.federated.privacy.user_level import estimator as module
-from dure.federated.privacy.user_level.checks import told_of
-from dure.federated.privacy.user_level.estimator import Estimator, Roster
+from dure.federated.privacy.user_level.checks import epsilon_account
+from dure.federated.privacy.user_level.estimator import ClientPopulation, Estimator
 from dure.federated.privacy.user_level.release import NoisedRounds
 from dure.federated.privacy.user_level.settings import UserLevel
 from dure.federated.strategy import Federated
@@ -40,11 +40,11 @@ def rounds(
     here = user if where == "server" else UserLevel(clip=float("inf"))
     strategy = Federated(clients=8, fraction=0.5)
     return NoisedRounds(
-        estimator=Estimator(here, Roster(0.5, 8, 8.0), [[6]], here.clip),
+        estimator=Estimator(here, ClientPopulation(0.5, 8, 8.0), [[6]], here.clip),
         settings=user,
         like=[torch.zeros(6)],
         promise=Promise("client", 1e-5),
-        ledger=Ledger(1e-5, folder, told=told_of(user, strategy, 8)),
+        ledger=Ledger(1e-5, folder, told=epsilon_account(user, strategy, 8)),
         budget=None,
         secret=Secret.system(),
         once=disk.once,

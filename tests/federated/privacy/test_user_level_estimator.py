@@ -12,7 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dure.federated.privacy.user_level import clipping
-from dure.federated.privacy.user_level.estimator import Estimator, Roster, roster, weight
+from dure.federated.privacy.user_level.estimator import (
+    ClientPopulation,
+    Estimator,
+    client_population,
+    weight,
+)
 from dure.federated.privacy.user_level.settings import UserLevel
 from dure.randomness.secret import Secret
 
@@ -28,7 +33,7 @@ def drawn(seed: int, length: float = 1.0) -> list[Tensor]:
 
 
 def estimator(user: UserLevel, rate: float = 0.5, weight: float = 8.0) -> Estimator:
-    return Estimator(user, Roster(rate, 8, weight), SIZES, user.clip)
+    return Estimator(user, ClientPopulation(rate, 8, weight), SIZES, user.clip)
 
 
 def made(one: Estimator, number: int = 0) -> list[Tensor]:
@@ -83,7 +88,7 @@ def test_one_client_moves_the_mean_by_its_share_of_the_fixed_denominator(
     clients: list[tuple[int, float]], most: int, kind: str, data: st.DataObject
 ) -> None:
     user = UserLevel(clip=0.5, clipping=kind, most_examples=most)  # type: ignore[arg-type]
-    whole = roster(user, 0.5, [examples for examples, _ in clients])
+    whole = client_population(user, 0.5, [examples for examples, _ in clients])
     gone = data.draw(st.integers(0, len(clients) - 1))
 
     def mean(without: int | None) -> list[Tensor]:
@@ -103,13 +108,13 @@ def test_a_large_client_weighs_no_more_than_one() -> None:
     assert [weight(user, examples) for examples in (10, 100, 1000)] == [0.1, 1.0, 1.0]
     assert weight(UserLevel(), 1000) == 1.0
     # Who is not known yet counts as one: the mean may be too short, and tells no more.
-    assert roster(user, 0.5, [10, 0, 1000]) == Roster(0.5, 3, 2.1)
+    assert client_population(user, 0.5, [10, 0, 1000]) == ClientPopulation(0.5, 3, 2.1)
 
 
 @pytest.mark.parametrize("clip", [0.5, 20.0])
 def test_the_noise_has_the_deviation_that_the_accountant_counts_on(clip: float) -> None:
     user = UserLevel(clip=clip, noise=1.3)
-    one = Estimator(user, Roster(0.5, 8, 8.0), [[20_000]], clip)
+    one = Estimator(user, ClientPopulation(0.5, 8, 8.0), [[20_000]], clip)
     like = [torch.zeros(20_000)]
     found = one.noised(like, SECRET.key("deviation"), SECRET.key("count"))[0]
     expected = 1.3 * clip / (0.5 * 8)
@@ -160,7 +165,7 @@ def test_adaptive_clipping_pays_for_its_count() -> None:
 @pytest.mark.parametrize("start", [0.02, 50.0])
 def test_an_adaptive_bound_goes_to_the_median_of_the_lengths(start: float) -> None:
     user = UserLevel(clip=start, clipping="adaptive")
-    one = Estimator(user, Roster(1.0, 9, 9.0), SIZES, start)
+    one = Estimator(user, ClientPopulation(1.0, 9, 9.0), SIZES, start)
     for number in range(120):
         for place in range(9):
             one.fold(drawn(place, 0.5 + 0.1 * place), 1)

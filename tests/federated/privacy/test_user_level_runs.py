@@ -16,7 +16,7 @@ from torch import nn
 import dure
 from dure.contracts.stop import Stop
 from dure.contracts.strategy import seeded_model
-from dure.federated.algorithms.scaffold import Controls
+from dure.federated.algorithms.scaffold import ControlVariates
 from dure.privacy.accountant import Releases, epsilon
 from dure.privacy.ledger import FILE
 from small import largest_difference, network, same_bits, small_task
@@ -174,14 +174,14 @@ def test_controls_of_scaffold_are_released_with_the_denominator_of_the_weights()
     # A clip so small that only noise is left: the control's deviation is z S / N, and that of the
     # weights z S / (qN).
     seen: list[float] = []
-    absorb = Controls.absorb
+    absorb = ControlVariates.absorb
 
-    def look(self: Controls, extra: list[torch.Tensor], updates: float) -> None:
+    def look(self: ControlVariates, extra: list[torch.Tensor], updates: float) -> None:
         absorb(self, extra, updates)
         seen.append(float(self.control[0].std()))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Controls, "absorb", look)
+        patch.setattr(ControlVariates, "absorb", look)
         run(strategy(dure.Scaffold, privacy="user-level:1e-3:1000"), rounds=1)
     assert seen[0] == pytest.approx(1.0 / CLIENTS, rel=0.25)
 

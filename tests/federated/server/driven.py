@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from dure.federated.algorithm import Algorithm
-from dure.federated.server.combining import Result
+from dure.federated.server.combining import RoundResult
 from dure.federated.server.coordinator import Coordinator
 from dure.federated.server.global_model import GlobalModel
-from dure.federated.server.pacing import Pacing, Rounds
+from dure.federated.server.pacing import Pacing, SynchronousPacing
 from dure.federated.server.server_optimizer import ServerOptimizer
 from dure.protocol.carrier import Assign, Combine
 from dure.protocol.messages import Assignment, Update
@@ -34,7 +34,7 @@ def server(
     weights = [torch.randn(n, generator=draws).to(dtype) for n in (6, 2)]
     buffers = [torch.zeros(3, dtype=dtype), torch.tensor(5), torch.ones(3, dtype=dtype)]
     model = GlobalModel(weights, buffers, optimizer=optimizer or ServerOptimizer(lr=lr))
-    given = (model, pacing or Rounds(), algorithm or Algorithm(), [50] * clients)
+    given = (model, pacing or SynchronousPacing(), algorithm or Algorithm(), [50] * clients)
     return Coordinator(*given, seed=7, **more)
 
 
@@ -79,7 +79,7 @@ def combine(
     tickets: list[int],
     now: float = 0.0,
     make: Callable[[Assignment], Update] = answer,
-) -> Result:
+) -> RoundResult:
     for ticket in tickets:
         one.fold(make(one.assignment(ticket)))
     return one.finish(now)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import dure
-from dure.federated.server.by_client import LONGEST, Said, fit
+from dure.federated.server.client_metrics import LONGEST, ClientMeasurements, valid_measurements
 from dure.protocol.messages import Measured
 
 
@@ -23,7 +23,7 @@ from dure.protocol.messages import Measured
 def test_a_number_for_each_of_the_clients_that_there_are(
     clients: list[int], values: dict[str, list[float]], kept: dict[str, list[float]]
 ) -> None:
-    assert fit(Measured(clients, values), 3).values == kept
+    assert valid_measurements(Measured(clients, values), 3).values == kept
 
 
 def test_what_clients_tell_besides_is_taken_where_it_can_be_right() -> None:
@@ -35,7 +35,7 @@ def test_what_clients_tell_besides_is_taken_where_it_can_be_right() -> None:
         forms={"client_accuracy": ""},
         failures={1: "a\nline\x1b[31m" + "x" * 1_000, 3: "nobody"},
     )
-    kept = fit(said, 3)
+    kept = valid_measurements(said, 3)
     assert kept.examples == {"client_accuracy": [3, 4]}
     assert kept.sums == {"client_accuracy": [[1.0, 2.0], [3.0, 5.0]]}
     (reason,) = kept.failures.values()
@@ -58,5 +58,5 @@ def test_sums_of_anybody_never_raise(form: str, sums: list[list[float]]) -> None
         {"client_f1": sums},
         {"client_f1": form},
     )
-    found = Said({"f1": metric}).take(fit(said, 2))
+    found = ClientMeasurements({"f1": metric}).take(valid_measurements(said, 2))
     assert found["client_f1"] == 0.625

@@ -11,9 +11,9 @@ from driven import assigned, combine, combines, server
 
 import dure
 from dure.federated.server.coordinator import RETRY
-from dure.federated.server.pacing import Rounds
-from dure.federated.server.sampling import Coins, parse
-from dure.federated.server.tossing import tossing
+from dure.federated.server.pacing import SynchronousPacing
+from dure.federated.server.poisson_sampling import poisson_sampler
+from dure.federated.server.sampling import PerClientPoisson, parse
 from dure.protocol.messages import Refuse
 from dure.randomness.secret import Secret
 from dure.record.checkpoint import tree_from_bytes, tree_to_bytes
@@ -26,7 +26,7 @@ def coordinator(*chosen: Sequence[int], deadline: float = math.inf, clients: int
     def toss(number: int) -> Sequence[int]:
         return chosen[number] if number < len(chosen) else []
 
-    return server(clients, Rounds(0.5, Coins(deadline=deadline)), toss=toss)
+    return server(clients, SynchronousPacing(0.5, PerClientPoisson(deadline=deadline)), toss=toss)
 
 
 def test_those_are_asked_whose_coins_say_so_and_no_others() -> None:
@@ -97,7 +97,7 @@ def test_where_nobody_is_there_no_coin_is_tossed() -> None:
         tossed.append(number)
         return [0, 1]
 
-    one = server(3, Rounds(0.5, Coins()), toss=toss)
+    one = server(3, SynchronousPacing(0.5, PerClientPoisson()), toss=toss)
     one.arrive(2)
     one.leave(2)
     assert one.tick(0.0) == []
@@ -133,7 +133,7 @@ def test_each_coin_falls_with_its_probability_and_is_tossed_once() -> None:
     def once(what: str, make):  # type: ignore[no-untyped-def]
         return made.setdefault(what, make())
 
-    toss = tossing(Secret.system(), once, rate, clients)
+    toss = poisson_sampler(Secret.system(), once, rate, clients)
     drawn = [toss(number) for number in range(rounds)]
     assert [toss(number) for number in range(rounds)] == drawn
     counts = torch.tensor([len(chosen) for chosen in drawn], dtype=torch.float64)
@@ -141,7 +141,7 @@ def test_each_coin_falls_with_its_probability_and_is_tossed_once() -> None:
     # Six deviations of the mean: by chance once in 10^9.
     assert abs(float(counts.mean()) - clients * rate) < 6 * deviation / math.sqrt(rounds)
     assert len({len(chosen) for chosen in drawn}) > 1
-    simulated = tossing(Secret.simulated(3), lambda what, make: make(), rate, clients)
+    simulated = poisson_sampler(Secret.simulated(3), lambda what, make: make(), rate, clients)
     assert simulated(5) == simulated(5) != simulated(6)
 
 
@@ -170,4 +170,4 @@ def test_asking_more_or_beginning_again_is_refused() -> None:
 
 def test_a_pacing_of_coins_needs_somebody_who_tosses_them() -> None:
     with pytest.raises(ValueError, match="tosses coins"):
-        server(3, Rounds(0.5, Coins()))
+        server(3, SynchronousPacing(0.5, PerClientPoisson()))

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from dure.errors import TooFewClientsError
-from dure.federated.algorithms.fed_buff import Discounted
+from dure.federated.algorithms.fed_buff import StalenessDiscount
 from dure.federated.server import coordinator as module
-from dure.federated.server.combining import VAIN
+from dure.federated.server.combining import MOST_EMPTY_MODELS
 from dure.federated.server.coordinator import Coordinator
-from dure.federated.server.pacing import Buffered, Pacing, Rounds, asynchronous
+from dure.federated.server.pacing import BufferedPacing, Pacing, SynchronousPacing, asynchronous
 from dure.federated.server.sampling import Poisson, Uniform, Weighted
 from dure.protocol.carrier import Assign
 from dure.protocol.messages import Refuse
@@ -28,7 +28,7 @@ CLIENTS = 6
 
 def two_of_three() -> tuple[Coordinator, list[Any], Any]:
     """A round of two: (the server, who was asked first, who in place of the missing first one)."""
-    one = server(3, Rounds(0.67, Uniform(deadline=100.0)))
+    one = server(3, SynchronousPacing(0.67, Uniform(deadline=100.0)))
     asked = assigned(one.tick(0.0))
     (instead,) = assigned(one.missing(asked[0].ticket, 1.0))
     return one, asked, instead
@@ -58,7 +58,7 @@ def test_a_missing_client_that_answers_first_counts_and_the_other_is_late() -> N
 
 
 def test_who_is_back_has_a_place_again_so_that_the_failure_of_the_other_is_no_loss() -> None:
-    one = server(5, Rounds(0.4, Uniform(deadline=100.0)))
+    one = server(5, SynchronousPacing(0.4, Uniform(deadline=100.0)))
     first, second = assigned(one.tick(0.0))
     (instead,) = assigned(one.missing(first.ticket, 1.0))
     assert one.back(first.ticket, 2.0) == []
@@ -67,7 +67,9 @@ def test_who_is_back_has_a_place_again_so_that_the_failure_of_the_other_is_no_lo
     assert len(assigned(one.failed(second.ticket, "dropped out", 3.0))) == 1
 
 
-@pytest.mark.parametrize("pacing", [Rounds(0.4, Uniform(deadline=100.0)), Buffered(2, 4)])
+@pytest.mark.parametrize(
+    "pacing", [SynchronousPacing(0.4, Uniform(deadline=100.0)), BufferedPacing(2, 4)]
+)
 def test_a_missing_client_that_fails_leaves_no_second_place(pacing: Pacing) -> None:
     one = server(5, pacing)
     first, _ = assigned(one.tick(0.0))
@@ -76,7 +78,9 @@ def test_a_missing_client_that_fails_leaves_no_second_place(pacing: Pacing) -> N
     assert first.client not in one.busy
 
 
-@pytest.mark.parametrize("pacing", [Rounds(0.4, Uniform(deadline=100.0)), Buffered(2, 4)])
+@pytest.mark.parametrize(
+    "pacing", [SynchronousPacing(0.4, Uniform(deadline=100.0)), BufferedPacing(2, 4)]
+)
 def test_told_twice_or_of_a_ticket_that_is_not_at_work_nothing_changes(pacing: Pacing) -> None:
     one = server(5, pacing)
     first, second = assigned(one.tick(0.0))
@@ -92,7 +96,7 @@ def test_told_twice_or_of_a_ticket_that_is_not_at_work_nothing_changes(pacing: P
 
 
 def test_a_round_whose_others_are_missing_waits_for_them_until_its_deadline() -> None:
-    one = server(3, Rounds(1.0, Uniform(deadline=100.0)))
+    one = server(3, SynchronousPacing(1.0, Uniform(deadline=100.0)))
     first, second, third = assigned(one.tick(0.0))
     one.update(first.ticket, 1.0)
     assert one.missing(second.ticket, 2.0) == []
@@ -103,7 +107,7 @@ def test_a_round_whose_others_are_missing_waits_for_them_until_its_deadline() ->
 
 
 def test_a_missing_client_is_asked_again_once_it_has_failed_and_checked_in() -> None:
-    one = server(3, Rounds(0.67, Uniform(deadline=10.0)))
+    one = server(3, SynchronousPacing(0.67, Uniform(deadline=10.0)))
     for client in range(3):
         one.arrive(client)
     first, _ = assigned(one.tick(0.0))
@@ -119,7 +123,7 @@ def test_a_missing_client_is_asked_again_once_it_has_failed_and_checked_in() -> 
 
 @pytest.mark.parametrize("says", ["back", "update"])
 def test_who_has_come_back_need_not_check_in_to_be_asked_again(says: str) -> None:
-    one = server(2, Rounds(1.0, Uniform(deadline=10.0)))
+    one = server(2, SynchronousPacing(1.0, Uniform(deadline=10.0)))
     for client in range(2):
         one.arrive(client)
     first, second = assigned(one.tick(0.0))
@@ -132,7 +136,7 @@ def test_who_has_come_back_need_not_check_in_to_be_asked_again(says: str) -> Non
 
 
 def test_without_rounds_a_ticket_has_a_deadline_of_its_own_after_which_it_is_late() -> None:
-    one = server(5, Buffered(2, 4), lasts=30.0)
+    one = server(5, BufferedPacing(2, 4), lasts=30.0)
     first, _ = assigned(one.tick(5.0))
     assert first.deadline == 35.0
     (instead,) = assigned(one.expired(first.ticket, 35.0))
@@ -145,7 +149,7 @@ def test_without_rounds_a_ticket_has_a_deadline_of_its_own_after_which_it_is_lat
 
 
 def test_a_missing_ticket_that_expires_leaves_no_second_place() -> None:
-    one = server(5, Buffered(2, 4), lasts=30.0)
+    one = server(5, BufferedPacing(2, 4), lasts=30.0)
     first, _ = assigned(one.tick(0.0))
     assert len(assigned(one.missing(first.ticket, 1.0))) == 1
     assert one.expired(first.ticket, 30.0) == []
@@ -153,7 +157,7 @@ def test_a_missing_ticket_that_expires_leaves_no_second_place() -> None:
 
 def test_without_rounds_a_client_that_never_comes_back_does_not_keep_the_others_from_work() -> None:
     """The only one at work answers, and the missing one does not count as being at work."""
-    one = server(3, Buffered(1, 12), Discounted(), lasts=1e6)
+    one = server(3, BufferedPacing(1, 12), StalenessDiscount(), lasts=1e6)
     (first,) = assigned(one.tick(0.0))
     (current,) = assigned(one.missing(first.ticket, 0.0))
     for _ in range(11):
@@ -164,8 +168,8 @@ def test_without_rounds_a_client_that_never_comes_back_does_not_keep_the_others_
 @pytest.mark.parametrize(
     ("pacing", "ends"),
     [
-        (Rounds(0.5), 45.0),
-        (Rounds(0.5, Uniform(deadline=7.0)), 7.0),
+        (SynchronousPacing(0.5), 45.0),
+        (SynchronousPacing(0.5, Uniform(deadline=7.0)), 7.0),
         (asynchronous(2), 45.0),
     ],
     ids=["rounds", "the selection's own", "asynchronous"],
@@ -179,7 +183,7 @@ def test_a_deadline_of_the_deployment_holds_where_the_pacing_has_none(
 
 
 def test_nobody_is_asked_before_the_first_tick_where_clients_only_arrive() -> None:
-    one = server(5, Rounds(0.4))
+    one = server(5, SynchronousPacing(0.4))
     for client in (3, 1, 4):
         one.arrive(client)
     assert (one.tickets, one.present) == (0, {1, 3, 4})
@@ -211,7 +215,7 @@ def test_a_client_that_has_more_examples_by_now_may_send_an_update_of_as_many() 
 
 
 def test_a_selection_by_size_follows_the_sizes_that_clients_say() -> None:
-    one = server(40, Rounds(0.025, Weighted()))
+    one = server(40, SynchronousPacing(0.025, Weighted()))
     (before,) = assigned(one.tick(0.0))
     grown = (before.client + 1) % 40
     for client in range(40):
@@ -222,13 +226,13 @@ def test_a_selection_by_size_follows_the_sizes_that_clients_say() -> None:
 
 
 def test_checkpoints_without_what_is_new_are_read() -> None:
-    one = server(4, Rounds(0.5))
+    one = server(4, SynchronousPacing(0.5))
     assigned(one.tick(0.0))
     state = one.state()
     del state["sizes"]
     for each in state["open"]:
         del each["missing"]
-    again = server(4, Rounds(0.5))
+    again = server(4, SynchronousPacing(0.5))
     again.restore(tree_from_bytes(tree_to_bytes(state)))
     assert tree_to_bytes(again.state()) == tree_to_bytes(one.state())
 
@@ -242,7 +246,7 @@ def test_who_is_patient_tells_of_attempts_in_vain_and_goes_on(
     one.present = set()
     for _ in range(100):
         one.tick(one.wake if math.isfinite(one.wake) else 0.0)
-    assert one.vain_attempts == 100
+    assert one.unsuccessful_attempts == 100
     assert [text.split(" attempts")[0] for text in told] == [
         "no client answered in 10",
         "no client answered in 100",
@@ -251,12 +255,12 @@ def test_who_is_patient_tells_of_attempts_in_vain_and_goes_on(
     for each in asked:
         tickets = combines(one.update(each.ticket, 0.0))
     combine(one, tickets or [])
-    assert (one.round, one.vain_attempts) == (1, 0)
+    assert (one.round, one.unsuccessful_attempts) == (1, 0)
 
 
 def test_rounds_that_end_in_vain_at_their_deadline_are_told_too() -> None:
     told: list[str] = []
-    one = server(2, Rounds(1.0, Uniform(deadline=10.0)), patient=True, tell=told.append)
+    one = server(2, SynchronousPacing(1.0, Uniform(deadline=10.0)), patient=True, tell=told.append)
     for now in range(0, 101, 10):
         one.tick(float(now))
     assert told == [
@@ -277,27 +281,30 @@ def test_rounds_of_nothing_end_a_run_unless_it_is_patient(patient: bool) -> None
             one, tickets, 0.0, lambda a: replace(answer(a), delta=[w * math.nan for w in a.weights])
         )
 
-    for _ in range(VAIN - 1):
+    for _ in range(MOST_EMPTY_MODELS - 1):
         in_vain()
     if not patient:
-        with pytest.raises(TooFewClientsError, match=f"in {VAIN} rounds in a row"):
+        with pytest.raises(TooFewClientsError, match=f"in {MOST_EMPTY_MODELS} rounds in a row"):
             in_vain()
         return
-    for _ in range(VAIN + 1):
+    for _ in range(MOST_EMPTY_MODELS + 1):
         in_vain()
-    assert [text.split(" rounds")[0] for text in told] == [f"in {VAIN}", f"in {2 * VAIN}"]
+    assert [text.split(" rounds")[0] for text in told] == [
+        f"in {MOST_EMPTY_MODELS}",
+        f"in {2 * MOST_EMPTY_MODELS}",
+    ]
 
 
 # In whatever order
 
 
 PACINGS: dict[str, Pacing] = {
-    "rounds": Rounds(0.5, Uniform(1.4, 20.0, 2)),
-    "by size": Rounds(0.4, Weighted(1.0, 20.0)),
-    "poisson": Rounds(0.3, Poisson(1.2, 20.0)),
+    "rounds": SynchronousPacing(0.5, Uniform(1.4, 20.0, 2)),
+    "by size": SynchronousPacing(0.4, Weighted(1.0, 20.0)),
+    "poisson": SynchronousPacing(0.3, Poisson(1.2, 20.0)),
     "asynchronous": asynchronous(3),
     "stale": asynchronous(1, 2),
-    "buffered": Buffered(4, 3),
+    "buffered": BufferedPacing(4, 3),
 }
 KINDS = (
     *("update", "update", "missing", "missing", "back", "failed", "expired", "tick"),

@@ -17,12 +17,12 @@ from msgspec.structs import replace
 from dure.errors import TooFewClientsError
 from dure.federated.aggregate import Krum
 from dure.federated.algorithm import Algorithm
-from dure.federated.algorithms.fed_async import Mixing
-from dure.federated.algorithms.fed_buff import Discounted
+from dure.federated.algorithms.fed_async import ModelMixing
+from dure.federated.algorithms.fed_buff import StalenessDiscount
 from dure.federated.server import coordinator as module
-from dure.federated.server.combining import VAIN, Result
+from dure.federated.server.combining import MOST_EMPTY_MODELS, RoundResult
 from dure.federated.server.coordinator import Coordinator
-from dure.federated.server.pacing import Buffered, Pacing, Rounds, asynchronous
+from dure.federated.server.pacing import BufferedPacing, Pacing, SynchronousPacing, asynchronous
 from dure.federated.server.sampling import Poisson, Uniform
 from dure.federated.server.server_optimizer import ServerOptimizer
 from dure.protocol.messages import Assignment, Refuse, Update
@@ -31,7 +31,7 @@ from dure.record.checkpoint import tree_from_bytes, tree_to_bytes
 SEEDS = st.integers(0, 1000)
 
 
-def play(one: Coordinator, order: Callable[[int], list[int]]) -> tuple[Result, list[Update]]:
+def play(one: Coordinator, order: Callable[[int], list[int]]) -> tuple[RoundResult, list[Update]]:
     """One round whose updates arrive in `order`, a permutation of the round's clients."""
     assignments = assigned(one.tick(0.0))
     tickets = None
@@ -182,7 +182,7 @@ def test_a_rule_s_own_error_is_not_taken_for_too_few_updates(
 
 
 def test_a_round_asks_more_than_it_needs_and_refuses_who_comes_too_late() -> None:
-    one = server(10, Rounds(0.4, Uniform(over=1.5)))
+    one = server(10, SynchronousPacing(0.4, Uniform(over=1.5)))
     assignments = assigned(one.tick(0.0))
     assert len(assignments) == 6
     tickets = None
@@ -201,7 +201,7 @@ def test_a_round_asks_more_than_it_needs_and_refuses_who_comes_too_late() -> Non
 
 
 def test_at_the_deadline_a_round_ends_with_those_who_have_answered() -> None:
-    one = server(6, Rounds(1.0, Uniform(deadline=10.0, minimum=2)))
+    one = server(6, SynchronousPacing(1.0, Uniform(deadline=10.0, minimum=2)))
     assignments = assigned(one.tick(0.0))
     assert {a.deadline for a in assignments} == {10.0}
     assert one.wake == 10.0
@@ -214,7 +214,7 @@ def test_at_the_deadline_a_round_ends_with_those_who_have_answered() -> None:
 
 
 def test_with_too_few_at_the_deadline_it_begins_again_with_others_and_the_model_stays() -> None:
-    one = server(6, Rounds(0.5, Uniform(deadline=10.0, minimum=2)))
+    one = server(6, SynchronousPacing(0.5, Uniform(deadline=10.0, minimum=2)))
     before = model_of(one)
     first = assigned(one.tick(0.0))
     one.update(first[0].ticket, 5.0)
@@ -229,7 +229,7 @@ def test_with_too_few_at_the_deadline_it_begins_again_with_others_and_the_model_
 
 
 def test_who_fails_is_replaced_as_long_as_there_is_somebody() -> None:
-    one = server(5, Rounds(0.4))
+    one = server(5, SynchronousPacing(0.4))
     first, second = assigned(one.tick(0.0))
     (third,) = assigned(one.failed(first.ticket, "offline", 0.0))
     assert third.client not in (first.client, second.client)
@@ -239,7 +239,7 @@ def test_who_fails_is_replaced_as_long_as_there_is_somebody() -> None:
 
 def test_who_is_there_is_chosen_as_if_only_they_had_been_asked() -> None:
     there = {1, 4, 5, 8}
-    one = server(10, Rounds(0.3))
+    one = server(10, SynchronousPacing(0.3))
     waiting, chosen = one.tick(0.0), []
     while waiting:
         assignment = waiting.pop(0).assignment
@@ -281,7 +281,7 @@ def test_where_nobody_is_there_it_asks_again_later_and_gives_up_at_last(
 
 
 def test_those_who_check_in_are_asked_and_no_others() -> None:
-    one = server(4, Rounds(0.5))
+    one = server(4, SynchronousPacing(0.5))
     one.present = set()
     assert one.tick(0.0) == []
     (first,) = assigned(one.check_in(3, 1.0))
@@ -309,7 +309,7 @@ def test_asynchronous_clients_are_always_at_work_and_every_update_makes_a_model(
 
 
 def test_the_mixing_rate_depends_on_an_update_s_own_staleness_alone() -> None:
-    one = server(3, asynchronous(3), Mixing(0.5, "polynomial", 1.0, 0.0, 0.0))
+    one = server(3, asynchronous(3), ModelMixing(0.5, "polynomial", 1.0, 0.0, 0.0))
     one.model.buffers = []
     start = [w.clone() for w in one.model.weights]
     first, second, third = assigned(one.tick(0.0))
@@ -328,7 +328,7 @@ def test_the_mixing_rate_depends_on_an_update_s_own_staleness_alone() -> None:
 def test_a_buffer_of_k_moves_against_the_models_that_clients_started_from_and_divides_by_k() -> (
     None
 ):
-    one = server(4, Buffered(2, 2), Discounted(), lr=0.5)
+    one = server(4, BufferedPacing(2, 2), StalenessDiscount(), lr=0.5)
     waiting, expected = assigned(one.tick(0.0)), [w.clone() for w in one.model.weights]
     applied: list[list[torch.Tensor]] = []
     tickets = None
@@ -352,7 +352,7 @@ def test_a_buffer_of_k_moves_against_the_models_that_clients_started_from_and_di
 
 
 def test_without_rounds_turns_count_the_answers_of_each_client() -> None:
-    one = server(4, Buffered(3, 5), Discounted())
+    one = server(4, BufferedPacing(3, 5), StalenessDiscount())
     waiting, answered = assigned(one.tick(0.0)), []
     while one.round < 6:
         while not waiting:
@@ -377,7 +377,7 @@ def test_without_rounds_turns_count_the_answers_of_each_client() -> None:
 
 
 def test_in_rounds_the_turn_is_the_round() -> None:
-    one = server(5, Rounds(0.4))
+    one = server(5, SynchronousPacing(0.4))
     for number in range(3):
         asked = assigned(one.tick(0.0))
         assert [(a.round, a.turn) for a in asked] == [(number, number)] * 2
@@ -422,13 +422,13 @@ def event(
 
 
 SERVERS: dict[str, Callable[[], Coordinator]] = {
-    "rounds": lambda: server(8, Rounds(0.5, Uniform(1.4, 20.0, 2))),
-    "poisson": lambda: server(8, Rounds(0.5, Poisson(1.4, 20.0))),
-    "adam": lambda: server(8, Rounds(0.5), optimizer=ServerOptimizer("adam", 0.1, 0.9)),
+    "rounds": lambda: server(8, SynchronousPacing(0.5, Uniform(1.4, 20.0, 2))),
+    "poisson": lambda: server(8, SynchronousPacing(0.5, Poisson(1.4, 20.0))),
+    "adam": lambda: server(8, SynchronousPacing(0.5), optimizer=ServerOptimizer("adam", 0.1, 0.9)),
     "asynchronous": lambda: server(8, asynchronous(3)),
-    "mixing": lambda: server(8, asynchronous(3), Mixing(0.5, "polynomial", 1.0, 0.0, 0.0)),
+    "mixing": lambda: server(8, asynchronous(3), ModelMixing(0.5, "polynomial", 1.0, 0.0, 0.0)),
     "stale": lambda: server(8, asynchronous(1, 2)),
-    "buffered": lambda: server(8, Buffered(4, 3), Discounted()),
+    "buffered": lambda: server(8, BufferedPacing(4, 3), StalenessDiscount()),
 }
 
 
@@ -499,8 +499,8 @@ def refuse_all(one: Coordinator, now: float = 0.0) -> None:
 
 def test_where_every_update_of_many_rounds_is_refused_it_gives_up_with_the_reason() -> None:
     one = server(3)
-    for number in range(2 * VAIN - 2):
-        if number == VAIN - 1:  # one that counts begins it anew
+    for number in range(2 * MOST_EMPTY_MODELS - 2):
+        if number == MOST_EMPTY_MODELS - 1:  # one that counts begins it anew
             play(one, in_order)
         refuse_all(one)
     again = server(3)
@@ -516,7 +516,7 @@ def test_the_only_client_at_work_that_reports_is_no_attempt_in_vain(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "ATTEMPTS", 5)
-    one = server(10, Buffered(1, 40), Discounted())
+    one = server(10, BufferedPacing(1, 40), StalenessDiscount())
     (assignment,) = assigned(one.tick(0.0))
     for _ in range(39):
         (assignment,) = assigned(one.update(assignment.ticket, 0.0))
@@ -525,7 +525,7 @@ def test_the_only_client_at_work_that_reports_is_no_attempt_in_vain(
 
 def test_who_gives_up_says_how_many_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "ATTEMPTS", 5)
-    one = server(4, Rounds(1.0, Uniform(minimum=3)))
+    one = server(4, SynchronousPacing(1.0, Uniform(minimum=3)))
     (first, *waiting) = one.tick(0.0)
     one.update(first.assignment.ticket, 0.0)
 
@@ -555,7 +555,7 @@ def test_who_has_answered_cannot_fail_any_more() -> None:
 
 
 def test_what_comes_while_a_round_is_combined_comes_too_late() -> None:
-    one = server(4, Rounds(0.5, Uniform(over=1.5)))
+    one = server(4, SynchronousPacing(0.5, Uniform(over=1.5)))
     first, second, third = assigned(one.tick(0.0))
     one.update(first.ticket, 0.0)
     tickets = combines(one.update(second.ticket, 0.0)) or []
@@ -565,11 +565,11 @@ def test_what_comes_while_a_round_is_combined_comes_too_late() -> None:
 
 
 PACINGS = {
-    "rounds": Rounds(0.5, Uniform(1.4, 20.0, 2)),
-    "poisson": Rounds(0.3, Poisson(1.2, 20.0)),
+    "rounds": SynchronousPacing(0.5, Uniform(1.4, 20.0, 2)),
+    "poisson": SynchronousPacing(0.3, Poisson(1.2, 20.0)),
     "asynchronous": asynchronous(3),
     "stale": asynchronous(1, 2),
-    "buffered": Buffered(4, 3),
+    "buffered": BufferedPacing(4, 3),
 }
 EVENTS = st.lists(
     st.tuples(
@@ -708,7 +708,7 @@ def test_a_failed_update_is_refused_also_where_what_is_computed_is_trusted() -> 
 
 def test_what_went_with_an_older_model_is_that_of_its_moment_after_a_restart_too() -> None:
     """Models of simulated staleness have their own number, and the newest of what goes besides."""
-    one = server(6, Buffered(3, 2), Controlled())
+    one = server(6, BufferedPacing(3, 2), Controlled())
     one.oldest = 3
     waiting = assigned(one.tick(0.0))
     seen = set()
@@ -720,7 +720,7 @@ def test_what_went_with_an_older_model_is_that_of_its_moment_after_a_restart_too
             tickets = combines(actions)
         combine(one, tickets, float(now), controlled)
         waiting += assigned(one.tick(float(now)))
-        again = server(6, Buffered(3, 2), Controlled())
+        again = server(6, BufferedPacing(3, 2), Controlled())
         again.restore(tree_from_bytes(tree_to_bytes(one.state())))
         for ticket, kept in one.open.items():
             mine, theirs = kept.assignment, again.assignment(ticket)

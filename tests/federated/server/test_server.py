@@ -7,14 +7,14 @@ import pytest
 import dure
 from dure.contracts.strategy import RankContext
 from dure.errors import RunFolderError
-from dure.federated.server.server import Server
+from dure.federated.server.server import FederatedServer
 from small import small_task
 
 
 def test_the_state_of_another_version_is_refused_in_a_line_that_names_it() -> None:
     def program(place: RankContext) -> None:
         server = dure.FedAvg(clients=3).learner(small_task(), place, 0)
-        assert isinstance(server, Server)
+        assert isinstance(server, FederatedServer)
         state = server.state()
         server.restore(server.weights(), state)
         with pytest.raises(RunFolderError, match="state version 3, and this one reads version 2"):

@@ -14,8 +14,8 @@ from msgspec.structs import replace
 
 from dure.federated.aggregate import Aggregator, Krum, Mean, Median, parse
 from dure.federated.server.coordinator import Coordinator
-from dure.federated.server.pacing import Buffered, Pacing, Rounds, asynchronous
-from dure.federated.server.sampling import Coins, Poisson, Uniform
+from dure.federated.server.pacing import BufferedPacing, Pacing, SynchronousPacing, asynchronous
+from dure.federated.server.sampling import PerClientPoisson, Poisson, Uniform
 from dure.federated.server.smallest_cohort import why_not
 from dure.protocol.carrier import Assign, Combine
 from dure.protocol.messages import Assignment
@@ -87,12 +87,12 @@ class Driver:
 
 
 PACINGS: list[Pacing] = [
-    Rounds(),
-    Rounds(0.5),
-    Rounds(0.2, Uniform(over=1.5, deadline=60.0, minimum=1)),
-    Rounds(0.4, Poisson(deadline=60.0)),
-    Buffered(4, 3),
-    Buffered(2, 2),
+    SynchronousPacing(),
+    SynchronousPacing(0.5),
+    SynchronousPacing(0.2, Uniform(over=1.5, deadline=60.0, minimum=1)),
+    SynchronousPacing(0.4, Poisson(deadline=60.0)),
+    BufferedPacing(4, 3),
+    BufferedPacing(2, 2),
     asynchronous(3),
 ]
 
@@ -118,7 +118,7 @@ def test_no_model_is_made_of_fewer_clients(
 
 
 @given(st.sampled_from(PACINGS))
-@example(Rounds())
+@example(SynchronousPacing())
 def test_a_run_of_enough_clients_goes_on(pacing: Pacing) -> None:
     one = server(6, pacing)
     one.keep_to(3)
@@ -139,7 +139,7 @@ def test_a_run_of_enough_clients_goes_on(pacing: Pacing) -> None:
 
 def test_a_round_does_not_begin_with_fewer_and_says_so_once() -> None:
     told: list[str] = []
-    one = server(3, Rounds(), patient=True, tell=told.append)
+    one = server(3, SynchronousPacing(), patient=True, tell=told.append)
     one.keep_to(2)
     assert one.check_in(0, 0.0) == []
     assert one.tick(100.0) == []
@@ -150,7 +150,7 @@ def test_a_round_does_not_begin_with_fewer_and_says_so_once() -> None:
 
 
 def test_a_round_that_has_fewer_at_its_deadline_begins_again() -> None:
-    one = server(3, Rounds(1.0, Uniform(deadline=60.0)), patient=True)
+    one = server(3, SynchronousPacing(1.0, Uniform(deadline=60.0)), patient=True)
     one.keep_to(2)
     for client in range(3):
         one.arrive(client)
@@ -162,7 +162,7 @@ def test_a_round_that_has_fewer_at_its_deadline_begins_again() -> None:
 
 
 def test_what_is_left_after_refusals_is_counted() -> None:
-    one = server(3, Rounds())
+    one = server(3, SynchronousPacing())
     one.keep_to(2)
     asked = assigned(one.tick(0.0))
     [combine] = [action for one_ in asked for action in one.update(one_.ticket, 1.0)]
@@ -180,7 +180,7 @@ def test_what_is_left_after_refusals_is_counted() -> None:
 
 
 def test_one_client_is_no_two_clients_however_often_it_answers() -> None:
-    one = server(3, Buffered(3, 3))
+    one = server(3, BufferedPacing(3, 3))
     one.keep_to(2)
     one.arrive(0)
     work = assigned(one.tick(0.0))
@@ -197,22 +197,22 @@ def test_one_client_is_no_two_clients_however_often_it_answers() -> None:
     assert isinstance(combine, Combine)
 
 
-PRIVATE = Rounds(1.0, Coins())
+PRIVATE = SynchronousPacing(1.0, PerClientPoisson())
 
 
 @pytest.mark.parametrize(
     ("asked", "pacing", "rule", "sums", "said"),
     [
-        (10**9, Rounds(), Mean(), None, "has at most 10 clients"),
-        (3, Rounds(0.2), Mean(), None, "a round of the run has 2"),
+        (10**9, SynchronousPacing(), Mean(), None, "has at most 10 clients"),
+        (3, SynchronousPacing(0.2), Mean(), None, "a round of the run has 2"),
         (2, asynchronous(5), Mean(), None, "a model of every 1"),
-        (5, Buffered(5, 4), Mean(), None, "a model of every 4"),
+        (5, BufferedPacing(5, 4), Mean(), None, "a model of every 4"),
         (2, PRIVATE, Mean(), None, "own coin"),
-        (4, Rounds(), Mean(), 3, "a secure sum of the run may have 3"),
-        (2, Rounds(), Krum(2), None, "the updates of 1"),
-        (4, Rounds(), parse("krum:2:3"), None, "the updates of 3"),
-        (3, Rounds(), parse("bucketing:2/krum:1"), None, "the updates of 2"),
-        (2, Rounds(), parse("clipped:1/krum:2"), None, "the updates of 1"),
+        (4, SynchronousPacing(), Mean(), 3, "a secure sum of the run may have 3"),
+        (2, SynchronousPacing(), Krum(2), None, "the updates of 1"),
+        (4, SynchronousPacing(), parse("krum:2:3"), None, "the updates of 3"),
+        (3, SynchronousPacing(), parse("bucketing:2/krum:1"), None, "the updates of 2"),
+        (2, SynchronousPacing(), parse("clipped:1/krum:2"), None, "the updates of 1"),
     ],
 )
 def test_a_client_that_asks_for_what_cannot_be_is_told_why(
@@ -225,13 +225,13 @@ def test_a_client_that_asks_for_what_cannot_be_is_told_why(
     ("asked", "pacing", "rule", "sums"),
     [
         (1, asynchronous(5), Krum(2), None),
-        (10, Rounds(), Median(), None),
-        (2, Rounds(0.2), Mean(), None),
-        (4, Buffered(5, 4), Mean(), None),
-        (8, Rounds(0.1, Poisson()), Mean(), None),
+        (10, SynchronousPacing(), Median(), None),
+        (2, SynchronousPacing(0.2), Mean(), None),
+        (4, BufferedPacing(5, 4), Mean(), None),
+        (8, SynchronousPacing(0.1, Poisson()), Mean(), None),
         (3, PRIVATE, Mean(), 3),
-        (3, Rounds(), parse("krum:2:3"), None),
-        (3, Rounds(), parse("mixing:2/median"), None),
+        (3, SynchronousPacing(), parse("krum:2:3"), None),
+        (3, SynchronousPacing(), parse("mixing:2/median"), None),
     ],
 )
 def test_a_client_that_asks_for_what_can_be_is_taken(
@@ -242,7 +242,7 @@ def test_a_client_that_asks_for_what_can_be_is_taken(
 
 def test_a_round_waits_for_others_in_place_of_those_that_are_excluded() -> None:
     told: list[str] = []
-    one = server(6, Rounds(), patient=True, tell=told.append)
+    one = server(6, SynchronousPacing(), patient=True, tell=told.append)
     one.keep_to(3)
     for client in range(4):
         one.arrive(client)
@@ -250,7 +250,7 @@ def test_a_round_waits_for_others_in_place_of_those_that_are_excluded() -> None:
     one.exclude(1, "it spoils sums")
     assert one.tick(0.0) == []
     assert one.tick(one.wake) == []
-    assert one.able == 4
+    assert one.assignable_clients == 4
     assert len(told) == 1
     asked = assigned(one.check_in(4, 100.0))
     assert sorted(each.client for each in asked) == [2, 3, 4]

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import dure
 from dure.contracts.strategy import seeded_model
-from dure.federated.algorithm import Algorithm, Start
+from dure.federated.algorithm import Algorithm, AlgorithmInputs
 from dure.federated.strategy import Federated
 from dure.protocol.messages import Update
 from dure.randomness.permutation import Permutation
@@ -261,7 +261,7 @@ def test_it_would_be_seen_if_fed_buff_took_the_present_model_or_forgot_the_disco
 class Undiscounted(dure.FedBuff):
     """FedBuff with s = 1."""
 
-    def algorithm(self, start: Start) -> Algorithm:
+    def algorithm(self, start: AlgorithmInputs) -> Algorithm:
         return Algorithm()
 
 
@@ -374,7 +374,7 @@ def test_delays_that_are_set_to_it_give_the_simulated_staleness(most: int, tmp_p
 def share(strategy: dure.FedAsync, staleness: int) -> float:
     """The strategy's s, of an update that is so stale."""
     update = Update(0, 0, 0, 7, 7, 0.5, [torch.ones(1)], [])
-    scale, of_all = strategy.algorithm(Start(Point(), [torch.zeros(1)], 3, 0.1)).share(
+    scale, of_all = strategy.algorithm(AlgorithmInputs(Point(), [torch.zeros(1)], 3, 0.1)).share(
         update, staleness
     )
     assert of_all == 1.0

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 
 import dure
-from dure.federated.server.taking_part import TakingPart
+from dure.federated.server.participation import Participation
 from dure.report.facts import federation_of
 from small import small_task
 
 
-def part() -> TakingPart:
-    return TakingPart(lambda client: f"client {client}")
+def part() -> Participation:
+    return Participation(lambda client: f"client {client}")
 
 
 def test_shares_are_of_the_clients_and_of_their_examples() -> None:

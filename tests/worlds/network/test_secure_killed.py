@@ -14,7 +14,7 @@ from deployed import Deployment, Plan
 from toy_sums import note, noted
 
 import dure
-from dure.federated.client.holding import Holding
+from dure.federated.client.pending_updates import PendingUpdates
 from dure.federated.privacy.secure_aggregation.cohort import UNMASK
 from dure.protocol.messages import Answer, Say
 from dure.worlds.network.client.loop import Loop
@@ -102,15 +102,15 @@ def test_a_server_that_is_killed_finishes_the_sum(kills: Any, tmp_path: Path) ->
 
 def killed_with_its_answer(notes: Path) -> None:
     """The client is killed when its help is on its disk, and has not left."""
-    answers = Holding.answer
+    answers = PendingUpdates.answer
 
-    def answer(self: Holding, say: Say) -> Answer | None:
+    def answer(self: PendingUpdates, say: Say) -> Answer | None:
         answered = answers(self, say)
         if say.stage == UNMASK:
             killed(notes)
         return answered
 
-    Holding.answer = answer  # type: ignore[method-assign]
+    PendingUpdates.answer = answer  # type: ignore[method-assign]
 
 
 def test_a_client_that_is_killed_with_its_answer_gives_it_when_it_is_started_again(

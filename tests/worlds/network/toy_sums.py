@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 import dure
-from dure.federated import halves
-from dure.federated.server.server import Server
+from dure.federated import builders
+from dure.federated.server.server import FederatedServer
 from dure.protocol.messages import Answer, Form, Say, Update
 from dure.run.site import Reach, opened
 from dure.run.training import Training
@@ -38,15 +38,15 @@ def install(notes: Path, patch: Callable[[object, str, Any], object] = setattr) 
     def holds(**said: Any) -> Federation:
         return Federation(**{**said, "holds": True})
 
-    def fold(server: Server, tickets: Sequence[int]) -> None:
+    def fold(server: FederatedServer, tickets: Sequence[int]) -> None:
         adds_up(server, tickets, notes)
 
-    patch(halves, "Federation", holds)
-    patch(Server, "_fold", fold)
+    patch(builders, "Federation", holds)
+    patch(FederatedServer, "_fold", fold)
 
 
-def adds_up(server: Server, tickets: Sequence[int], notes: Path) -> None:
-    """In the place of `Server._fold`."""
+def adds_up(server: FederatedServer, tickets: Sequence[int], notes: Path) -> None:
+    """In the place of `FederatedServer._fold`."""
     coordinator, carrier = server.coordinator, server.carrier
     asked = {ticket: coordinator.assignment(ticket) for ticket in tickets}
     carrier.hold(coordinator, tickets)

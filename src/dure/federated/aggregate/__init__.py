@@ -29,7 +29,7 @@ from dure.federated.aggregate.aggregator import Aggregator as Aggregator
 from dure.federated.aggregate.aggregator import Collects as Collects
 from dure.federated.aggregate.aggregator import Folds as Folds
 from dure.federated.aggregate.clipped import clip as clip
-from dure.federated.aggregate.rows import Rows as Rows
+from dure.federated.aggregate.rows import UpdateRows as UpdateRows
 from dure.references import is_reference
 from dure.settings import filled, kind_of, listed, name_of
 
@@ -46,7 +46,7 @@ from dure.federated.aggregate.geometric_median_of_means import (
 )
 from dure.federated.aggregate.rfa import RFA as RFA
 from dure.federated.aggregate.centred_clipping import CentredClipping as CentredClipping
-from dure.federated.aggregate.clipped import Clipped as Clipped
+from dure.federated.aggregate.clipped import ClippedUpdates as ClippedUpdates
 from dure.federated.aggregate.clipped import ClippedRows as ClippedRows
 from dure.federated.aggregate.bucketing import Bucketing as Bucketing
 from dure.federated.aggregate.mixing import Mixing as Mixing

@@ -8,9 +8,9 @@ An update is a list of flat tensors, one per dtype of the model (as `dure.tensor
 parameters). A rule treats the list as a *single* vector: distances, norms and medians are of the
 whole vector. If the model has floating-point buffers, such as the statistics of batch norm, their
 changes follow the weights. Buffers have other units than weights, so distances and norms leave them
-out (`Rows.measured`). A rule that collects combines buffers with the coefficients that it has found
-for the weights of each client; a rule that works coordinate by coordinate treats buffers likewise.
-Next to a rule that folds, buffers take their mean by n_k.
+out (`UpdateRows.measured`). A rule that collects combines buffers with the coefficients that it has
+found for the weights of each client; a rule that works coordinate by coordinate treats buffers
+likewise. Next to a rule that folds, buffers take their mean by n_k.
 
 Rules that collect never see an update that is not finite. Such updates are dropped first, and count
 among the f broken updates that a rule withstands: with b of n updates dropped, the rule runs on n -
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from dure.arguments import CheckedSettings
 from dure.errors import TooFewUpdatesError
-from dure.federated.aggregate.rows import Rows
+from dure.federated.aggregate.rows import UpdateRows
 from dure.randomness.turn import Turn
 from dure.settings import write
 
@@ -123,7 +123,7 @@ class Collects(Aggregator):
     collects: ClassVar[bool] = True
 
     def combine(
-        self, rows: Rows, turn: Turn, state: list[Tensor] | None = None, refused: int = 0
+        self, rows: UpdateRows, turn: Turn, state: list[Tensor] | None = None, refused: int = 0
     ) -> tuple[list[Tensor], list[Tensor] | None]:
         """Return (combined update, state for the next round).
 
@@ -154,7 +154,7 @@ class Collects(Aggregator):
         return self.combine_finite(rows.only(finite), dropped, turn, state)
 
     def combine_finite(
-        self, rows: Rows, dropped: int, turn: Turn, state: list[Tensor] | None
+        self, rows: UpdateRows, dropped: int, turn: Turn, state: list[Tensor] | None
     ) -> tuple[list[Tensor], list[Tensor] | None]:
         """Apply the rule to finite rows, after `dropped` other updates were dropped."""
         raise NotImplementedError

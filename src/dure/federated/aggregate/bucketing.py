@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from dure.federated.aggregate.aggregator import Aggregator, Collects, Groups
-from dure.federated.aggregate.rows import Rows
+from dure.federated.aggregate.rows import UpdateRows
 from dure.federated.aggregate.wrapping import MEDIAN, combine_inner
 from dure.randomness.turn import Turn
 
@@ -67,7 +67,7 @@ class Bucketing(Collects):
         return self.buckets, self.inner
 
     def combine_finite(
-        self, rows: Rows, dropped: int, turn: Turn, state: list[Tensor] | None
+        self, rows: UpdateRows, dropped: int, turn: Turn, state: list[Tensor] | None
     ) -> tuple[list[Tensor], list[Tensor] | None]:
         means = rows.grouped(self.buckets(len(rows), turn))
         return combine_inner(self.inner, means, dropped=dropped, turn=turn, state=state)

@@ -28,8 +28,8 @@ from torch import Tensor
 from dure.federated.aggregate.aggregator import Collects, still_broken
 from dure.federated.aggregate.krum import scores
 from dure.federated.aggregate.median import middle
-from dure.federated.aggregate.order import sorted_rows
-from dure.federated.aggregate.rows import Rows
+from dure.federated.aggregate.rows import UpdateRows
+from dure.federated.aggregate.sorting_network import sorted_rows
 from dure.randomness.turn import Turn
 
 
@@ -54,7 +54,7 @@ class Bulyan(Collects):
             )
 
     def combine_finite(
-        self, rows: Rows, dropped: int, turn: Turn, state: list[Tensor] | None
+        self, rows: UpdateRows, dropped: int, turn: Turn, state: list[Tensor] | None
     ) -> tuple[list[Tensor], None]:
         f = still_broken(self.f, dropped)
         chosen = rows.only(selection(rows, f))
@@ -62,7 +62,7 @@ class Bulyan(Collects):
         return chosen.map(lambda values: around_the_median(values, keep)), None
 
 
-def selection(rows: Rows, f: int) -> list[int]:
+def selection(rows: UpdateRows, f: int) -> list[int]:
     """Return the n - 2f of n rows that repeated Krum selects, in order of selection."""
     squared = rows.squared_distances()
     left = list(range(len(rows)))

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from dure.federated.aggregate.aggregator import Collects
 from dure.federated.aggregate.median import coordinate_median
-from dure.federated.aggregate.rows import Rows
+from dure.federated.aggregate.rows import UpdateRows
 from dure.randomness.turn import Turn
 
 
@@ -51,7 +51,7 @@ class CentredClipping(Collects):
             )
 
     def combine_finite(
-        self, rows: Rows, dropped: int, turn: Turn, state: list[Tensor] | None
+        self, rows: UpdateRows, dropped: int, turn: Turn, state: list[Tensor] | None
     ) -> tuple[list[Tensor], list[Tensor]]:
         centre = (
             coordinate_median(rows, torch.float64)

@@ -27,16 +27,16 @@ from torch import Tensor
 
 from dure.federated.aggregate.aggregator import Aggregator, Collects, Folds
 from dure.federated.aggregate.mean import Mean
-from dure.federated.aggregate.rows import Rows, is_finite
+from dure.federated.aggregate.rows import UpdateRows, is_finite
 from dure.federated.aggregate.wrapping import MEDIAN, combine_inner
 from dure.randomness.turn import Turn
 
 MEAN = Mean()
-"""Default inner rule of `Clipped`."""
+"""Default inner rule of `ClippedUpdates`."""
 
 
 @dataclass(frozen=True)
-class Clipped(Folds):
+class ClippedUpdates(Folds):
     """An aggregator that folds, applied to clipped updates.
 
     norm: largest norm of an update. inner: the aggregator of the clipped updates.
@@ -101,7 +101,7 @@ class ClippedRows(Collects):
         return self.inner.handed_on(updates)
 
     def combine_finite(
-        self, rows: Rows, dropped: int, turn: Turn, state: list[Tensor] | None
+        self, rows: UpdateRows, dropped: int, turn: Turn, state: list[Tensor] | None
     ) -> tuple[list[Tensor], list[Tensor] | None]:
         # A row of norm 0 gives infinity, clamped to 1.
         factors = (self.norm / rows.distances()).clamp(max=1)
@@ -109,10 +109,10 @@ class ClippedRows(Collects):
         return combine_inner(self.inner, shortened, dropped=dropped, turn=turn, state=state)
 
 
-def clip(norm: float, inner: Aggregator) -> Clipped | ClippedRows:
+def clip(norm: float, inner: Aggregator) -> ClippedUpdates | ClippedRows:
     """Return `inner` for updates clipped to `norm`; folds if `inner` folds, else collects."""
     if isinstance(inner, Folds):
-        return Clipped(norm, inner)
+        return ClippedUpdates(norm, inner)
     assert isinstance(inner, Collects)
     return ClippedRows(norm, inner)
 

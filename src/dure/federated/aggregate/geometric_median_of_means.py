@@ -27,7 +27,7 @@ from torch import Tensor
 from dure.federated.aggregate import weiszfeld
 from dure.federated.aggregate.aggregator import Aggregator, Collects, Groups
 from dure.federated.aggregate.geometric_median import GeometricMedian
-from dure.federated.aggregate.rows import Rows
+from dure.federated.aggregate.rows import UpdateRows
 from dure.randomness.turn import Turn
 
 
@@ -63,7 +63,7 @@ class GeometricMedianOfMeans(Collects):
         return self.groups, GeometricMedian()
 
     def combine_finite(
-        self, rows: Rows, dropped: int, turn: Turn, state: list[Tensor] | None
+        self, rows: UpdateRows, dropped: int, turn: Turn, state: list[Tensor] | None
     ) -> tuple[list[Tensor], None]:
         means = rows.grouped(self.groups(len(rows), turn))
         return weiszfeld.geometric_median(means, [1.0] * len(means)), None

@@ -20,7 +20,7 @@ from dure.tensors.apart import add_multiple
 
 
 @dataclass(frozen=True)
-class Folded:
+class MeanAccumulator:
     """Accumulator of the mean: the weighted sums of tensors, and the sum of weights."""
 
     sums: tuple[Tensor, ...]
@@ -28,21 +28,23 @@ class Folded:
     dtypes: tuple[torch.dtype, ...]
 
 
-def zero(like: Sequence[Tensor]) -> Folded:
+def zero(like: Sequence[Tensor]) -> MeanAccumulator:
     """Return an empty accumulator for updates shaped like `like`."""
     sums = tuple(torch.zeros_like(tensor, dtype=wide(tensor.dtype)) for tensor in like)
-    return Folded(sums, 0.0, tuple(tensor.dtype for tensor in like))
+    return MeanAccumulator(sums, 0.0, tuple(tensor.dtype for tensor in like))
 
 
-def fold(folded: Folded, tensors: Sequence[Tensor], weight: float) -> Folded:
+def fold(folded: MeanAccumulator, tensors: Sequence[Tensor], weight: float) -> MeanAccumulator:
     """Add an update with weight n_k, in the accumulator's memory."""
-    # In place: `Folded` is a new value, its sums are the same memory.
+    # In place: `MeanAccumulator` is a new value, its sums are the same memory.
     for total, tensor in zip(folded.sums, tensors, strict=True):
         add_multiple(total, tensor, weight)
-    return Folded(folded.sums, folded.weight + weight, folded.dtypes)
+    return MeanAccumulator(folded.sums, folded.weight + weight, folded.dtypes)
 
 
-def add(folded: Folded | None, sum_of: Callable[[Tensor | None], Tensor], weight: float) -> Folded:
+def add(
+    folded: MeanAccumulator | None, sum_of: Callable[[Tensor | None], Tensor], weight: float
+) -> MeanAccumulator:
     """Add the weighted sum of updates of a single tensor; None starts an accumulator with the sum.
 
     sum_of: returns the weighted sum; given a tensor, adds the sum to the tensor in place. weight:
@@ -50,12 +52,12 @@ def add(folded: Folded | None, sum_of: Callable[[Tensor | None], Tensor], weight
     """
     if folded is None:
         total = sum_of(None)
-        return Folded((total,), weight, (total.dtype,))
+        return MeanAccumulator((total,), weight, (total.dtype,))
     sum_of(folded.sums[0])
-    return Folded(folded.sums, folded.weight + weight, folded.dtypes)
+    return MeanAccumulator(folded.sums, folded.weight + weight, folded.dtypes)
 
 
-def finish(folded: Folded) -> list[Tensor]:
+def finish(folded: MeanAccumulator) -> list[Tensor]:
     """Return the mean, in the accumulator's memory.
 
     Raises TooFewUpdatesError if nothing was folded.
@@ -82,18 +84,23 @@ class Mean(Folds):
     def of_groups(self) -> tuple[Groups, Aggregator]:
         return lambda updates, turn: [list(range(updates))], self
 
-    def zero(self, like: Sequence[Tensor]) -> Folded:
+    def zero(self, like: Sequence[Tensor]) -> MeanAccumulator:
         return zero(like)
 
-    def fold(self, folded: Folded, update: Sequence[Tensor], weight: float) -> Folded:
+    def fold(
+        self, folded: MeanAccumulator, update: Sequence[Tensor], weight: float
+    ) -> MeanAccumulator:
         return fold(folded, update, weight)
 
     def add(
-        self, folded: Folded | None, sum_of: Callable[[Tensor | None], Tensor], weight: float
-    ) -> Folded:
+        self,
+        folded: MeanAccumulator | None,
+        sum_of: Callable[[Tensor | None], Tensor],
+        weight: float,
+    ) -> MeanAccumulator:
         return add(folded, sum_of, weight)
 
-    def finish(self, folded: Folded) -> list[Tensor]:
+    def finish(self, folded: MeanAccumulator) -> list[Tensor]:
         return finish(folded)
 
 

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from dure.federated.aggregate.aggregator import Collects
-from dure.federated.aggregate.order import sorted_rows
-from dure.federated.aggregate.rows import Rows
+from dure.federated.aggregate.rows import UpdateRows
+from dure.federated.aggregate.sorting_network import sorted_rows
 from dure.randomness.turn import Turn
 
 
@@ -32,12 +32,12 @@ class Median(Collects):
     name: ClassVar[str] = "median"
 
     def combine_finite(
-        self, rows: Rows, dropped: int, turn: Turn, state: list[Tensor] | None
+        self, rows: UpdateRows, dropped: int, turn: Turn, state: list[Tensor] | None
     ) -> tuple[list[Tensor], None]:
         return coordinate_median(rows), None
 
 
-def coordinate_median(rows: Rows, dtype: torch.dtype | None = None) -> list[Tensor]:
+def coordinate_median(rows: UpdateRows, dtype: torch.dtype | None = None) -> list[Tensor]:
     """Return the median of each coordinate of finite rows, shaped as an update.
 
     dtype: of the result; None for the dtype of the updates.

@@ -38,7 +38,7 @@ LARGEST = 2.0**500
 """Largest norm of a finite row: the squared distance of two such rows still fits a float64."""
 
 
-class Block(NamedTuple):
+class RowBlock(NamedTuple):
     """A range of coordinates of all rows.
 
     slot: index of the tensor within each update. values: shape (m, stop - start).
@@ -50,7 +50,7 @@ class Block(NamedTuple):
     values: Tensor
 
 
-class Rows:
+class UpdateRows:
     """m updates and their weights n_k, as rows.
 
     A row is a single vector: all tensors of an update, one after another.
@@ -98,7 +98,7 @@ class Rows:
 
     def blocks(
         self, columns: int = 0, own_dtype: bool = False, measured: bool = False
-    ) -> Iterator[Block]:
+    ) -> Iterator[RowBlock]:
         """Yield all coordinates, a block at a time; the caller may change the values.
 
         columns: least number of coordinates in a block, if there are as many. own_dtype: whether
@@ -118,7 +118,7 @@ class Rows:
                     values = _mixture(mix, values.double())
                 elif not own_dtype:
                     values = values.double()
-                yield Block(slot, start, stop, values)
+                yield RowBlock(slot, start, stop, values)
 
     def map(
         self,
@@ -153,7 +153,7 @@ class Rows:
             assert self.rest is not None
             # A combination of mixtures is a combination of the updates: one pass, and no mixture is
             # made.
-            whole = Rows(
+            whole = UpdateRows(
                 self.updates, [1.0] * len(self.updates), self._numbers, measured=self.measured
             )
             return whole.combination(coefficients @ self.mix, dtype, rest @ self.rest)
@@ -211,15 +211,15 @@ class Rows:
             sums += values.square_().sum(1).cpu()
         return sums.sqrt()
 
-    def only(self, rows: Sequence[int]) -> Rows:
+    def only(self, rows: Sequence[int]) -> UpdateRows:
         """Return the selected rows, in the given order."""
         weights = [self.weights[row] for row in rows]
         if self.mix is None or self.rest is None:
             chosen = [self.updates[row] for row in rows]
-            return Rows(chosen, weights, self._numbers, measured=self.measured)
+            return UpdateRows(chosen, weights, self._numbers, measured=self.measured)
         return self._mixtures(self.mix[list(rows)], self.rest[list(rows)], weights)
 
-    def mixed(self, mix: Tensor, weights: Sequence[float]) -> Rows:
+    def mixed(self, mix: Tensor, weights: Sequence[float]) -> UpdateRows:
         """Return rows that are mixtures of the present rows.
 
         mix: float64 of shape (new rows, m). weights: the weights of the new rows.
@@ -228,7 +228,7 @@ class Rows:
             return self._mixtures(mix, mix, weights)
         return self._mixtures(mix @ self.mix, mix @ self.rest, weights)
 
-    def scaled(self, factors: Tensor) -> Rows:
+    def scaled(self, factors: Tensor) -> UpdateRows:
         """Return the rows with the measured tensors of each multiplied by a factor.
 
         factors: float64 of shape (m,). Tensors that are not measured stay unchanged.
@@ -238,10 +238,10 @@ class Rows:
             return self._mixtures(factors.diag(), same, self.weights)
         return self._mixtures(factors.unsqueeze(1) * self.mix, self.rest, self.weights)
 
-    def _mixtures(self, mix: Tensor, rest: Tensor, weights: Sequence[float]) -> Rows:
-        return Rows(self.updates, weights, self._numbers, mix, self.measured, rest)
+    def _mixtures(self, mix: Tensor, rest: Tensor, weights: Sequence[float]) -> UpdateRows:
+        return UpdateRows(self.updates, weights, self._numbers, mix, self.measured, rest)
 
-    def grouped(self, groups: Sequence[Sequence[int]]) -> Rows:
+    def grouped(self, groups: Sequence[Sequence[int]]) -> UpdateRows:
         """Return the mean of each group, weighted by the weights of its rows.
 
         A group weighs the sum of its rows' weights.

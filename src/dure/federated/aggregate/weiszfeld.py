@@ -43,7 +43,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dure.federated.aggregate.median import coordinate_median
-from dure.federated.aggregate.rows import Rows
+from dure.federated.aggregate.rows import UpdateRows
 
 ACCURACY = 1e-12
 """Relative accuracy of the objective at which the iteration stops."""
@@ -65,7 +65,7 @@ Array = NDArray[np.float64]
 """Small float64 arrays with many steps: NumPy takes a fraction of torch's time per step."""
 
 
-class Step(NamedTuple):
+class WeiszfeldStep(NamedTuple):
     """A step of the iteration.
 
     coefficients: of the points, shape (m,); they sum to 1 and give the next z. slope: |R| - eta at
@@ -76,13 +76,15 @@ class Step(NamedTuple):
     slope: float
 
 
-def geometric_median(rows: Rows, weights: Sequence[float], smoothing: float = 0.0) -> list[Tensor]:
+def geometric_median(
+    rows: UpdateRows, weights: Sequence[float], smoothing: float = 0.0
+) -> list[Tensor]:
     """Return the vector with the least weighted sum of distances to finite rows."""
     points = coordinates(rows, coordinate_median(rows, dtype=torch.float64))
     return rows.combination(torch.from_numpy(minimiser(points, np.array(weights), smoothing)))
 
 
-def coordinates(rows: Rows, centre: Sequence[Tensor]) -> Array:
+def coordinates(rows: UpdateRows, centre: Sequence[Tensor]) -> Array:
     """Return points in few dimensions with the distances of the rows, shape (m, min(m, d)).
 
     `centre` maps to zero.
@@ -122,7 +124,7 @@ def minimiser(points: Array, weights: Array, smoothing: float = 0.0) -> Array:
     if len(unsure) > 1 and reached <= 1e-9 * total:
         # All points between these are minima: do not return an end, which the order would select.
         return last
-    return min([*unsure, Step(last, reached)], key=lambda end: end.slope).coefficients
+    return min([*unsure, WeiszfeldStep(last, reached)], key=lambda end: end.slope).coefficients
 
 
 def descent(points: Array, weights: Array, start: Array, smoothing: float = 0.0) -> Iterator[Array]:
@@ -141,7 +143,7 @@ def descent(points: Array, weights: Array, start: Array, smoothing: float = 0.0)
             return
 
 
-def step(points: Array, weights: Array, z: Array, smoothing: float = 0.0) -> Step:
+def step(points: Array, weights: Array, z: Array, smoothing: float = 0.0) -> WeiszfeldStep:
     """Return the step from z, shape (k,)."""
     towards = points - z
     distances = _norms(towards)
@@ -150,7 +152,7 @@ def step(points: Array, weights: Array, z: Array, smoothing: float = 0.0) -> Ste
     eta = float(weights[here].sum())
     # All points are equal: z is the minimum, and there is no pull to divide by.
     if here.all():
-        return Step(weights / eta, -eta)
+        return WeiszfeldStep(weights / eta, -eta)
     # The inner `where` only avoids a division by 0; those places are 0 in the end.
     pulls = np.where(here, 0.0, weights / np.where(here, 1.0, np.maximum(distances, smoothing)))
     pull = float(np.linalg.norm(pulls @ towards))
@@ -158,7 +160,7 @@ def step(points: Array, weights: Array, z: Array, smoothing: float = 0.0) -> Ste
     coefficients = (1 - stay) * pulls / pulls.sum()
     if stay > 0:
         coefficients += np.where(here, stay * weights / eta, 0.0)
-    return Step(coefficients, pull - eta)
+    return WeiszfeldStep(coefficients, pull - eta)
 
 
 def _norms(vectors: Array) -> Array:

@@ -7,7 +7,7 @@ from torch import Tensor
 from dure.federated.aggregate.aggregator import Aggregator, Collects, Folds
 from dure.federated.aggregate.mean import finish, fold, zero
 from dure.federated.aggregate.median import Median
-from dure.federated.aggregate.rows import Rows
+from dure.federated.aggregate.rows import UpdateRows
 from dure.randomness.turn import Turn
 
 MEDIAN = Median()
@@ -15,7 +15,7 @@ MEDIAN = Median()
 
 
 def combine_inner(
-    inner: Aggregator, rows: Rows, dropped: int, turn: Turn, state: list[Tensor] | None
+    inner: Aggregator, rows: UpdateRows, dropped: int, turn: Turn, state: list[Tensor] | None
 ) -> tuple[list[Tensor], list[Tensor] | None]:
     """Apply `inner` to the rows of a wrapping aggregator.
 

@@ -23,8 +23,8 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from dure.contracts.task import Task
-from dure.federated.algorithm import Algorithm, Memory, Own, Start
-from dure.federated.engines.job import Job, Trained
+from dure.federated.algorithm import Algorithm, AlgorithmInputs, ClientMemory, PersonalisedModel
+from dure.federated.engines.job import ClientJob, JobResult
 from dure.federated.strategy import Federated
 from dure.protocol.messages import Assignment
 
@@ -48,11 +48,11 @@ class Ditto(Federated):
         if not 0 <= self.lam < float("inf"):
             raise ValueError(f"lam is {self.lam}, but it is 0 or more")
 
-    def algorithm(self, start: Start) -> Algorithm:
-        return OwnModels(self.lam)
+    def algorithm(self, start: AlgorithmInputs) -> Algorithm:
+        return PersonalisedModels(self.lam)
 
 
-class OwnModels(Algorithm):
+class PersonalisedModels(Algorithm):
     """Algorithm with a second job per client, whose weights and buffers the client stores."""
 
     passes = 2
@@ -60,7 +60,9 @@ class OwnModels(Algorithm):
     def __init__(self, lam: float) -> None:
         self.lam = lam
 
-    def jobs(self, job: Job, assignment: Assignment, memory: Memory | None) -> list[Job]:
+    def jobs(
+        self, job: ClientJob, assignment: Assignment, memory: ClientMemory | None
+    ) -> list[ClientJob]:
         weights, buffers = (
             self._parts(memory, job.weights) if memory else (job.weights, job.buffers)
         )
@@ -72,16 +74,28 @@ class OwnModels(Algorithm):
         ]
 
     def answer(
-        self, jobs: list[Job], trained: list[Trained], assignment: Assignment, memory: Memory | None
-    ) -> tuple[Sequence[Tensor], Sequence[Tensor], Memory | None]:
+        self,
+        jobs: list[ClientJob],
+        trained: list[JobResult],
+        assignment: Assignment,
+        memory: ClientMemory | None,
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor], ClientMemory | None]:
         own = [w + d for w, d in zip(jobs[1].weights, trained[1].delta, strict=True)]
         return trained[0].delta, (), [*own, *trained[1].buffers]
 
-    def own(self, shared: Sequence[Tensor], memory: Memory | None) -> Own | None:
-        return Own(*self._parts(memory, shared)) if memory is not None else Own(shared)
+    def own(
+        self, shared: Sequence[Tensor], memory: ClientMemory | None
+    ) -> PersonalisedModel | None:
+        return (
+            PersonalisedModel(*self._parts(memory, shared))
+            if memory is not None
+            else PersonalisedModel(shared)
+        )
 
     @staticmethod
-    def _parts(memory: Memory, weights: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    def _parts(
+        memory: ClientMemory, weights: Sequence[Tensor]
+    ) -> tuple[list[Tensor], list[Tensor]]:
         """Return (weights, buffers) of a client's state.
 
         weights: as many tensors as the model has.

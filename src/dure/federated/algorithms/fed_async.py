@@ -22,7 +22,7 @@ from decimal import Context, Decimal
 from typing import ClassVar, Literal, get_args
 
 from dure.contracts.task import Task
-from dure.federated.algorithm import Algorithm, Start
+from dure.federated.algorithm import Algorithm, AlgorithmInputs
 from dure.federated.algorithms.fed_prox import Proximal
 from dure.federated.server.pacing import Pacing, asynchronous
 from dure.federated.server.sampling import Uniform, clients_per_round
@@ -77,8 +77,10 @@ class FedAsync(Federated):
     def pacing(self, clients: int) -> Pacing:
         return asynchronous(clients_per_round(clients, self.fraction), self.stale)
 
-    def algorithm(self, start: Start) -> Algorithm:
-        return Mixing(alpha=self.alpha, weighting=self.weighting, a=self.a, b=self.b, rho=self.rho)
+    def algorithm(self, start: AlgorithmInputs) -> Algorithm:
+        return ModelMixing(
+            alpha=self.alpha, weighting=self.weighting, a=self.a, b=self.b, rho=self.rho
+        )
 
 
 def check_no_rounds(strategy: Federated) -> None:
@@ -104,7 +106,7 @@ def staleness_weight(weighting: Weighting, staleness: int, a: float, b: float) -
     return 1.0
 
 
-class Mixing(Proximal):
+class ModelMixing(Proximal):
     """Algorithm whose model is a moving average of the clients' models."""
 
     mixes_models = True

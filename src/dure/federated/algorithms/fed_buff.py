@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 from dure.contracts.stop import Stop
 from dure.contracts.task import Task
-from dure.federated.algorithm import Algorithm, Start
+from dure.federated.algorithm import Algorithm, AlgorithmInputs
 from dure.federated.algorithms.fed_async import check_no_rounds
-from dure.federated.server.pacing import Buffered, Pacing
+from dure.federated.server.pacing import BufferedPacing, Pacing
 from dure.federated.server.sampling import clients_per_round
 from dure.federated.server.server_optimizer import ServerOptimizer
 from dure.federated.strategy import Federated
@@ -84,16 +84,16 @@ class FedBuff(Federated):
             )
 
     def pacing(self, clients: int) -> Pacing:
-        return Buffered(clients_per_round(clients, self.fraction), self.buffer)
+        return BufferedPacing(clients_per_round(clients, self.fraction), self.buffer)
 
     def optimizer(self) -> ServerOptimizer:
         return ServerOptimizer(lr=self.server_lr)
 
-    def algorithm(self, start: Start) -> Algorithm:
-        return Discounted()
+    def algorithm(self, start: AlgorithmInputs) -> Algorithm:
+        return StalenessDiscount()
 
 
-class Discounted(Algorithm):
+class StalenessDiscount(Algorithm):
     """Algorithm in which stale updates count for less."""
 
     def share(self, update: Update, staleness: int) -> tuple[float, float]:

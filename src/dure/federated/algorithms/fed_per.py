@@ -25,10 +25,10 @@ from torch import Tensor, nn
 from dure.contracts.strategy import Kind
 from dure.contracts.task import Task
 from dure.contracts.training_options import Part
-from dure.federated.algorithm import Algorithm, Memory, Own, Start
-from dure.federated.engines.job import Job, Trained
-from dure.federated.server.unfit import alike
-from dure.federated.strategy import OWNED, Federated
+from dure.federated.algorithm import Algorithm, AlgorithmInputs, ClientMemory, PersonalisedModel
+from dure.federated.engines.job import ClientJob, JobResult
+from dure.federated.server.update_validation import same_shapes
+from dure.federated.strategy import DIVIDED_MODEL_WITHOUT_EMA, Federated
 from dure.protocol.messages import Assignment
 from dure.tensors.flat import by_dtype, trained_of
 
@@ -50,7 +50,7 @@ class FedPer(Federated):
 
     def cannot(self, part: Part, kind: Kind) -> str | None:
         if part == "ema":
-            return OWNED
+            return DIVIDED_MODEL_WITHOUT_EMA
         return super().cannot(part, kind)
 
     def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
@@ -69,7 +69,7 @@ class FedPer(Federated):
                 f"only {trained} are trained"
             )
 
-    def algorithm(self, start: Start) -> Algorithm:
+    def algorithm(self, start: AlgorithmInputs) -> Algorithm:
         return PersonalLayers(start, self.personal_layers)
 
 
@@ -85,7 +85,7 @@ def _layers(model: nn.Module) -> list[nn.Module]:
 class PersonalLayers(Algorithm):
     """Algorithm that splits flat weights in two by a mask of personalised elements per tensor."""
 
-    def __init__(self, start: Start, layers: int) -> None:
+    def __init__(self, start: AlgorithmInputs, layers: int) -> None:
         chosen = _layers(start.model)[-layers:] if layers else []
         own: set[int] = set()
         for module in chosen:
@@ -116,23 +116,31 @@ class PersonalLayers(Algorithm):
     def whole(self, shared: Sequence[Tensor], kept: Sequence[Tensor]) -> list[Tensor]:
         # Before any client has taken part there is no mean; tensors of other shapes are no mean
         # either.
-        return self._joined(shared, kept if alike(kept, self.initial) else self.initial)
+        return self._joined(shared, kept if same_shapes(kept, self.initial) else self.initial)
 
-    def jobs(self, job: Job, assignment: Assignment, memory: Memory | None) -> list[Job]:
+    def jobs(
+        self, job: ClientJob, assignment: Assignment, memory: ClientMemory | None
+    ) -> list[ClientJob]:
         return [replace(job, weights=self._joined(job.weights, memory or self.initial))]
 
     def answer(
-        self, jobs: list[Job], trained: list[Trained], assignment: Assignment, memory: Memory | None
-    ) -> tuple[Sequence[Tensor], Sequence[Tensor], Memory | None]:
+        self,
+        jobs: list[ClientJob],
+        trained: list[JobResult],
+        assignment: Assignment,
+        memory: ClientMemory | None,
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor], ClientMemory | None]:
         delta = trained[0].delta
         # Both parts were trained together; only the shared part travels.
         moved = zip(self._personal(jobs[0].weights), self._personal(delta), strict=True)
         return self.shared(delta), (), [before + change for before, change in moved]
 
-    def own(self, shared: Sequence[Tensor], memory: Memory | None) -> Own | None:
-        return Own(self._joined(shared, memory or self.initial))
+    def own(
+        self, shared: Sequence[Tensor], memory: ClientMemory | None
+    ) -> PersonalisedModel | None:
+        return PersonalisedModel(self._joined(shared, memory or self.initial))
 
-    def kept(self, memories: Mapping[int, Memory]) -> Sequence[Tensor]:
+    def kept(self, memories: Mapping[int, ClientMemory]) -> Sequence[Tensor]:
         # Sorted, so that the sum's rounding does not depend on the order of arrival.
         parts = [memories[client] for client in sorted(memories)]
         return [torch.stack(tensors).mean(0) for tensors in zip(*parts, strict=True)]

@@ -21,8 +21,8 @@ from typing import ClassVar
 from msgspec.structs import replace
 
 from dure.contracts.task import Task
-from dure.federated.algorithm import Algorithm, Memory, Start
-from dure.federated.engines.job import Job
+from dure.federated.algorithm import Algorithm, AlgorithmInputs, ClientMemory
+from dure.federated.engines.job import ClientJob
 from dure.federated.strategy import Federated
 from dure.protocol.messages import Assignment, Update
 
@@ -47,7 +47,7 @@ class FedProx(Federated):
         if not 0 <= self.mu < float("inf"):
             raise ValueError(f"mu is {self.mu}, but it is 0 or more")
 
-    def algorithm(self, start: Start) -> Algorithm:
+    def algorithm(self, start: AlgorithmInputs) -> Algorithm:
         return Proximal(self.mu, self.equal_weights)
 
 
@@ -59,7 +59,9 @@ class Proximal(Algorithm):
         self.equal_weights = equal_weights
         self.alike = equal_weights
 
-    def jobs(self, job: Job, assignment: Assignment, memory: Memory | None) -> list[Job]:
+    def jobs(
+        self, job: ClientJob, assignment: Assignment, memory: ClientMemory | None
+    ) -> list[ClientJob]:
         # Without an anchor the job is pulled towards its start weights.
         return [replace(job, mu=self.mu)]
 

@@ -29,11 +29,11 @@ from dure.contracts.strategy import Kind
 from dure.contracts.task import Task
 from dure.contracts.training_options import Part
 from dure.federated.aggregate import Mean
-from dure.federated.algorithm import Algorithm, Memory, Own, Start
-from dure.federated.engines.job import Job, Trained
-from dure.federated.privacy.choice import NOTHING
-from dure.federated.server.unfit import alike
-from dure.federated.strategy import OWNED, Federated
+from dure.federated.algorithm import Algorithm, AlgorithmInputs, ClientMemory, PersonalisedModel
+from dure.federated.engines.job import ClientJob, JobResult
+from dure.federated.privacy.privacy_settings import NOTHING
+from dure.federated.server.update_validation import same_shapes
+from dure.federated.strategy import DIVIDED_MODEL_WITHOUT_EMA, Federated
 from dure.fleet.conditions import Conditions
 from dure.protocol.messages import Assignment
 
@@ -49,7 +49,7 @@ class LocalOnly(Federated):
     mean_of: ClassVar[str] = "models that never met"
 
     def cannot(self, part: Part, kind: Kind) -> str | None:
-        return OWNED if part == "ema" else super().cannot(part, kind)
+        return DIVIDED_MODEL_WITHOUT_EMA if part == "ema" else super().cannot(part, kind)
 
     def check_task(self, task: Task) -> None:
         if self.aggregate != Mean():
@@ -81,14 +81,14 @@ class LocalOnly(Federated):
                 f"attack out, or take one on data, such as label-flip"
             )
 
-    def algorithm(self, start: Start) -> Algorithm:
-        return Alone(start)
+    def algorithm(self, start: AlgorithmInputs) -> Algorithm:
+        return IsolatedTraining(start)
 
 
-class Alone(Algorithm):
+class IsolatedTraining(Algorithm):
     """Algorithm in which all weights belong to the clients, and the shared part has no element."""
 
-    def __init__(self, start: Start) -> None:
+    def __init__(self, start: AlgorithmInputs) -> None:
         # Server and clients agree on it without a message: all start from the initial model.
         self.initial = list(start.weights)
 
@@ -98,22 +98,30 @@ class Alone(Algorithm):
     def whole(self, shared: Sequence[Tensor], kept: Sequence[Tensor]) -> list[Tensor]:
         # Before any client has trained there is no mean; tensors of other shapes are no mean
         # either.
-        return list(kept if alike(kept, self.initial) else self.initial)
+        return list(kept if same_shapes(kept, self.initial) else self.initial)
 
-    def jobs(self, job: Job, assignment: Assignment, memory: Memory | None) -> list[Job]:
+    def jobs(
+        self, job: ClientJob, assignment: Assignment, memory: ClientMemory | None
+    ) -> list[ClientJob]:
         return [replace(job, weights=memory or self.initial)]
 
     def answer(
-        self, jobs: list[Job], trained: list[Trained], assignment: Assignment, memory: Memory | None
-    ) -> tuple[Sequence[Tensor], Sequence[Tensor], Memory | None]:
+        self,
+        jobs: list[ClientJob],
+        trained: list[JobResult],
+        assignment: Assignment,
+        memory: ClientMemory | None,
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor], ClientMemory | None]:
         delta = trained[0].delta
         own = [w + d for w, d in zip(jobs[0].weights, delta, strict=True)]
         return self.shared(delta), (), own
 
-    def own(self, shared: Sequence[Tensor], memory: Memory | None) -> Own | None:
-        return Own(memory or self.initial)
+    def own(
+        self, shared: Sequence[Tensor], memory: ClientMemory | None
+    ) -> PersonalisedModel | None:
+        return PersonalisedModel(memory or self.initial)
 
-    def kept(self, memories: Mapping[int, Memory]) -> Sequence[Tensor]:
+    def kept(self, memories: Mapping[int, ClientMemory]) -> Sequence[Tensor]:
         # Sorted, so that the sum's rounding does not depend on the order of arrival.
         parts = [memories[client] for client in sorted(memories)]
         return [torch.stack(tensors).mean(0) for tensors in zip(*parts, strict=True)]

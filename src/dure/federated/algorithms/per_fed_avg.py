@@ -27,14 +27,14 @@ from torch import nn
 from dure.contracts.strategy import Kind
 from dure.contracts.task import Task
 from dure.contracts.training_options import Part
-from dure.federated.algorithm import Algorithm, Start
-from dure.federated.engines.choose import Setting
-from dure.federated.engines.job import Engine
+from dure.federated.algorithm import Algorithm, AlgorithmInputs
+from dure.federated.engines.engine_choice import EngineInputs
+from dure.federated.engines.job import ClientEngine
 from dure.federated.engines.meta import MetaEngine
 from dure.federated.strategy import Federated
 from dure.settings import suggestion
 
-Order = Literal["first-order", "hessian-free"]
+DerivativeOrder = Literal["first-order", "hessian-free"]
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class PerFedAvg(Federated):
     held_out: float = 0.2
     fine_tune: int = 1
     alpha: float = 0.01
-    order: Order = "first-order"
+    order: DerivativeOrder = "first-order"
 
     name: ClassVar[str] = "per-fed-avg"
     title: ClassVar[str] = "Per-FedAvg"
@@ -64,15 +64,16 @@ class PerFedAvg(Federated):
     def check_task(self, task: Task) -> None:
         if not 0 <= self.alpha < float("inf"):
             raise ValueError(f"alpha is {self.alpha}, but a step is 0 or more")
-        if self.order not in get_args(Order):
+        if self.order not in get_args(DerivativeOrder):
             raise ValueError(
-                f"there is no order {self.order!r}{suggestion(self.order, get_args(Order))}"
+                f"there is no order {self.order!r}"
+                f"{suggestion(self.order, get_args(DerivativeOrder))}"
             )
 
-    def algorithm(self, start: Start) -> Algorithm:
+    def algorithm(self, start: AlgorithmInputs) -> Algorithm:
         # Gradients per example of a step, which determine the device's time: two, and two more for
         # the Hessian.
-        return Adapted(4 if self.order == "hessian-free" else 2)
+        return AdaptedGradients(4 if self.order == "hessian-free" else 2)
 
     def check_engine(self, task: Task, wanted: str, model: nn.Module | None = None) -> None:
         if wanted not in ("auto", "loop", MetaEngine.name):
@@ -80,7 +81,7 @@ class PerFedAvg(Federated):
                 f"per-fed-avg has an engine of its own, and cannot be computed by {wanted!r}"
             )
 
-    def engine(self, setting: Setting) -> Engine:
+    def engine(self, setting: EngineInputs) -> ClientEngine:
         self.check_engine(setting.task, setting.wanted)
         if setting.objective is not None:
             raise ValueError(
@@ -98,7 +99,7 @@ class PerFedAvg(Federated):
         )
 
 
-class Adapted(Algorithm):
+class AdaptedGradients(Algorithm):
     """FedAvg whose clients compute more gradients per example."""
 
     def __init__(self, passes: int) -> None:

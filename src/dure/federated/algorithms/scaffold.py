@@ -32,8 +32,8 @@ from dure.contracts.strategy import Kind
 from dure.contracts.task import Task
 from dure.contracts.training_options import Part
 from dure.federated.aggregate.mean import wide
-from dure.federated.algorithm import Algorithm, Memory, Start
-from dure.federated.engines.job import Job, Trained
+from dure.federated.algorithm import Algorithm, AlgorithmInputs, ClientMemory
+from dure.federated.engines.job import ClientJob, JobResult
 from dure.federated.engines.optimizers import optimizer_of
 from dure.federated.server.server_optimizer import ServerOptimizer
 from dure.federated.strategy import Federated
@@ -84,11 +84,11 @@ class Scaffold(Federated):
                 f"{rates}"
             )
 
-    def algorithm(self, start: Start) -> Algorithm:
-        return Controls(start.weights, start.clients, start.lr, self.by_examples)
+    def algorithm(self, start: AlgorithmInputs) -> Algorithm:
+        return ControlVariates(start.weights, start.clients, start.lr, self.by_examples)
 
 
-class Controls(Algorithm):
+class ControlVariates(Algorithm):
     """Control variates: c on the server, c_i on the clients."""
 
     def __init__(
@@ -122,7 +122,9 @@ class Controls(Algorithm):
     def restore(self, state: Any) -> None:
         self.control = list(state)
 
-    def jobs(self, job: Job, assignment: Assignment, memory: Memory | None) -> list[Job]:
+    def jobs(
+        self, job: ClientJob, assignment: Assignment, memory: ClientMemory | None
+    ) -> list[ClientJob]:
         own = memory or [torch.zeros_like(c) for c in assignment.extra]
         return [
             replace(
@@ -131,8 +133,12 @@ class Controls(Algorithm):
         ]
 
     def answer(
-        self, jobs: list[Job], trained: list[Trained], assignment: Assignment, memory: Memory | None
-    ) -> tuple[Sequence[Tensor], Sequence[Tensor], Memory | None]:
+        self,
+        jobs: list[ClientJob],
+        trained: list[JobResult],
+        assignment: Assignment,
+        memory: ClientMemory | None,
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor], ClientMemory | None]:
         (job,) = jobs
         (result,) = trained
         assert job.correction is not None

@@ -24,9 +24,9 @@ from dure.contracts.lr_schedule import LRSchedule, factor_at
 from dure.data.batches import Batches, batches_per_epoch
 from dure.data.keys import client_label
 from dure.data.partition import ClientParts
-from dure.federated.algorithm import Algorithm, Memory, Own
-from dure.federated.client.personal import One, Personal, measured_by
-from dure.federated.engines.job import Engine, Job, Trained
+from dure.federated.algorithm import Algorithm, ClientMemory, PersonalisedModel
+from dure.federated.client.evaluation import ClientEvaluator, ClientMeasurement, measured_by
+from dure.federated.engines.job import ClientEngine, ClientJob, JobResult
 from dure.fleet.attacks import Attack
 from dure.privacy.poisson import PoissonBatches
 from dure.protocol.carrier import Order, Work
@@ -50,7 +50,7 @@ from dure.tensors.finite import all_finite
 
 if TYPE_CHECKING:
     # The module needs the extra "privacy", which runs without secure aggregation do not have.
-    from dure.federated.client.holding import Holding
+    from dure.federated.client.pending_updates import PendingUpdates
 
 SHOWN = 64
 """Largest number of assignments that the choice of an engine sees."""
@@ -61,28 +61,30 @@ TOGETHER = 50
 FEW = 1_000
 """Largest number of clients whose examples are looked up once, not per assignment."""
 
-_NOBODY: tuple[int, Memory | None] = (-1, None)
+_NOBODY: tuple[int, ClientMemory | None] = (-1, None)
 """Entry for a client without new state."""
 
-Make = Callable[[Sequence[Job], str | None, int, int | None], Engine]
+MakeEngine = Callable[[Sequence[ClientJob], str | None, int, int | None], ClientEngine]
 """(jobs, name, chunk, threads) -> an engine for such jobs.
 
 name, chunk and threads are the values of the earlier engine of a resumed run.
 """
 
 
-Keep = Callable[[Order, Update, Sequence[Tensor]], None]
+UpdateCallback = Callable[[Order, Update, Sequence[Tensor]], None]
 """Callback for each sent update: (order, update, examples of each step).
 
 Examples are indices of the task's training data.
 """
 
 
-LossesOf = Callable[[Own, Sequence[int], Sequence[Tensor]], list[float]]
+LossesOf = Callable[[PersonalisedModel, Sequence[int], Sequence[Tensor]], list[float]]
 """(model, clients, examples of each) -> the mean loss of each."""
 
 
-def _no_losses(model: Own, clients: Sequence[int], parts: Sequence[Tensor]) -> list[float]:
+def _no_losses(
+    model: PersonalisedModel, clients: Sequence[int], parts: Sequence[Tensor]
+) -> list[float]:
     raise ValueError("these clients are not asked for losses")
 
 
@@ -124,7 +126,7 @@ class LocalWork:
         return epochs * examples + rest * self.batch(examples)
 
 
-class Clients:
+class FederatedClients:
     """All clients of this process.
 
     Args:
@@ -156,8 +158,8 @@ class Clients:
         parts: Sequence[Tensor],
         work: LocalWork,
         algorithm: Algorithm,
-        engine: Make,
-        personal: Personal,
+        engine: MakeEngine,
+        personal: ClientEvaluator,
         seed: int,
         present: Callable[[int, float], Tensor] | None = None,
         attack: Attack | None = None,
@@ -166,8 +168,8 @@ class Clients:
         lr_schedule: LRSchedule | None = None,
         threads: int | None = None,
         names: Sequence[str] | None = None,
-        holding: Holding | None = None,
-        keep: Keep | None = None,
+        holding: PendingUpdates | None = None,
+        keep: UpdateCallback | None = None,
         coins: Secret | None = None,
         protect: Callable[[Update, Assignment], Update] | None = None,
         losses: LossesOf = _no_losses,
@@ -194,7 +196,7 @@ class Clients:
         self.partial = partial
         self.checked = attack is None  # by the engine
         self.lr_schedule = lr_schedule
-        self.memories: dict[int, Memory] = {}
+        self.memories: dict[int, ClientMemory] = {}
         self.trained: dict[int, float] = {}
         """Time of each client's last training start, if data come and go."""
         self.look: Callable[[], None] | None = None
@@ -203,7 +205,7 @@ class Clients:
         An exception of the callback ends the training.
         """
         self._make = engine
-        self._engine: Engine | None = None
+        self._engine: ClientEngine | None = None
         self.chosen: str | None = None
         """Name of the engine, once chosen."""
         self.why = ""
@@ -211,7 +213,7 @@ class Clients:
         self.chunk = 0
         """Number of jobs per process and message; 0 without processes."""
         self.threads = threads
-        self._pending: dict[int, tuple[int, Memory | None]] = {}
+        self._pending: dict[int, tuple[int, ClientMemory | None]] = {}
         """By ticket: client of each unsettled update, and its new state upon acceptance."""
         self._ready: dict[int, Update] = {}
         """Updates that were computed ahead of their request."""
@@ -293,7 +295,7 @@ class Clients:
         return computed if self._keep is None else self._kept(orders, computed, self._keep)
 
     def _kept(
-        self, orders: Sequence[Order], sent: Iterator[Update], keep: Keep
+        self, orders: Sequence[Order], sent: Iterator[Update], keep: UpdateCallback
     ) -> Iterator[Update]:
         for order, update in zip(orders, sent, strict=True):
             if update.failure is None:
@@ -327,7 +329,7 @@ class Clients:
         """Return the answer to a step of a secure sum; None for a client that takes no part."""
         return None if self.holding is None else self.holding.answer(say)
 
-    def keeps(self, ticket: int) -> Memory | None:
+    def keeps(self, ticket: int) -> ClientMemory | None:
         """Return the state that an update's client stores upon acceptance; None without any."""
         return self._pending.get(ticket, _NOBODY)[1]
 
@@ -350,8 +352,9 @@ class Clients:
         The measurement changes no state: clients continue as before.
         """
         personal = self.personal
-        found: dict[str, Mapping[int, One]] = {}
-        # A single object for all clients: `Personal` loads a model only if the object changes.
+        found: dict[str, Mapping[int, ClientMeasurement]] = {}
+        # A single object for all clients: `ClientEvaluator` loads a model only if the object
+        # changes.
         whole = self._whole(measure.weights, measure.buffers)
         if personal.clients:
             found |= self._held_out(measure, whole)
@@ -360,7 +363,9 @@ class Clients:
         names = ["loss", *personal.task.measures]
         return measured_by(found, names, personal.without)
 
-    def _held_out(self, measure: Measure, whole: Own) -> dict[str, dict[int, One]]:
+    def _held_out(
+        self, measure: Measure, whole: PersonalisedModel
+    ) -> dict[str, dict[int, ClientMeasurement]]:
         personal = self.personal
         found = {"client": personal.over(repeat(whole))}
         own = partial(self._own, measure, whole)
@@ -371,7 +376,9 @@ class Clients:
             found["personal"] = personal.over(map(own, personal.clients))
         return found
 
-    def _newest(self, measure: Measure, whole: Own) -> dict[str, dict[int, One]]:
+    def _newest(
+        self, measure: Measure, whole: PersonalisedModel
+    ) -> dict[str, dict[int, ClientMeasurement]]:
         """Return measurements of global and frozen model on data that arrived since training."""
         come = {client: self._come(client, measure.now) for client in self.personal.comers}
         parts = {client: part for client, part in come.items() if len(part)}
@@ -404,8 +411,8 @@ class Clients:
         found = self._losses(self._whole(weights, buffers), clients, parts)
         return list(zip(found, map(len, parts), strict=True))
 
-    def _whole(self, weights: Sequence[Tensor], buffers: Sequence[Tensor]) -> Own:
-        return Own(self.algorithm.whole(weights, self.kept().tensors), buffers)
+    def _whole(self, weights: Sequence[Tensor], buffers: Sequence[Tensor]) -> PersonalisedModel:
+        return PersonalisedModel(self.algorithm.whole(weights, self.kept().tensors), buffers)
 
     def kept(self) -> Kept:
         """Return the mean of the clients' own parts of the model, over clients that took part."""
@@ -466,7 +473,7 @@ class Clients:
         own = self.parts[client]
         return own if self.present is None else own[self.present(len(own), now)]
 
-    def engine(self, jobs: Sequence[Job]) -> Engine:
+    def engine(self, jobs: Sequence[ClientJob]) -> ClientEngine:
         """Return the engine, chosen at the first jobs for the rest of the run.
 
         A resumed run uses the same engine, because the cohort size depends on the number of these
@@ -512,7 +519,7 @@ class Clients:
         jobs = [job for order in orders[:SHOWN] for job in self._jobs(order)]
         return self.engine(jobs).cohort if jobs else 1
 
-    def _jobs(self, order: Order) -> list[Job]:
+    def _jobs(self, order: Order) -> list[ClientJob]:
         """Return the engine's jobs for an assignment: FedAvg's job, as the algorithm changes it.
 
         The list is empty for a client that has too few examples to train.
@@ -521,7 +528,7 @@ class Clients:
         indices = self.indices(one.client, order.began)
         if self._too_few(indices):
             return []
-        job = Job(
+        job = ClientJob(
             client=one.client,
             round=one.round,
             indices=indices,
@@ -560,7 +567,7 @@ class Clients:
                 too_few: Failure = "it has one example, of which batch norm has no statistics"
                 yield _failed(order.assignment, 1, too_few)
 
-    def _update(self, asked: Assignment, jobs: list[Job], trained: list[Trained]) -> Update:
+    def _update(self, asked: Assignment, jobs: list[ClientJob], trained: list[JobResult]) -> Update:
         failure = next((each.failure for each in trained if each.failure is not None), None)
         if failure is not None:
             return _failed(asked, jobs[0].indices.numel(), failure)
@@ -589,7 +596,7 @@ class Clients:
         )
         return update if self._protect is None else self._protect(update, asked)
 
-    def _own(self, measure: Measure, whole: Own, client: int) -> Own:
+    def _own(self, measure: Measure, whole: PersonalisedModel, client: int) -> PersonalisedModel:
         """Return the client's personalised model, or the global model if there is none."""
         # Personalised weights without buffers are measured with the global buffers.
         kept = self.algorithm.own(measure.weights, self.memories.get(client))
@@ -597,7 +604,9 @@ class Clients:
             return whole
         return kept if kept.buffers is not None else kept._replace(buffers=measure.buffers)
 
-    def _tuned(self, own: Callable[[int], Own], measure: Measure) -> Iterator[Own]:
+    def _tuned(
+        self, own: Callable[[int], PersonalisedModel], measure: Measure
+    ) -> Iterator[PersonalisedModel]:
         """Yield the models of measured clients after `fine_tune` epochs.
 
         Each client trains on its present data.
@@ -614,16 +623,16 @@ class Clients:
                 result = None if self._too_few(job.indices) else next(results)
                 # A model that cannot train, or diverges, stays as it was.
                 if result is None or result.failure is not None:
-                    yield Own(job.weights, job.buffers)
+                    yield PersonalisedModel(job.weights, job.buffers)
                     continue
                 weights = [w + d for w, d in zip(job.weights, result.delta, strict=True)]
-                yield Own(weights, result.buffers)
+                yield PersonalisedModel(weights, result.buffers)
 
-    def _tuning(self, client: int, model: Own, measure: Measure) -> Job:
+    def _tuning(self, client: int, model: PersonalisedModel, measure: Measure) -> ClientJob:
         indices = self.indices(client, measure.now)
         steps = self.personal.fine_tune * self.local.per_epoch(len(indices))
         assert model.buffers is not None
-        return Job(
+        return ClientJob(
             client=client,
             round=measure.round,
             indices=indices,

@@ -35,16 +35,16 @@ from torch import Tensor, nn
 
 from dure.contracts.task import Task
 from dure.data.examples import Examples
+from dure.federated.engines.block_pool import BlockPool
 from dure.federated.engines.factored import which_pay
-from dure.federated.engines.job import Engine, Job, Trained, loss_failure, not_finite
-from dure.federated.engines.loop import failed
-from dure.federated.engines.losses import Found, OwnLossError, cross_entropy
+from dure.federated.engines.job import ClientEngine, ClientJob, JobResult, loss_failure, not_finite
+from dure.federated.engines.loop import client_error
+from dure.federated.engines.losses import OwnLossError, StepLosses, cross_entropy
 from dure.federated.engines.measuring import results_of, steps_of
-from dure.federated.engines.memory import Memory
 from dure.federated.engines.optimizers import optimizer_of
-from dure.federated.engines.plan import Step, plan
-from dure.federated.engines.products import Deferred, Factors, Part, Products
-from dure.federated.engines.program import Program, program_of
+from dure.federated.engines.plan import CohortStep, plan
+from dure.federated.engines.products import DeferredUpdate, Factors, ProductPart, UpdateProducts
+from dure.federated.engines.program import BatchedProgram, program_of
 from dure.federated.engines.sgd import SGD, CannotBatchError, sgd_of
 from dure.machine.devices import to_device
 from dure.machine.threads import SMALL_STEP, threads
@@ -62,10 +62,10 @@ They are written once, if at all, and need not stay in a cache.
 MOST = 256
 """Largest number of clients in a cohort whose weights are factored."""
 
-_NOTHING = Trained([], [], 0, 0.0)
+_NOTHING = JobResult([], [], 0, 0.0)
 
 
-class Losses(NamedTuple):
+class CohortLosses(NamedTuple):
     """Losses and counted weights, each of shape (steps, C).
 
     counted: None if every example counts 1.
@@ -75,7 +75,7 @@ class Losses(NamedTuple):
     counted: Tensor | None
 
 
-class Kind(NamedTuple):
+class CohortKind(NamedTuple):
     """Properties in which all jobs of a batched cohort agree.
 
     mu: coefficient of the proximal term. anchored, corrected: whether a job has an anchor, a
@@ -134,7 +134,7 @@ def batched_engine(
     )
 
 
-class BatchedEngine(Engine):
+class BatchedEngine(ClientEngine):
     """Engine that trains cohorts of clients; made by `batched_engine`.
 
     Args:
@@ -152,7 +152,7 @@ class BatchedEngine(Engine):
 
     def __init__(
         self,
-        program: Program,
+        program: BatchedProgram,
         rule: SGD,
         examples: Examples,
         device: torch.device,
@@ -180,7 +180,7 @@ class BatchedEngine(Engine):
         """Each parameter, with its start and end in flat weights."""
         self._whole = ends[-1] * self.inputs.element_size()
         """Bytes of a model's weights."""
-        self.memory = Memory()
+        self.memory = BlockPool()
         self._fits: dict[int, int] = {}
         """Number of rows of a job -> cohort size."""
         self._pay: dict[int, list[bool]] = {}
@@ -190,7 +190,7 @@ class BatchedEngine(Engine):
         self._formed = FORMED[kind]
         self.cohort: int = max(1, min(64, self.room // self._whole))
 
-    def train(self, jobs: Iterable[Job]) -> Iterator[Trained]:
+    def train(self, jobs: Iterable[ClientJob]) -> Iterator[JobResult]:
         """Yield the results in the jobs' order, a cohort at a time.
 
         A client whose loss or weights are not finite has a failure as its result. Raises
@@ -201,26 +201,26 @@ class BatchedEngine(Engine):
         asked, again = tee(jobs)
         return results_of(asked, self._train(steps_of(again)))
 
-    def _train(self, jobs: Iterable[Job]) -> Iterator[Trained]:
+    def _train(self, jobs: Iterable[ClientJob]) -> Iterator[JobResult]:
         # Jobs that start from different weights (personalised layers, for example) share none.
         apart = isinstance(jobs, Sequence) and len({id(job.weights[0]) for job in jobs}) > 1
         for some, kinds in windows(jobs, self._classifier(self.together and not apart)):
-            results: dict[int, Trained] = {}
+            results: dict[int, JobResult] = {}
             for kind, places in kinds.items():
                 trained = self._cohort([some[place] for place in places], kind)
                 results.update(zip(places, trained, strict=True))
             # Handed over one by one, without a second reference here.
             yield from map(results.pop, range(len(some)))
 
-    def _classifier(self, shared: bool) -> Callable[[Job], tuple[Kind, int]]:
+    def _classifier(self, shared: bool) -> Callable[[ClientJob], tuple[CohortKind, int]]:
         """Return a function from a job to its kind and its cohort size.
 
         The function computes both once for all jobs that agree in the relevant properties.
         """
         # Most jobs of a round agree: each kind is examined once.
-        known: dict[tuple[Any, ...], tuple[Kind, int]] = {}
+        known: dict[tuple[Any, ...], tuple[CohortKind, int]] = {}
 
-        def classify(job: Job) -> tuple[Kind, int]:
+        def classify(job: ClientJob) -> tuple[CohortKind, int]:
             added = job.mu, job.anchor is None, job.correction is None, job.lr_factor, job.measures
             what = (job.steps, job.indices.numel(), *added)
             if what not in known:
@@ -230,13 +230,13 @@ class BatchedEngine(Engine):
 
         return classify
 
-    def _kind(self, job: Job, shared: bool) -> Kind:
+    def _kind(self, job: ClientJob, shared: bool) -> CohortKind:
         # Factors represent products alone: any other change of the weights needs per-client
         # weights.
         rule = self._rule(job)
         added = job.mu or job.correction is not None or rule.momentum or rule.weight_decay
         factors = shared and not added and any(self._factored(self._rows(job)))
-        return Kind(
+        return CohortKind(
             mu=job.mu,
             anchored=job.anchor is not None,
             corrected=job.correction is not None,
@@ -245,7 +245,7 @@ class BatchedEngine(Engine):
             measures=job.measures is not None,
         )
 
-    def _rule(self, job: Job) -> SGD:
+    def _rule(self, job: ClientJob) -> SGD:
         """Return the SGD rule of the job's steps; a measuring job moves by the gradient alone."""
         if job.measures is not None:
             return replace(self.rule, lr=1.0, momentum=0.0, weight_decay=0.0)
@@ -253,7 +253,7 @@ class BatchedEngine(Engine):
             return self.rule
         return replace(self.rule, lr=self.rule.lr * job.lr_factor)
 
-    def _rows(self, job: Job) -> int:
+    def _rows(self, job: ClientJob) -> int:
         """Return the rows of all steps of the job."""
         examples = job.indices.numel()
         return job.steps * (examples if self.batch_size is None else min(self.batch_size, examples))
@@ -265,11 +265,11 @@ class BatchedEngine(Engine):
             self.flops = flops()
             self.threads = threads
 
-    def at_once(self, job: Job) -> int:
+    def at_once(self, job: ClientJob) -> int:
         """Return the cohort size for jobs like this one."""
         return self._most(job, self._kind(job, self.together))
 
-    def _most(self, job: Job, kind: Kind) -> int:
+    def _most(self, job: ClientJob, kind: CohortKind) -> int:
         """Return the cohort size for jobs like this one, all of this kind."""
         if not kind.factors:
             return self.cohort
@@ -309,7 +309,7 @@ class BatchedEngine(Engine):
         return self._pay[rows]
 
     @torch.no_grad()
-    def _cohort(self, jobs: Sequence[Job], kind: Kind) -> list[Trained]:
+    def _cohort(self, jobs: Sequence[ClientJob], kind: CohortKind) -> list[JobResult]:
         made = plan(jobs, self.batch_size, self.seed, self.sampling)
         deltas, found, finite = self._compute(
             [jobs[which] for which in made.by_steps], made.steps, kind
@@ -317,7 +317,7 @@ class BatchedEngine(Engine):
         values = found.losses.T.tolist()
         counts = None if found.counted is None else found.counted.T.tolist()
         # The plan sorts jobs by steps; results return in the order of the jobs.
-        trained: list[Trained] = [_NOTHING] * len(jobs)
+        trained: list[JobResult] = [_NOTHING] * len(jobs)
         for at, which in enumerate(made.by_steps):
             sizes = made.sizes[at]
             samples = sum(sizes)
@@ -326,7 +326,7 @@ class BatchedEngine(Engine):
             own = sizes if counts is None else counts[at]
             counted = sum(own)
             loss = sum(map(mul, values[at], own)) / counted if counted else 0.0
-            trained[which] = Trained(
+            trained[which] = JobResult(
                 delta=deltas[at],
                 buffers=[],
                 samples=samples,
@@ -341,8 +341,8 @@ class BatchedEngine(Engine):
         return trained
 
     def _compute(
-        self, jobs: Sequence[Job], steps: Sequence[Step], kind: Kind
-    ) -> tuple[list[Sequence[Tensor]], Losses, bool]:
+        self, jobs: Sequence[ClientJob], steps: Sequence[CohortStep], kind: CohortKind
+    ) -> tuple[list[Sequence[Tensor]], CohortLosses, bool]:
         """Return each job's update; the losses, (steps, C); and whether all of them are finite."""
         rule = self._rule(jobs[0])
         start, constant = self._begin(jobs)
@@ -386,7 +386,7 @@ class BatchedEngine(Engine):
                     found = self._step(step, at == 0)
                 except OwnLossError as error:
                     raised = error.__cause__ or error
-                    raise failed(jobs[error.client], raised) from raised
+                    raise client_error(jobs[error.client], raised) from raised
                 losses[at, : len(step.sizes)] = found.losses
                 if found.counted is not None:
                     if counted is None:
@@ -394,21 +394,21 @@ class BatchedEngine(Engine):
                     counted[at, : len(step.sizes)] = found.counted
             self._write(start, outputs, once)
         if defers:
-            products = Products(self._parts(outputs), rule.lr, threads_here)
+            products = UpdateProducts(self._parts(outputs), rule.lr, threads_here)
             # Unformed updates cannot be checked for NaN, so a bound has to exclude NaN; otherwise
             # they are formed and checked.
             if products.bounded():
                 own = jobs[0].weights[0]
                 deferred: list[Sequence[Tensor]] = [
-                    Deferred(products, at, own) for at in range(len(jobs))
+                    DeferredUpdate(products, at, own) for at in range(len(jobs))
                 ]
-                return deferred, Losses(losses, counted), _finite(losses)
+                return deferred, CohortLosses(losses, counted), _finite(losses)
             changes = products.all()
         updates = changes.to(jobs[0].weights[0].device).unbind(0)
         finite = _finite(changes) and _finite(losses)
-        return [[update] for update in updates], Losses(losses, counted), finite
+        return [[update] for update in updates], CohortLosses(losses, counted), finite
 
-    def _threads(self, steps: Sequence[Step]) -> int | None:
+    def _threads(self, steps: Sequence[CohortStep]) -> int | None:
         """Return the number of threads of operators; None leaves the number unchanged.
 
         The number depends on the model and the cohort.
@@ -436,11 +436,11 @@ class BatchedEngine(Engine):
             for part, size in zip(torch.split(changes, sizes, 1), sizes, strict=True)
         ]
 
-    def _parts(self, outputs: Sequence[Tensor | None]) -> list[Part]:
-        """Return the parts of `Products`: outputs, or factors of parameters without output."""
+    def _parts(self, outputs: Sequence[Tensor | None]) -> list[ProductPart]:
+        """Return the parts of `UpdateProducts`: outputs, or factors of parameters without one."""
         weights = self.program.weights
         biased = {id(one.beside) for one in weights}
-        parts: list[Part] = []
+        parts: list[ProductPart] = []
         for one, output in zip(weights, outputs, strict=True):
             if output is not None:
                 parts.append(output)
@@ -460,7 +460,7 @@ class BatchedEngine(Engine):
                 before = start[:, begin:end].view(-1, *weights.shape)
                 torch.sub(weights.values, before, out=output.view(weights.values.shape))
 
-    def _begin(self, jobs: Sequence[Job]) -> tuple[Tensor, Tensor | None]:
+    def _begin(self, jobs: Sequence[ClientJob]) -> tuple[Tensor, Tensor | None]:
         """Return the start of a cohort, (C, d) or, if all are the same, (1, d).
 
         The start is the weights, and the constant part of the gradients, without the term mu w.
@@ -488,7 +488,7 @@ class BatchedEngine(Engine):
         together = tensors[0].unsqueeze(0) if alike else torch.stack(tensors)
         return together.to(self.device)
 
-    def _step(self, step: Step, first: bool) -> Found:
+    def _step(self, step: CohortStep, first: bool) -> StepLosses:
         rows = step.rows.view(-1).to(self.device)
         inputs = self.inputs.index_select(0, rows).unflatten(0, step.rows.shape)
         targets = self.targets.index_select(0, rows).unflatten(0, step.rows.shape)
@@ -499,17 +499,17 @@ class BatchedEngine(Engine):
 
 
 def windows(
-    jobs: Iterable[Job], classify: Callable[[Job], tuple[Kind, int]]
-) -> Iterator[tuple[list[Job], dict[Kind, list[int]]]]:
+    jobs: Iterable[ClientJob], classify: Callable[[ClientJob], tuple[CohortKind, int]]
+) -> Iterator[tuple[list[ClientJob], dict[CohortKind, list[int]]]]:
     """Yield the jobs in order, in windows that end as soon as a kind has a full cohort.
 
     Each window comes with the places of each kind's jobs, which can be computed together. classify:
     returns a job's kind and its cohort size; the smallest cohort size of the jobs of a kind counts,
     because a cohort has places of equal size.
     """
-    some: list[Job] = []
-    kinds: dict[Kind, list[int]] = {}
-    least: dict[Kind, int] = {}
+    some: list[ClientJob] = []
+    kinds: dict[CohortKind, list[int]] = {}
+    least: dict[CohortKind, int] = {}
     for job in jobs:
         kind, most = classify(job)
         places = kinds.get(kind, [])
@@ -548,7 +548,7 @@ def _known(values: Sequence[Tensor] | None) -> Sequence[Tensor]:
     return values
 
 
-def _looked_at(trained: Trained, losses: Sequence[float]) -> Trained:
+def _looked_at(trained: JobResult, losses: Sequence[float]) -> JobResult:
     """Return the result, or a failure if losses or weights are not finite."""
     failure = loss_failure(losses)
     if failure is None and not bool(trained.delta[0].isfinite().all()):

@@ -21,15 +21,15 @@ import torch
 from torch import Tensor
 
 from dure.errors import DureError, WorkerFailedError, can_be_pickled, traceback_of
-from dure.federated.engines.job import Engine, Job, Measures, Reference, Trained
-from dure.federated.engines.loop import failed
-from dure.federated.engines.progress import Progress
-from dure.federated.engines.shared import Outputs, Reply, Slots
+from dure.federated.engines.job import ClientEngine, ClientJob, JobResult, Measures, Reference
+from dure.federated.engines.loop import client_error
+from dure.federated.engines.progress import ProcessProgress
+from dure.federated.engines.shared_memory import Reply, SharedResults, SharedWeights
 
 
 @dataclass(frozen=True)
-class Note:
-    """A job as a message: `Job` with slot numbers instead of its weights, anchor and correction.
+class JobMessage:
+    """A `ClientJob` as a message: slot numbers instead of its weights, anchor and correction.
 
     places: slots of weights, anchor, correction; None without such a tensor. references: (weights,
     buffers) of each reference; weights None are the job's own.
@@ -56,14 +56,14 @@ class Note:
         return {place for place in self.places if place is not None}
 
 
-def note_of(job: Job, slots: Slots, needed: set[int]) -> Note:
+def job_message(job: ClientJob, slots: SharedWeights, needed: set[int]) -> JobMessage:
     """Return the message for a job; its tensors go into slots that are not needed."""
     weights = slots.put(job.weights, needed)
     anchor, correction = (
         None if values is None else slots.put(values, needed)
         for values in (job.anchor, job.correction)
     )
-    return Note(
+    return JobMessage(
         client=job.client,
         round=job.round,
         indices=job.indices.numpy(),
@@ -84,12 +84,12 @@ def note_of(job: Job, slots: Slots, needed: set[int]) -> Note:
     )
 
 
-def live(
-    inner: Engine,
+def run_child(
+    inner: ClientEngine,
     connection: Connection,
     sets: list[list[Tensor]],
-    outputs: Outputs,
-    progress: Progress,
+    outputs: SharedResults,
+    progress: ProcessProgress,
     pipe: Sequence[int],
     not_mine: Sequence[Connection],
 ) -> NoReturn:
@@ -114,7 +114,7 @@ def live(
         threading.Thread(target=_leave_with_parent, args=(pipe[0],), daemon=True).start()
         inner.look = progress.step
         while True:
-            notes: list[Note] = pickle.loads(connection.recv_bytes())
+            notes: list[JobMessage] = pickle.loads(connection.recv_bytes())
             done = _do(inner, notes, sets, outputs, progress)
             connection.send_bytes(pickle.dumps(done, pickle.HIGHEST_PROTOCOL))
             # Output of user code, which `os._exit` would lose.
@@ -138,31 +138,31 @@ def _leave_with_parent(pipe: int) -> None:
 
 
 def _do(
-    inner: Engine,
-    notes: Sequence[Note],
+    inner: ClientEngine,
+    notes: Sequence[JobMessage],
     sets: Sequence[list[Tensor]],
-    outputs: Outputs,
-    progress: Progress,
+    outputs: SharedResults,
+    progress: ProcessProgress,
 ) -> tuple[Reply, DureError | None]:
     """Return the results of the jobs up to the first error, and that error or None."""
     jobs = [_job(note, sets) for note in notes]
-    results: list[Trained] = []
+    results: list[JobResult] = []
     error: DureError | None = None
     try:
         for trained in inner.train(jobs):
             results.append(trained)
             progress.done(len(results))
-    # Ctrl-C is ignored here (`live`): a KeyboardInterrupt comes from user code.
+    # Ctrl-C is ignored here (`run_child`): a KeyboardInterrupt comes from user code.
     except BaseException as raised:
         # Results come in the jobs' order, so the failed job is the next.
         error = _portable(raised, jobs[len(results)])
     return outputs.write(results), error
 
 
-def _job(note: Note, sets: Sequence[list[Tensor]]) -> Job:
+def _job(note: JobMessage, sets: Sequence[list[Tensor]]) -> ClientJob:
     weights, anchor, correction = (None if place is None else sets[place] for place in note.places)
     assert weights is not None
-    return Job(
+    return ClientJob(
         client=note.client,
         round=note.round,
         indices=torch.from_numpy(note.indices),
@@ -184,11 +184,11 @@ def _job(note: Note, sets: Sequence[list[Tensor]]) -> Job:
     )
 
 
-def _portable(error: BaseException, job: Job) -> DureError:
+def _portable(error: BaseException, job: ClientJob) -> DureError:
     """Return an error that can be pickled, with its traceback as text if the type cannot travel."""
     if isinstance(error, WorkerFailedError):
         text = traceback_of(error.__cause__ or error)
         return WorkerFailedError(error.who, error.step, error.reason, error.traceback or text)
     if isinstance(error, DureError) and can_be_pickled(error):
         return error
-    return _portable(failed(job, error), job)
+    return _portable(client_error(job, error), job)

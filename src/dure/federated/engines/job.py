@@ -27,7 +27,7 @@ Measures = Literal["loss", "gradient"]
 
 
 # gc=False: a round has many jobs, and none is part of a cycle.
-class Job(msgspec.Struct, frozen=True, gc=False):
+class ClientJob(msgspec.Struct, frozen=True, gc=False):
     """Local training of a client.
 
         for t = first_step .. first_step + steps - 1:
@@ -82,7 +82,7 @@ class Job(msgspec.Struct, frozen=True, gc=False):
         return f"client {self.client}" if self.name is None else self.name
 
 
-class Trained(msgspec.Struct, frozen=True, gc=False):
+class JobResult(msgspec.Struct, frozen=True, gc=False):
     """Result of a job.
 
     delta: weights after training minus `job.weights`; of a measuring job, the gradient, or zeros
@@ -99,9 +99,9 @@ class Trained(msgspec.Struct, frozen=True, gc=False):
     counted: float | None = None
 
 
-def not_finite(failure: Failure) -> Trained:
+def not_finite(failure: Failure) -> JobResult:
     """Return the result of a job whose numbers are not all finite."""
-    return Trained(delta=[], buffers=[], samples=0, loss=0.0, failure=failure)
+    return JobResult(delta=[], buffers=[], samples=0, loss=0.0, failure=failure)
 
 
 def loss_failure(losses: Iterable[float]) -> Failure | None:
@@ -113,7 +113,7 @@ def loss_failure(losses: Iterable[float]) -> Failure | None:
     return None
 
 
-class Engine:
+class ClientEngine:
     """Base class of engines; subclasses define at least a name and `train`."""
 
     name: str
@@ -134,14 +134,14 @@ class Engine:
     threads: int | None = None
     """Thread limit of operators in long steps of many clients; None leaves it unchanged."""
 
-    def train(self, jobs: Iterable[Job]) -> Iterator[Trained]:
+    def train(self, jobs: Iterable[ClientJob]) -> Iterator[JobResult]:
         """Do the jobs and yield the results in their order, a few at a time.
 
         At most a cohort is in memory.
         """
         raise NotImplementedError
 
-    def at_once(self, job: Job) -> int:
+    def at_once(self, job: ClientJob) -> int:
         """Return the preferred number of jobs like this one at once."""
         return 1
 
@@ -155,6 +155,6 @@ class Engine:
     def close(self) -> None:
         """End the engine's processes, if there are any."""
 
-    def tune(self, jobs: Iterable[Job]) -> Iterator[Trained]:
+    def tune(self, jobs: Iterable[ClientJob]) -> Iterator[JobResult]:
         """Train as `train`, towards a client's personalised model and not the next global model."""
         return self.train(jobs)

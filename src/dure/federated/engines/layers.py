@@ -34,7 +34,7 @@ FEW = 32
 """Largest number of elements of a patch (channels times kernel) for writing patches out."""
 
 
-class Layer:
+class BatchedLayer:
     """A layer of a program."""
 
     trained = False
@@ -52,7 +52,7 @@ class Layer:
         raise NotImplementedError
 
 
-class Linear(Layer):
+class Linear(BatchedLayer):
     """Batched nn.Linear."""
 
     trained = True
@@ -93,7 +93,7 @@ class Linear(Layer):
         return before
 
 
-class FrozenLinear(Layer):
+class FrozenLinear(BatchedLayer):
     """Untrained nn.Linear: the same for all clients, and a single product for all."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
@@ -107,7 +107,7 @@ class FrozenLinear(Layer):
         return torch.matmul(g, self.weight) if needs_input else g
 
 
-class Pointwise(Layer):
+class Pointwise(BatchedLayer):
     """A function of each element. derivative: of (gradient, output, input)."""
 
     def __init__(
@@ -128,7 +128,7 @@ class Pointwise(Layer):
         return self.derivative(g, self.y, self.x) if needs_input else g
 
 
-class Relu(Layer):
+class Relu(BatchedLayer):
     """Layer of max(x, 0)."""
 
     def __init__(self) -> None:
@@ -161,7 +161,7 @@ def gelu(approximate: str) -> Pointwise:
     )
 
 
-class Reshape(Layer):
+class Reshape(BatchedLayer):
     """Reshape of examples; (-1,) flattens them."""
 
     def __init__(self, shape: tuple[int, ...]) -> None:
@@ -178,7 +178,7 @@ class Reshape(Layer):
         return innermost(before.flatten(0, 1)).view_as(before) if before.ndim == 5 else before
 
 
-class Pool(Layer):
+class PoolingLayer(BatchedLayer):
     """Batched nn.MaxPool2d and nn.AvgPool2d.
 
     largest: whether the layer takes maxima, so that relu may follow instead of precede. window: of
@@ -217,10 +217,10 @@ def innermost(images: Tensor) -> Tensor:
     return images.contiguous(memory_format=torch.channels_last)
 
 
-def max_pool(kernel: Pair, stride: Pair, padding: Pair, dilation: Pair, ceil: bool) -> Pool:
+def max_pool(kernel: Pair, stride: Pair, padding: Pair, dilation: Pair, ceil: bool) -> PoolingLayer:
     how = (kernel, stride, padding, dilation, ceil)
     beside = kernel == stride and padding == (0, 0) and dilation == (1, 1) and not ceil
-    return Pool(
+    return PoolingLayer(
         lambda images: torch.ops.aten.max_pool2d_with_indices(images, *how),
         lambda g, images, where: torch.ops.aten.max_pool2d_with_indices_backward(
             g, images, *how, where
@@ -232,16 +232,16 @@ def max_pool(kernel: Pair, stride: Pair, padding: Pair, dilation: Pair, ceil: bo
 
 def avg_pool(
     kernel: Pair, stride: Pair, padding: Pair, ceil: bool, count_padding: bool, divisor: int | None
-) -> Pool:
+) -> PoolingLayer:
     how = (kernel, stride, padding, ceil, count_padding, divisor)
-    return Pool(
+    return PoolingLayer(
         lambda images: (torch.ops.aten.avg_pool2d(images, *how),),
         lambda g, images: torch.ops.aten.avg_pool2d_backward(g, images, *how),
         False,
     )
 
 
-class PatchConvolution(Layer):
+class PatchConvolution(BatchedLayer):
     """Batched nn.Conv2d on written-out patches, (A, C·kh·kw, B·oh·ow): a product per client."""
 
     trained = True
@@ -319,7 +319,7 @@ class PatchConvolution(Layer):
         return before
 
 
-class Convolution(Layer):
+class Convolution(BatchedLayer):
     """Batched nn.Conv2d by torch's own kernels, client by client."""
 
     trained = True
@@ -373,7 +373,7 @@ class Convolution(Layer):
         )
 
 
-class FrozenConvolution(Layer):
+class FrozenConvolution(BatchedLayer):
     """Untrained nn.Conv2d: the images of all clients are a single batch."""
 
     def __init__(

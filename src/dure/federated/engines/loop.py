@@ -32,9 +32,9 @@ from dure.contracts.lr_schedule import scale
 from dure.contracts.task import Task
 from dure.data.examples import Examples
 from dure.errors import DureError, WorkerFailedError, described
-from dure.federated.engines.job import Engine, Job, Trained, loss_failure, not_finite
-from dure.federated.engines.noised import Noised, NoisedSteps
-from dure.federated.engines.objective import Objective, OwnObjective
+from dure.federated.engines.job import ClientEngine, ClientJob, JobResult, loss_failure, not_finite
+from dure.federated.engines.noised import NoisedSteps, StepNoise
+from dure.federated.engines.objective import CustomObjective, Objective
 from dure.federated.engines.optimizers import PlainSGD, is_plain, optimizer_of
 from dure.federated.engines.plan import batches
 from dure.machine.devices import home_of, to_device
@@ -61,7 +61,7 @@ _BY_ELEMENT: tuple[type[torch.optim.Optimizer], ...] = (
 """Optimizers that treat each element independently, and create their state in the first step."""
 
 
-class LoopEngine(Engine):
+class LoopEngine(ClientEngine):
     """Engine that trains one client after another.
 
     Args:
@@ -83,7 +83,7 @@ class LoopEngine(Engine):
         examples: Examples,
         batch_size: int | None,
         seed: int,
-        noised: Noised | None = None,
+        noised: StepNoise | None = None,
         objective: Objective | None = None,
     ) -> None:
         self.noised: NoisedSteps | None = None
@@ -96,7 +96,9 @@ class LoopEngine(Engine):
         self.seed = seed
         self.losses = CountedLoss(task.loss, examples)
         self.objective = (
-            None if objective is None else OwnObjective(objective, self.losses, task, model, seed)
+            None
+            if objective is None
+            else CustomObjective(objective, self.losses, task, model, seed)
         )
         self.flat = FlatParameters(model)
         self.frozen = Frozen(model)
@@ -109,7 +111,7 @@ class LoopEngine(Engine):
             task, dict(model.named_parameters())
         )
 
-    def train(self, jobs: Iterable[Job]) -> Iterator[Trained]:
+    def train(self, jobs: Iterable[ClientJob]) -> Iterator[JobResult]:
         """Yield the results in the jobs' order, each computed on demand.
 
         A client whose loss or weights are not finite has a failure as its result. Raises
@@ -126,7 +128,7 @@ class LoopEngine(Engine):
                 trained = self._train(job)
             yield trained
 
-    def _train(self, job: Job) -> Trained:
+    def _train(self, job: ClientJob) -> JobResult:
         losses: list[Tensor] = []
         counts: list[float] = []
         gradient: list[Tensor] | None = None
@@ -145,7 +147,7 @@ class LoopEngine(Engine):
             # instead.
             failure = loss_failure(_values(losses))
             if failure is None:
-                raise failed(job, error) from error
+                raise client_error(job, error) from error
             return not_finite(failure)
         check_frozen(self.frozen, job)
         values = _values(losses)
@@ -161,7 +163,7 @@ class LoopEngine(Engine):
         buffers = self.buffers.of(self.model) if gradient is None else job.buffers
         counted = sum(counts)
         total = sum(value * count for value, count in zip(values, counts, strict=True))
-        return Trained(
+        return JobResult(
             delta=delta,
             buffers=[buffer.clone() for buffer in buffers],
             samples=samples,
@@ -169,11 +171,11 @@ class LoopEngine(Engine):
             counted=counted,
         )
 
-    def _load(self, job: Job) -> None:
+    def _load(self, job: ClientJob) -> None:
         self.flat.load(job.weights)
         self.buffers.load(self.model, job.buffers)
 
-    def _steps(self, job: Job, losses: list[Tensor], counts: list[float]) -> int:
+    def _steps(self, job: ClientJob, losses: list[Tensor], counts: list[float]) -> int:
         """Run the steps of the job and return the number of their examples.
 
         losses, counts: lists that receive the loss and the counted weight of each step.
@@ -191,7 +193,7 @@ class LoopEngine(Engine):
             samples += len(batch)
         return samples
 
-    def _batches(self, job: Job) -> Sequence[Tensor]:
+    def _batches(self, job: ClientJob) -> Sequence[Tensor]:
         """Return the examples of each step, as indices, and seed the generators."""
         order, sizes = batches(job, self.batch_size, self.seed, sampling=self.examples.sampling)
         # Before seeding, because building a model may draw random numbers.
@@ -218,7 +220,7 @@ class LoopEngine(Engine):
             return self.losses.mean(self.model(inputs), targets, len(batch))
 
     def _measured(
-        self, job: Job, losses: list[Tensor], counts: list[float]
+        self, job: ClientJob, losses: list[Tensor], counts: list[float]
     ) -> tuple[int, list[Tensor]]:
         """Run the steps of a measuring job; return (number of examples, gradient or zeros)."""
         if self.noised is not None:
@@ -247,7 +249,7 @@ class LoopEngine(Engine):
         ]
 
     def _noised_steps(
-        self, noised: NoisedSteps, job: Job, losses: list[Tensor], counts: list[float]
+        self, noised: NoisedSteps, job: ClientJob, losses: list[Tensor], counts: list[float]
     ) -> int:
         """Run the steps of DP-SGD; return the expected, not the sampled number of examples."""
         seed_generators(self.seed, "client", job.turn, job.client, everything=self.examples.draws)
@@ -277,14 +279,14 @@ def _dense(parameter: nn.Parameter) -> Tensor:
     return parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
 
 
-def check_frozen(frozen: Frozen, job: Job) -> None:
+def check_frozen(frozen: Frozen, job: ClientJob) -> None:
     """Raise WorkerFailedError if training has changed frozen parameters."""
     changed = frozen.changed()
     if changed is not None:
         raise WorkerFailedError(job.who, f"round {job.round + 1}", changed)
 
 
-def failed(job: Job, error: BaseException) -> WorkerFailedError:
+def client_error(job: ClientJob, error: BaseException) -> WorkerFailedError:
     """Return the error that reports an exception of user code."""
     return WorkerFailedError(job.who, f"round {job.round + 1}", described(error))
 
@@ -309,7 +311,7 @@ class _Updates:
         self.trimming = Trimming(task, named.items())
         self.fresh = _Fresh(task, list(named.values()))
 
-    def begin(self, job: Job) -> Callable[[], None]:
+    def begin(self, job: ClientJob) -> Callable[[], None]:
         """Return the function to call after each backward pass of the job."""
         optimizer = self.fresh.optimizer(job.lr_factor)
         terms = _terms(job)
@@ -365,7 +367,7 @@ class _FlatUpdates(_Updates):
         self.pieces = parameters
         self.whole = whole
 
-    def begin(self, job: Job) -> Callable[[], None]:
+    def begin(self, job: ClientJob) -> Callable[[], None]:
         step = super().begin(job)
         # The same buffer for all steps of the job.
         gradient = torch.empty_like(self.whole)
@@ -452,7 +454,7 @@ def settings(group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name != "params"}
 
 
-def _terms(job: Job) -> tuple[Sequence[Tensor] | None, Sequence[Tensor] | None] | None:
+def _terms(job: ClientJob) -> tuple[Sequence[Tensor] | None, Sequence[Tensor] | None] | None:
     """Return (anchor, correction), each None if it adds nothing; None if both are."""
     anchor = (job.anchor if job.anchor is not None else job.weights) if job.mu else None
     return None if anchor is None and job.correction is None else (anchor, job.correction)

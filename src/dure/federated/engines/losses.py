@@ -93,7 +93,7 @@ def _rows(weights: Tensor, outputs: Tensor) -> Tensor:
     return (weights / elements).view(*weights.shape, *[1] * (outputs.ndim - 2))
 
 
-class Found(NamedTuple):
+class StepLosses(NamedTuple):
     """Result of a step of A clients.
 
     losses: (A,). gradient: of the outputs. counted: (A,), the weight that each loss counted; None:
@@ -105,7 +105,7 @@ class Found(NamedTuple):
     counted: Tensor | None = None
 
 
-class Loss:
+class BatchedLoss:
     """A loss of many clients whose rows count equally.
 
     rows: the function that computes the loss; None if a subclass computes the loss itself. known:
@@ -116,16 +116,16 @@ class Loss:
         self.rows = rows
         self.known = known
 
-    def __call__(self, outputs: Tensor, targets: Tensor, shares: Tensor) -> Found:
+    def __call__(self, outputs: Tensor, targets: Tensor, shares: Tensor) -> StepLosses:
         """Return the losses. shares: (A, B), of each row in its client's batch; 0 for padding."""
         assert self.rows is not None
-        return Found(*self.rows(outputs, targets, shares))
+        return StepLosses(*self.rows(outputs, targets, shares))
 
 
-class Unequal(Loss):
+class UnequalCrossEntropy(BatchedLoss):
     """A cross-entropy that ignores targets, or weighs classes."""
 
-    def __call__(self, outputs: Tensor, targets: Tensor, shares: Tensor) -> Found:
+    def __call__(self, outputs: Tensor, targets: Tensor, shares: Tensor) -> StepLosses:
         assert self.rows is not None
         assert self.known is not None
         counts = (targets != self.known.ignore_index) & (shares > 0)
@@ -138,7 +138,7 @@ class Unequal(Loss):
         total = counted.sum(1)
         # A client whose batch counts nothing has a loss of 0.
         weights = counted / total.masked_fill(total == 0, 1).unsqueeze(1)
-        return Found(*self.rows(outputs, targets, weights), total)
+        return StepLosses(*self.rows(outputs, targets, weights), total)
 
 
 class OwnLossError(Exception):
@@ -152,7 +152,7 @@ class OwnLossError(Exception):
         self.client = client
 
 
-class Own(Loss):
+class UserDefinedLoss(BatchedLoss):
     """A user-defined loss that returns (sum, count), by autograd.
 
     Raises OwnLossError if the loss raises.
@@ -162,7 +162,7 @@ class Own(Loss):
         super().__init__(None)
         self.losses = losses
 
-    def __call__(self, outputs: Tensor, targets: Tensor, shares: Tensor) -> Found:
+    def __call__(self, outputs: Tensor, targets: Tensor, shares: Tensor) -> StepLosses:
         gradient = torch.zeros_like(outputs)
         sizes = (shares > 0).sum(1).tolist()
         found = [
@@ -173,7 +173,7 @@ class Own(Loss):
             gradient[client, :size] = found[client][1]
         losses = torch.stack([loss.to(outputs.dtype).reshape(()) for loss, _, _ in found])
         counted = torch.tensor([count for _, _, count in found], dtype=torch.float64)
-        return Found(losses, gradient, counted)
+        return StepLosses(losses, gradient, counted)
 
     def _named(self, client: int, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, float]:
         try:
@@ -191,25 +191,25 @@ class Own(Loss):
             return loss.detach(), gradient, counted
 
 
-def loss_of(function: Any, examples: Examples) -> Loss:
+def loss_of(function: Any, examples: Examples) -> BatchedLoss:
     """Return the batched form of `function`; raise CannotBatchError for an unknown loss.
 
-    Whether a user-defined loss returns (sum, count) shows in its first call: see `Own`.
+    Whether a user-defined loss returns (sum, count) shows in its first call: see `UserDefinedLoss`.
     """
     if isinstance(function, nn.Module) and hooked(function):
         raise _unknown(function)
     known = cross_entropy_of(function)
     if known is not None and known.of_scores and not known.label_smoothing:
         alike = known.counts_alike(examples.targets)
-        return (Loss if alike else Unequal)(cross_entropy, known)
+        return (BatchedLoss if alike else UnequalCrossEntropy)(cross_entropy, known)
     for rows, plain, module in (
         (mse, F.mse_loss, nn.MSELoss),
         (binary_cross_entropy, F.binary_cross_entropy_with_logits, nn.BCEWithLogitsLoss),
     ):
         if function is plain or (type(function) is module and _plain(function)):
-            return Loss(rows)
+            return BatchedLoss(rows)
     if torch_loss(function) is None:
-        return Own(CountedLoss(function, examples))
+        return UserDefinedLoss(CountedLoss(function, examples))
     raise _unknown(function)
 
 

@@ -11,10 +11,10 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from msgspec.structs import replace
 
-from dure.federated.engines.job import Job, Trained
+from dure.federated.engines.job import ClientJob, JobResult
 
 
-def steps_of(jobs: Iterable[Job]) -> Iterator[Job]:
+def steps_of(jobs: Iterable[ClientJob]) -> Iterator[ClientJob]:
     """Yield the jobs, with each measuring job split into single steps."""
     for job in jobs:
         if job.measures is None:
@@ -26,7 +26,7 @@ def steps_of(jobs: Iterable[Job]) -> Iterator[Job]:
             )
 
 
-def results_of(jobs: Iterable[Job], results: Iterator[Trained]) -> Iterator[Trained]:
+def results_of(jobs: Iterable[ClientJob], results: Iterator[JobResult]) -> Iterator[JobResult]:
     """Yield the results of the jobs, given the results of `steps_of` the same jobs."""
     for job in jobs:
         if job.measures is None:
@@ -35,7 +35,7 @@ def results_of(jobs: Iterable[Job], results: Iterator[Trained]) -> Iterator[Trai
             yield _joined(job, [next(results) for _ in range(job.steps)])
 
 
-def _joined(job: Job, steps: Sequence[Trained]) -> Trained:
+def _joined(job: ClientJob, steps: Sequence[JobResult]) -> JobResult:
     failed = next((one for one in steps if one.failure is not None), None)
     if failed is not None:
         return failed
@@ -48,7 +48,7 @@ def _joined(job: Job, steps: Sequence[Trained]) -> Trained:
                 # The step was one along the negative gradient.
                 sum_.add_(moved, alpha=-count / counted)
     loss = sum(one.loss * count for one, count in zip(steps, counts, strict=True))
-    return Trained(
+    return JobResult(
         delta=total,
         buffers=[buffer.clone() for buffer in job.buffers],
         samples=sum(one.samples for one in steps),

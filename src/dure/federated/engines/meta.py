@@ -17,8 +17,8 @@ from dure.contracts.task import Task
 from dure.data.batches import Batches
 from dure.data.examples import Examples
 from dure.errors import DureError
-from dure.federated.engines.job import Engine, Job, Trained, loss_failure, not_finite
-from dure.federated.engines.loop import check_frozen, failed
+from dure.federated.engines.job import ClientEngine, ClientJob, JobResult, loss_failure, not_finite
+from dure.federated.engines.loop import check_frozen, client_error
 from dure.federated.engines.optimizers import optimizer_of
 from dure.machine.devices import home_of, to_device
 from dure.randomness.seeds import generators_state, restore_generators, seed_generators
@@ -35,18 +35,18 @@ The product is the distance of the gradients whose difference estimates the Hess
 """
 
 
-class Found(NamedTuple):
+class BatchLoss(NamedTuple):
     """Mean loss of a batch, and its counted weight."""
 
     loss: float
     counted: float
 
 
-Steps = Iterator[tuple[Found, int]]
+Steps = Iterator[tuple[BatchLoss, int]]
 """Result of each step, and its number of examples."""
 
 
-class MetaEngine(Engine):
+class MetaEngine(ClientEngine):
     """Engine that trains by gradients at an adapted model, one client after another.
 
     Args:
@@ -90,7 +90,7 @@ class MetaEngine(Engine):
         """Parameters that the losses of the current step reach."""
         self.trimming = Trimming(task, model.named_parameters())
 
-    def train(self, jobs: Iterable[Job]) -> Iterator[Trained]:
+    def train(self, jobs: Iterable[ClientJob]) -> Iterator[JobResult]:
         """Yield the results in the jobs' order, each computed on demand.
 
         A client whose loss or weights are not finite has a failure as its result. Raises
@@ -98,11 +98,11 @@ class MetaEngine(Engine):
         """
         return (self._done(job, self._meta_steps) for job in jobs)
 
-    def tune(self, jobs: Iterable[Job]) -> Iterator[Trained]:
+    def tune(self, jobs: Iterable[ClientJob]) -> Iterator[JobResult]:
         """Train by plain steps with alpha, which give a client's personalised model."""
         return (self._done(job, self._plain_steps) for job in jobs)
 
-    def _done(self, job: Job, steps: Callable[[Job, Batches], Steps]) -> Trained:
+    def _done(self, job: ClientJob, steps: Callable[[ClientJob, Batches], Steps]) -> JobResult:
         try:
             if job.measures is not None:
                 raise ValueError(f"the engine {self.name} does not measure a {job.measures}")
@@ -110,14 +110,14 @@ class MetaEngine(Engine):
         except (DureError, KeyboardInterrupt):
             raise
         except BaseException as error:
-            raise failed(job, error) from error
+            raise client_error(job, error) from error
 
-    def _trained(self, job: Job, steps: Callable[[Job, Batches], Steps]) -> Trained:
+    def _trained(self, job: ClientJob, steps: Callable[[ClientJob, Batches], Steps]) -> JobResult:
         self.flat.load(job.weights)
         self.buffers.load(self.model, job.buffers)
         seed_generators(self.seed, "client", job.turn, job.client, everything=self.examples.draws)
         self.model.train()
-        ran: list[tuple[Found, int]] = []
+        ran: list[tuple[BatchLoss, int]] = []
         order = self.examples.sampling.order(0, job.indices)
         batches = Batches(
             len(job.indices), self.batch_size, self.seed, job.client, job.joins, order
@@ -134,7 +134,7 @@ class MetaEngine(Engine):
             return not_finite("its weights became not finite")
         delta = [now - before for now, before in zip(self.flat.buffers, job.weights, strict=True)]
         counted = sum(found.counted for found, _ in ran)
-        return Trained(
+        return JobResult(
             delta=delta,
             buffers=[buffer.clone() for buffer in self.buffers.of(self.model)],
             samples=sum(size for _, size in ran),
@@ -142,7 +142,7 @@ class MetaEngine(Engine):
             counted=counted,
         )
 
-    def _meta_steps(self, job: Job, batches: Batches) -> Steps:
+    def _meta_steps(self, job: ClientJob, batches: Batches) -> Steps:
         optimizer = optimizer_of(self.task, list(self.model.parameters()))
         scale(optimizer, job.lr_factor)
         # Every local step takes `each` batches, so a pass has fewer steps.
@@ -160,14 +160,14 @@ class MetaEngine(Engine):
             optimizer.step()
             yield found, len(own[1])
 
-    def _plain_steps(self, job: Job, batches: Batches) -> Steps:
+    def _plain_steps(self, job: ClientJob, batches: Batches) -> Steps:
         for step in range(job.first_step, job.first_step + job.steps):
             batch = job.indices[batches.at(step)]
             found, gradient = self._gradient(batch)
             self._move(gradient, -self.alpha)
             yield found, len(batch)
 
-    def _meta_gradient(self, batches: Sequence[Tensor]) -> tuple[Found, list[Tensor]]:
+    def _meta_gradient(self, batches: Sequence[Tensor]) -> tuple[BatchLoss, list[Tensor]]:
         """Return (loss of the adapted model, gradient of that loss with respect to the model)."""
         # Weights are moved in place and restored at the end: a single model is enough.
         start = self.flat.copy()
@@ -200,7 +200,7 @@ class MetaEngine(Engine):
         scale = self.alpha / (2 * nudge)
         return [g - scale * (up - down) for g, up, down in zip(gradient, *sides, strict=True)]
 
-    def _gradient(self, indices: Tensor) -> tuple[Found, list[Tensor]]:
+    def _gradient(self, indices: Tensor) -> tuple[BatchLoss, list[Tensor]]:
         """Return (loss, gradient) of a batch at the present weights, flat."""
         inputs, targets = self.examples.batch(indices)
         if self.device.type != "cpu":
@@ -225,7 +225,7 @@ class MetaEngine(Engine):
             )
             for group in self.groups
         ]
-        return Found(float(loss.detach()), counted), flat
+        return BatchLoss(float(loss.detach()), counted), flat
 
     @torch.no_grad()
     def _move(self, direction: Sequence[Tensor], by: float) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from dure.contracts.task import Task
 from dure.data.examples import Examples
-from dure.federated.engines.job import Job
+from dure.federated.engines.job import ClientJob
 from dure.privacy.dp_sgd import DPSGD
 from dure.privacy.example_level import noised_mean
 from dure.privacy.padding import clear, padding_rows
@@ -33,7 +33,7 @@ from dure.randomness.secret import Secret
 from dure.tensors.flat import trained_in
 
 
-class Noised(NamedTuple):
+class StepNoise(NamedTuple):
     """Settings of DP-SGD, and the secret source of noise and samples."""
 
     settings: DPSGD
@@ -56,7 +56,7 @@ class NoisedSteps:
 
     def __init__(
         self,
-        noised: Noised,
+        noised: StepNoise,
         task: Task,
         model: nn.Module,
         examples: Examples,
@@ -69,7 +69,7 @@ class NoisedSteps:
         self.way = choose(task, model, examples).made(model)
         self.batch_size = batch_size
 
-    def batches(self, job: Job) -> PoissonBatches:
+    def batches(self, job: ClientJob) -> PoissonBatches:
         """Return the Poisson-sampled batches of a job: positions in its indices."""
         examples = job.indices.numel()
         return PoissonBatches(examples, self.batch_size, self.secret, job.client, job.turn)
@@ -85,7 +85,7 @@ class NoisedSteps:
         finite = bool(found.norms.isfinite().all())
         return found.sums, float(found.losses.double().mean()) if finite else math.nan
 
-    def leave(self, sums: Sequence[Tensor], expected: int, job: Job, step: int) -> None:
+    def leave(self, sums: Sequence[Tensor], expected: int, job: ClientJob, step: int) -> None:
         """Store the noised gradient of a job's step in the parameters."""
         position = (job.client, job.turn, step)
         found = noised_mean(sums, self.settings, expected, self.secret, *position)

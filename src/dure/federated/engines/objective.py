@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from dure.contracts.strategy import unused_copy
 from dure.contracts.task import Task
-from dure.federated.engines.job import Job, Reference
+from dure.federated.engines.job import ClientJob, Reference
 from dure.tasks.loss_shares import Computed, CountedLoss
 from dure.tensors.buffers import Buffers
 from dure.tensors.flat import FlatParameters
@@ -37,13 +37,13 @@ class LocalBatch(NamedTuple):
     targets: Any
     loss: Callable[[Any], Tensor]
     references: Sequence[nn.Module]
-    job: Job
+    job: ClientJob
 
 
 Objective = Callable[[LocalBatch], Tensor]
 
 
-class OwnObjective:
+class CustomObjective:
     """Custom objective of an algorithm, for an engine with a single model.
 
     Args:
@@ -65,10 +65,10 @@ class OwnObjective:
         # Copied now, because a used model may not support copying.
         self._fresh = unused_copy(model, task, seed)
         self._copies: list[_Copy] = []
-        self._job: Job | None = None
+        self._job: ClientJob | None = None
         self._references: list[nn.Module] = []
 
-    def begin(self, job: Job) -> None:
+    def begin(self, job: ClientJob) -> None:
         """Prepare the steps of this job."""
         self._job = job
         while len(self._copies) < len(job.references):

@@ -32,10 +32,10 @@ from dure.contracts.task import Task
 from dure.data.examples import Examples
 from dure.errors import DureError, WorkerFailedError
 from dure.federated.engines.batched import batched_engine
-from dure.federated.engines.job import Engine, Job, Reference, Trained
+from dure.federated.engines.job import ClientEngine, ClientJob, JobResult, Reference
 from dure.federated.engines.loop import LoopEngine
 from dure.federated.engines.objective import Objective
-from dure.federated.engines.progress import DEADLINE, Progress, named, silent
+from dure.federated.engines.progress import DEADLINE, ProcessProgress, hang_reason, work_of
 from dure.machine import own_code
 from dure.machine.global_settings import settings_here
 from dure.machine.own_code import files_of
@@ -69,21 +69,23 @@ class Actor:
             batch_size=batch_size,
             seed=seed,
         )
-        self.progress = Progress()
+        self.progress = ProcessProgress()
         self.engine.look = self.progress.step
 
     def came(self) -> tuple[int, ...]:
         """Return the actor's progress; answered during training."""
         return self.progress.now()
 
-    def train(self, jobs: Sequence[tuple[Job, list[int | None]]], *sets: list[Any]) -> list[Any]:
+    def train(
+        self, jobs: Sequence[tuple[ClientJob, list[int | None]]], *sets: list[Any]
+    ) -> list[Any]:
         """Return the results of the jobs, or a list with the error that ended them.
 
         jobs: without their tensors, which are in `sets`.
         """
         tensors = [list(map(torch.from_numpy, one)) for one in sets]
 
-        def whole(job: Job, places: list[int | None]) -> Job:
+        def whole(job: ClientJob, places: list[int | None]) -> ClientJob:
             given: dict[str, Any] = {
                 name: tensors[at] for name, at in zip(_SENT, places, strict=False) if at is not None
             }
@@ -104,7 +106,7 @@ _SENT = ("weights", "buffers", "anchor", "correction")
 """Fields of a job that are put into the object store."""
 
 
-class RayEngine(Engine):
+class RayEngine(ClientEngine):
     """Engine that passes jobs to actors on a Ray cluster.
 
     Args:
@@ -171,13 +173,13 @@ class RayEngine(Engine):
         there = {node["NodeManagerAddress"] for node in self.ray.nodes() if node["Alive"]}
         return there == {self.ray.util.get_node_ip_address()}
 
-    def train(self, jobs: Iterable[Job]) -> Iterator[Trained]:
+    def train(self, jobs: Iterable[ClientJob]) -> Iterator[JobResult]:
         """Yield the results in the jobs' order.
 
         Raises the exception of a client, and WorkerFailedError for an actor that died, or made no
         step for the deadline.
         """
-        pending: deque[tuple[list[Job], Any, Any]] = deque()
+        pending: deque[tuple[list[ClientJob], Any, Any]] = deque()
         known: dict[int, tuple[Sequence[Tensor], Any]] = {}
         waiting = iter(jobs)
         turn = 0
@@ -195,7 +197,7 @@ class RayEngine(Engine):
             yield from self._results(chunk, actor, future)
 
     def _sent(
-        self, chunk: list[Job], actor: Any, known: dict[int, tuple[Sequence[Tensor], Any]]
+        self, chunk: list[ClientJob], actor: Any, known: dict[int, tuple[Sequence[Tensor], Any]]
     ) -> Any:
         """Send a chunk to an actor and return its future results."""
         sets: list[Any] = []
@@ -224,7 +226,7 @@ class RayEngine(Engine):
         # lists.
         return actor.train.remote(light, *sets)
 
-    def _results(self, chunk: list[Job], actor: Any, future: Any) -> list[Trained]:
+    def _results(self, chunk: list[ClientJob], actor: Any, future: Any) -> list[JobResult]:
         try:
             self._wait(chunk, actor, future)
             results: list[Any] = self.ray.get(future)
@@ -235,7 +237,7 @@ class RayEngine(Engine):
             raise results[0]
         return results
 
-    def _wait(self, chunk: list[Job], actor: Any, future: Any) -> None:
+    def _wait(self, chunk: list[ClientJob], actor: Any, future: Any) -> None:
         """Wait for the results; raise WorkerFailedError for an actor without progress."""
         self.ray.wait([self._ready[actor], future])
         patience = Patience(self.deadline)
@@ -250,10 +252,10 @@ class RayEngine(Engine):
                 asked = None
             if patience.is_over(known):
                 who, when = self._named(chunk, known[0] if known else 0)
-                raise WorkerFailedError(who, when, silent(self.deadline, False))
+                raise WorkerFailedError(who, when, hang_reason(self.deadline, False))
 
-    def _named(self, chunk: list[Job], done: int) -> tuple[str, str]:
-        return named(chunk, done, one_by_one=self.chunk == 1)
+    def _named(self, chunk: list[ClientJob], done: int) -> tuple[str, str]:
+        return work_of(chunk, done, one_by_one=self.chunk == 1)
 
     def close(self) -> None:
         """End the actors, and Ray if this engine has started it."""

@@ -20,14 +20,14 @@ from torch import Tensor
 
 from dure.data.batches import batches_per_epoch
 from dure.data.sampling import SHUFFLED, Sampling
-from dure.federated.engines.job import Job
+from dure.federated.engines.job import ClientJob
 
-Rows = NDArray[numpy.int64]
+RowIndices = NDArray[numpy.int64]
 Shares = NDArray[numpy.float64]
 
 
 def batches(
-    job: Job,
+    job: ClientJob,
     batch_size: int | None,
     seed: int,
     ordered: bool = True,
@@ -79,7 +79,7 @@ def batches(
 
 
 @dataclass(frozen=True)
-class Step:
+class CohortStep:
     """A step of a cohort.
 
     rows: the examples, int64 (A, B). shares: float64 (A, B), the weight of each row in its client's
@@ -92,25 +92,25 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Plan:
+class CohortPlan:
     """The steps of a cohort.
 
     by_steps: job indices in the order of the plan; sizes: batch sizes of each job, in this order.
     """
 
     by_steps: Sequence[int]
-    steps: Sequence[Step]
+    steps: Sequence[CohortStep]
     sizes: Sequence[Sequence[int]]
 
 
 def plan(
-    jobs: Sequence[Job], batch_size: int | None, seed: int, sampling: Sampling = SHUFFLED
-) -> Plan:
+    jobs: Sequence[ClientJob], batch_size: int | None, seed: int, sampling: Sampling = SHUFFLED
+) -> CohortPlan:
     """Return the plan for computing the jobs together."""
     count = [job.steps for job in jobs]
     # A stable sort: jobs with equal numbers of steps keep their order, and so their bits.
     by_steps = sorted(range(len(jobs)), key=count.__getitem__, reverse=True)
-    examples: list[Rows] = []
+    examples: list[RowIndices] = []
     sizes: list[list[int]] = []
     for which in by_steps:
         visited, own = batches(jobs[which], batch_size, seed, False, sampling)
@@ -118,9 +118,9 @@ def plan(
         sizes.append(own)
     # Number of examples of each client that earlier steps have taken.
     at = [0] * len(jobs)
-    steps: list[Step] = []
+    steps: list[CohortStep] = []
     for step in range(count[by_steps[0]]):
-        now: list[Rows] = []
+        now: list[RowIndices] = []
         now_sizes: list[int] = []
         for place, own in enumerate(sizes):
             if step >= len(own):
@@ -130,11 +130,11 @@ def plan(
             now_sizes.append(own[step])
             at[place] = end
         rows, shares = _block(now, now_sizes)
-        steps.append(Step(torch.from_numpy(rows), torch.from_numpy(shares), now_sizes))
-    return Plan(by_steps, steps, sizes)
+        steps.append(CohortStep(torch.from_numpy(rows), torch.from_numpy(shares), now_sizes))
+    return CohortPlan(by_steps, steps, sizes)
 
 
-def _block(batches: Sequence[Rows], sizes: Sequence[int]) -> tuple[Rows, Shares]:
+def _block(batches: Sequence[RowIndices], sizes: Sequence[int]) -> tuple[RowIndices, Shares]:
     """Return the rows of a step and their shares."""
     block = len(batches), max(sizes)
     # All batches have the same size: no padding.

@@ -29,10 +29,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dure.federated.engines.layers import (
-    Layer,
+    BatchedLayer,
     Pair,
     PatchConvolution,
-    Pool,
+    PoolingLayer,
     Relu,
     innermost,
 )
@@ -45,7 +45,7 @@ MOST_TAPS = 32
 WINDOW = (2, 2)
 """Window of outputs of a convolution that are pooled together."""
 
-NOBODY = 255
+NONE_POSITIVE = 255
 """Code for a window in which no value is larger than 0."""
 
 REALS = {torch.float32: 0, torch.float64: 1}
@@ -112,7 +112,7 @@ def instructions() -> int:
     return 0 if core is None else int(core.pooling_best())
 
 
-class PooledConvolution(Layer):
+class PooledConvolution(BatchedLayer):
     """nn.Conv2d of few input channels, the largest of 2x2 of its outputs, and relu if requested.
 
     It is the first layer with parameters: the gradient of its inputs is not needed.
@@ -209,7 +209,7 @@ class PooledConvolution(Layer):
         return g
 
 
-class LargestOf(Layer):
+class LargestOf(BatchedLayer):
     """nn.MaxPool2d of adjacent windows, followed by relu if requested."""
 
     def __init__(self, window: Pair, relu: bool) -> None:
@@ -263,9 +263,9 @@ class LargestOf(Layer):
         return before.movedim(-1, 2)
 
 
-def in_c(chain: Sequence[Layer]) -> list[Layer]:
+def with_c_layers(chain: Sequence[BatchedLayer]) -> list[BatchedLayer]:
     """Return the chain with C layers in place of equivalent layers of `layers`."""
-    made: list[Layer] = []
+    made: list[BatchedLayer] = []
     trained = False
     at = 0
     while at < len(chain):
@@ -289,7 +289,7 @@ def in_c(chain: Sequence[Layer]) -> list[Layer]:
     return made
 
 
-def _window(layer: Layer) -> Pair | None:
+def _window(layer: BatchedLayer) -> Pair | None:
     """Return the window of a pooling layer that C supports; None for every other layer."""
-    window = layer.window if isinstance(layer, Pool) else None
-    return window if window is not None and window[0] * window[1] <= NOBODY else None
+    window = layer.window if isinstance(layer, PoolingLayer) else None
+    return window if window is not None and window[0] * window[1] <= NONE_POSITIVE else None

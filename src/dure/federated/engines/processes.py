@@ -35,10 +35,10 @@ import torch
 from torch import nn
 
 from dure.errors import DureError, WorkerFailedError
-from dure.federated.engines.child import live, note_of
-from dure.federated.engines.job import Engine, Job, Trained
-from dure.federated.engines.progress import DEADLINE, Progress, named, silent
-from dure.federated.engines.shared import Layout, Outputs, Slots
+from dure.federated.engines.child import job_message, run_child
+from dure.federated.engines.job import ClientEngine, ClientJob, JobResult
+from dure.federated.engines.progress import DEADLINE, ProcessProgress, hang_reason, work_of
+from dure.federated.engines.shared_memory import SharedResults, SharedWeights, WeightLayout
 from dure.machine.ended import how_it_ended
 from dure.machine.patience import Patience
 
@@ -62,10 +62,10 @@ class Chunk:
     results: received results, up to an error.
     """
 
-    jobs: list[Job]
+    jobs: list[ClientJob]
     started: bool = False
     done: bool = False
-    results: list[Trained] = field(default_factory=list)
+    results: list[JobResult] = field(default_factory=list)
     error: DureError | None = None
 
     @property
@@ -83,15 +83,15 @@ class _Child:
 
     pid: int
     connection: Connection
-    outputs: Outputs
-    progress: Progress
+    outputs: SharedResults
+    progress: ProcessProgress
     patience: Patience
     chunk: Chunk | None = None
     reads: set[int] = field(default_factory=set)
     """Slots that the child's chunk reads."""
 
 
-class ProcessesEngine(Engine):
+class ProcessesEngine(ClientEngine):
     """Engine that passes jobs to `workers` children, each with a copy of the engine `inner`.
 
     Args:
@@ -104,7 +104,7 @@ class ProcessesEngine(Engine):
 
     def __init__(
         self,
-        inner: Engine,
+        inner: ClientEngine,
         model: nn.Module,
         workers: int,
         chunk: int = 1,
@@ -117,20 +117,20 @@ class ProcessesEngine(Engine):
         self.chunk = chunk
         self.deadline = deadline
         self.cohort = workers * chunk
-        self.layout = Layout.of(model)
+        self.layout = WeightLayout.of(model)
         # At least one chunk more than there are children, so that no child is idle; beyond that as
         # many as the memory for results allows.
         self.window = max(workers + 1, min(64, AHEAD // max(1, self.layout.nbytes * chunk)))
         """Largest number of chunks that are computed ahead of the caller."""
         self._children: list[_Child] = []
-        self._slots: Slots | None = None
+        self._slots: SharedWeights | None = None
         self._pipe: list[int] = []
         self._every = Patience(deadline).every
         # In case nobody calls `close`: the children would otherwise wait as long as this process
         # lives.
         self._end = weakref.finalize(self, _end, self._children, self._pipe, os.getpid())
 
-    def train(self, jobs: Iterable[Job]) -> Iterator[Trained]:
+    def train(self, jobs: Iterable[ClientJob]) -> Iterator[JobResult]:
         """Yield the results in the jobs' order; a bounded number is computed ahead of the caller.
 
         Raises the exceptions of the children's engines, after the results before them, and
@@ -182,7 +182,7 @@ class ProcessesEngine(Engine):
         for busy in self._children:
             if busy.chunk is not None:
                 needed |= busy.reads
-        notes = [note_of(job, self._slots, needed) for job in chunk.jobs]
+        notes = [job_message(job, self._slots, needed) for job in chunk.jobs]
         child.reads = set().union(*(note.reads for note in notes))
         child.chunk = chunk
         child.progress.done(0)
@@ -221,13 +221,13 @@ class ProcessesEngine(Engine):
             if child.patience.is_over(child.progress.now()):
                 assert child.chunk is not None
                 who, when = self._named(child, child.chunk)
-                reason = silent(self.deadline, _is_stopped(child.pid))
+                reason = hang_reason(self.deadline, _is_stopped(child.pid))
                 self.close()
                 raise WorkerFailedError(who, when, reason)
 
     def _named(self, child: _Child, chunk: Chunk) -> tuple[str, str]:
         one_by_one = self.inner.at_once(chunk.jobs[0]) == 1
-        return named(chunk.jobs, child.progress.jobs, one_by_one)
+        return work_of(chunk.jobs, child.progress.jobs, one_by_one)
 
     def _lost(self, child: _Child, chunk: Chunk) -> NoReturn:
         # A dead child leaves the list before `close`, which kills and awaits the children in the
@@ -244,10 +244,10 @@ class ProcessesEngine(Engine):
         # a crash, has closed the writing end.
         self._pipe[:] = os.pipe()
         # A job has at most three sets of tensors: weights, anchor and correction.
-        self._slots = slots = Slots(self.layout, 3 * self.chunk * self.workers)
+        self._slots = slots = SharedWeights(self.layout, 3 * self.chunk * self.workers)
         for _ in range(self.workers):
-            outputs = Outputs(self.layout, self.chunk)
-            progress = Progress()
+            outputs = SharedResults(self.layout, self.chunk)
+            progress = ProcessProgress()
             ours, theirs = Pipe()
             # Output buffered here would be in the child's copy too, and appear twice.
             sys.stdout.flush()
@@ -257,7 +257,7 @@ class ProcessesEngine(Engine):
                 warnings.simplefilter("ignore", DeprecationWarning)
                 pid = os.fork()
             if pid == 0:
-                live(
+                run_child(
                     inner=self.inner,
                     connection=theirs,
                     sets=slots.sets,

@@ -66,21 +66,21 @@ class Factors(NamedTuple):
             next(places).addmv_(left.T, scales, beta=beta)
 
 
-Part = Factors | Tensor
+ProductPart = Factors | Tensor
 """Updates of a layer, or of a parameter: (C, elements)."""
 
 Sizes = tuple[tuple[tuple[int, ...], ...], bool]
 """The shapes of a part's tensors, and whether there is a bias."""
 
 
-class Products:
+class UpdateProducts:
     """The updates of C clients.
 
     parts: in the order of the parameters in flat weights. lr: of the factors. threads: of the
     operators that sum them; None is the present number.
     """
 
-    def __init__(self, parts: Sequence[Part], lr: float, threads: int | None = None) -> None:
+    def __init__(self, parts: Sequence[ProductPart], lr: float, threads: int | None = None) -> None:
         self.parts = list(parts)
         self.lr = lr
         self.threads = threads
@@ -110,7 +110,7 @@ class Products:
         # avoid.
         return all(self._bound(part) < LARGE for part in self.parts)  # False with a NaN
 
-    def _bound(self, part: Part) -> float:
+    def _bound(self, part: ProductPart) -> float:
         if isinstance(part, Tensor):
             return _norm(part)
         # The bias's factor is a column of T ones, of norm √T.
@@ -176,9 +176,9 @@ class Products:
         return sizes
 
     @staticmethod
-    def read(memory: Tensor, sizes: Sequence[Sizes], lr: float) -> Products:
+    def read(memory: Tensor, sizes: Sequence[Sizes], lr: float) -> UpdateProducts:
         """Return a copy of the products that `write` wrote to the memory."""
-        parts: list[Part] = []
+        parts: list[ProductPart] = []
         at = 0
         for shapes, bias in sizes:
             tensors = []
@@ -188,10 +188,10 @@ class Products:
                 tensors.append(memory[at : at + elements].view(shape).clone())
                 at += elements
             parts.append(tensors[0] if len(tensors) == 1 else Factors(tensors[0], tensors[1], bias))
-        return Products(parts, lr)
+        return UpdateProducts(parts, lr)
 
 
-def _elements(part: Part) -> list[int]:
+def _elements(part: ProductPart) -> list[int]:
     """Return the numbers of elements of a client's updates of the part's parameters."""
     if isinstance(part, Tensor):
         return [part[0].numel()]
@@ -200,7 +200,7 @@ def _elements(part: Part) -> list[int]:
     return [m * n, m] if part.bias else [m * n]
 
 
-def _tensors(part: Part) -> Sequence[Tensor]:
+def _tensors(part: ProductPart) -> Sequence[Tensor]:
     return (part,) if isinstance(part, Tensor) else (part.left, part.right)
 
 
@@ -210,14 +210,14 @@ def _norm(tensor: Tensor) -> float:
     return math.sqrt(float(torch.dot(flat, flat)))
 
 
-class Deferred(Sequence[Tensor]):
+class DeferredUpdate(Sequence[Tensor]):
     """A client's update, a single flat tensor, which is formed when it is read.
 
     place: the client's in `products`; like: a tensor with the shape, dtype and device of the
     weights.
     """
 
-    def __init__(self, products: Products, place: int, like: Tensor) -> None:
+    def __init__(self, products: UpdateProducts, place: int, like: Tensor) -> None:
         self.products = products
         self.place = place
         self.like = like

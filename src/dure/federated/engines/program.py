@@ -24,17 +24,17 @@ from dure.contracts.task import Task
 from dure.data.examples import Examples
 from dure.errors import described, first_line
 from dure.federated.engines import layers, pooling
-from dure.federated.engines.front import Front
-from dure.federated.engines.layers import Layer, Pair
+from dure.federated.engines.layers import BatchedLayer, Pair
 from dure.federated.engines.losses import (
-    Found,
-    Loss,
-    Own,
+    BatchedLoss,
     OwnLossError,
+    StepLosses,
+    UserDefinedLoss,
     check_pair,
     hooked,
     loss_of,
 )
+from dure.federated.engines.preprocessing import Preprocessing
 from dure.federated.engines.sgd import SGD, CannotBatchError, Weights
 from dure.machine.devices import to_device
 from dure.tasks.loss_shares import CountedLoss
@@ -47,14 +47,18 @@ TRIED = 3
 OUTSIDE = "the model uses a parameter outside of the layers that are known here"
 
 
-class Program:
+class BatchedProgram:
     """The model's layers, its loss, and its weights in the order of its trained parameters.
 
     inputs: of the first layer, for all examples.
     """
 
     def __init__(
-        self, chain: Sequence[Layer], loss: Loss, weights: Sequence[Weights], inputs: Tensor
+        self,
+        chain: Sequence[BatchedLayer],
+        loss: BatchedLoss,
+        weights: Sequence[Weights],
+        inputs: Tensor,
     ) -> None:
         self.inputs = inputs
         self.chain = list(chain)
@@ -76,7 +80,7 @@ class Program:
 
     def step(
         self, inputs: Tensor, targets: Tensor, sizes: Sequence[int], shares: Tensor, first: bool
-    ) -> Found:
+    ) -> StepLosses:
         """Run a step of the first A clients; return the loss of each before the step.
 
         Args:
@@ -112,18 +116,22 @@ class Program:
                 weights.shared = None
 
 
-def _cheaper(chain: Sequence[Layer]) -> list[Layer]:
+def _cheaper(chain: Sequence[BatchedLayer]) -> list[BatchedLayer]:
     """Return an equivalent chain: relu of a maximum of four instead of a maximum of four relus."""
     made = list(chain)
     for at, (one, after) in enumerate(pairwise(chain)):
         # With pooling first, relu has a quarter of the elements (for windows of 2x2).
-        if isinstance(one, layers.Relu) and isinstance(after, layers.Pool) and after.largest:
+        if (
+            isinstance(one, layers.Relu)
+            and isinstance(after, layers.PoolingLayer)
+            and after.largest
+        ):
             made[at] = after
             made[at + 1] = one
     return made
 
 
-def program_of(task: Task, model: nn.Module, examples: Examples) -> Program:
+def program_of(task: Task, model: nn.Module, examples: Examples) -> BatchedProgram:
     """Return the program for the model on such examples.
 
     Raises CannotBatchError, with the reason, for an unsupported model.
@@ -151,8 +159,8 @@ def program_of(task: Task, model: nn.Module, examples: Examples) -> Program:
             )
     chain = _cheaper(reader.chain)
     if parameters[0].device.type == "cpu" and pooling.library() is not None:
-        chain = pooling.in_c(chain)
-    program = Program(chain, loss, list(weights.values()), inputs)
+        chain = pooling.with_c_layers(chain)
+    program = BatchedProgram(chain, loss, list(weights.values()), inputs)
     _try(program, task=task, model=model, parameters=trained, examples=examples)
     for each in program.weights:
         # The memory of the trial has the size of a single client.
@@ -185,7 +193,7 @@ def _check(model: nn.Module, parameters: Sequence[nn.Parameter], examples: Examp
 
 @torch.no_grad()
 def _try(
-    program: Program,
+    program: BatchedProgram,
     task: Task,
     model: nn.Module,
     parameters: Sequence[nn.Parameter],
@@ -257,10 +265,12 @@ def _gradients(loss: Tensor, model: nn.Module, parameters: Sequence[nn.Parameter
     return gradients
 
 
-def _loss(loss: Loss, function: TaskLoss, examples: Examples, outputs: Any, targets: Any) -> Tensor:
+def _loss(
+    loss: BatchedLoss, function: TaskLoss, examples: Examples, outputs: Any, targets: Any
+) -> Tensor:
     """Return the task's loss of a few examples."""
     try:
-        if isinstance(loss, Own):
+        if isinstance(loss, UserDefinedLoss):
             check_pair(function, function(outputs, targets))
         found = CountedLoss(function, examples).mean(outputs, targets, len(targets))
     except CannotBatchError:
@@ -273,7 +283,7 @@ def _loss(loss: Loss, function: TaskLoss, examples: Examples, outputs: Any, targ
     return found.loss
 
 
-def _counting(loss: Loss, examples: Examples) -> Tensor:
+def _counting(loss: BatchedLoss, examples: Examples) -> Tensor:
     """Return a few examples, as indices; if known, examples that the loss counts."""
     targets = examples.targets
     if loss.known is None or targets.ndim != 1:
@@ -282,8 +292,8 @@ def _counting(loss: Loss, examples: Examples) -> Tensor:
     return counting[:TRIED] if len(counting) else torch.arange(1)
 
 
-def _check_targets(loss: Loss, outputs: Tensor, targets: Tensor) -> None:
-    if isinstance(loss, Own):
+def _check_targets(loss: BatchedLoss, outputs: Tensor, targets: Tensor) -> None:
+    if isinstance(loss, UserDefinedLoss):
         return
     if loss.known is not None:
         counting = targets != loss.known.ignore_index
@@ -319,10 +329,10 @@ class _Reader:
         self, model: nn.Module, weights: dict[int, Weights], structured: bool = False
     ) -> None:
         self.structured = structured
-        self.front: Front | None = None
+        self.front: Preprocessing | None = None
         self.weights = weights
         self.used: list[int] = []
-        self.chain: list[Layer] = []
+        self.chain: list[BatchedLayer] = []
         # Wrapped, so that a model which is a single known layer is a call as well. In training
         # mode, as in its use: dropout has to be seen.
         self.root = nn.Sequential(model.train())
@@ -357,7 +367,7 @@ class _Reader:
 
     def _read(self, node: fx.Node) -> None:
         if node.op == "placeholder" and self.structured and self.front is None:
-            self.front = Front(node)
+            self.front = Preprocessing(node)
             return
         if self.front is not None and self._is_before(self.front, node):
             return
@@ -380,7 +390,7 @@ class _Reader:
             self.chain += self._layers(node)
             self.value = node
 
-    def _is_before(self, front: Front, node: fx.Node) -> bool:
+    def _is_before(self, front: Preprocessing, node: fx.Node) -> bool:
         """Return whether the operation precedes the first layer; note the first layer's input."""
         if front.takes(node):
             return True
@@ -404,7 +414,7 @@ class _Reader:
             self.rows.add(node)
         return bool(shape or length)
 
-    def _layers(self, node: fx.Node) -> list[Layer]:
+    def _layers(self, node: fx.Node) -> list[BatchedLayer]:
         if node.op == "call_module":
             return self._module(self.root.get_submodule(str(node.target)))
         if node.op == "call_method":
@@ -422,7 +432,7 @@ class _Reader:
         except TypeError as error:
             raise CannotBatchError(f"{node.name} has arguments that are not known here") from error
 
-    def _module(self, module: nn.Module) -> list[Layer]:
+    def _module(self, module: nn.Module) -> list[BatchedLayer]:
         kind = type(module)
         if isinstance(module, nn.Linear) and kind is nn.Linear:
             if self._uses(module):
@@ -451,7 +461,7 @@ class _Reader:
             id(module.bias)
         ]
 
-    def _convolution(self, module: nn.Conv2d) -> Layer:
+    def _convolution(self, module: nn.Conv2d) -> BatchedLayer:
         if module.groups != 1 or module.padding_mode != "zeros" or isinstance(module.padding, str):
             raise CannotBatchError("a Conv2d has groups, or padding other than a number of zeros")
         how = (_pair(module.stride), _pair(module.padding), _pair(module.dilation))
@@ -486,13 +496,13 @@ def _pair(value: Any) -> Pair:
     return int(one), int(another)
 
 
-def _flatten(start_dim: int = 0, end_dim: int = -1) -> list[Layer]:
+def _flatten(start_dim: int = 0, end_dim: int = -1) -> list[BatchedLayer]:
     if (start_dim, end_dim) != (1, -1):
         raise CannotBatchError(f"flatten({start_dim}, {end_dim}) does not keep the examples apart")
     return [layers.Reshape((-1,))]
 
 
-def _view(*shape: Any) -> list[Layer]:
+def _view(*shape: Any) -> list[BatchedLayer]:
     first, *rest = shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
     length = isinstance(first, fx.Node) or (first == -1 and -1 not in rest)
     if not length or not rest or not all(isinstance(each, int) for each in rest):
@@ -500,7 +510,7 @@ def _view(*shape: Any) -> list[Layer]:
     return [layers.Reshape(tuple(rest))]
 
 
-def _dropout(p: float = 0.5, training: bool = True, inplace: bool = False) -> list[Layer]:
+def _dropout(p: float = 0.5, training: bool = True, inplace: bool = False) -> list[BatchedLayer]:
     if p and training:
         raise CannotBatchError("the model draws random numbers (dropout)")
     return []
@@ -513,7 +523,7 @@ def _max_pool(
     dilation: Any = 1,
     ceil_mode: bool = False,
     return_indices: bool = False,
-) -> list[Layer]:
+) -> list[BatchedLayer]:
     if return_indices:
         raise CannotBatchError("max pooling returns indices")
     kernel = _pair(kernel_size)
@@ -536,7 +546,7 @@ def _avg_pool(
     ceil_mode: bool = False,
     count_include_pad: bool = True,
     divisor_override: int | None = None,
-) -> list[Layer]:
+) -> list[BatchedLayer]:
     kernel = _pair(kernel_size)
     over = kernel if stride is None else _pair(stride)
     return [
@@ -551,23 +561,23 @@ def _avg_pool(
     ]
 
 
-def _relu(inplace: bool = False) -> list[Layer]:
+def _relu(inplace: bool = False) -> list[BatchedLayer]:
     return [layers.Relu()]
 
 
-def _tanh() -> list[Layer]:
+def _tanh() -> list[BatchedLayer]:
     return [layers.tanh()]
 
 
-def _sigmoid() -> list[Layer]:
+def _sigmoid() -> list[BatchedLayer]:
     return [layers.sigmoid()]
 
 
-def _gelu(approximate: str = "none") -> list[Layer]:
+def _gelu(approximate: str = "none") -> list[BatchedLayer]:
     return [layers.gelu(approximate)]
 
 
-_FUNCTIONS: dict[Any, Callable[..., list[Layer]]] = {
+_FUNCTIONS: dict[Any, Callable[..., list[BatchedLayer]]] = {
     **dict.fromkeys((F.relu, torch.relu, torch.relu_), _relu),
     **dict.fromkeys((F.tanh, torch.tanh), _tanh),
     **dict.fromkeys((F.sigmoid, torch.sigmoid), _sigmoid),
@@ -578,7 +588,7 @@ _FUNCTIONS: dict[Any, Callable[..., list[Layer]]] = {
     **dict.fromkeys((F.dropout, torch.dropout), _dropout),
     torch.reshape: _view,
 }
-_METHODS: dict[str, Callable[..., list[Layer]]] = {
+_METHODS: dict[str, Callable[..., list[BatchedLayer]]] = {
     **dict.fromkeys(("relu", "relu_"), _relu),
     "tanh": _tanh,
     "sigmoid": _sigmoid,
@@ -586,7 +596,7 @@ _METHODS: dict[str, Callable[..., list[Layer]]] = {
     **dict.fromkeys(("view", "reshape"), _view),
     "contiguous": list,
 }
-_MODULES: dict[type[nn.Module], Callable[[Any], list[Layer]]] = {
+_MODULES: dict[type[nn.Module], Callable[[Any], list[BatchedLayer]]] = {
     nn.Identity: lambda module: [],
     nn.ReLU: lambda module: _relu(),
     nn.Tanh: lambda module: _tanh(),

@@ -1,6 +1,6 @@
 """Progress of a training process, and its supervision.
 
-    process     counts its steps (`Engine.look`), and its finished jobs
+    process     counts its steps (`ClientEngine.look`), and its finished jobs
     waiter      polls these numbers, and treats the process as hung if they stay the same for
                 `deadline` seconds (`dure.machine.patience`)
 
@@ -16,13 +16,13 @@ from __future__ import annotations
 import mmap
 from collections.abc import Sequence
 
-from dure.federated.engines.job import Job
+from dure.federated.engines.job import ClientJob
 
 DEADLINE = 60.0
 """Default of the seconds without a step after which a process counts as hung."""
 
 
-class Progress:
+class ProcessProgress:
     """Two counters in memory that forked processes share.
 
     The counters are the finished jobs of a chunk, and all steps so far.
@@ -49,7 +49,7 @@ class Progress:
         return tuple(self._numbers)
 
 
-def silent(deadline: float, stopped: bool) -> str:
+def hang_reason(deadline: float, stopped: bool) -> str:
     """Return why a process counts as hung, for messages."""
     if stopped:
         return f"the process that trained for it has been stopped for {deadline:g} s"
@@ -59,7 +59,7 @@ def silent(deadline: float, stopped: bool) -> str:
     )
 
 
-def named(jobs: Sequence[Job], done: int, one_by_one: bool) -> tuple[str, str]:
+def work_of(jobs: Sequence[ClientJob], done: int, one_by_one: bool) -> tuple[str, str]:
     """Return (clients, round) that a process was working for, for errors.
 
     done: number of finished jobs; one_by_one: whether jobs run one after another.

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from dure.federated.privacy.choice import Privacy
+from dure.federated.privacy.privacy_settings import Privacy
 from dure.privacy.accountant import Releases, epsilon
 from dure.privacy.dp_sgd import DPSGD
 from dure.privacy.example_level import promise

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from dure.federated.privacy.choice import Privacy
+from dure.federated.privacy.privacy_settings import Privacy
 from dure.federated.privacy.secure_aggregation.settings import SecureAggregationPlus
 
 

@@ -18,13 +18,13 @@ from torch import Tensor
 
 from dure.errors import TooFewUpdatesError
 from dure.federated.algorithm import Algorithm
-from dure.federated.server.global_model import GlobalModel, OwnStep
-from dure.federated.server.stepping import stepped
-from dure.federated.server.unfit import unfit
+from dure.federated.server.algorithm_step import checked_step
+from dure.federated.server.global_model import CustomStep, GlobalModel
+from dure.federated.server.update_validation import invalid_reason
 from dure.protocol.messages import Assignment, Update
 from dure.tasks.loss_shares import mean_over
 
-VAIN = 100
+MOST_EMPTY_MODELS = 100
 """Models in a row without any accepted update before the server fails.
 
 Such models arise if every update was refused.
@@ -37,7 +37,7 @@ MOVES = (
 """Reason for refusing an update under user-level differential privacy."""
 
 
-class Result(NamedTuple):
+class RoundResult(NamedTuple):
     """Statistics of the updates of a new model.
 
     loss: mean over the counted weight of the samples, None without accepted updates. refused:
@@ -54,7 +54,7 @@ class Result(NamedTuple):
     cut: int | None = None
 
 
-class Folded(NamedTuple):
+class FoldedUpdate(NamedTuple):
     """Statistics of a folded update."""
 
     client: int
@@ -64,13 +64,13 @@ class Folded(NamedTuple):
     staleness: int
 
 
-class Summed(NamedTuple):
+class SummedUpdates(NamedTuple):
     """Mean of the updates of several clients, from a secure sum that hides the single updates.
 
     tickets: assignment ids of these updates. examples: the sum of their n_k. cut: number of values
     beyond the range. clipped: under user-level differential privacy, the sum of the contributions
     that the clients have clipped, instead of the mean. The other fields are as in
-    `GlobalModel.fold_mean` and `Result`.
+    `GlobalModel.fold_mean` and `RoundResult`.
     """
 
     tickets: Sequence[int]
@@ -88,7 +88,7 @@ class Summed(NamedTuple):
 
 
 @dataclass
-class Combining:
+class UpdateCombiner:
     """State of the updates that are being combined.
 
     sizes: largest number of examples of each client. most_counted: largest weight of an example in
@@ -101,14 +101,14 @@ class Combining:
     sizes: Sequence[int]
     seed: int
     most_counted: float = math.inf
-    vain: int = 0
+    unsuccessful_models: int = 0
     tickets: list[int] = field(default_factory=list)
     fewest: int = 1
     _awaited: dict[int, Assignment] = field(default_factory=dict)
     _clients: dict[int, int] = field(default_factory=dict)
-    _folded: list[Folded] = field(default_factory=list)
+    _folded: list[FoldedUpdate] = field(default_factory=list)
     _refused: dict[int, str] = field(default_factory=dict)
-    _summed: list[Summed] = field(default_factory=list)
+    _summed: list[SummedUpdates] = field(default_factory=list)
     _taken: set[int] = field(default_factory=set)
     """Clients whose updates are in the new model."""
     _kept: list[Update] = field(default_factory=list)
@@ -153,15 +153,15 @@ class Combining:
         if learned and self.algorithm.has_own_step:
             self._kept.append(update)
         told = (update.client, update.samples, update.count, update.loss)
-        self._folded.append(Folded(*told, staleness))
+        self._folded.append(FoldedUpdate(*told, staleness))
         return taken
 
-    def fold_sum(self, summed: Summed) -> None:
+    def fold_sum(self, summed: SummedUpdates) -> None:
         """Take the mean of the updates of several assignments, instead of a `fold` for each."""
         for ticket in summed.tickets:
             asked = self._awaited.pop(ticket)
             staleness = self.model.number - asked.round
-            self._folded.append(Folded(asked.client, 0, 0.0, 0.0, staleness))
+            self._folded.append(FoldedUpdate(asked.client, 0, 0.0, 0.0, staleness))
             self._taken.add(asked.client)
         self._summed.append(summed)
         if summed.clipped is not None:
@@ -183,7 +183,7 @@ class Combining:
         self.model.refuse()
 
     def _unfit(self, update: Update, asked: Assignment, finite: bool) -> str | None:
-        return unfit(
+        return invalid_reason(
             update,
             asked,
             extra=self.algorithm.expects(asked),
@@ -192,7 +192,7 @@ class Combining:
             finite=finite,
         )
 
-    def finish(self) -> Result:
+    def finish(self) -> RoundResult:
         """Make the new model, as `Coordinator.finish` documents."""
         extra: list[Tensor] = []
         try:
@@ -213,9 +213,9 @@ class Combining:
         result = self._result()
         # A round for which Poisson sampling drew no client is neither a success nor a failure.
         if self._folded:
-            self.vain = 0
+            self.unsuccessful_models = 0
         elif self._refused:
-            self.vain += 1
+            self.unsuccessful_models += 1
         self.begin({})
         return result
 
@@ -234,21 +234,21 @@ class Combining:
                 f"at least {self.fewest}"
             )
 
-    def _own_step(self) -> OwnStep | None:
+    def _own_step(self) -> CustomStep | None:
         if not self.algorithm.has_own_step:
             return None
-        return partial(stepped, self.algorithm, self._kept)
+        return partial(checked_step, self.algorithm, self._kept)
 
-    def complaint(self, result: Result) -> str:
-        """Return a sentence about `vain` rounds in a row in which every update was refused."""
+    def complaint(self, result: RoundResult) -> str:
+        """Return a sentence about consecutive rounds in which every update was refused."""
         reason = next(iter(result.refused.values()))
-        return f"in {self.vain} rounds in a row every update was refused: {reason}"
+        return f"in {self.unsuccessful_models} rounds in a row every update was refused: {reason}"
 
-    def _result(self) -> Result:
+    def _result(self) -> RoundResult:
         # For a sum of updates only totals are known.
-        told: list[Folded | Summed] = [*self._folded, *self._summed]
+        told: list[FoldedUpdate | SummedUpdates] = [*self._folded, *self._summed]
         loss = sum([one.counted * one.loss for one in told])
-        return Result(
+        return RoundResult(
             loss=mean_over(loss, sum([one.counted for one in told])),
             samples=sum([one.samples for one in told]),
             clients=[one.client for one in self._folded],

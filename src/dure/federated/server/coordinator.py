@@ -56,11 +56,16 @@ from torch import Tensor
 
 from dure.errors import TooFewClientsError
 from dure.federated.algorithm import Algorithm
-from dure.federated.server.combining import VAIN, Combining, Result, Summed
+from dure.federated.server.combining import (
+    MOST_EMPTY_MODELS,
+    RoundResult,
+    SummedUpdates,
+    UpdateCombiner,
+)
 from dure.federated.server.global_model import GlobalModel
 from dure.federated.server.known_losses import KnownLosses
 from dure.federated.server.pacing import Pacing
-from dure.federated.server.sampling import Candidates, before
+from dure.federated.server.sampling import Candidates, ranked_first
 from dure.protocol.carrier import Action, Assign, Combine
 from dure.protocol.messages import Assignment, Refuse, Update, nbytes
 from dure.randomness.seeds import derive
@@ -71,11 +76,11 @@ RETRY = 60.0
 ATTEMPTS = 10_000
 """Unsuccessful attempts to start a round, or to find a client, after which the server fails."""
 
-TOLD = frozenset(10**power for power in range(1, 16))
+WARNED_ATTEMPTS = frozenset(10**power for power in range(1, 16))
 """Numbers of unsuccessful attempts at which a patient coordinator warns."""
 
 
-class Open(NamedTuple):
+class OpenAssignment(NamedTuple):
     """An assignment that is in no model yet, and the state of its update.
 
     newest: number of the newest model at the time of the assignment; the assignment's own model may
@@ -89,7 +94,7 @@ class Open(NamedTuple):
     missing: bool = False
 
 
-class Sent(NamedTuple):
+class OutgoingModel(NamedTuple):
     """Tensors for the next clients. nbytes: of all tensors together."""
 
     number: int
@@ -114,7 +119,7 @@ class Coordinator:
             without rounds; None for no timeout.
         patient: whether the coordinator warns instead of failing.
         tell: called with a warning of a patient coordinator, after 10, 100, ... unsuccessful
-            attempts and after every `VAIN` models without accepted updates.
+            attempts and after every `MOST_EMPTY_MODELS` models without accepted updates.
         toss: returns the sampled clients of a round, given its number; called once per round if the
             pacing samples clients independently.
         losses: known losses of clients, for a pacing that ranks clients by loss.
@@ -145,7 +150,7 @@ class Coordinator:
     present: set[int] | None = None
     wake: float = math.inf
     tickets: int = 0
-    open: dict[int, Open] = field(default_factory=dict)
+    open: dict[int, OpenAssignment] = field(default_factory=dict)
     busy: dict[int, int] = field(default_factory=dict)
     deadline: float = math.inf
     began: bool = False
@@ -186,7 +191,7 @@ class Coordinator:
             raise ValueError(
                 f"lasts is {self.lasts}, but a client needs more than 0 seconds to answer"
             )
-        self.updates = Combining(
+        self.updates = UpdateCombiner(
             self.model, self.algorithm, self.sizes, self.seed, self.most_counted
         )
         pacing = self.pacing
@@ -219,7 +224,7 @@ class Coordinator:
         return self.model.number
 
     @property
-    def vain_attempts(self) -> int:
+    def unsuccessful_attempts(self) -> int:
         """Unsuccessful attempts in a row to start a round or to find a client."""
         return self._attempt
 
@@ -373,18 +378,18 @@ class Coordinator:
         del self.open[ticket]
         return self._replace(known, now)
 
-    def _gone(self, known: Open) -> None:
+    def _gone(self, known: OpenAssignment) -> None:
         """Require the client of an assignment to check in before the next request."""
         if self.present is not None:
             self.present.discard(known.assignment.client)
 
-    def _replace(self, known: Open, now: float) -> list[Action]:
+    def _replace(self, known: OpenAssignment, now: float) -> list[Action]:
         """Ask another client in place of a client; a missing client was replaced already."""
         if not known.missing:
             self._asked -= 1
         return [*self._fill(now), *self._combine(now)]
 
-    def _return(self, known: Open) -> Open:
+    def _return(self, known: OpenAssignment) -> OpenAssignment:
         """Give a missing client a place again, possibly beyond the intended number."""
         assignment = known.assignment
         known = self.open[assignment.ticket] = known._replace(missing=False)
@@ -438,7 +443,7 @@ class Coordinator:
         self.sitting_out.update(clients)
 
     @property
-    def able(self) -> int:
+    def assignable_clients(self) -> int:
         """Number of clients that may be asked for this model."""
         return len(self.sizes) - len(self.sitting_out.union(self.excluded))
 
@@ -474,7 +479,7 @@ class Coordinator:
             self.losses.told[update.client] = update.loss
         return taken
 
-    def fold_sum(self, summed: Summed) -> None:
+    def fold_sum(self, summed: SummedUpdates) -> None:
         """Take the mean of several of these updates, from a secure sum."""
         self.updates.fold_sum(summed)
 
@@ -482,7 +487,7 @@ class Coordinator:
         """Note that an update is in no sum."""
         self.updates.lost(ticket, reason)
 
-    def finish(self, now: float) -> Result:
+    def finish(self, now: float) -> RoundResult:
         """Make the new model.
 
         If the updates are too few for the rule, the model stays, and the updates are refused.
@@ -513,8 +518,12 @@ class Coordinator:
         # So that the driver calls `tick` at once, which starts the next round or fills places.
         self.wake = now
         # Last, because the call may raise: the state is by then the state of a finished round.
-        vain = self.updates.vain
-        if vain >= VAIN and result.refused and (vain % VAIN == 0 or not self.patient):
+        vain = self.updates.unsuccessful_models
+        if (
+            vain >= MOST_EMPTY_MODELS
+            and result.refused
+            and (vain % MOST_EMPTY_MODELS == 0 or not self.patient)
+        ):
             self._in_vain(self.updates.complaint(result))
         return result
 
@@ -614,15 +623,17 @@ class Coordinator:
         order = self._draw(*turn, self.sizes, self.asks)
         if self.pacing.ranked is None:
             return order
-        return before(self.pacing.ranked(*turn, self.sizes, self.losses), order, len(self.sizes))
+        return ranked_first(
+            self.pacing.ranked(*turn, self.sizes, self.losses), order, len(self.sizes)
+        )
 
-    def _newest(self) -> Sent:
+    def _newest(self) -> OutgoingModel:
         model = self.model
         extra = self.algorithm.down()
         size = model.nbytes + (nbytes(extra) if extra else 0)
-        return Sent(model.number, model.weights, model.buffers, extra, size)
+        return OutgoingModel(model.number, model.weights, model.buffers, extra, size)
 
-    def _drawn(self, sent: Sent) -> Sent:
+    def _drawn(self, sent: OutgoingModel) -> OutgoingModel:
         """Return an older model instead of the newest, drawn at random: simulated staleness."""
         assert self.oldest is not None
         drawn = derive(self.seed, "staleness", self.tickets) % (self.oldest + 1)
@@ -632,7 +643,7 @@ class Coordinator:
         weights, buffers = self._past[-1 - old]
         return sent._replace(number=sent.number - old, weights=weights, buffers=buffers)
 
-    def _assign(self, client: int, sent: Sent, now: float) -> Assignment:
+    def _assign(self, client: int, sent: OutgoingModel, now: float) -> Assignment:
         if self._past:
             sent = self._drawn(sent)
         # Tickets count up and are never reused, so that an old answer matches no new assignment.
@@ -648,7 +659,7 @@ class Coordinator:
             extra=sent.extra,
             deadline=self._ends(now),
         )
-        self.open[ticket] = Open(assignment, newest=self.round)
+        self.open[ticket] = OpenAssignment(assignment, newest=self.round)
         self.busy[client] = ticket
         self.tickets += 1
         self._asked += 1
@@ -792,7 +803,7 @@ class Coordinator:
         self._attempt += 1
         if not self.patient and self._attempt > ATTEMPTS:
             self._in_vain(sentence.format(f"{ATTEMPTS:,}"))
-        if self.patient and self._attempt in TOLD:
+        if self.patient and self._attempt in WARNED_ATTEMPTS:
             self._in_vain(sentence.format(f"{self._attempt:,}"))
 
     def _in_vain(self, sentence: str) -> None:
@@ -859,7 +870,7 @@ class Coordinator:
             "deadline": self.deadline,
             "tickets": self.tickets,
             "attempt": self._attempt,
-            "vain": self.updates.vain,
+            "vain": self.updates.unsuccessful_models,
             "position": self._position,
             "probes": self._probes,
             "asked": self._asked,
@@ -887,7 +898,7 @@ class Coordinator:
         self.wake = state["wake"]
         self.deadline = state["deadline"]
         self.tickets = state["tickets"]
-        self.updates.vain = state["vain"]
+        self.updates.unsuccessful_models = state["vain"]
         self._attempt = state["attempt"]
         self._position = state["position"]
         self._probes = state["probes"]
@@ -914,7 +925,7 @@ def _client_and_ticket(assignment: Assignment) -> tuple[int, int]:
     return assignment.client, assignment.ticket
 
 
-def _written(one: Open) -> dict[str, Any]:
+def _written(one: OpenAssignment) -> dict[str, Any]:
     """Return an open assignment without its model, as a tree."""
     sent = one.assignment
     return {
@@ -929,7 +940,7 @@ def _written(one: Open) -> dict[str, Any]:
     }
 
 
-def _read(written: dict[str, Any], models: dict[int, list[list[Tensor]]]) -> Open:
+def _read(written: dict[str, Any], models: dict[int, list[list[Tensor]]]) -> OpenAssignment:
     # Checkpoints of dure up to 0.1 have models by their numbers.
     weights, buffers, extra = models[written.get("model", written["round"])]
     assignment = Assignment(
@@ -944,4 +955,4 @@ def _read(written: dict[str, Any], models: dict[int, list[list[Tensor]]]) -> Ope
         deadline=written["deadline"],
     )
     newest = written.get("newest", written["round"])
-    return Open(assignment, newest, written["reported"], written.get("missing", False))
+    return OpenAssignment(assignment, newest, written["reported"], written.get("missing", False))

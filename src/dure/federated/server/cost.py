@@ -15,7 +15,7 @@ from dure.fleet.upload import Upload
 from dure.protocol.carrier import Flight
 
 
-class Cost:
+class ClientCosts:
     """Costs of the clients so far.
 
     raw: cost of uploading the data. per_example: operations per example, forward and backward;

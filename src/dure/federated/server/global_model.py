@@ -12,10 +12,10 @@ was not finite becomes the mean of the finite new values. Integer buffers (count
 largest value, complex buffers stay unchanged. For weights, a complex number counts as two real
 numbers.
 
-Under user-level differential privacy (`dure.federated.server.private`) weights, statistics of batch
-norm and extras are gathered as a single vector, and return with noise. All other buffers keep the
-server's values: a counter reveals a client's steps, and a table that never moves would drown in
-noise. A client whose other buffers move is refused.
+Under user-level differential privacy (`dure.federated.server.privacy_interfaces`) weights,
+statistics of batch norm and extras are gathered as a single vector, and return with noise. All
+other buffers keep the server's values: a counter reveals a client's steps, and a table that never
+moves would drown in noise. A client whose other buffers move is refused.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from torch import Tensor
 
 from dure.federated.aggregate.aggregator import Aggregator, Collects, Folds
 from dure.federated.aggregate.mean import Mean
-from dure.federated.aggregate.rows import Rows
-from dure.federated.engines.products import Deferred
-from dure.federated.server.private import Private
+from dure.federated.aggregate.rows import UpdateRows
+from dure.federated.engines.products import DeferredUpdate
+from dure.federated.server.privacy_interfaces import PrivateAggregation
 from dure.federated.server.server_optimizer import ServerOptimizer, State
 from dure.protocol.messages import Update, nbytes
 from dure.randomness.turn import Turn
 
-OwnStep = Callable[[list[Tensor], list[Tensor]], list[Tensor]]
+CustomStep = Callable[[list[Tensor], list[Tensor]], list[Tensor]]
 """(weights, mean) -> new weights; `Algorithm.step` with the updates bound."""
 
 
@@ -63,7 +63,7 @@ class GlobalModel:
     aggregator: Aggregator = field(default_factory=Mean)
     optimizer: ServerOptimizer = field(default_factory=ServerOptimizer)
     number: int = 0
-    private: Private | None = None
+    private: PrivateAggregation | None = None
     statistics: Mapping[int, bool] = field(default_factory=dict)
     moments: State | None = None
     memory: list[Tensor] | None = None
@@ -73,7 +73,7 @@ class GlobalModel:
     _refused: int = 0
     _collected: list[list[Tensor]] = field(default_factory=list)
     _shares: list[float] = field(default_factory=list)
-    _deferred: list[tuple[Deferred, float]] = field(default_factory=list)
+    _deferred: list[tuple[DeferredUpdate, float]] = field(default_factory=list)
     _counters: list[Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -91,7 +91,7 @@ class GlobalModel:
         start: the update's start weights, if the server mixes in the *model* and not its change:
         the update is then x_start + Δ - x.
         """
-        if isinstance(update.delta, Deferred) and self._defers(update, scale, start):
+        if isinstance(update.delta, DeferredUpdate) and self._defers(update, scale, start):
             self._defer(update.delta, weight)
             return []
         parts = list(update.delta)
@@ -104,11 +104,13 @@ class GlobalModel:
             parts = [torch.view_as_real(d) if d.is_complex() else d for d in parts]
         moved: list[Tensor] = []
         if self.private is not None:
-            moved = changes(self._released_of(update.buffers), self._released_of(self.buffers))
+            moved = buffer_changes(
+                self._released_of(update.buffers), self._released_of(self.buffers)
+            )
             self.private.fold([*parts, *moved, *map(_real, update.extra)], update.examples)
             return parts
         if self.buffers:
-            moved = changes(update.buffers, self.buffers)
+            moved = buffer_changes(update.buffers, self.buffers)
             self._count(update.buffers)
         if scale != 1:
             parts = [part * scale for part in parts]
@@ -194,7 +196,7 @@ class GlobalModel:
         alone = not (update.buffers or update.extra) and self.private is None
         return alone and scale == 1 and start is None and self.aggregator.sums
 
-    def _defer(self, delta: Deferred, weight: float) -> None:
+    def _defer(self, delta: DeferredUpdate, weight: float) -> None:
         """Take an update that is summed with the others of its cohort.
 
         The sum is computed when all updates of the cohort are here, or when an update of another
@@ -231,7 +233,7 @@ class GlobalModel:
         self._folded = self.aggregator.add(self._folded, sum_onto, sum(weights))
         self._deferred = []
 
-    def finish(self, seed: int, own: OwnStep | None = None) -> list[Tensor]:
+    def finish(self, seed: int, own: CustomStep | None = None) -> list[Tensor]:
         """Make the new model from the folded updates, if there are any.
 
         Returns the mean of the updates' extras. own: the step before the optimizer's step.
@@ -263,7 +265,7 @@ class GlobalModel:
         return extra
 
     def _stepped(
-        self, delta: list[Tensor], moments: State, own: OwnStep | None
+        self, delta: list[Tensor], moments: State, own: CustomStep | None
     ) -> tuple[list[Tensor], State]:
         """Return the weights and moments after the step along the aggregated update."""
         spare = self.aggregator.sums  # other rules may have returned a client's own update
@@ -284,7 +286,7 @@ class GlobalModel:
         """Return whether floating-point buffers move besides the buffers released with noise."""
         pairs = enumerate(zip(update.buffers, self.buffers, strict=True))
         return any(
-            bool(changes([new], [old])[0].any())
+            bool(buffer_changes([new], [old])[0].any())
             for place, (new, old) in pairs
             if place not in self.statistics and old.is_floating_point()
         )
@@ -350,7 +352,7 @@ class GlobalModel:
             return self.aggregator.finish(self._folded), moved
         assert isinstance(self.aggregator, Collects)
         weights = len(self.weights)
-        rows = Rows(self._collected, self._shares, measured=weights)
+        rows = UpdateRows(self._collected, self._shares, measured=weights)
         combined, self.memory = self.aggregator.combine(rows, turn, self.memory, self._refused)
         return combined[:weights], combined[weights:]
 
@@ -372,7 +374,7 @@ class GlobalModel:
         self.memory = state["memory"]
 
 
-def changes(new: Sequence[Tensor], old: Sequence[Tensor]) -> list[Tensor]:
+def buffer_changes(new: Sequence[Tensor], old: Sequence[Tensor]) -> list[Tensor]:
     """Return the changes of the floating-point buffers: new - old.
 
     The change is 0 for equal elements, including infinities and NaNs. If the old element is not

@@ -20,11 +20,11 @@ class KnownLosses:
     told: dict[int, float] = field(default_factory=dict)
 
     def last(self, client: int) -> float | None:
-        """Return the last loss that the client reported, as `Losses.last`."""
+        """Return the last loss that the client reported, as `ClientLosses.last`."""
         return self.told.get(client)
 
     def now(self, clients: Sequence[int]) -> list[float]:
-        """Return the clients' losses of the newest model, as `Losses.now`.
+        """Return the clients' losses of the newest model, as `ClientLosses.now`.
 
         Raises ValueError if clients cannot be asked.
         """

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dure.federated.server.combining import Result
+from dure.federated.server.combining import RoundResult
 from dure.protocol.carrier import STEP, Flight
 
 MOST = 5_000
@@ -53,7 +53,7 @@ class Log:
         if self.liars is not None and len(self.updates) < MOST:
             self._seen.append((client, round, taken))
 
-    def flew(self, flown: Sequence[Flight], result: Result) -> None:
+    def flew(self, flown: Sequence[Flight], result: RoundResult) -> None:
         """Record the events before a new model, and the statistics of its updates."""
         flown = [flight for flight in flown if flight.outcome != STEP]
         self.outcomes.update([flight.outcome for flight in flown])

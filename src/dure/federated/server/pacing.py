@@ -18,7 +18,7 @@ from typing import ClassVar
 
 from dure.federated.server.sampling import (
     Candidates,
-    Losses,
+    ClientLosses,
     Selection,
     Uniform,
     clients_per_round,
@@ -26,11 +26,11 @@ from dure.federated.server.sampling import (
 from dure.randomness.permutation import Permutation
 from dure.randomness.seeds import derive
 
-Order = Callable[[int, int, int, Sequence[int], int], Candidates]
+OrderFunction = Callable[[int, int, int, Sequence[int], int], Candidates]
 """(seed, round, attempt, sizes, likely) -> client at each position, as `Selection.order`."""
 
 
-Ranked = Callable[[int, int, int, Sequence[int], Losses], Sequence[int]]
+RankingFunction = Callable[[int, int, int, Sequence[int], ClientLosses], Sequence[int]]
 """(seed, round, attempt, sizes, losses) -> clients before that order, as `Selection.ranked`."""
 
 
@@ -84,12 +84,12 @@ class Pacing:
         raise NotImplementedError
 
     @property
-    def order(self) -> Order:
+    def order(self) -> OrderFunction:
         """Function from a round to the order in which clients are asked."""
         raise NotImplementedError
 
     @property
-    def ranked(self) -> Ranked | None:
+    def ranked(self) -> RankingFunction | None:
         """Function from a round to the clients ranked before that order; None without a ranking."""
         return None
 
@@ -115,7 +115,7 @@ class Pacing:
 
 
 @dataclass(frozen=True)
-class Rounds(Pacing):
+class SynchronousPacing(Pacing):
     """Synchronous rounds of a fraction of the clients."""
 
     fraction: float = 1.0
@@ -147,11 +147,11 @@ class Rounds(Pacing):
         return self.selection.wanted(seed, round, clients, self.fraction)
 
     @property
-    def order(self) -> Order:
+    def order(self) -> OrderFunction:
         return self.selection.order
 
     @property
-    def ranked(self) -> Ranked | None:
+    def ranked(self) -> RankingFunction | None:
         return self.selection.ranked if self.selection.ranks else None
 
     @property
@@ -182,7 +182,7 @@ class Rounds(Pacing):
 
 
 @dataclass(frozen=True)
-class Buffered(Pacing):
+class BufferedPacing(Pacing):
     """`concurrency` clients are always at work; `size` updates make a new model.
 
     stale: for experiments such as Xie et al.'s: one client at a time, which gets a model that is 0
@@ -211,7 +211,7 @@ class Buffered(Pacing):
         return self.size
 
     @property
-    def order(self) -> Order:
+    def order(self) -> OrderFunction:
         return _endless
 
     def updates(self, clients: int) -> int:
@@ -241,6 +241,6 @@ class _Endless:
         return self._order[place]
 
 
-def asynchronous(concurrency: int, stale: int | None = None) -> Buffered:
+def asynchronous(concurrency: int, stale: int | None = None) -> BufferedPacing:
     """Return a buffer of size 1: a new model with every update."""
-    return Buffered(concurrency, 1, stale)
+    return BufferedPacing(concurrency, 1, stale)

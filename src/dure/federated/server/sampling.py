@@ -42,7 +42,7 @@ Candidates = Callable[[int], int]
 """Client at position 0, 1, ... of a round's order."""
 
 
-class Losses(Protocol):
+class ClientLosses(Protocol):
     """Losses of clients that a server can use to choose a round's clients."""
 
     def last(self, client: int) -> float | None:
@@ -74,7 +74,7 @@ class Selection(CheckedSettings):
     tosses: ClassVar[bool] = False
     """Whether each client is sampled independently, and absent clients are not replaced."""
     asks: ClassVar[bool] = False
-    """Whether `ranked` asks clients for their losses, by `Losses.now`."""
+    """Whether `ranked` asks clients for their losses, by `ClientLosses.now`."""
     by_size: ClassVar[bool] = False
     """Whether the choice depends on the clients' numbers of examples."""
 
@@ -127,7 +127,7 @@ class Selection(CheckedSettings):
         return known.__getitem__ if len(known) == len(sizes) else at
 
     def ranked(
-        self, seed: int, round: int, attempt: int, sizes: Sequence[int], losses: Losses
+        self, seed: int, round: int, attempt: int, sizes: Sequence[int], losses: ClientLosses
     ) -> Sequence[int]:
         """Return the clients to ask before all others, in order; by default none.
 
@@ -184,7 +184,7 @@ class Poisson(Selection):
 
 
 @dataclass(frozen=True)
-class Coins(Selection):
+class PerClientPoisson(Selection):
     """Poisson sampling of each client; unavailable clients are not replaced.
 
     A round ends when all asked clients have answered or failed, or at its deadline. Whether a
@@ -209,7 +209,7 @@ class Coins(Selection):
 
 
 SELECTIONS: dict[str, type[Selection]] = {
-    kind.name: kind for kind in (Uniform, Weighted, Poisson, Coins)
+    kind.name: kind for kind in (Uniform, Weighted, Poisson, PerClientPoisson)
 }
 """Built-in selections by the name with which their text form begins."""
 
@@ -224,7 +224,7 @@ def parse(text: str) -> Selection:
     return read(text, SELECTIONS, "selection", Selection)
 
 
-def before(ranked: Sequence[int], order: Candidates, clients: int) -> Candidates:
+def ranked_first(ranked: Sequence[int], order: Candidates, clients: int) -> Candidates:
     """Return the order of all clients that starts with the ranked clients.
 
     Raises ValueError for ranked clients that do not exist, or occur twice.

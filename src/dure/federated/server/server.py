@@ -4,8 +4,8 @@
         back; the coordinator makes a new model of the updates
 
 The server knows of its clients only their messages (`dure.protocol.messages`), and of the carrier
-only that it delivers them. Local and remote clients make no difference here. `Server` resumes from
-its own checkpoint; the state of clients belongs to the clients.
+only that it delivers them. Local and remote clients make no difference here. `FederatedServer`
+resumes from its own checkpoint; the state of clients belongs to the clients.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from dure.data.keys import client_label
 from dure.errors import RunFolderError, TooFewClientsError, warn
 from dure.federated.aggregate import Aggregator
 from dure.federated.algorithm import Algorithm
-from dure.federated.server.by_client import Said, fit
-from dure.federated.server.combining import Result
+from dure.federated.server.client_metrics import ClientMeasurements, valid_measurements
+from dure.federated.server.combining import RoundResult
 from dure.federated.server.coordinator import Coordinator
-from dure.federated.server.cost import Cost
+from dure.federated.server.cost import ClientCosts
 from dure.federated.server.global_model import GlobalModel
 from dure.federated.server.idle_time import idle_seconds
 from dure.federated.server.known_losses import KnownLosses
 from dure.federated.server.log import Log
 from dure.federated.server.pacing import Pacing
-from dure.federated.server.private import Account, Private
+from dure.federated.server.participation import Participation
+from dure.federated.server.poisson_sampling import PoissonSampler
+from dure.federated.server.privacy_interfaces import ExamplePrivacyAccount, PrivateAggregation
+from dure.federated.server.secure_sums import SecureSummation
 from dure.federated.server.server_optimizer import ServerOptimizer
-from dure.federated.server.summing import Summing
-from dure.federated.server.taking_part import TakingPart
-from dure.federated.server.tossing import Toss
-from dure.federated.server.unfit import alike
+from dure.federated.server.update_validation import same_shapes
 from dure.fleet.attacks import Attack
 from dure.machine.devices import home_of, to_cpu, to_device
 from dure.protocol.carrier import STEP, Carrier, Flight
@@ -66,7 +66,7 @@ MOST_METERS = 1_000
 """Largest number of clients with a meter each; more clients share a meter."""
 
 
-class Server(Learner):
+class FederatedServer(Learner):
     """A learner whose step makes a new global model.
 
     Args:
@@ -118,10 +118,10 @@ class Server(Learner):
         freeze_at: int | None = None,
         exposure: Sequence[tuple[str, str]] = (),
         repeats: bool = True,
-        secure: Summing | None = None,
-        private: Private | None = None,
-        examples: Account | None = None,
-        toss: Toss | None = None,
+        secure: SecureSummation | None = None,
+        private: PrivateAggregation | None = None,
+        examples: ExamplePrivacyAccount | None = None,
+        toss: PoissonSampler | None = None,
     ) -> None:
         self.task = task
         self.model = model
@@ -146,7 +146,7 @@ class Server(Learner):
         buffers = [buffer.clone() for buffer in self.buffers.of(model)]
         sizes = carrier.join().sizes
         self.private = private
-        self.told_of_examples = examples
+        self.example_account = examples
         self.knows_sizes = True
         """Whether the server knows each client's number of examples."""
         self.coordinator = Coordinator(
@@ -177,20 +177,20 @@ class Server(Learner):
         self.counted = _meters(len(sizes), names, together=not open)
         self.log = Log(liars, names=open)
         self.names = names
-        self.taking_part = TakingPart(self.who)
+        self.taking_part = Participation(self.who)
         self._told_refused = False
         self._told_vain = False
         self._told_cut = False
-        self.said = Said(task.measures)
+        self.said = ClientMeasurements(task.measures)
         self._told_failed = False
         self.freeze_at = freeze_at
-        self.cost: Cost | None = None
+        self.cost: ClientCosts | None = None
         """Costs of the clients, in a simulation."""
         self.earlier: tuple[list[Tensor], list[Tensor]] | None = None
         """Weights and buffers of the model of round `freeze_at`, once it exists."""
         self._freeze()
 
-    def _tossing(self, toss: Toss) -> Toss:
+    def _tossing(self, toss: PoissonSampler) -> PoissonSampler:
         """Return `toss` with a notice to differential privacy before any client is asked."""
 
         def tossed(number: int) -> list[int]:
@@ -262,7 +262,7 @@ class Server(Learner):
             wish |= STOP | TRANSFER_BUDGET_SPENT
         return StepResult(result.loss, result.samples, wish, self._numbers(flown, result))
 
-    def _take_part(self, number: int, result: Result) -> None:
+    def _take_part(self, number: int, result: RoundResult) -> None:
         """Count the clients in a model, and warn of clients that have left."""
         coordinator = self.coordinator
         told = self.taking_part.made(
@@ -311,7 +311,7 @@ class Server(Learner):
             # Free the memory of this update before the next.
             del update, taken
 
-    def _sum(self, tickets: Sequence[int], secure: Summing) -> None:
+    def _sum(self, tickets: Sequence[int], secure: SecureSummation) -> None:
         """Fold the secure sums of these assignments' updates, which stay with their clients."""
         coordinator = self.coordinator
         asked = {ticket: coordinator.assignment(ticket) for ticket in tickets}
@@ -351,7 +351,7 @@ class Server(Learner):
     def _check_able(self, fewest: int) -> None:
         """Raise TooFewClientsError if no secure sum is possible from this model any more."""
         coordinator = self.coordinator
-        able = coordinator.able
+        able = coordinator.assignable_clients
         if able >= fewest or not (coordinator.sitting_out or coordinator.excluded):
             return
         out = len(coordinator.sitting_out.difference(coordinator.excluded))
@@ -365,7 +365,7 @@ class Server(Learner):
             f"and leave out who spoils sums"
         )
 
-    def _tell(self, number: int, result: Result) -> None:
+    def _tell(self, number: int, result: RoundResult) -> None:
         """Warn of the run's first refused client, first round without updates and first cut value.
 
         All are counted (`facts`), so that a long run warns once.
@@ -408,7 +408,7 @@ class Server(Learner):
                 f"{first}{more} had used up what a client may transfer: not asked any more "
                 f"(summary.json names all, under out_of_transfers)"
             )
-        vain = self.coordinator.updates.vain
+        vain = self.coordinator.updates.unsuccessful_models
         number = self.coordinator.model.number
         # Without rounds a single unsuccessful model is a single refused client.
         if not vain or (self.log.turns and vain == 1):
@@ -445,7 +445,7 @@ class Server(Learner):
             received=[flight.up for flight in flown if flight.up],
         )
 
-    def _numbers(self, flown: Sequence[Flight], result: Result) -> dict[str, float]:
+    def _numbers(self, flown: Sequence[Flight], result: RoundResult) -> dict[str, float]:
         outcomes = [flight.outcome for flight in flown if flight.outcome != STEP]
         late = outcomes.count("late")
         staleness = result.staleness
@@ -465,10 +465,10 @@ class Server(Learner):
 
     def _example_numbers(self, flown: Sequence[Flight]) -> dict[str, float]:
         """Return numbers of the example-level privacy account, including these assignments."""
-        if self.told_of_examples is None:
+        if self.example_account is None:
             return {}
-        self.told_of_examples.asked(one.client for one in flown if one.outcome != STEP)
-        return self.told_of_examples.numbers()
+        self.example_account.asked(one.client for one in flown if one.outcome != STEP)
+        return self.example_account.numbers()
 
     def exhausted(self) -> str | None:
         return None if self.private is None else self.private.exhausted()
@@ -494,7 +494,7 @@ class Server(Learner):
         buffers = self.coordinator.model.buffers
         frozen, frozen_buffers = self.earlier or ((), ())
         measure = Measure(number, weights, buffers, self.carrier.now, frozen, frozen_buffers)
-        said = fit(self.carrier.measure(measure), len(self.coordinator.sizes))
+        said = valid_measurements(self.carrier.measure(measure), len(self.coordinator.sizes))
         self._tell_failed(said)
         return found | self.said.take(said)
 
@@ -583,9 +583,7 @@ class Server(Learner):
                 "cost": None if self.cost is None else self.cost.state(),
                 "frozen": None if self.earlier is None else list(map(list, self.earlier)),
                 "private": None if self.private is None else self.private.state(),
-                "examples": None
-                if self.told_of_examples is None
-                else self.told_of_examples.state(),
+                "examples": None if self.example_account is None else self.example_account.state(),
                 "of_epoch": self.examples,
             },
             "carrier": self.carrier.state(),
@@ -609,7 +607,7 @@ class Server(Learner):
         server = state["server"]
         written = server["coordinator"]["model"]["weights"]
         # Without frozen parameters such a state is the same.
-        if frozen_of(self.model) and not alike(written, self.coordinator.model.weights):
+        if frozen_of(self.model) and not same_shapes(written, self.coordinator.model.weights):
             raise RunFolderError(
                 "the checkpoint was written by a dure whose federations sent frozen parameters "
                 "too, and this one sends only what is trained: resume it with that one"
@@ -632,8 +630,8 @@ class Server(Learner):
             self.cost.restore(server["cost"])
         if self.private is not None:
             self.private.restore(server["private"])
-        if self.told_of_examples is not None:
-            self.told_of_examples.restore(server["examples"])
+        if self.example_account is not None:
+            self.example_account.restore(server["examples"])
         if not self.knows_sizes:
             # Checkpoints of dure up to 0.1 do not have it.
             self.examples = server.get("of_epoch", self.examples)
@@ -654,8 +652,8 @@ class Server(Learner):
         """Return participation, outcomes and privacy, for the report."""
         private = {} if self.private is None else self.private.facts()
         excluded = sorted(self.coordinator.excluded.items())
-        if self.told_of_examples is not None:
-            promised = self.told_of_examples.facts()["promises"]
+        if self.example_account is not None:
+            promised = self.example_account.facts()["promises"]
             private["promises"] = [*private.get("promises", ()), *promised]
         return {
             **self.carrier.facts(),

@@ -9,23 +9,25 @@ from torch import Tensor
 
 import dure
 from dure.contracts.strategy import examples_for, seeded_model
-from dure.federated.privacy.attacks.recording import About, Recorded, Truth
-from dure.federated.privacy.attacks.seen import Model, Rate, Seen
+from dure.federated.privacy.attacks.observation import AttackedModel, ObservedUpdate, StepRate
+from dure.federated.privacy.attacks.recording import GroundTruth, RecordedUpdate, UpdateMetadata
 from dure.tensors.flat import FlatParameters
 
 
-def model_of(task: dure.Task, seed: int = 0) -> Model:
-    return Model(seeded_model(task, seed), task.loss)
+def model_of(task: dure.Task, seed: int = 0) -> AttackedModel:
+    return AttackedModel(seeded_model(task, seed), task.loss)
 
 
-def seen_of(task: dure.Task, indices: Sequence[int], lr: float = 0.1) -> tuple[Model, Seen]:
+def seen_of(
+    task: dure.Task, indices: Sequence[int], lr: float = 0.1
+) -> tuple[AttackedModel, ObservedUpdate]:
     """What a server sees of one step of these examples."""
     model = model_of(task)
     state = dict(zip_state(task))
     inputs, targets = examples_for(task)[0].batch(torch.tensor(indices))
     gradient = model.gradient(state, inputs, targets)
     delta = {name: -lr * one for name, one in gradient.items()}
-    return model, Seen(state, delta, len(indices), 1, len(indices), Rate(lr))
+    return model, ObservedUpdate(state, delta, len(indices), 1, len(indices), StepRate(lr))
 
 
 def zip_state(task: dure.Task) -> dict[str, Tensor]:
@@ -36,7 +38,9 @@ def zip_state(task: dure.Task) -> dict[str, Tensor]:
     }
 
 
-def recorded_of(task: dure.Task, parts: Sequence[Sequence[int]], lr: float = 0.1) -> list[Recorded]:
+def recorded_of(
+    task: dure.Task, parts: Sequence[Sequence[int]], lr: float = 0.1
+) -> list[RecordedUpdate]:
     """One step of all data of each of several clients, from the first model."""
     weights = FlatParameters(seeded_model(task, 0)).copy()
     made = []
@@ -45,6 +49,6 @@ def recorded_of(task: dure.Task, parts: Sequence[Sequence[int]], lr: float = 0.1
         flat = [
             torch.cat([seen.delta[name].reshape(-1) for name, _ in group]) for group in model.names
         ]
-        about = About(client, client, 0, len(part), len(part), 1, 0.0)
-        made.append(Recorded(about, weights, [], flat, Truth([list(part)])))
+        about = UpdateMetadata(client, client, 0, len(part), len(part), 1, 0.0)
+        made.append(RecordedUpdate(about, weights, [], flat, GroundTruth([list(part)])))
     return made

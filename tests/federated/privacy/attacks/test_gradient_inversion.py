@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dure
-from dure.federated.privacy.attacks.changes import Change, changed
+from dure.federated.privacy.attacks.changes import UpdateChange, changed
 from dure.federated.privacy.attacks.dlg import DLG
 from dure.federated.privacy.attacks.examine import Examination, Examiner, groups_of
-from dure.federated.privacy.attacks.geiping import Geiping, variation
+from dure.federated.privacy.attacks.geiping import Geiping, total_variation
 from dure.federated.privacy.attacks.inversion import (
     check_second_derivatives,
     estimate_of,
@@ -21,7 +21,7 @@ from dure.federated.privacy.attacks.inversion import (
 )
 from dure.federated.privacy.attacks.likeness import likeness, matched, mean_with_interval
 from dure.federated.privacy.attacks.linear import from_first_layer
-from dure.federated.privacy.attacks.seen import Rate, Seen
+from dure.federated.privacy.attacks.observation import ObservedUpdate, StepRate
 
 
 def digits(width: int = 32) -> dure.Task:
@@ -91,7 +91,7 @@ def test_local_steps_are_simulated_and_the_true_inputs_are_where_nothing_differs
         moved = model.gradient(state, inputs[batch], targets[batch])
         state |= {name: state[name] - lr * g for name, g in moved.items()}
     delta = {name: (state[name] - first.state[name]).detach() for name in first.delta}
-    seen = Seen(first.state, delta, 4, 4, 2, Rate(lr))
+    seen = ObservedUpdate(first.state, delta, 4, 4, 2, StepRate(lr))
     found = estimate_of(model, seen, targets)(inputs)
     for name, tensor in seen.gradient.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-5)
@@ -127,7 +127,10 @@ def test_noise_leaves_little() -> None:
     task = dure.load_task("digits")
     updates = recorded_of(task, [[i] for i in range(4)])
     wanted = Examination(
-        sums=(1,), changes=(Change(), Change(noise=1.0)), attacks=("geiping",), iterations=60
+        sums=(1,),
+        changes=(UpdateChange(), UpdateChange(noise=1.0)),
+        attacks=("geiping",),
+        iterations=60,
     )
     plain, noisy = Examiner(task, 0, wanted).rows(updates)
     assert plain.figures["ssim"].low > 0.9
@@ -192,21 +195,21 @@ def test_a_mean_lies_within_its_interval() -> None:
 
 
 def test_pictures_vary_and_other_inputs_do_not() -> None:
-    assert float(variation(torch.ones(2, 1, 4, 4))) == 0
+    assert float(total_variation(torch.ones(2, 1, 4, 4))) == 0
     steps = torch.arange(4.0).expand(1, 1, 4, 4)
-    assert float(variation(steps)) == 1
-    assert float(variation(torch.rand(3, 5))) == 0
+    assert float(total_variation(steps)) == 1
+    assert float(total_variation(torch.rand(3, 5))) == 0
 
 
 def test_noise_on_a_sum_has_the_deviation_that_its_largest_client_asks_for() -> None:
     task = dure.load_task("digits")
     updates = recorded_of(task, [[0], [1, 2], [3]])
-    quiet = changed(updates, Change(noise=1e-9, clip=1e3), 0)
+    quiet = changed(updates, UpdateChange(noise=1e-9, clip=1e3), 0)
     for one, other in zip(quiet, updates, strict=True):
         torch.testing.assert_close(one.delta[0], other.delta[0], rtol=0, atol=1e-3)
     clip = 0.01
-    noisy = changed(updates, Change(noise=2.0, clip=clip), 0)
-    still = changed(updates, Change(noise=1e-12, clip=clip), 0)
+    noisy = changed(updates, UpdateChange(noise=2.0, clip=clip), 0)
+    still = changed(updates, UpdateChange(noise=1e-12, clip=clip), 0)
 
     def mean(sent: list[object]) -> Tensor:
         return sum(one.about.examples / 4 * one.delta[0] for one in sent)  # type: ignore[attr-defined,return-value]
@@ -241,6 +244,6 @@ def test_wrong_settings_are_refused(wrong: dict[str, object], match: str) -> Non
     with pytest.raises(ValueError, match=match):
         Examination(**wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="0 or more"):
-        Change(noise=-1)
+        UpdateChange(noise=-1)
     with pytest.raises(ValueError, match="above 0"):
-        Change(clip=0)
+        UpdateChange(clip=0)

@@ -18,8 +18,8 @@ from dure.cli.main import main
 from dure.contracts.strategy import seeded_model
 from dure.errors import RunFolderError
 from dure.federated.privacy.attacks import recording
+from dure.federated.privacy.attacks.observation import AttackedModel, observed_sum, step_rate_of
 from dure.federated.privacy.attacks.recording import read_updates
-from dure.federated.privacy.attacks.seen import Model, rate_of, seen
 from dure.fleet.conditions import Conditions
 from small import small_task
 
@@ -40,13 +40,15 @@ def test_an_update_is_the_step_along_the_gradient_of_the_examples_that_the_truth
     recorded(tmp_path, dure.FedSGD(clients=4), keep=2, engine=engine)
     task = small_task(lr=LR)
     made = seeded_model(task, 0)
-    model = Model(made, task.loss)
+    model = AttackedModel(made, task.loss)
     updates = read_updates(tmp_path)
     assert [(one.about.round, one.about.client) for one in updates] == [
         (round, client) for round in range(2) for client in range(4)
     ]
     for one in updates:
-        what = seen(model, [one], rate_of(task, made, one.about.round, one.about.steps))
+        what = observed_sum(
+            model, [one], step_rate_of(task, made, one.about.round, one.about.steps)
+        )
         inputs, targets = task.train.batch(torch.tensor(one.truth.examples))
         true = model.gradient(what.state, inputs, targets)
         for name, tensor in what.gradient.items():
@@ -57,10 +59,10 @@ def test_the_truth_names_the_batches_of_local_steps(tmp_path: Path) -> None:
     recorded(tmp_path, dure.FedAvg(clients=3, batch_size=4, local_steps=2))
     task = small_task(lr=LR)
     made = seeded_model(task, 0)
-    model = Model(made, task.loss)
+    model = AttackedModel(made, task.loss)
     one = read_updates(tmp_path)[0]
     assert [len(step) for step in one.truth.steps] == [4, 4]
-    what = seen(model, [one], rate_of(task, made, 0, 2))
+    what = observed_sum(model, [one], step_rate_of(task, made, 0, 2))
     state = dict(what.state)
     for step in one.truth.steps:
         inputs, targets = task.train.batch(torch.tensor(step))
@@ -75,11 +77,11 @@ def test_a_sum_weighs_clients_by_their_examples(tmp_path: Path) -> None:
     run = recorded(tmp_path, strategy, rounds=1)
     task = small_task(lr=LR)
     made = seeded_model(task, 0)
-    model = Model(made, task.loss)
+    model = AttackedModel(made, task.loss)
     updates = read_updates(tmp_path)
     assert len({one.about.examples for one in updates}) > 1
     # The server's new model is the old one and the sum.
-    after = seen(model, updates, rate_of(task, made, 0, 1)).after
+    after = observed_sum(model, updates, step_rate_of(task, made, 0, 1)).after
     for name, tensor in run.model.state_dict().items():
         torch.testing.assert_close(after[name], tensor, rtol=1e-9, atol=1e-12)
 
@@ -90,9 +92,9 @@ def test_the_decay_of_weights_is_taken_off_again(tmp_path: Path) -> None:
     world = dure.Simulated(keep_updates=1)
     dure.train(task, dure.FedSGD(clients=2), world, dure.Stop(rounds=1), out=tmp_path)
     made = seeded_model(task, 0)
-    model = Model(made, task.loss)
+    model = AttackedModel(made, task.loss)
     one = read_updates(tmp_path)[0]
-    what = seen(model, [one], rate_of(task, made, 0, 1))
+    what = observed_sum(model, [one], step_rate_of(task, made, 0, 1))
     inputs, targets = task.train.batch(torch.tensor(one.truth.examples))
     true = model.gradient(what.state, inputs, targets)
     for name, tensor in what.gradient.items():
@@ -109,7 +111,9 @@ def test_the_buffers_that_came_back_are_those_of_the_model_with_the_update(tmp_p
     world = dure.Simulated(keep_updates=1)
     run = dure.train(task, dure.FedSGD(clients=3), world, dure.Stop(rounds=1), out=tmp_path)
     made = seeded_model(task, 0)
-    what = seen(Model(made, task.loss), read_updates(tmp_path), rate_of(task, made, 0, 1))
+    what = observed_sum(
+        AttackedModel(made, task.loss), read_updates(tmp_path), step_rate_of(task, made, 0, 1)
+    )
     for name, tensor in run.model.state_dict().items():
         if tensor.is_floating_point():
             torch.testing.assert_close(what.after[name], tensor, rtol=1e-9, atol=1e-12)
@@ -184,9 +188,9 @@ def test_the_truth_of_dp_sgd_is_what_the_coins_of_examples_say(tmp_path: Path) -
     recorded(tmp_path, strategy)
     task = small_task(lr=LR)
     made = seeded_model(task, 0)
-    model = Model(made, task.loss)
+    model = AttackedModel(made, task.loss)
     for one in read_updates(tmp_path):
-        what = seen(model, [one], rate_of(task, made, 0, 1))
+        what = observed_sum(model, [one], step_rate_of(task, made, 0, 1))
         drawn = torch.tensor(one.truth.examples)
         true = model.gradient(what.state, *task.train.batch(drawn))
         for name, tensor in what.gradient.items():
@@ -250,8 +254,8 @@ def test_clients_whose_update_is_no_gradient_are_named() -> None:
     model = nn.Linear(2, 2)
     adam = small_task(optimizer=torch.optim.Adam)
     with pytest.raises(ValueError, match="Adam"):
-        rate_of(adam, model, 0, 1)
+        step_rate_of(adam, model, 0, 1)
     momentum = small_task(optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9))
-    assert rate_of(momentum, model, 0, 1).lr == 0.1
+    assert step_rate_of(momentum, model, 0, 1).lr == 0.1
     with pytest.raises(ValueError, match="momentum"):
-        rate_of(momentum, model, 0, 2)
+        step_rate_of(momentum, model, 0, 2)

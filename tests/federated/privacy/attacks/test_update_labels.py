@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import dure
 from dure.federated.privacy.attacks.examine import Examination, Examiner
 from dure.federated.privacy.attacks.labels import (
-    Public,
+    PublicExamples,
     counts_of,
     label_counts,
     label_shares,
@@ -23,9 +23,9 @@ from dure.federated.privacy.attacks.labels import (
 from dure.federated.privacy.attacks.recording import read_updates
 
 
-def public_of(task: dure.Task) -> Public:
+def public_of(task: dure.Task) -> PublicExamples:
     assert task.test is not None
-    return Public(task.test.inputs[:200], task.test.labels()[:200])
+    return PublicExamples(task.test.inputs[:200], task.test.labels()[:200])
 
 
 def at_zero(bias: bool = True) -> dure.Task:
@@ -63,7 +63,9 @@ def test_counts_of_networks_at_their_beginning_are_nearly_right(kind: str) -> No
 
 def test_the_class_of_one_example_needs_no_examples_of_the_attackers() -> None:
     task = dure.load_task("digits")
-    noise = Public(torch.rand(16, 1, 8, 8, generator=torch.Generator().manual_seed(0)), None)
+    noise = PublicExamples(
+        torch.rand(16, 1, 8, 8, generator=torch.Generator().manual_seed(0)), None
+    )
     for index in range(20):
         model, seen = seen_of(task, [index])
         counts = label_counts(label_shares(model, seen, noise), 1)

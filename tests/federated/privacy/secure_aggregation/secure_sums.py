@@ -9,9 +9,9 @@ import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from torch import Tensor
 
-from dure.federated.privacy.secure_aggregation.client import Client
-from dure.federated.privacy.secure_aggregation.cohort import Context
-from dure.federated.privacy.secure_aggregation.server import Server
+from dure.federated.privacy.secure_aggregation.client import SecureSumClient
+from dure.federated.privacy.secure_aggregation.cohort import SumContext
+from dure.federated.privacy.secure_aggregation.server import SecureSumServer
 from dure.randomness.secret import Secret
 from dure.wire.signatures import Key
 
@@ -21,7 +21,7 @@ Wire = Callable[[int, int, bytes], "bytes | None"]
 """What the server's message of a stage to a client becomes on its way; None: it does not come."""
 
 
-def context(n: int = 5, **others: Any) -> Context:
+def context(n: int = 5, **others: Any) -> SumContext:
     """All pairs among clients 10, 13, ... of whom four fifths and one have to stay."""
     given: dict[str, Any] = {
         "run": "run",
@@ -35,7 +35,7 @@ def context(n: int = 5, **others: Any) -> Context:
         "threshold": 2 * n // 3 + 1,
         "degree": n - 1,
     }
-    return Context(**{**given, **others})
+    return SumContext(**{**given, **others})
 
 
 def identity(client: int) -> Key:
@@ -59,27 +59,27 @@ def total(clients: Collection[int], length: int = LENGTH) -> Tensor:
     return ((whole + 2**31) % 2**32 - 2**31).int()
 
 
-def client(number: int, of: Context, *, signed: bool = False, **others: Any) -> Client:
+def client(number: int, of: SumContext, *, signed: bool = False, **others: Any) -> SecureSumClient:
     given: dict[str, Any] = {
         "secret": Secret.simulated(number),
         "vector": lambda: vector(number, of.length),
         "identity": identity(number) if signed else None,
         "roster": roster(of.members) if signed else None,
     }
-    return Client(number, of, **{**given, **others})
+    return SecureSumClient(number, of, **{**given, **others})
 
 
-def clients(of: Context, *, signed: bool = False, **others: Any) -> dict[int, Client]:
+def clients(of: SumContext, *, signed: bool = False, **others: Any) -> dict[int, SecureSumClient]:
     return {number: client(number, of, signed=signed, **others) for number in of.members}
 
 
-def server(of: Context, *, signed: bool = False) -> Server:
-    return Server(of, roster(of.members) if signed else None)
+def server(of: SumContext, *, signed: bool = False) -> SecureSumServer:
+    return SecureSumServer(of, roster(of.members) if signed else None)
 
 
 def run_stage(
-    server: Server,
-    clients: Mapping[int, Client],
+    server: SecureSumServer,
+    clients: Mapping[int, SecureSumClient],
     lost: Collection[int] = (),
     tampered: Callable[[int, bytes], bytes] = lambda _, body: body,
 ) -> dict[int, tuple[bytes, Sequence[Tensor]]]:
@@ -98,7 +98,9 @@ def run_stage(
 
 
 def run_all(
-    server: Server, clients: Mapping[int, Client], lost: Mapping[int, Collection[int]] | None = None
+    server: SecureSumServer,
+    clients: Mapping[int, SecureSumClient],
+    lost: Mapping[int, Collection[int]] | None = None,
 ) -> tuple[Tensor, list[int]]:
     """The sum. lost: by stage, who does not answer it."""
     while server.stage is not None:
@@ -108,8 +110,8 @@ def run_all(
 
 def run_until(
     stage: int,
-    server: Server,
-    clients: Mapping[int, Client],
+    server: SecureSumServer,
+    clients: Mapping[int, SecureSumClient],
     lost: Mapping[int, Collection[int]] | None = None,
 ) -> None:
     """Up to a stage, which is the next to be asked for."""

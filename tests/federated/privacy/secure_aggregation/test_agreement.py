@@ -8,7 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dure.errors import AgreementError
-from dure.federated.privacy.secure_aggregation.agreement import TAG, KeyPair, agree, open_, seal
+from dure.federated.privacy.secure_aggregation.agreement import (
+    TAG,
+    KeyPair,
+    agree,
+    open_sealed,
+    seal,
+)
 
 A = KeyPair.of(bytes(range(32)))
 B = KeyPair.of(bytes(range(1, 33)))
@@ -80,7 +86,7 @@ def test_nothing_of_a_private_key_is_shown() -> None:
 def test_what_is_sealed_opens(plaintext: bytes, associated: bytes) -> None:
     sealed = seal(bytes(32), plaintext, associated)
     assert len(sealed) == len(plaintext) + TAG
-    assert open_(bytes(32), sealed, associated) == plaintext
+    assert open_sealed(bytes(32), sealed, associated) == plaintext
 
 
 @given(st.integers(0, 8 * 36 - 1))
@@ -88,16 +94,16 @@ def test_what_was_changed_does_not_open(bit: int) -> None:
     sealed = seal(bytes(32), b"twenty bytes of text", b"0 to 1")
     changed = (int.from_bytes(sealed, "big") ^ 1 << bit).to_bytes(36, "big")
     with pytest.raises(AgreementError, match="does not open"):
-        open_(bytes(32), changed, b"0 to 1")
+        open_sealed(bytes(32), changed, b"0 to 1")
 
 
 def test_what_is_for_others_does_not_open() -> None:
     sealed = seal(bytes(32), b"text", b"0 to 1")
     for key, associated in ((bytes(31) + b"1", b"0 to 1"), (bytes(32), b"1 to 0")):
         with pytest.raises(AgreementError, match="does not open"):
-            open_(key, sealed, associated)
+            open_sealed(key, sealed, associated)
     with pytest.raises(AgreementError, match="does not open"):
-        open_(bytes(32), b"short", b"0 to 1")
+        open_sealed(bytes(32), b"short", b"0 to 1")
 
 
 def test_two_directions_of_one_key_share_no_keystream() -> None:

@@ -28,7 +28,7 @@ from dure.federated.privacy.secure_aggregation.cohort import (
     MASK,
     SHARE,
     UNMASK,
-    Context,
+    SumContext,
 )
 from dure.federated.privacy.secure_aggregation.messages import TooFewError
 from dure.protocol.messages import Form
@@ -36,7 +36,7 @@ from dure.protocol.messages import Form
 NEVER = 9
 
 
-def lost_at(of: Context, at: list[int]) -> dict[int, list[int]]:
+def lost_at(of: SumContext, at: list[int]) -> dict[int, list[int]]:
     """By stage, who does not answer it: the i-th member at the i-th of these stages."""
     return {
         stage: [number for number, when in zip(of.members, at, strict=True) if when == stage]
@@ -45,7 +45,7 @@ def lost_at(of: Context, at: list[int]) -> dict[int, list[int]]:
 
 
 @st.composite
-def drop_outs(draw: st.DrawFn) -> tuple[Context, list[int], bool]:
+def drop_outs(draw: st.DrawFn) -> tuple[SumContext, list[int], bool]:
     n = draw(st.integers(2, 9))
     threshold = draw(st.integers(2 * n // 3 + 1, n))
     when = st.sampled_from([NEVER, NEVER, NEVER, ADVERTISE, SHARE, MASK, CONFIRM, UNMASK])
@@ -56,7 +56,7 @@ def drop_outs(draw: st.DrawFn) -> tuple[Context, list[int], bool]:
 @settings(deadline=None, max_examples=100)
 @given(drop_outs())
 def test_the_sum_is_exact_above_the_threshold_and_there_is_none_below(
-    drawn: tuple[Context, list[int], bool],
+    drawn: tuple[SumContext, list[int], bool],
 ) -> None:
     of, at, signed = drawn
     last = [when if signed or when != CONFIRM else NEVER for when in at]
@@ -74,7 +74,7 @@ def test_the_sum_is_exact_above_the_threshold_and_there_is_none_below(
 
 
 @st.composite
-def sparse_drop_outs(draw: st.DrawFn) -> tuple[Context, list[int]]:
+def sparse_drop_outs(draw: st.DrawFn) -> tuple[SumContext, list[int]]:
     n = draw(st.integers(7, 20))
     degree = draw(st.sampled_from([4, 6]).filter(lambda k: k < n - 1))
     threshold = draw(st.integers(2, degree - 1))
@@ -86,7 +86,7 @@ def sparse_drop_outs(draw: st.DrawFn) -> tuple[Context, list[int]]:
 @settings(deadline=None, max_examples=100)
 @given(sparse_drop_outs())
 def test_with_a_few_neighbours_each_the_sum_is_exact_or_there_is_none(
-    drawn: tuple[Context, list[int]],
+    drawn: tuple[SumContext, list[int]],
 ) -> None:
     of, at = drawn
     machine = server(of)

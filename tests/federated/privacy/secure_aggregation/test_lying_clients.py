@@ -25,44 +25,44 @@ from secure_sums import (
 )
 from torch import Tensor
 
-from dure.federated.privacy.secure_aggregation.client import Client
+from dure.federated.privacy.secure_aggregation.client import SecureSumClient
 from dure.federated.privacy.secure_aggregation.cohort import (
     ADVERTISE,
     CONFIRM,
     MASK,
     SHARE,
     UNMASK,
-    Context,
+    SumContext,
 )
 from dure.federated.privacy.secure_aggregation.messages import (
     Advertised,
     Confirmed,
     Masked,
-    Sealed,
-    Share,
-    Shared,
+    SealedSharePair,
+    SecretShare,
+    SharesForNeighbours,
     TooFewError,
     Unmasked,
     from_body,
     to_body,
 )
-from dure.federated.privacy.secure_aggregation.server import Server
+from dure.federated.privacy.secure_aggregation.server import SecureSumServer
 
 Change = Callable[[Any], Any]
 
 
 def with_lies(
-    of: Context,
+    of: SumContext,
     lies: dict[tuple[int, int], Change],
     *,
     signed: bool = False,
     lost: Any = None,
-    machine: Server | None = None,
-) -> Server:
+    machine: SecureSumServer | None = None,
+) -> SecureSumServer:
     """A server after all stages. lies: by (client, stage), what its answer becomes."""
     kinds = {
         ADVERTISE: Advertised,
-        SHARE: Shared,
+        SHARE: SharesForNeighbours,
         MASK: Masked,
         CONFIRM: Confirmed,
         UNMASK: Unmasked,
@@ -82,7 +82,7 @@ def with_lies(
     return machine
 
 
-def sum_without(machine: Server, of: Context, *, liar: int, there: bool) -> str:
+def sum_without(machine: SecureSumServer, of: SumContext, *, liar: int, there: bool) -> str:
     """Why the liar was lost, after a look at the sum, in which its vector is or is not."""
     summed, who = machine.result()
     assert who == [one for one in of.members if there or one != liar]
@@ -152,17 +152,17 @@ def test_who_has_signed_another_list_of_survivors_is_lost_and_its_vector_stays()
 # Shares
 
 
-def without_last(message: Shared) -> Shared:
-    return Shared(message.commitment, message.shares[:-1])
+def without_last(message: SharesForNeighbours) -> SharesForNeighbours:
+    return SharesForNeighbours(message.commitment, message.shares[:-1])
 
 
-def to_a_stranger(message: Shared) -> Shared:
-    strange = Sealed(99, message.shares[-1].box)
-    return Shared(message.commitment, (*message.shares[:-1], strange))
+def to_a_stranger(message: SharesForNeighbours) -> SharesForNeighbours:
+    strange = SealedSharePair(99, message.shares[-1].box)
+    return SharesForNeighbours(message.commitment, (*message.shares[:-1], strange))
 
 
-def twice(message: Shared) -> Shared:
-    return Shared(message.commitment, (*message.shares[:-1], message.shares[0]))
+def twice(message: SharesForNeighbours) -> SharesForNeighbours:
+    return SharesForNeighbours(message.commitment, (*message.shares[:-1], message.shares[0]))
 
 
 @pytest.mark.parametrize("lie", [without_last, to_a_stranger, twice])
@@ -175,12 +175,12 @@ def test_shares_for_others_than_all_neighbours_cost_a_client_its_place(lie: Chan
 def spoilt(holders: int) -> Change:
     """Sealed shares of which so many do not open."""
 
-    def change(message: Shared) -> Shared:
+    def change(message: SharesForNeighbours) -> SharesForNeighbours:
         boxes = [
             msgspec.structs.replace(one, box=bytes(len(one.box))) if at < holders else one
             for at, one in enumerate(message.shares)
         ]
-        return Shared(message.commitment, tuple(boxes))
+        return SharesForNeighbours(message.commitment, tuple(boxes))
 
     return change
 
@@ -188,12 +188,12 @@ def spoilt(holders: int) -> Change:
 def otherwise_committed(holders: int) -> Change:
     """Shares of which so many are not those that were committed to."""
 
-    def change(message: Shared) -> Shared:
+    def change(message: SharesForNeighbours) -> SharesForNeighbours:
         boxes = [
             msgspec.structs.replace(one, seed=bytes(32)) if at < holders else one
             for at, one in enumerate(message.shares)
         ]
-        return Shared(message.commitment, tuple(boxes))
+        return SharesForNeighbours(message.commitment, tuple(boxes))
 
     return change
 
@@ -272,18 +272,18 @@ def test_shares_of_another_secret_than_was_advertised_end_the_sum(
     of = context(6)
     machine = server(of)
     members = clients(of)
-    divided = Client._divided
+    divided = SecureSumClient._divided
 
-    def otherwise(self: Client, seed: bytes, holders: int) -> Any:
+    def otherwise(self: SecureSumClient, seed: bytes, holders: int) -> Any:
         return divided(self, bytes(32), holders)
 
-    def another_key(self: Client, seed: bytes, holders: int) -> Any:
+    def another_key(self: SecureSumClient, seed: bytes, holders: int) -> Any:
         return [type(one)(one.seed, one.private) for one in divided(self, seed, holders)]
 
     run_until(SHARE, machine, members)
     lie = another_key if lost else otherwise
     with monkeypatch.context() as patched:
-        patched.setattr(Client, "_divided", lie)
+        patched.setattr(SecureSumClient, "_divided", lie)
         told = machine.ask()
         machine.take(13, *_sent(members[13], SHARE, told[13]))
     for number in of.members:
@@ -295,7 +295,7 @@ def test_shares_of_another_secret_than_was_advertised_end_the_sum(
     assert list(machine.guilty) == [13]
 
 
-def _sent(one: Client, stage: int, body: bytes) -> tuple[bytes, list[Tensor]]:
+def _sent(one: SecureSumClient, stage: int, body: bytes) -> tuple[bytes, list[Tensor]]:
     answer, tensor = one.answer(stage, body)
     return answer, [] if tensor is None else [tensor]
 
@@ -314,8 +314,8 @@ def test_a_commitment_to_another_mask_ends_the_sum() -> None:
 def wrong_pieces(piece: bytes) -> Change:
     def change(message: Unmasked) -> Unmasked:
         return Unmasked(
-            tuple(Share(one.client, piece) for one in message.survivors),
-            tuple(Share(one.client, piece) for one in message.lost),
+            tuple(SecretShare(one.client, piece) for one in message.survivors),
+            tuple(SecretShare(one.client, piece) for one in message.lost),
         )
 
     return change
@@ -354,7 +354,9 @@ def test_a_wrong_share_of_the_own_secret_spoils_nothing_and_its_giver_is_to_blam
     of = context(8, threshold=6)
 
     def own(message: Unmasked) -> Unmasked:
-        given = [Share(one.client, SMALL) if one.client == 10 else one for one in message.survivors]
+        given = [
+            SecretShare(one.client, SMALL) if one.client == 10 else one for one in message.survivors
+        ]
         return Unmasked(tuple(given), message.lost)
 
     machine = with_lies(of, {(10, UNMASK): own})
@@ -368,7 +370,7 @@ def swapped(message: Unmasked) -> Unmasked:
 
 
 def more(message: Unmasked) -> Unmasked:
-    return Unmasked((*message.survivors, Share(99, SMALL)), message.lost)
+    return Unmasked((*message.survivors, SecretShare(99, SMALL)), message.lost)
 
 
 def doubled(message: Unmasked) -> Unmasked:

@@ -23,14 +23,14 @@ from secure_sums import (
     total,
 )
 
-from dure.federated.privacy.secure_aggregation.client import Client
+from dure.federated.privacy.secure_aggregation.client import SecureSumClient
 from dure.federated.privacy.secure_aggregation.cohort import (
     ADVERTISE,
     CONFIRM,
     MASK,
     SHARE,
     UNMASK,
-    Context,
+    SumContext,
     bounds,
 )
 from dure.federated.privacy.secure_aggregation.messages import (
@@ -40,9 +40,9 @@ from dure.federated.privacy.secure_aggregation.messages import (
     Offer,
     ProtocolError,
     PublicKeys,
-    Shares,
-    Signed,
+    SharesFromNeighbours,
     Survivors,
+    SurvivorSignature,
     TooFewError,
     Unmask,
     Unmasked,
@@ -50,7 +50,7 @@ from dure.federated.privacy.secure_aggregation.messages import (
     from_body,
     to_body,
 )
-from dure.federated.privacy.secure_aggregation.server import Server
+from dure.federated.privacy.secure_aggregation.server import SecureSumServer
 from dure.federated.privacy.secure_aggregation.settings import (
     SecureAggregation,
     SecureAggregationPlus,
@@ -58,7 +58,9 @@ from dure.federated.privacy.secure_aggregation.settings import (
 from dure.randomness.secret import Secret
 
 
-def at(stage: int, *, signed: bool = False, n: int = 6, **others: Any) -> tuple[Server, Any]:
+def at(
+    stage: int, *, signed: bool = False, n: int = 6, **others: Any
+) -> tuple[SecureSumServer, Any]:
     """A server and clients before a stage."""
     of = context(n, **others)
     machine = server(of, signed=signed)
@@ -67,7 +69,7 @@ def at(stage: int, *, signed: bool = False, n: int = 6, **others: Any) -> tuple[
     return machine, members
 
 
-def refused(one: Client, stage: int, body: bytes, why: str) -> None:
+def refused(one: SecureSumClient, stage: int, body: bytes, why: str) -> None:
     with pytest.raises(ProtocolError, match=why) as raised:
         one.answer(stage, body)
     assert str(raised.value).count(". ") == 0  # one sentence
@@ -167,7 +169,7 @@ def test_two_halves_that_are_told_different_survivors_unmask_nobody() -> None:
         ).signature
         for one in told
     }
-    signed = tuple(Signed(one, signatures[one]) for one in sorted(told))
+    signed = tuple(SurvivorSignature(one, signatures[one]) for one in sorted(told))
     for one in told:
         why = "has not signed these survivors: the server has told it of others"
         refused(members[one], UNMASK, to_body(Unmask(told[one], signed)), why)
@@ -198,13 +200,13 @@ def test_signatures_of_survivors_are_needed_and_counted_once() -> None:
     message = from_body(machine.ask()[10], Unmask)
     survivors = message.survivors
     good = message.signatures
-    cases: list[tuple[Sequence[Signed], str]] = [
+    cases: list[tuple[Sequence[SurvivorSignature], str]] = [
         ((), "0 clients have signed the survivors"),
         ((good[0],) * 6, "twice, out of order"),
-        ((*good[:5], Signed(25, bytes(64))), "client 25 has not signed"),
-        ((*good[:5], Signed(25, good[0].signature)), "client 25 has not signed"),
-        ((*good[:5], Signed(25, b"")), "client 25 has not signed"),
-        ((*good[:5], Signed(28, good[5].signature)), "or of the lost"),
+        ((*good[:5], SurvivorSignature(25, bytes(64))), "client 25 has not signed"),
+        ((*good[:5], SurvivorSignature(25, good[0].signature)), "client 25 has not signed"),
+        ((*good[:5], SurvivorSignature(25, b"")), "client 25 has not signed"),
+        ((*good[:5], SurvivorSignature(28, good[5].signature)), "or of the lost"),
     ]
     for signatures, why in cases:
         body = to_body(Unmask(survivors, tuple(signatures)))
@@ -349,7 +351,7 @@ def test_sums_of_fewer_clients_than_a_site_allows_are_refused() -> None:
 # Keys
 
 
-def with_keys(machine: Server, change: Callable[[list[PublicKeys]], None]) -> bytes:
+def with_keys(machine: SecureSumServer, change: Callable[[list[PublicKeys]], None]) -> bytes:
     """The message of keys for client 10, changed."""
     told = from_body(machine.ask()[10], Keys)
     keys = list(told.keys)
@@ -450,9 +452,9 @@ def test_a_server_does_not_choose_the_neighbours() -> None:
 
 def test_too_few_who_hold_a_client_s_shares_are_refused_whoever_else_is_there() -> None:
     machine, members = at(MASK, n=20, degree=6, threshold=4)
-    shares = from_body(machine.ask()[10], Shares).shares
+    shares = from_body(machine.ask()[10], SharesFromNeighbours).shares
     why = "3 of those who hold shares of client 10 have shared keys, and 4 have to"
-    refused(members[10], MASK, to_body(Shares(shares[:2])), why)
+    refused(members[10], MASK, to_body(SharesFromNeighbours(shares[:2])), why)
     run_stage(machine, members)
     everybody = from_body(machine.ask()[10], Unmask).survivors
     gone = {one.client for one in shares[:4]}
@@ -464,7 +466,7 @@ def test_too_few_who_hold_a_client_s_shares_are_refused_whoever_else_is_there() 
 # What was said before
 
 
-def answers_of(of: Context, *, signed: bool) -> dict[int, dict[int, bytes]]:
+def answers_of(of: SumContext, *, signed: bool) -> dict[int, dict[int, bytes]]:
     """All messages of a server, by stage and client."""
     machine = server(of, signed=signed)
     members = {
@@ -502,14 +504,24 @@ def test_shares_for_one_client_do_not_open_for_another_nor_under_another_name() 
     machine, members = at(MASK)
     mine = machine.ask()[10]
     refused(members[13], MASK, mine, "of no neighbour")
-    shares = from_body(mine, Shares).shares
+    shares = from_body(mine, SharesFromNeighbours).shares
     turned = [
         msgspec.structs.replace(one, box=other.box)
         for one, other in zip(shares, [*shares[1:], shares[0]], strict=True)
     ]
-    refused(members[10], MASK, to_body(Shares(tuple(turned))), "the shares of 1 clients open")
-    refused(members[10], MASK, to_body(Shares(shares[:3])), "4 clients have shared keys, and 5")
-    refused(members[10], MASK, to_body(Shares(shares[::-1])), "out of order")
+    refused(
+        members[10],
+        MASK,
+        to_body(SharesFromNeighbours(tuple(turned))),
+        "the shares of 1 clients open",
+    )
+    refused(
+        members[10],
+        MASK,
+        to_body(SharesFromNeighbours(shares[:3])),
+        "4 clients have shared keys, and 5",
+    )
+    refused(members[10], MASK, to_body(SharesFromNeighbours(shares[::-1])), "out of order")
 
 
 def test_stages_go_in_order_and_each_is_answered_once() -> None:

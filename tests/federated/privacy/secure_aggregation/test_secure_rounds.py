@@ -14,10 +14,10 @@ from dure.contracts.strategy import RankContext
 from dure.federated.aggregate.aggregator import Aggregator, Collects
 from dure.federated.aggregate.geometric_median import GeometricMedian
 from dure.federated.aggregate.median import Median
-from dure.federated.aggregate.rows import Rows
+from dure.federated.aggregate.rows import UpdateRows
 from dure.federated.privacy.secure_aggregation.contribution import Contribution
-from dure.federated.server.combining import Summed
-from dure.federated.server.server import Server
+from dure.federated.server.combining import SummedUpdates
+from dure.federated.server.server import FederatedServer
 from dure.randomness.turn import Turn
 from small import same_bits, small_task
 
@@ -64,11 +64,11 @@ def test_the_model_moves_by_the_mean_of_the_quantised_updates(
 
     def program(place: RankContext) -> None:
         server = strategy.learner(small_task(n=120, model=with_batch_norm), place, 0)
-        assert isinstance(server, Server)
+        assert isinstance(server, FederatedServer)
         coordinator = server.coordinator
         fold = coordinator.fold_sum
 
-        def noted(one: Summed) -> None:
+        def noted(one: SummedUpdates) -> None:
             summed.append([coordinator.assignment(ticket).client for ticket in one.tickets])
             fold(one)
 
@@ -152,7 +152,7 @@ def test_rules_get_the_means_of_random_groups(rule: str, groups: int) -> None:
 
     def program(place: RankContext) -> None:
         server = strategy.learner(small_task(), place, 0)
-        assert isinstance(server, Server)
+        assert isinstance(server, FederatedServer)
         fold = server.coordinator.fold_sum
         server.coordinator.fold_sum = lambda one: (seen.append(one), fold(one))[1]  # type: ignore
         server.advance(0)
@@ -177,21 +177,23 @@ def test_the_rule_is_that_of_the_groups_means_to_the_bit(
     rule: str, inner: Aggregator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     strategy = dure.FedAvg(clients=12, aggregate=rule, privacy="secure-aggregation")
-    seen: list[Summed] = []
+    seen: list[SummedUpdates] = []
 
     def program(place: RankContext) -> None:
         server = strategy.learner(small_task(), place, 0)
-        assert isinstance(server, Server)
+        assert isinstance(server, FederatedServer)
         fold = server.coordinator.fold_sum
 
-        def noted(one: Summed) -> None:
+        def noted(one: SummedUpdates) -> None:
             seen.append(one)
             fold(one)
 
         monkeypatch.setattr(server.coordinator, "fold_sum", noted)
         before = server.coordinator.model.weights
         server.advance(0)
-        rows = Rows([list(one.delta) for one in seen], [one.weight for one in seen], measured=1)
+        rows = UpdateRows(
+            [list(one.delta) for one in seen], [one.weight for one in seen], measured=1
+        )
         assert isinstance(inner, Collects)
         combined, _ = inner.combine(rows, Turn(0, 0))
         expected = [w + d for w, d in zip(before, combined, strict=True)]

@@ -13,11 +13,11 @@ import torch
 
 import dure
 from dure.errors import TooFewClientsError
-from dure.federated.privacy.secure_aggregation.client import Client
+from dure.federated.privacy.secure_aggregation.client import SecureSumClient
 from dure.federated.privacy.secure_aggregation.cohort import SHARE, UNMASK
 from dure.federated.privacy.secure_aggregation.messages import (
-    Share,
-    Shared,
+    SecretShare,
+    SharesForNeighbours,
     Unmasked,
     from_body,
     to_body,
@@ -34,16 +34,18 @@ def boxes(stage: int, body: bytes) -> bytes:
     """Shares that open for nobody."""
     if stage != SHARE:
         return body
-    shared = from_body(body, Shared)
+    shared = from_body(body, SharesForNeighbours)
     garbage = [msgspec.structs.replace(one, box=bytes([7]) * len(one.box)) for one in shared.shares]
-    return to_body(Shared(shared.commitment, tuple(garbage)))
+    return to_body(SharesForNeighbours(shared.commitment, tuple(garbage)))
 
 
 def another_seed(stage: int, body: bytes) -> bytes:
     """Shares that fit, of a secret that does not."""
     if stage != SHARE:
         return body
-    return to_body(msgspec.structs.replace(from_body(body, Shared), commitment=bytes(32)))
+    return to_body(
+        msgspec.structs.replace(from_body(body, SharesForNeighbours), commitment=bytes(32))
+    )
 
 
 def pieces(stage: int, body: bytes) -> bytes:
@@ -51,7 +53,7 @@ def pieces(stage: int, body: bytes) -> bytes:
     if stage != UNMASK:
         return body
     given = from_body(body, Unmasked)
-    wrong = [Share(one.client, bytes([1, 0, 0, 0] * 9)) for one in given.survivors]
+    wrong = [SecretShare(one.client, bytes([1, 0, 0, 0] * 9)) for one in given.survivors]
     return to_body(Unmasked(tuple(wrong), given.lost))
 
 
@@ -61,13 +63,13 @@ def garbage(stage: int, body: bytes) -> bytes:
 
 def lies(monkeypatch: pytest.MonkeyPatch, lie: Lie) -> None:
     """Client `LIAR` says other things than it would."""
-    honest = Client.answer
+    honest = SecureSumClient.answer
 
-    def answer(self: Client, stage: int, body: bytes) -> Any:
+    def answer(self: SecureSumClient, stage: int, body: bytes) -> Any:
         said, tensor = honest(self, stage, body)
         return (said, tensor) if self._number != LIAR else (lie(stage, said), tensor)
 
-    monkeypatch.setattr(Client, "answer", answer)
+    monkeypatch.setattr(SecureSumClient, "answer", answer)
 
 
 def trained(clients: int = 6, rounds: int = 3, **settings: Any) -> dure.Run:
@@ -144,13 +146,13 @@ def test_those_who_have_helped_sit_out_until_the_model_is_another_one(
 ) -> None:
     lies(monkeypatch, another_seed)
     asked: list[list[int]] = []
-    honest = dure.federated.client.clients.Clients.train
+    honest = dure.federated.client.clients.FederatedClients.train
 
     def noted(self: Any, orders: Any, ahead: Any) -> Any:
         asked.append(sorted(one.assignment.client for one in orders))
         return honest(self, orders, ahead)
 
-    monkeypatch.setattr(dure.federated.client.clients.Clients, "train", noted)
+    monkeypatch.setattr(dure.federated.client.clients.FederatedClients, "train", noted)
     run = trained(clients=12, rounds=8, strategy={"fraction": 0.4})
     failed = next(at for at, one in enumerate(asked) if LIAR in one)
     assert run.history.steps[failed].numbers["updates"] == 0
@@ -165,15 +167,15 @@ def test_those_who_have_helped_sit_out_until_the_model_is_another_one(
 def test_a_vector_that_is_none_spoils_a_round_and_nobody_can_be_blamed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    honest = Client._mask
+    honest = SecureSumClient._mask
 
-    def masked(self: Client, told: Any) -> Any:
+    def masked(self: SecureSumClient, told: Any) -> Any:
         vector, unfit = honest(self, told)
         if self._number == LIAR:
             vector[:] = torch.randint(-(2**31), 2**31, vector.shape).int()
         return vector, unfit
 
-    monkeypatch.setattr(Client, "_mask", masked)
+    monkeypatch.setattr(SecureSumClient, "_mask", masked)
     with pytest.raises(TooFewClientsError, match=r"6 have helped to unmask .* and 0 are excluded"):
         trained()
 

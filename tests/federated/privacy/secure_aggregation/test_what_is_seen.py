@@ -18,17 +18,17 @@ from torch import Tensor
 
 from dure.federated.privacy.secure_aggregation import agreement, shamir
 from dure.federated.privacy.secure_aggregation.agreement import KeyPair
-from dure.federated.privacy.secure_aggregation.client import Client
+from dure.federated.privacy.secure_aggregation.client import SecureSumClient
 from dure.federated.privacy.secure_aggregation.cohort import (
     ADVERTISE,
     MASK,
     SHARE,
     UNMASK,
-    Context,
+    SumContext,
     bounds,
     mask_sign,
     own_mask,
-    pair,
+    pair_key_info,
 )
 from dure.federated.privacy.secure_aggregation.masks import add_masks
 from dure.federated.privacy.secure_aggregation.messages import (
@@ -37,15 +37,15 @@ from dure.federated.privacy.secure_aggregation.messages import (
     Keys,
     Offer,
     ProtocolError,
-    Shared,
-    Shares,
+    SharesForNeighbours,
+    SharesFromNeighbours,
     TooFewError,
     Unmask,
     Unmasked,
     from_body,
     to_body,
 )
-from dure.federated.privacy.secure_aggregation.server import Server
+from dure.federated.privacy.secure_aggregation.server import SecureSumServer
 from dure.federated.privacy.secure_aggregation.settings import (
     SecureAggregation,
     SecureAggregationPlus,
@@ -86,7 +86,7 @@ def is_uniform(seen: Tensor) -> bool:
 # How the server's view looks
 
 
-def masked_by(of: Context, chosen: int) -> tuple[Tensor, Recorded, dict[int, bytes]]:
+def masked_by(of: SumContext, chosen: int) -> tuple[Tensor, Recorded, dict[int, bytes]]:
     """What a client sends of a vector of zeros, its secret, and others' public keys of masks."""
     secret = Recorded(1)
     machine = server(of)
@@ -114,7 +114,10 @@ def test_what_is_sent_is_uniform_as_long_as_one_mask_is_not_known(
     own = KeyPair.of(secret.of("mask"))
     liars = [one for one in of.members if one != 16][:corrupt]
     masks = [
-        (agreement.agree(own, keys[one], pair("mask", of.digest(), 16, one)), -mask_sign(16, one))
+        (
+            agreement.agree(own, keys[one], pair_key_info("mask", of.digest(), 16, one)),
+            -mask_sign(16, one),
+        )
         for one in liars
     ]
     if seed_is_known:
@@ -171,7 +174,7 @@ def test_another_model_in_the_same_round_has_other_masks_of_the_same_keys() -> N
     assert is_uniform(one - other)
 
 
-def messages(of: Context, *, simulated: bool, signed: bool = False) -> tuple[list[Any], Tensor]:
+def messages(of: SumContext, *, simulated: bool, signed: bool = False) -> tuple[list[Any], Tensor]:
     """All that is said in a sum, and the sum."""
     machine = server(of, signed=signed)
     members = {
@@ -248,9 +251,9 @@ class Told:
             if isinstance(thing, Body):
                 self.texts.append(repr(list(thing.__rich_repr__())))
 
-    def raises(self, one: Client | Server, *given: Any) -> None:
+    def raises(self, one: SecureSumClient | SecureSumServer, *given: Any) -> None:
         try:
-            call = one.answer if isinstance(one, Client) else one.take
+            call = one.answer if isinstance(one, SecureSumClient) else one.take
             call(*given)
         except (ProtocolError, ValueError) as error:
             self.look(error, error.args)
@@ -269,8 +272,8 @@ def test_no_key_share_or_mask_is_in_a_text(signed: bool, caplog: pytest.LogCaptu
     secrets = {one: Recorded(one) for one in of.members}
     members = {one: client(one, of, signed=signed, secret=secrets[one]) for one in of.members}
     machine = server(of, signed=signed)
-    kinds = {ADVERTISE: Advertised, SHARE: Shared, UNMASK: Unmasked}
-    asked = {ADVERTISE: Offer, SHARE: Keys, MASK: Shares, UNMASK: Unmask}
+    kinds = {ADVERTISE: Advertised, SHARE: SharesForNeighbours, UNMASK: Unmasked}
+    asked = {ADVERTISE: Offer, SHARE: Keys, MASK: SharesFromNeighbours, UNMASK: Unmask}
     while machine.stage is not None:
         stage = machine.stage
         for number, body in machine.ask().items():
@@ -306,7 +309,7 @@ def test_no_key_share_or_mask_is_in_a_text(signed: bool, caplog: pytest.LogCaptu
     assert told.found()
 
 
-def _inside(one: Client) -> Iterator[bytes]:
+def _inside(one: SecureSumClient) -> Iterator[bytes]:
     """What a client keeps to itself between stages."""
     for name in ("_own", "_shared", "_held"):
         kept = getattr(one, name, None)

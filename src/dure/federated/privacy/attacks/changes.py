@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 
 from dure.collectives.compression import Compression, NoCompression
-from dure.federated.privacy.attacks.recording import Recorded
+from dure.federated.privacy.attacks.recording import RecordedUpdate
 from dure.randomness.seeds import generator
 
 
 @dataclass(frozen=True)
-class Change:
+class UpdateChange:
     """Noise and compression to apply to the updates of a sum.
 
     Args:
@@ -55,7 +55,9 @@ class Change:
         return ", ".join(said) or "as sent"
 
 
-def changed(updates: Sequence[Recorded], change: Change, seed: int) -> list[Recorded]:
+def changed(
+    updates: Sequence[RecordedUpdate], change: UpdateChange, seed: int
+) -> list[RecordedUpdate]:
     """Return changed updates whose sum is the sum that an attacker would have observed.
 
     The sum weighs updates by examples. The noise belongs to the sum: the first update carries all
@@ -89,7 +91,7 @@ def changed(updates: Sequence[Recorded], change: Change, seed: int) -> list[Reco
     return [_with(first, noisy), *sent[1:]]
 
 
-def _compressed(update: Recorded, compression: Compression, seed: int) -> Recorded:
+def _compressed(update: RecordedUpdate, compression: Compression, seed: int) -> RecordedUpdate:
     delta = []
     for tensor in update.delta:
         payload = compression.encode([tensor], seed, update.about.round, update.about.client)
@@ -101,5 +103,5 @@ def _norm(tensors: Sequence[Tensor]) -> float:
     return math.sqrt(sum(float(one.double().square().sum()) for one in tensors))
 
 
-def _with(update: Recorded, delta: Sequence[Tensor]) -> Recorded:
+def _with(update: RecordedUpdate, delta: Sequence[Tensor]) -> RecordedUpdate:
     return update._replace(delta=delta)

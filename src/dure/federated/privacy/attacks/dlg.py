@@ -22,13 +22,13 @@ from torch import Tensor
 
 from dure.federated.privacy.attacks.inversion import (
     EXACT,
-    Inverted,
-    Look,
-    Space,
+    InputSpace,
+    InversionResult,
+    IterationCallback,
     estimate_of,
     restarts,
 )
-from dure.federated.privacy.attacks.seen import Model, Seen
+from dure.federated.privacy.attacks.observation import AttackedModel, ObservedUpdate
 
 
 @dataclass(frozen=True)
@@ -47,12 +47,12 @@ class DLG:
 
     def invert(
         self,
-        model: Model,
-        seen: Seen,
+        model: AttackedModel,
+        seen: ObservedUpdate,
         labels: Tensor,
-        space: Space,
-        look: Look = lambda done, of: None,
-    ) -> Inverted:
+        space: InputSpace,
+        look: IterationCallback = lambda done, of: None,
+    ) -> InversionResult:
         """Return rebuilt inputs of shape (len(labels), *space.shape).
 
         Args:
@@ -67,7 +67,7 @@ class DLG:
         # Gradients of trained models are small, so the distance is divided by their squared norm.
         scale = sum(float(one.double().square().sum()) for one in wanted.values()) or 1.0
 
-        def once(draws: torch.Generator) -> Inverted:
+        def once(draws: torch.Generator) -> InversionResult:
             x = space.drawn(len(labels), draws).requires_grad_()
             optimizer = torch.optim.LBFGS(
                 [x],
@@ -78,7 +78,7 @@ class DLG:
                 tolerance_change=0,
                 line_search_fn="strong_wolfe",
             )
-            best = Inverted(x.detach().clone(), float("inf"))
+            best = InversionResult(x.detach().clone(), float("inf"))
 
             def closure() -> float:
                 nonlocal best
@@ -92,7 +92,7 @@ class DLG:
                 (x.grad,) = torch.autograd.grad(distance, x)
                 value = float(distance.detach())
                 if value < best.distance:
-                    best = Inverted(x.detach().clone(), value)
+                    best = InversionResult(x.detach().clone(), value)
                 return value
 
             for iteration in range(self.iterations):

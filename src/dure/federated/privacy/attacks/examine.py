@@ -24,17 +24,17 @@ from torch import Tensor
 from dure.contracts.strategy import examples_for, seeded_model
 from dure.contracts.task import Task
 from dure.data.examples import Examples
-from dure.federated.privacy.attacks.changes import Change, changed
+from dure.federated.privacy.attacks.changes import UpdateChange, changed
 from dure.federated.privacy.attacks.dlg import DLG
 from dure.federated.privacy.attacks.geiping import Geiping
 from dure.federated.privacy.attacks.inversion import (
-    Space,
+    InputSpace,
     check_second_derivatives,
     space_of,
 )
 from dure.federated.privacy.attacks.labels import (
     FEW,
-    Public,
+    PublicExamples,
     counts_of,
     label_counts,
     label_shares,
@@ -54,15 +54,21 @@ from dure.federated.privacy.attacks.membership import (
     losses,
     membership,
 )
-from dure.federated.privacy.attacks.recording import Recorded
-from dure.federated.privacy.attacks.seen import Model, Rate, Seen, rate_of, seen
+from dure.federated.privacy.attacks.observation import (
+    AttackedModel,
+    ObservedUpdate,
+    StepRate,
+    observed_sum,
+    step_rate_of,
+)
+from dure.federated.privacy.attacks.recording import RecordedUpdate
 from dure.randomness.seeds import generator
 from dure.tensors.finite import all_finite
 
 INVERSIONS = ("first-layer", "dlg", "geiping")
 ATTACKS = ("labels", *INVERSIONS, "membership")
 
-Say = Callable[[str, int, int], None]
+AttackProgress = Callable[[str, int, int], None]
 """Progress callback: description of the current row, sums done, sums in total."""
 
 
@@ -74,7 +80,7 @@ class Pictures(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Row:
+class AttackResult:
     """Results of an attack on sums of a size.
 
     Args:
@@ -114,7 +120,7 @@ class Examination:
     """
 
     sums: Sequence[int] = (1, 8)
-    changes: Sequence[Change] = (Change(),)
+    changes: Sequence[UpdateChange] = (UpdateChange(),)
     groups: int = 4
     most: int = 100
     iterations: int = 400
@@ -133,12 +139,14 @@ class Examination:
             raise ValueError(f"there is no attack {unknown[0]!r}; there are: {', '.join(ATTACKS)}")
 
 
-def groups_of(updates: Sequence[Recorded], size: int, count: int) -> list[list[Recorded]]:
+def groups_of(
+    updates: Sequence[RecordedUpdate], size: int, count: int
+) -> list[list[RecordedUpdate]]:
     """Return `count` groups of `size` updates each, spread evenly over the rounds.
 
     The updates of a group are of the same round. Fewer groups return if there are fewer.
     """
-    by_round: dict[int, list[Recorded]] = {}
+    by_round: dict[int, list[RecordedUpdate]] = {}
     for one in updates:
         by_round.setdefault(one.about.round, []).append(one)
     whole = [
@@ -150,14 +158,14 @@ def groups_of(updates: Sequence[Recorded], size: int, count: int) -> list[list[R
     return [whole[place * len(whole) // few] for place in range(few)]
 
 
-class Got(NamedTuple):
+class AttackFigures(NamedTuple):
     """Results of an attack on a single sum: by name, a number for each example or for the sum."""
 
     figures: Mapping[str, Sequence[float]]
     pictures: Pictures | None = None
 
 
-class Target(NamedTuple):
+class AttackTarget(NamedTuple):
     """Sum of updates to attack.
 
     Args:
@@ -166,8 +174,8 @@ class Target(NamedTuple):
         why: reason that the sum is no gradient; None if gradients can be matched.
     """
 
-    group: Sequence[Recorded]
-    seen: Seen
+    group: Sequence[RecordedUpdate]
+    seen: ObservedUpdate
     why: str | None
 
     @property
@@ -193,7 +201,7 @@ class Examiner:
         seed: int,
         examination: Examination,
         final: Mapping[str, Tensor] | None = None,
-        say: Say = lambda what, done, of: None,
+        say: AttackProgress = lambda what, done, of: None,
     ) -> None:
         # Recorded updates are read into the CPU's memory, wherever clients have computed.
         self.task = task.on(torch.device("cpu"))
@@ -202,17 +210,17 @@ class Examiner:
         self.say = say
         self.made = seeded_model(task, seed).cpu()
         self.train, self.test = examples_for(task)
-        self.model = Model(self.made, self.task.loss)
+        self.model = AttackedModel(self.made, self.task.loss)
         self.public = _public(self.test)
 
-    def rows(self, updates: Sequence[Recorded]) -> list[Row]:
+    def rows(self, updates: Sequence[RecordedUpdate]) -> list[AttackResult]:
         """Return a row for each attack, in the order of sizes, changes and attacks.
 
         Raises ValueError for updates of another model or other data.
         """
         self._check(updates)
         wanted = self.examination
-        found: list[Row] = []
+        found: list[AttackResult] = []
         for size in wanted.sums:
             groups = groups_of(updates, size, wanted.groups)
             for change in wanted.changes:
@@ -223,7 +231,7 @@ class Examiner:
             found.append(self._of_the_global_model(updates))
         return found
 
-    def _check(self, updates: Sequence[Recorded]) -> None:
+    def _check(self, updates: Sequence[RecordedUpdate]) -> None:
         self.model.named(updates[0].delta)
         largest = max((max(one.truth.examples, default=0) for one in updates), default=0)
         if largest >= len(self.train):
@@ -232,20 +240,22 @@ class Examiner:
                 f"give the data of the run"
             )
 
-    def _target(self, group: Sequence[Recorded], change: Change) -> Target:
+    def _target(self, group: Sequence[RecordedUpdate], change: UpdateChange) -> AttackTarget:
         why = None
         try:
             steps = max(one.about.steps for one in group)
-            rate = rate_of(self.task, self.made, group[0].about.round, steps)
+            rate = step_rate_of(self.task, self.made, group[0].about.round, steps)
             _check_numbers(group)
         except ValueError as error:
             why = str(error)
-            rate = Rate(math.nan)
+            rate = StepRate(math.nan)
         sent = changed(group, change, self.examination.seed)
-        return Target(group, seen(self.model, sent, rate), why)
+        return AttackTarget(group, observed_sum(self.model, sent, rate), why)
 
-    def _row(self, name: str, size: int, change: Change, targets: Sequence[Target]) -> Row:
-        empty = Row(name, size, str(change))
+    def _row(
+        self, name: str, size: int, change: UpdateChange, targets: Sequence[AttackTarget]
+    ) -> AttackResult:
+        empty = AttackResult(name, size, str(change))
         if not targets:
             return replace(empty, why=f"no round has {size} updates that were kept")
         if name in INVERSIONS:
@@ -255,7 +265,7 @@ class Examiner:
             if not targets:
                 why = f"sums of {least} examples and more are above the {most} that are rebuilt"
                 return replace(empty, why=why)
-        found: list[Got] = []
+        found: list[AttackFigures] = []
         for number, target in enumerate(targets):
             self.say(f"{name}, sums of {size}, {change}", number, len(targets))
             try:
@@ -275,19 +285,19 @@ class Examiner:
             pictures=found[0].pictures,
         )
 
-    def _attack(self, name: str, target: Target) -> Got:
+    def _attack(self, name: str, target: AttackTarget) -> AttackFigures:
         if name == "membership":
             return self._membership(target)
         if target.why is not None:
             raise ValueError(target.why)
         if name == "labels":
             counts, true = self._counts(target)
-            return Got({"labels_right": [share_right(counts, true)]})
+            return AttackFigures({"labels_right": [share_right(counts, true)]})
         return self._inversion(name, target)
 
     # Labels
 
-    def _counts(self, target: Target) -> tuple[Tensor, Tensor]:
+    def _counts(self, target: AttackTarget) -> tuple[Tensor, Tensor]:
         """Return the counts that the attack estimates and the true counts, by class.
 
         Raises ValueError if labels cannot be read.
@@ -295,7 +305,7 @@ class Examiner:
         labels = self.train.labels()
         if labels is None:
             raise ValueError("labels are read where each example has one, and targets are others")
-        public = self.public or Public(self._space().drawn(64, generator(0, "noise")), None)
+        public = self.public or PublicExamples(self._space().drawn(64, generator(0, "noise")), None)
         if not isinstance(public.inputs, Tensor):
             raise ValueError("labels are read with inputs in one tensor, and these are in several")
         shares = label_shares(self.model, target.seen, public)
@@ -304,7 +314,7 @@ class Examiner:
 
     # Inputs
 
-    def _inversion(self, name: str, target: Target) -> Got:
+    def _inversion(self, name: str, target: AttackTarget) -> AttackFigures:
         wanted = self.examination
         truth = target.truth
         space = self._space()
@@ -325,7 +335,7 @@ class Examiner:
         near = likeness(pairs, true, space.span)
         figures = {"psnr": near.psnr.tolist(), "mse": near.mse.tolist()}
         figures |= {"ssim": near.ssim.tolist()} if len(near.ssim) else {}
-        return Got(figures, Pictures(true[: wanted.shown], pairs[: wanted.shown]))
+        return AttackFigures(figures, Pictures(true[: wanted.shown], pairs[: wanted.shown]))
 
     def _attack_of(self, name: str) -> DLG | Geiping:
         wanted = self.examination
@@ -334,7 +344,7 @@ class Examiner:
         # An iteration of L-BFGS is up to 20 of Adam's.
         return DLG(iterations=max(1, wanted.iterations // 20), seed=wanted.seed)
 
-    def _known_labels(self, target: Target, targets: Any) -> Any:
+    def _known_labels(self, target: AttackTarget, targets: Any) -> Any:
         """Return the labels from the attack on labels; the true labels if none can be read."""
         try:
             counts, _ = self._counts(target)
@@ -343,30 +353,32 @@ class Examiner:
             return targets
         return labels_of(counts).to(targets.dtype)
 
-    def _space(self) -> Space:
+    def _space(self) -> InputSpace:
         """Return shape and range of inputs, from test inputs if the task has any."""
         some = self.test if self.test is not None else self.train
         return space_of(some.batch(torch.arange(min(MOST, len(some))))[0])
 
     # Members
 
-    def _membership(self, target: Target) -> Got:
+    def _membership(self, target: AttackTarget) -> AttackFigures:
         """Return results against the model after the update.
 
         For a single update that model is the client's own.
         """
         found = self._found(target.seen.after, target.truth)
         told = {"auc": [found.auc.value]}
-        return Got(told | {f"tpr_at_{rate:g}": [share] for rate, share in found.found.items()})
+        return AttackFigures(
+            told | {f"tpr_at_{rate:g}": [share] for rate, share in found.found.items()}
+        )
 
-    def _of_the_global_model(self, updates: Sequence[Recorded]) -> Row:
+    def _of_the_global_model(self, updates: Sequence[RecordedUpdate]) -> AttackResult:
         """Return the row against the global model; the members are the examples of all updates."""
         newest = updates[-1]
         state = {
             **self.model.named(newest.weights),
             **dict(zip(self.model.buffer_names, newest.buffers, strict=True)),
         }
-        row = Row("membership, global model", len(updates), str(Change()))
+        row = AttackResult("membership, global model", len(updates), str(UpdateChange()))
         members = _examples(updates)
         try:
             found = self._found(state if self.final is None else self.final, members)
@@ -404,7 +416,7 @@ class Examiner:
         return said | ({"ssim": float(near.ssim.mean())} if len(near.ssim) else {})
 
 
-def _check_numbers(updates: Sequence[Recorded]) -> None:
+def _check_numbers(updates: Sequence[RecordedUpdate]) -> None:
     """Check that gradients can be matched; raises ValueError for complex or non-finite updates."""
     tensors = [tensor for one in updates for tensor in one.delta]
     if any(tensor.is_complex() for tensor in tensors):
@@ -413,16 +425,16 @@ def _check_numbers(updates: Sequence[Recorded]) -> None:
         raise ValueError("an update has numbers that are not finite")
 
 
-def _examples(updates: Sequence[Recorded]) -> Tensor:
+def _examples(updates: Sequence[RecordedUpdate]) -> Tensor:
     """Return the indices of all examples of the updates in the training data, ascending."""
     found = sorted({index for one in updates for index in one.truth.examples})
     return torch.tensor(found, dtype=torch.long)
 
 
-def _public(test: Examples | None) -> Public | None:
+def _public(test: Examples | None) -> PublicExamples | None:
     """Return the first test examples as the attacker's public data; None without test data."""
     if test is None:
         return None
     inputs, _ = test.batch(torch.arange(min(FEW, len(test))))
     labels = test.labels()
-    return Public(inputs, None if labels is None else labels[: len(inputs)])
+    return PublicExamples(inputs, None if labels is None else labels[: len(inputs)])

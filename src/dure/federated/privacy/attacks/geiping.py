@@ -24,13 +24,13 @@ import torch
 from torch import Tensor
 
 from dure.federated.privacy.attacks.inversion import (
-    Inverted,
-    Look,
-    Space,
+    InputSpace,
+    InversionResult,
+    IterationCallback,
     estimate_of,
     restarts,
 )
-from dure.federated.privacy.attacks.seen import Model, Seen
+from dure.federated.privacy.attacks.observation import AttackedModel, ObservedUpdate
 
 
 @dataclass(frozen=True)
@@ -53,12 +53,12 @@ class Geiping:
 
     def invert(
         self,
-        model: Model,
-        seen: Seen,
+        model: AttackedModel,
+        seen: ObservedUpdate,
         labels: Tensor,
-        space: Space,
-        look: Look = lambda done, of: None,
-    ) -> Inverted:
+        space: InputSpace,
+        look: IterationCallback = lambda done, of: None,
+    ) -> InversionResult:
         """Return rebuilt inputs of shape (len(labels), *space.shape).
 
         Args:
@@ -71,15 +71,15 @@ class Geiping:
         estimate = estimate_of(model, seen, labels)
         wanted = seen.gradient
 
-        def once(draws: torch.Generator) -> Inverted:
+        def once(draws: torch.Generator) -> InversionResult:
             x = space.drawn(len(labels), draws).requires_grad_()
             optimizer = torch.optim.Adam([x], lr=self.lr * space.span)
             marks = [self.iterations * part // 8 for part in (3, 5, 7)]
             schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, marks, gamma=0.1)
             distance = torch.tensor(float("inf"))
             for iteration in range(self.iterations):
-                distance = unlike(estimate(x), wanted)
-                cost = distance + self.smooth * variation(x) / space.span
+                distance = cosine_distance(estimate(x), wanted)
+                cost = distance + self.smooth * total_variation(x) / space.span
                 (gradient,) = torch.autograd.grad(cost, x)
                 x.grad = gradient.sign()
                 optimizer.step()
@@ -87,12 +87,12 @@ class Geiping:
                 with torch.no_grad():
                     x.clamp_(space.low, space.high)
                 look(iteration + 1, self.iterations)
-            return Inverted(x.detach(), float(distance.detach()))
+            return InversionResult(x.detach(), float(distance.detach()))
 
         return restarts(self.seed, self.attempts, once)
 
 
-def unlike(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> Tensor:
+def cosine_distance(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> Tensor:
     """Return 1 - cosine similarity of two gradients, over all layers together."""
     product = torch.stack([(found[name] * wanted[name]).sum() for name in wanted]).sum()
     mine = torch.stack([found[name].square().sum() for name in wanted]).sum()
@@ -100,7 +100,7 @@ def unlike(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> Tensor:
     return 1 - product / (mine * theirs).sqrt().clamp(min=1e-30)
 
 
-def variation(x: Tensor) -> Tensor:
+def total_variation(x: Tensor) -> Tensor:
     """Return the mean difference of neighbouring pixels; 0 for inputs that are not pictures."""
     if x.ndim != 4:
         return x.new_zeros(())

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dure.federated.privacy.attacks.seen import Model, Seen
+from dure.federated.privacy.attacks.observation import AttackedModel, ObservedUpdate
 from dure.randomness.seeds import generator
 
 SIMULATED = 10
@@ -36,11 +36,11 @@ EXACT = 1e-12
 Estimate = Callable[[Tensor], Mapping[str, Tensor]]
 """Function from inputs to a client's mean gradient, with an autograd graph."""
 
-Look = Callable[[int, int], None]
+IterationCallback = Callable[[int, int], None]
 """Callback after an iteration: iterations done, iterations in total."""
 
 
-class Space(NamedTuple):
+class InputSpace(NamedTuple):
     """Shape, dtype, and smallest and largest number of the inputs."""
 
     shape: tuple[int, ...]
@@ -59,7 +59,7 @@ class Space(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Inverted:
+class InversionResult:
     """Result of an inversion.
 
     Args:
@@ -71,7 +71,7 @@ class Inverted:
     distance: float
 
 
-def space_of(inputs: Tensor) -> Space:
+def space_of(inputs: Tensor) -> InputSpace:
     """Return shape, dtype and range of these inputs, of shape (n, ...).
 
     Raises ValueError for inputs that are not a floating-point tensor.
@@ -80,10 +80,12 @@ def space_of(inputs: Tensor) -> Space:
         raise ValueError(
             "inputs are rebuilt along gradients, and those of the task are no floating-point tensor"
         )
-    return Space(tuple(inputs.shape[1:]), float(inputs.min()), float(inputs.max()), inputs.dtype)
+    return InputSpace(
+        tuple(inputs.shape[1:]), float(inputs.min()), float(inputs.max()), inputs.dtype
+    )
 
 
-def estimate_of(model: Model, seen: Seen, labels: Tensor) -> Estimate:
+def estimate_of(model: AttackedModel, seen: ObservedUpdate, labels: Tensor) -> Estimate:
     """Return a function that computes the mean gradient clients would send for inputs.
 
     The inputs have these labels, in this order.
@@ -110,7 +112,7 @@ def estimate_of(model: Model, seen: Seen, labels: Tensor) -> Estimate:
     return several if len(batches) > 1 else one
 
 
-def _batches(seen: Seen, examples: int) -> list[Tensor]:
+def _batches(seen: ObservedUpdate, examples: int) -> list[Tensor]:
     """Return the positions of each simulated step's examples.
 
     Without simulation the result is a single batch of all examples. The order in which a client
@@ -123,7 +125,9 @@ def _batches(seen: Seen, examples: int) -> list[Tensor]:
     return [epoch[step % len(epoch)] for step in range(seen.steps)]
 
 
-def check_second_derivatives(model: Model, seen: Seen, inputs: Tensor, labels: Tensor) -> None:
+def check_second_derivatives(
+    model: AttackedModel, seen: ObservedUpdate, inputs: Tensor, labels: Tensor
+) -> None:
     """Check that the gradient has a derivative by the inputs; raises ValueError if not."""
     x = inputs.detach().clone().requires_grad_()
     try:
@@ -140,7 +144,9 @@ def check_second_derivatives(model: Model, seen: Seen, inputs: Tensor, labels: T
         ) from error
 
 
-def restarts(seed: int, count: int, once: Callable[[torch.Generator], Inverted]) -> Inverted:
+def restarts(
+    seed: int, count: int, once: Callable[[torch.Generator], InversionResult]
+) -> InversionResult:
     """Return the closest result of at most `count` random starts; stops after an exact result."""
     best = once(generator(seed, "inversion", 0))
     for attempt in range(1, count):

@@ -36,13 +36,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dure.federated.privacy.attacks.seen import Model, Seen, mean_loss
+from dure.federated.privacy.attacks.observation import AttackedModel, ObservedUpdate, mean_loss
 
 FEW = 512
 """Largest number of public examples in use."""
 
 
-class Public(NamedTuple):
+class PublicExamples(NamedTuple):
     """The attacker's own examples.
 
     Args:
@@ -69,7 +69,7 @@ class LastLayer:
     bias: str | None
 
 
-def last_layer(model: Model, seen: Seen, inputs: Tensor) -> LastLayer:
+def last_layer(model: AttackedModel, seen: ObservedUpdate, inputs: Tensor) -> LastLayer:
     """Return the linear layer that computes the scores, found by comparing layer outputs.
 
     Raises ValueError if no such layer exists, or the loss is not a cross-entropy.
@@ -105,7 +105,7 @@ def last_layer(model: Model, seen: Seen, inputs: Tensor) -> LastLayer:
     raise ValueError("labels are read from a linear layer that gives the scores, and there is none")
 
 
-def _check_loss(model: Model, outputs: Tensor) -> None:
+def _check_loss(model: AttackedModel, outputs: Tensor) -> None:
     """Check that the loss is a cross-entropy with equal class weights; raises ValueError if not."""
     scores = outputs.detach().clone().requires_grad_()
     n, classes = scores.shape
@@ -125,7 +125,7 @@ def _check_loss(model: Model, outputs: Tensor) -> None:
         )
 
 
-def label_shares(model: Model, seen: Seen, public: Public) -> Tensor:
+def label_shares(model: AttackedModel, seen: ObservedUpdate, public: PublicExamples) -> Tensor:
     """Return the share of each class in an update, float64 of shape (classes,).
 
     Raises ValueError in the cases of `last_layer`.
@@ -160,12 +160,14 @@ def share_right(counts: Tensor, true: Tensor) -> float:
     return float(torch.minimum(counts, true).sum()) / max(int(true.sum()), 1)
 
 
-def _by_bias(layer: LastLayer, seen: Seen) -> Tensor:
+def _by_bias(layer: LastLayer, seen: ObservedUpdate) -> Tensor:
     assert layer.bias is not None
     return seen.gradient[layer.bias].double()
 
 
-def _by_weight(model: Model, layer: LastLayer, seen: Seen, public: Public) -> Tensor:
+def _by_weight(
+    model: AttackedModel, layer: LastLayer, seen: ObservedUpdate, public: PublicExamples
+) -> Tensor:
     """Return an estimate of the bias's gradient from the weight's, for a layer without a bias.
 
     The sign is right if the layer's inputs are not negative.
@@ -182,7 +184,7 @@ def _by_weight(model: Model, layer: LastLayer, seen: Seen, public: Public) -> Te
 
 
 @torch.no_grad()
-def _predictions(model: Model, seen: Seen, public: Public) -> Tensor:
+def _predictions(model: AttackedModel, seen: ObservedUpdate, public: PublicExamples) -> Tensor:
     """Return P of shape (classes, classes): mean of the predictions before and after training."""
     inputs = _some(public.inputs)
     found = [

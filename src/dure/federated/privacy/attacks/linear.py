@@ -21,7 +21,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from dure.federated.privacy.attacks.seen import Model, Seen
+from dure.federated.privacy.attacks.observation import AttackedModel, ObservedUpdate
 
 ALIKE = 1e-2
 """Relative distance below which two units give the same example."""
@@ -30,7 +30,7 @@ UNITS = 1024
 """Largest number of units in use, by the size of their gradients."""
 
 
-def from_first_layer(model: Model, seen: Seen, like: Tensor) -> Tensor:
+def from_first_layer(model: AttackedModel, seen: ObservedUpdate, like: Tensor) -> Tensor:
     """Return up to `seen.examples` inputs of the shape of `like[0]`, the likeliest first.
 
     `like` are inputs of the task, by which the layer is found. Fewer inputs return if fewer units
@@ -66,7 +66,7 @@ def _groups(rows: Tensor, most: int) -> list[int]:
     return chosen
 
 
-def _first_layer(model: Model, seen: Seen, like: Tensor) -> str:
+def _first_layer(model: AttackedModel, seen: ObservedUpdate, like: Tensor) -> str:
     """Return the prefix of the names of the first layer's parameters."""
     caught: list[tuple[str, Tensor]] = []
     hooks = []

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from dure.data.examples import Examples
 from dure.federated.privacy.attacks.likeness import BOOTSTRAPS, Interval
-from dure.federated.privacy.attacks.seen import Model, mean_loss
+from dure.federated.privacy.attacks.observation import AttackedModel, mean_loss
 from dure.randomness.seeds import generator
 from dure.tasks.modes import in_mode
 
@@ -56,7 +56,7 @@ class Membership(NamedTuple):
 
 
 def losses(
-    model: Model, state: Mapping[str, Tensor], examples: Examples, indices: Tensor
+    model: AttackedModel, state: Mapping[str, Tensor], examples: Examples, indices: Tensor
 ) -> Tensor:
     """Return the loss of each example, float64, by the model in evaluation mode.
 

@@ -37,7 +37,7 @@ MOST_BYTES = 2**30
 """Largest number of bytes of tensors to record in a run; later updates are not recorded."""
 
 
-class About(msgspec.Struct, frozen=True):
+class UpdateMetadata(msgspec.Struct, frozen=True):
     """The server's knowledge of an update besides its tensors.
 
     Args:
@@ -65,7 +65,7 @@ class About(msgspec.Struct, frozen=True):
     """CRC-32 of all other fields. Recordings of dure up to 0.1 have neither `files` nor a checksum.
     """
 
-    def sealed(self) -> About:
+    def sealed(self) -> UpdateMetadata:
         """Return a copy with the checksum of its fields."""
         plain = replace(self, checksum=None)
         return replace(plain, checksum=checksum(msgspec.json.encode(plain)))
@@ -75,7 +75,7 @@ _Place = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 """Index of an example; 2**53 is far above the size of any data set."""
 
 
-class Truth(msgspec.Struct, frozen=True):
+class GroundTruth(msgspec.Struct, frozen=True):
     """Indices of the examples of each step, in the task's training data."""
 
     steps: list[list[_Place]]
@@ -86,7 +86,7 @@ class Truth(msgspec.Struct, frozen=True):
         return sorted({index for step in self.steps for index in step})
 
 
-class Recorded(NamedTuple):
+class RecordedUpdate(NamedTuple):
     """Recorded update.
 
     Args:
@@ -98,15 +98,15 @@ class Recorded(NamedTuple):
         buffers_after: buffers from the client; empty if the client sends none.
     """
 
-    about: About
+    about: UpdateMetadata
     weights: Sequence[Tensor]
     buffers: Sequence[Tensor]
     delta: Sequence[Tensor]
-    truth: Truth
+    truth: GroundTruth
     buffers_after: Sequence[Tensor] = ()
 
 
-class Keeper:
+class UpdateRecorder:
     """Recorder that writes updates to files. Records the first `rounds` rounds."""
 
     def __init__(self, folder: Path, rounds: int, batch_size: int | None) -> None:
@@ -128,8 +128,8 @@ class Keeper:
             self._models[asked.round] = self._write(_model(asked.round), model)
         sent = {"delta": update.delta, "buffer": update.buffers, "extra": update.extra}
         digest = self._write(_update(update.ticket), sent)
-        truth = msgspec.json.encode(Truth([step.tolist() for step in steps]))
-        about = About(
+        truth = msgspec.json.encode(GroundTruth([step.tolist() for step in steps]))
+        about = UpdateMetadata(
             ticket=update.ticket,
             client=update.client,
             round=update.round,
@@ -171,7 +171,7 @@ class Keeper:
         return sha256(file)
 
 
-def read_updates(run: Path) -> list[Recorded]:
+def read_updates(run: Path) -> list[RecordedUpdate]:
     """Return the recorded updates of a run folder, by round, client and assignment.
 
     Raises RunFolderError if the folder has none, or a file is damaged.
@@ -195,10 +195,10 @@ def read_updates(run: Path) -> list[Recorded]:
             models[about.round] = _read(folder / _model(about.round), ("weight", "buffer"))
         sent = _read(folder / _update(about.ticket), ("delta", "buffer", "extra"))
         model = models[about.round]
-        truth = _read_json(folder / _truth(about.ticket), Truth)
+        truth = _read_json(folder / _truth(about.ticket), GroundTruth)
         _check_alike(folder / _update(about.ticket), sent["delta"], model["weight"])
         updates.append(
-            Recorded(
+            RecordedUpdate(
                 about=about,
                 weights=model["weight"],
                 buffers=model["buffer"],
@@ -210,9 +210,9 @@ def read_updates(run: Path) -> list[Recorded]:
     return sorted(updates, key=lambda one: (one.about.round, one.about.client, one.about.ticket))
 
 
-def _about_in(path: Path) -> About:
+def _about_in(path: Path) -> UpdateMetadata:
     """Return the server's knowledge of an update from a file; raises RunFolderError if damaged."""
-    about: About = _read_json(path, About)
+    about: UpdateMetadata = _read_json(path, UpdateMetadata)
     if about.checksum is not None:
         named = {_model(about.round), _update(about.ticket), _truth(about.ticket)}
         if (

@@ -93,7 +93,7 @@ def seal(key: bytes, plaintext: bytes, associated: bytes) -> bytes:
     return sealed
 
 
-def open_(key: bytes, sealed: bytes, associated: bytes) -> bytes:
+def open_sealed(key: bytes, sealed: bytes, associated: bytes) -> bytes:
     """Return the plaintext of a sealed message; the inverse of `seal`.
 
     Raises AgreementError for bytes that were not sealed with this key and this `associated`.

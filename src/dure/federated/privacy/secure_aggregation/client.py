@@ -36,23 +36,23 @@ from torch import Tensor
 
 from dure.errors import AgreementError
 from dure.federated.privacy.secure_aggregation import shamir
-from dure.federated.privacy.secure_aggregation.agreement import KeyPair, agree, open_, seal
+from dure.federated.privacy.secure_aggregation.agreement import KeyPair, agree, open_sealed, seal
 from dure.federated.privacy.secure_aggregation.cohort import (
     ADVERTISE,
     CONFIRM,
     MASK,
     SHARE,
     STAGES,
-    Cohort,
-    Context,
-    addressed,
+    MaskingCohort,
+    SumContext,
     checks_consistency,
     commitment,
     is_ascending,
     keys_text,
     mask_sign,
     own_mask,
-    pair,
+    pair_key_info,
+    share_associated_data,
     share_commitment,
     stages,
     survivors_text,
@@ -67,10 +67,10 @@ from dure.federated.privacy.secure_aggregation.messages import (
     Offer,
     ProtocolError,
     PublicKeys,
-    Sealed,
-    Share,
-    Shared,
-    Shares,
+    SealedSharePair,
+    SecretShare,
+    SharesForNeighbours,
+    SharesFromNeighbours,
     Survivors,
     Unmask,
     Unmasked,
@@ -103,7 +103,7 @@ class _Shared:
         piece: the client's own share of `seed`.
     """
 
-    cohort: Cohort
+    cohort: MaskingCohort
     channels: dict[int, bytes]
     masks: dict[int, bytes]
     seed: bytes
@@ -134,7 +134,7 @@ class _Answer:
     tensor: Tensor | None
 
 
-class Client:
+class SecureSumClient:
     """Member of a secure sum.
 
     Args:
@@ -157,7 +157,7 @@ class Client:
     def __init__(
         self,
         number: int,
-        context: Context,
+        context: SumContext,
         secret: Secret,
         vector: Callable[[], Tensor],
         *,
@@ -234,7 +234,7 @@ class Client:
         if stage == SHARE:
             return _alone(self._share(from_body(body, Keys)))
         if stage == MASK:
-            vector, unfit = self._mask(from_body(body, Shares))
+            vector, unfit = self._mask(from_body(body, SharesFromNeighbours))
             return to_body(Masked(unfit)), vector
         if stage == CONFIRM:
             return _alone(self._confirm(from_body(body, Survivors)))
@@ -254,7 +254,7 @@ class Client:
             signature = self._identity.sign(text)
         return Advertised(channel.public, mask.public, signature)
 
-    def _check(self, offered: Context) -> None:
+    def _check(self, offered: SumContext) -> None:
         own = self._context
         field = own.differs(offered)
         if field:
@@ -284,7 +284,7 @@ class Client:
 
     # Stage 1: share keys
 
-    def _share(self, keys: Keys) -> Shared:
+    def _share(self, keys: Keys) -> SharesForNeighbours:
         cohort = self._cohort_of(keys)
         theirs = self._keys_in(keys, cohort)
         channels = {}
@@ -301,16 +301,16 @@ class Client:
         boxes = tuple(
             self._sealed(channel, other, pieces[other]) for other, channel in channels.items()
         )
-        return Shared(commitment(self._digest, self._number, seed), boxes)
+        return SharesForNeighbours(commitment(self._digest, self._number, seed), boxes)
 
-    def _cohort_of(self, keys: Keys) -> Cohort:
+    def _cohort_of(self, keys: Keys) -> MaskingCohort:
         present = keys.present
         if not is_ascending(present) or not set(present) <= set(self._context.members):
             raise ProtocolError("the server lists clients twice, out of order, or of another sum")
         if self._number not in present:
             raise ProtocolError(f"the server says that client {self._number} has no keys")
         self._many(present, "have keys")
-        return Cohort(self._context, present, keys.seed)
+        return MaskingCohort(self._context, present, keys.seed)
 
     def _many(self, clients: Sequence[int], what: str) -> None:
         least = self._context.least
@@ -318,7 +318,7 @@ class Client:
             raise ProtocolError(f"{len(clients)} clients {what}, and {least} have to")
         self._enough(clients, f"clients that {what}")
 
-    def _keys_in(self, keys: Keys, cohort: Cohort) -> dict[int, PublicKeys]:
+    def _keys_in(self, keys: Keys, cohort: MaskingCohort) -> dict[int, PublicKeys]:
         """Return the neighbours' advertised keys, after all checks."""
         if tuple(one.client for one in keys.keys) != cohort.holders(self._number):
             raise ProtocolError("the server gives the keys of others than the client's neighbours")
@@ -346,7 +346,7 @@ class Client:
 
     def _agreed(self, own: KeyPair, their: bytes, purpose: str, other: int) -> bytes:
         try:
-            return agree(own, their, pair(purpose, self._digest, self._number, other))
+            return agree(own, their, pair_key_info(purpose, self._digest, self._number, other))
         except AgreementError:
             raise ProtocolError(f"the server gives a key of client {other} that is none") from None
 
@@ -357,14 +357,14 @@ class Client:
         privates, seeds = shamir.split_many(secrets, holders, self._context.threshold, drawn)
         return [_Pieces(*both) for both in zip(privates, seeds, strict=True)]
 
-    def _sealed(self, channel: bytes, to: int, pieces: _Pieces) -> Sealed:
-        about = addressed(self._digest, self._number, to)
+    def _sealed(self, channel: bytes, to: int, pieces: _Pieces) -> SealedSharePair:
+        about = share_associated_data(self._digest, self._number, to)
         box = seal(channel, pieces.private + pieces.seed, about)
-        return Sealed(to, box, *pieces.commitments(self._digest, self._number, to))
+        return SealedSharePair(to, box, *pieces.commitments(self._digest, self._number, to))
 
     # Stage 2: masked input
 
-    def _mask(self, told: Shares) -> tuple[Tensor, tuple[int, ...]]:
+    def _mask(self, told: SharesFromNeighbours) -> tuple[Tensor, tuple[int, ...]]:
         """Return the masked vector, and the neighbours whose shares do not open or fit."""
         senders = tuple(one.client for one in told.shares)
         self._check_senders(senders)
@@ -398,7 +398,7 @@ class Client:
                 f"{self._context.threshold} have to"
             )
 
-    def _opened(self, told: Shares) -> dict[int, _Pieces]:
+    def _opened(self, told: SharesFromNeighbours) -> dict[int, _Pieces]:
         """Return the two shares of each neighbour.
 
         Shares that do not open, or do not match their owner's commitment, are left out: other
@@ -406,9 +406,9 @@ class Client:
         """
         held = {}
         for one in told.shares:
-            address = addressed(self._digest, one.client, self._number)
+            address = share_associated_data(self._digest, one.client, self._number)
             try:
-                opened = open_(self._shared.channels[one.client], one.box, address)
+                opened = open_sealed(self._shared.channels[one.client], one.box, address)
             except AgreementError:
                 continue
             pieces = _Pieces(opened[: shamir.SHARE], opened[shamir.SHARE :])
@@ -500,8 +500,8 @@ def _named(stage: int) -> str:
     return f'"{STAGES[stage]}"' if 0 <= stage < len(STAGES) else "a stage that there is not"
 
 
-def _shares(pieces: Mapping[int, bytes]) -> tuple[Share, ...]:
-    return tuple(Share(client, pieces[client]) for client in sorted(pieces))
+def _shares(pieces: Mapping[int, bytes]) -> tuple[SecretShare, ...]:
+    return tuple(SecretShare(client, pieces[client]) for client in sorted(pieces))
 
 
 def _is_signed(roster: Mapping[int, str], client: int, text: bytes, signature: bytes) -> bool:

@@ -30,20 +30,20 @@ from dure.federated.privacy.secure_aggregation.contribution import (
     MIDDLE,
     MOST,
     POINT,
+    DecodedSum,
     Key,
-    Total,
 )
 from dure.federated.privacy.secure_aggregation.quantisation import Quantisation
 from dure.federated.privacy.user_level import distributed
-from dure.federated.privacy.user_level.estimator import Estimator, Roster, weight
+from dure.federated.privacy.user_level.estimator import ClientPopulation, Estimator, weight
 from dure.federated.privacy.user_level.settings import UserLevel
-from dure.federated.server.global_model import changes
+from dure.federated.server.global_model import buffer_changes
 from dure.protocol.messages import Assignment, Update
 
 WHOLES = 3
 
 
-class Clipping(NamedTuple):
+class ContributionClipping(NamedTuple):
     """The model's facts that clipping needs.
 
     Args:
@@ -72,7 +72,7 @@ class ClippedContribution:
         turn: name of the round, known to all; seeds the rotation.
     """
 
-    clipping: Clipping
+    clipping: ContributionClipping
     members: int
     fewest: int
     turn: str
@@ -97,12 +97,12 @@ class ClippedContribution:
         return Quantisation(self.clipping.settings.clip, self.members)
 
     @property
-    def _noised(self) -> distributed.Plan | None:
+    def _noised(self) -> distributed.DistributedNoisePlan | None:
         """Plan of the clients' noise; None if the server adds the noise."""
         settings = self.clipping.settings
         if settings.where != "distributed":
             return None
-        return distributed.Plan(
+        return distributed.DistributedNoisePlan(
             self.elements, settings.clip, settings.noise, self.members, self.fewest
         )
 
@@ -140,7 +140,10 @@ class ClippedContribution:
         """
         settings = self.clipping.settings
         estimator = Estimator(
-            replace(settings, noise=0.0), Roster(1.0, 1, 1.0), self.clipping.pieces, self.bound
+            replace(settings, noise=0.0),
+            ClientPopulation(1.0, 1, 1.0),
+            self.clipping.pieces,
+            self.bound,
         )
         clipped = estimator.clipped(self._contribution(update, asked))
         joined = torch.cat([one.reshape(-1).cpu() for one in clipped])
@@ -158,7 +161,7 @@ class ClippedContribution:
 
     def _contribution(self, update: Update, asked: Assignment) -> list[Tensor]:
         places = self.clipping.statistics
-        moved = changes(
+        moved = buffer_changes(
             [update.buffers[place] for place in places], [asked.buffers[place] for place in places]
         )
         return [
@@ -175,7 +178,7 @@ class ClippedContribution:
 
     def decode(
         self, total: Tensor, clients: int, asked: Assignment, extras: Sequence[Tensor]
-    ) -> Total:
+    ) -> DecodedSum:
         """Return the contents of the sum of `clients` vectors."""
         how = self._quantisation
         # The first number is not used: clients of dure up to 0.1 sent their samples in it.
@@ -187,7 +190,7 @@ class ClippedContribution:
         like = self.clipping.like
         parts = torch.split(flat, [one.numel() for one in like])
         counted = count / POINT
-        return Total(
+        return DecodedSum(
             clients=clients,
             weight=clients,
             cut=0,

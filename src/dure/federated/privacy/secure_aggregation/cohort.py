@@ -59,7 +59,7 @@ Members = Annotated[tuple[Number, ...], msgspec.Meta(max_length=MOST_MEMBERS)]
 Text = Annotated[str, msgspec.Meta(max_length=200)]
 
 
-class Context(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class SumContext(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Public facts of a sum. The server sends them first, and clients compare them.
 
     Args:
@@ -132,7 +132,7 @@ class Context(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
         """Return (round, attempt, group): unique in the run, for the derivation of keys."""
         return (self.round, self.attempt, self.group)
 
-    def differs(self, other: Context) -> str:
+    def differs(self, other: SumContext) -> str:
         """Return the name of the first field that differs; empty if all are equal."""
         for name in self.__struct_fields__:
             if getattr(self, name) != getattr(other, name):
@@ -140,8 +140,8 @@ class Context(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
         return ""
 
 
-class Bounds(NamedTuple):
-    """Bounds that the settings imply for a number of members; names as in `Context`."""
+class SumBounds(NamedTuple):
+    """Bounds that the settings imply for a number of members; names as in `SumContext`."""
 
     threshold: int
     degree: int
@@ -150,7 +150,7 @@ class Bounds(NamedTuple):
 
 # Cached: a plan takes milliseconds, and in a simulation all clients need the same plan.
 @lru_cache(maxsize=64)
-def bounds(settings: SecureAggregation, members: int) -> Bounds:
+def bounds(settings: SecureAggregation, members: int) -> SumBounds:
     """Return threshold, degree and fewest clients of a sum.
 
     In SecAgg+ a sum with more dropouts than planned is rejected: the graph could become
@@ -160,15 +160,15 @@ def bounds(settings: SecureAggregation, members: int) -> Bounds:
     stay = math.ceil(settings.threshold * members - 1e-9)
     above = max(stay, 2 * members // 3 + 1)
     if not isinstance(settings, SecureAggregationPlus):
-        return Bounds(above, members - 1, max(above, settings.minimum))
+        return SumBounds(above, members - 1, max(above, settings.minimum))
     plan = graph.plan(members, settings.corrupt, settings.drop_out)
     if plan.degree == members - 1:
-        return Bounds(above, plan.degree, max(above, settings.minimum))
+        return SumBounds(above, plan.degree, max(above, settings.minimum))
     left = members - math.floor(settings.drop_out * members + 1e-9)
-    return Bounds(plan.threshold, plan.degree, max(stay, left, settings.minimum))
+    return SumBounds(plan.threshold, plan.degree, max(stay, left, settings.minimum))
 
 
-class Cohort:
+class MaskingCohort:
     """Members that have advertised keys, with the graph of neighbours.
 
     Args:
@@ -177,7 +177,7 @@ class Cohort:
         seed: seed of the graph (`graph_seed`), used if not all pairs have masks.
     """
 
-    def __init__(self, context: Context, present: Sequence[int], seed: bytes) -> None:
+    def __init__(self, context: SumContext, present: Sequence[int], seed: bytes) -> None:
         self.present = tuple(present)
         self._everybody = frozenset(present)
         self._graph: dict[int, tuple[int, ...]] | None = None
@@ -201,14 +201,14 @@ class Cohort:
         return client in self._everybody
 
 
-def stages(context: Context, signed: bool) -> tuple[int, ...]:
+def stages(context: SumContext, signed: bool) -> tuple[int, ...]:
     """Return the stages of a sum in order. `signed`: whether clients have a roster."""
     if checks_consistency(context, signed):
         return (ADVERTISE, SHARE, MASK, CONFIRM, UNMASK)
     return (ADVERTISE, SHARE, MASK, UNMASK)
 
 
-def checks_consistency(context: Context, signed: bool) -> bool:
+def checks_consistency(context: SumContext, signed: bool) -> bool:
     """Return whether the protocol is secure against a malicious server."""
     return signed and context.complete
 
@@ -243,12 +243,12 @@ def survivors_text(digest: bytes, survivors: Sequence[int]) -> bytes:
     return _hashed("survivors", digest, msgspec.msgpack.encode(tuple(survivors)))
 
 
-def pair(purpose: str, digest: bytes, one: int, other: int) -> bytes:
+def pair_key_info(purpose: str, digest: bytes, one: int, other: int) -> bytes:
     """Return the `info` of a key between two clients, equal for both."""
     return _hashed(purpose, digest, _of(min(one, other)), _of(max(one, other)))
 
 
-def addressed(digest: bytes, sender: int, receiver: int) -> bytes:
+def share_associated_data(digest: bytes, sender: int, receiver: int) -> bytes:
     """Return the associated data of a sealed share."""
     return _hashed("share", digest, _of(sender), _of(receiver))
 

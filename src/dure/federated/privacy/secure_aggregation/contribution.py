@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from dure.federated.privacy.secure_aggregation.quantisation import Quantisation
-from dure.federated.server.global_model import changes
+from dure.federated.server.global_model import buffer_changes
 from dure.protocol.messages import Assignment, Update
 
 POINT = 1 << 10
@@ -48,7 +48,7 @@ WHOLES = 5
 """Number of whole numbers before those of counting buffers."""
 
 
-class Shape(NamedTuple):
+class VectorShape(NamedTuple):
     """Numbers of values in each part of a vector.
 
     Args:
@@ -64,7 +64,7 @@ class Shape(NamedTuple):
     counters: tuple[int, ...]
 
     @classmethod
-    def of(cls, asked: Assignment, extras: Sequence[Tensor]) -> Shape:
+    def of(cls, asked: Assignment, extras: Sequence[Tensor]) -> VectorShape:
         """Return the shape of answers to an assignment.
 
         `extras` are tensors of the extras' shapes.
@@ -87,7 +87,7 @@ class Shape(NamedTuple):
         return WHOLES + sum(self.counters)
 
 
-class Total(NamedTuple):
+class DecodedSum(NamedTuple):
     """Decoded sum.
 
     Args:
@@ -128,7 +128,7 @@ class Contribution:
         most: largest weight of a client.
     """
 
-    shape: Shape
+    shape: VectorShape
     quantisation: Quantisation
     most: int
 
@@ -149,7 +149,7 @@ class Contribution:
         Raises ValueError for an update that is not finite, or for counters that decrease.
         """
         whole = min(max(1, round(weight)), self.most)
-        moved = [*update.delta, *changes(update.buffers, asked.buffers)]
+        moved = [*update.delta, *buffer_changes(update.buffers, asked.buffers)]
         how = self.quantisation
         values, cut = how.encode(_joined(moved), key("rounding", 0), whole / self.most)
         extras, more = how.encode(_joined(update.extra), key("rounding", 1))
@@ -175,7 +175,7 @@ class Contribution:
 
     def decode(
         self, total: Tensor, clients: int, asked: Assignment, extras: Sequence[Tensor]
-    ) -> Total:
+    ) -> DecodedSum:
         """Return the contents of the sum of `clients` vectors, with extras shaped like `extras`."""
         values, rest = total[: self.shape.values], total[self.shape.values :]
         numbers = self.quantisation.decode_whole(rest, MOST, clients)
@@ -188,7 +188,7 @@ class Contribution:
         counted = count / POINT
         # The results have the shapes, dtypes and device of the sent tensors.
         like = asked.weights
-        return Total(
+        return DecodedSum(
             clients=clients,
             weight=weight,
             cut=cut,

@@ -52,7 +52,7 @@ In so small a group a fraction bounds the number of corrupt members badly, and a
 """
 
 
-class Plan(NamedTuple):
+class GraphPlan(NamedTuple):
     """Degree of the graph, and threshold: the number of shares that reveal a secret."""
 
     degree: int
@@ -80,7 +80,9 @@ def neighbours(members: int, degree: int, key: bytes) -> list[list[int]]:
     return found
 
 
-def plan(members: int, corrupt: float, drop_out: float, sigma: float = 40, eta: float = 40) -> Plan:
+def plan(
+    members: int, corrupt: float, drop_out: float, sigma: float = 40, eta: float = 40
+) -> GraphPlan:
     """Return the smallest secure degree, and the threshold.
 
     Args:
@@ -118,9 +120,9 @@ def plan(members: int, corrupt: float, drop_out: float, sigma: float = 40, eta: 
     return _between(members - 1, most_known, fewest_there)
 
 
-def _between(degree: int, most_known: int, fewest_there: int) -> Plan:
+def _between(degree: int, most_known: int, fewest_there: int) -> GraphPlan:
     """Return the plan with the threshold in the middle of most_known + 1 to fewest_there."""
-    return Plan(degree, (most_known + 1 + fewest_there) // 2)
+    return GraphPlan(degree, (most_known + 1 + fewest_there) // 2)
 
 
 def _log2_apart(members: int, degree: int, gone: int) -> float:

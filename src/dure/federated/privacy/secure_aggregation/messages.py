@@ -30,9 +30,9 @@ from dure.errors import DureError, TooFewClientsError
 from dure.federated.privacy.secure_aggregation.agreement import TAG
 from dure.federated.privacy.secure_aggregation.cohort import (
     MOST_MEMBERS,
-    Context,
     Members,
     Number,
+    SumContext,
     bounds,
 )
 from dure.federated.privacy.secure_aggregation.settings import SecureAggregation
@@ -83,7 +83,7 @@ class Body(
 
 
 class Offer(Body, frozen=True):
-    context: Context
+    context: SumContext
 
 
 class Advertised(Body, frozen=True):
@@ -100,7 +100,7 @@ class Advertised(Body, frozen=True):
     signature: Signature = b""
 
 
-class Spent(Body, frozen=True):
+class ModelSpent(Body, frozen=True, tag="Spent"):
     """Refusal to take part until the model changes."""
 
 
@@ -127,7 +127,7 @@ class Keys(Body, frozen=True):
     keys: Annotated[tuple[PublicKeys, ...], msgspec.Meta(max_length=MOST_MEMBERS)]
 
 
-class Sealed(Body, frozen=True):
+class SealedSharePair(Body, frozen=True, tag="Sealed"):
     """Two shares, readable only by the receiver.
 
     Args:
@@ -145,17 +145,17 @@ class Sealed(Body, frozen=True):
     seed: Commitment = b""
 
 
-SealedShares = Annotated[tuple[Sealed, ...], msgspec.Meta(max_length=MOST_MEMBERS)]
+SealedShares = Annotated[tuple[SealedSharePair, ...], msgspec.Meta(max_length=MOST_MEMBERS)]
 
 
-class Shared(Body, frozen=True):
+class SharesForNeighbours(Body, frozen=True, tag="Shared"):
     """Answer of stage 1: commitment to the seed of the own mask, and shares for each neighbour."""
 
     commitment: Key
     shares: SealedShares
 
 
-class Shares(Body, frozen=True):
+class SharesFromNeighbours(Body, frozen=True, tag="Shares"):
     """Sealed shares from each neighbour that has shared, in ascending order of the owners."""
 
     shares: SealedShares
@@ -180,7 +180,7 @@ class Confirmed(Body, frozen=True):
     signature: Signature
 
 
-class Signed(Body, frozen=True):
+class SurvivorSignature(Body, frozen=True, tag="Signed"):
     client: Number
     signature: Signature
 
@@ -195,17 +195,17 @@ class Unmask(Body, frozen=True):
     """
 
     survivors: Members
-    signatures: Annotated[tuple[Signed, ...], msgspec.Meta(max_length=MOST_MEMBERS)] = ()
+    signatures: Annotated[tuple[SurvivorSignature, ...], msgspec.Meta(max_length=MOST_MEMBERS)] = ()
 
 
-class Share(Body, frozen=True):
+class SecretShare(Body, frozen=True, tag="Share"):
     """A share of a client's secret."""
 
     client: Number
     piece: Piece
 
 
-Pieces = Annotated[tuple[Share, ...], msgspec.Meta(max_length=MOST_MEMBERS)]
+Pieces = Annotated[tuple[SecretShare, ...], msgspec.Meta(max_length=MOST_MEMBERS)]
 
 
 class Unmasked(Body, frozen=True):
@@ -224,8 +224,8 @@ AnyBody = TypeVar("AnyBody", bound=Body)
 
 _ENCODER = msgspec.msgpack.Encoder()
 
-SPENT = _ENCODER.encode(Spent())
-"""The encoded `Spent` message."""
+SPENT = _ENCODER.encode(ModelSpent())
+"""The encoded `ModelSpent` message."""
 
 
 def to_body(message: Body) -> bytes:
@@ -264,13 +264,13 @@ def context_of(
     model: str,
     length: int,
     quantisation: str,
-) -> Context:
+) -> SumContext:
     """Return the context of a server's first message, with the client's own knowledge in its place.
 
     The server chooses members, attempt and group. Threshold and degree follow from the client's
     settings. The remaining fields are arguments. The client compares this context with the server's
-    in `Client.answer`. Raises ProtocolError for bytes that are not a first message, and for members
-    that cannot form a sum.
+    in `SecureSumClient.answer`. Raises ProtocolError for bytes that are not a first message, and
+    for members that cannot form a sum.
     """
     offered = from_body(body, Offer).context
     try:

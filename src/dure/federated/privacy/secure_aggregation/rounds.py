@@ -22,27 +22,31 @@ from torch import Tensor
 from dure.federated.aggregate.aggregator import Aggregator, Groups
 from dure.federated.privacy.secure_aggregation.clipped_contribution import (
     ClippedContribution,
-    Clipping,
+    ContributionClipping,
 )
-from dure.federated.privacy.secure_aggregation.cohort import UNMASK, Context, bounds
-from dure.federated.privacy.secure_aggregation.contribution import Contribution, Shape, Total
+from dure.federated.privacy.secure_aggregation.cohort import UNMASK, SumContext, bounds
+from dure.federated.privacy.secure_aggregation.contribution import (
+    Contribution,
+    DecodedSum,
+    VectorShape,
+)
 from dure.federated.privacy.secure_aggregation.messages import TooFewError
 from dure.federated.privacy.secure_aggregation.model_digest import digest_of as digest_of
 from dure.federated.privacy.secure_aggregation.quantisation import Quantisation
-from dure.federated.privacy.secure_aggregation.server import Server
+from dure.federated.privacy.secure_aggregation.server import SecureSumServer
 from dure.federated.privacy.secure_aggregation.settings import SecureAggregation
-from dure.federated.server.combining import Summed
-from dure.federated.server.summing import Exchange
+from dure.federated.server.combining import SummedUpdates
+from dure.federated.server.secure_sums import Exchange
 from dure.protocol.carrier import Draft
 from dure.protocol.messages import Assignment, Say
 from dure.randomness.secret import Secret
 from dure.randomness.turn import Turn
 
-Roster = Mapping[int, str]
+IdentityKeys = Mapping[int, str]
 """Public identity key of each client, as signed by the roster's owner."""
 
 
-def parted(rule: Aggregator) -> tuple[Groups, Aggregator]:
+def grouping_of(rule: Aggregator) -> tuple[Groups, Aggregator]:
     """Return the groups of clients, and the rule for the groups' means.
 
     Raises ValueError for a rule that needs single updates.
@@ -54,7 +58,7 @@ def parted(rule: Aggregator) -> tuple[Groups, Aggregator]:
 
 
 @dataclass(frozen=True)
-class Sums:
+class SecureSums:
     """Facts of a run's sums that server and clients share.
 
     Args:
@@ -65,7 +69,7 @@ class Sums:
 
     settings: SecureAggregation
     run: str
-    clipping: Clipping | None = None
+    clipping: ContributionClipping | None = None
 
     def contribution(
         self, asked: Assignment, extras: Sequence[Tensor], members: int
@@ -75,7 +79,9 @@ class Sums:
             fewest = bounds(self.settings, members).fewest
             return ClippedContribution(self.clipping, members, fewest, f"{self.run} {asked.round}")
         quantisation = Quantisation(self.settings.range, members)
-        return Contribution(Shape.of(asked, extras), quantisation, self.settings.most_examples)
+        return Contribution(
+            VectorShape.of(asked, extras), quantisation, self.settings.most_examples
+        )
 
     def text(self) -> str:
         """Return the meaning of a vector's numbers, for the context of a sum."""
@@ -96,10 +102,10 @@ class SecureRounds:
         roster: identity keys of clients; None for a server that clients must trust.
     """
 
-    sums: Sums
+    sums: SecureSums
     groups: Groups
     secret: Secret
-    roster: Roster | None = None
+    roster: IdentityKeys | None = None
 
     @property
     def fewest(self) -> int:
@@ -140,7 +146,7 @@ class SecureRounds:
 
     def means(
         self, made: Mapping[str, Any], asked: Mapping[int, Assignment], extras: Sequence[Tensor]
-    ) -> Iterator[Summed]:
+    ) -> Iterator[SummedUpdates]:
         """Return the mean of each group that has a sum, for the rule."""
         # Weight 1 makes the mean of a single group exact to the bit.
         alone = len(made["sums"]) == 1
@@ -152,8 +158,8 @@ class SecureRounds:
             yield _summed(tickets, total, 1.0 if alone else float(total.weight))
 
 
-def _summed(tickets: list[int], total: Total, weight: float) -> Summed:
-    return Summed(
+def _summed(tickets: list[int], total: DecodedSum, weight: float) -> SummedUpdates:
+    return SummedUpdates(
         tickets=tickets,
         delta=total.delta,
         buffers=total.buffers,
@@ -180,7 +186,7 @@ class _Round:
         self._asked = asked
         self._draft = draft
         self._tickets = {one.client: ticket for ticket, one in asked.items()}
-        self._running: list[tuple[Context, Server]] = []
+        self._running: list[tuple[SumContext, SecureSumServer]] = []
 
     def begin(
         self, rounds: SecureRounds, extras: Sequence[Tensor], groups: Sequence[Sequence[int]]
@@ -196,7 +202,7 @@ class _Round:
             members = sorted(asked[tickets[place]].client for place in places)
             self._begin(rounds, asked[tickets[0]], extras, model, (attempt, group), members)
 
-    def goes_on(self, roster: Roster | None) -> bool:
+    def goes_on(self, roster: IdentityKeys | None) -> bool:
         """Restore a saved draft of these sums; returns whether there was a draft."""
         kept = None if self._draft is None else self._draft.kept()
         # A folder that was restored from a backup may have a draft of other tickets.
@@ -207,7 +213,7 @@ class _Round:
         self.guilty = dict(kept["guilty"])
         self.helped = set(kept["helped"])
         for state in kept["servers"]:
-            server = Server.resumed(state, roster)
+            server = SecureSumServer.resumed(state, roster)
             self._running.append((server.context, server))
         there = {client for context, _ in self._running for client in context.members}
         for client, ticket in self._tickets.items():
@@ -255,7 +261,7 @@ class _Round:
         except ValueError as error:
             self._lose(members, str(error))
             return
-        context = Context(
+        context = SumContext(
             run=sums.run,
             round=asked.round,
             attempt=attempt,
@@ -266,9 +272,9 @@ class _Round:
             members=tuple(members),
             **limits._asdict(),
         )
-        self._running.append((context, Server(context, rounds.roster)))
+        self._running.append((context, SecureSumServer(context, rounds.roster)))
 
-    def run(self, sums: Sums, extras: Sequence[Tensor], exchange: Exchange) -> None:
+    def run(self, sums: SecureSums, extras: Sequence[Tensor], exchange: Exchange) -> None:
         """Run all stages."""
         while self._running:
             self._keep()
@@ -301,7 +307,11 @@ class _Round:
         return said
 
     def _goes_on(
-        self, context: Context, server: Server, sums: Sums, extras: Sequence[Tensor]
+        self,
+        context: SumContext,
+        server: SecureSumServer,
+        sums: SecureSums,
+        extras: Sequence[Tensor],
     ) -> bool:
         """Close a stage; returns False if the group has its sum, or cannot have a sum."""
         try:
@@ -325,8 +335,8 @@ class _Round:
         self,
         total: Tensor,
         clients: Sequence[int],
-        sums: Sums,
-        context: Context,
+        sums: SecureSums,
+        context: SumContext,
         extras: Sequence[Tensor],
     ) -> None:
         """Check that the clients' vectors can have this sum; raises TooFewError if not."""
@@ -340,7 +350,7 @@ class _Round:
                 f"another vector than the protocol has, and it cannot be told which"
             ) from error
 
-    def _note(self, server: Server) -> None:
+    def _note(self, server: SecureSumServer) -> None:
         """Record the clients that helped to unmask this model, and violations of the protocol."""
         self.helped |= server.helped | server.spent
         self.guilty |= server.guilty

@@ -50,8 +50,8 @@ from dure.federated.privacy.secure_aggregation.cohort import (
     SHARE,
     STAGES,
     UNMASK,
-    Cohort,
-    Context,
+    MaskingCohort,
+    SumContext,
     checks_consistency,
     commitment,
     graph_seed,
@@ -59,7 +59,7 @@ from dure.federated.privacy.secure_aggregation.cohort import (
     keys_text,
     mask_sign,
     own_mask,
-    pair,
+    pair_key_info,
     share_commitment,
     stages,
     survivors_text,
@@ -76,11 +76,11 @@ from dure.federated.privacy.secure_aggregation.messages import (
     Pieces,
     ProtocolError,
     PublicKeys,
-    Sealed,
-    Shared,
-    Shares,
-    Signed,
+    SealedSharePair,
+    SharesForNeighbours,
+    SharesFromNeighbours,
     Survivors,
+    SurvivorSignature,
     TooFewError,
     Unmask,
     Unmasked,
@@ -98,7 +98,7 @@ Fits = Callable[[int, bytes], bool]
 """Function (client, secret) -> whether this is the client's secret."""
 
 
-class Server:
+class SecureSumServer:
     """Server of a single secure sum.
 
     Args:
@@ -118,7 +118,7 @@ class Server:
     Raises ValueError for a context with which no sum is possible.
     """
 
-    def __init__(self, context: Context, roster: Mapping[int, str] | None = None) -> None:
+    def __init__(self, context: SumContext, roster: Mapping[int, str] | None = None) -> None:
         context.check()
         self._context = context
         self._digest = context.digest()
@@ -134,7 +134,7 @@ class Server:
         self._answered: set[int] = set()
         self._keys: dict[int, Advertised] = {}
         self._public: set[bytes] = set()
-        self._cohort: Cohort
+        self._cohort: MaskingCohort
         self._seed: bytes
         self._commitments: dict[int, bytes] = {}
         # Commitments by owner, then by holder: (to the private key's share, to the seed's share).
@@ -142,7 +142,7 @@ class Server:
         # Owners of unusable shares, by the holder that reported them.
         self._unfit: dict[int, tuple[int, ...]] = {}
         # Sealed shares: by receiver, then by sender.
-        self._boxes: dict[int, dict[int, Sealed]] = defaultdict(dict)
+        self._boxes: dict[int, dict[int, SealedSharePair]] = defaultdict(dict)
         self._sharing: tuple[int, ...] = ()
         self._total: Tensor | None = None
         self._survivors: tuple[int, ...] = ()
@@ -157,7 +157,7 @@ class Server:
         return f"Server({len(self._context.members)} members, {at})"
 
     @property
-    def context(self) -> Context:
+    def context(self) -> SumContext:
         """Facts of the sum."""
         return self._context
 
@@ -177,7 +177,9 @@ class Server:
         if self.stage == CONFIRM:
             return self._to_all(Survivors(self._survivors))
         if self.stage == UNMASK:
-            signed = tuple(Signed(one, self._signatures[one]) for one in sorted(self._signatures))
+            signed = tuple(
+                SurvivorSignature(one, self._signatures[one]) for one in sorted(self._signatures)
+            )
             return self._to_all(Unmask(self._survivors, signed))
         return {}
 
@@ -275,7 +277,7 @@ class Server:
         return {"saved": torch.frombuffer(encoded, dtype=torch.uint8), "total": self._total}
 
     @classmethod
-    def resumed(cls, state: Mapping[str, Any], roster: Mapping[int, str] | None) -> Server:
+    def resumed(cls, state: Mapping[str, Any], roster: Mapping[int, str] | None) -> SecureSumServer:
         """Return the server with this state."""
         saved = msgspec.msgpack.decode(bytes(state["saved"].numpy()), type=_Saved)
         server = cls(saved.context, roster if saved.signed else None)
@@ -286,7 +288,7 @@ class Server:
         server.spent = set(saved.spent)
         server._keys = saved.keys
         server._seed = saved.seed
-        server._cohort = Cohort(saved.context, saved.present, saved.seed)
+        server._cohort = MaskingCohort(saved.context, saved.present, saved.seed)
         server._commitments = saved.commitments
         server._share_commitments.update(saved.share_commitments)
         server._unfit = saved.unfit
@@ -326,13 +328,13 @@ class Server:
         # Only shares of clients that shared in time: all others have masks with exactly these.
         boxes = self._boxes[client]
         there = [sender for sender in self._sharing if sender in boxes]
-        return to_body(Shares(tuple(boxes[sender] for sender in there)))
+        return to_body(SharesFromNeighbours(tuple(boxes[sender] for sender in there)))
 
     def _take(self, client: int, body: bytes, tensors: Sequence[Tensor]) -> None:
         if self.stage == ADVERTISE:
             self._take_keys(client, from_body(body, Advertised))
         elif self.stage == SHARE:
-            self._take_shares(client, from_body(body, Shared))
+            self._take_shares(client, from_body(body, SharesForNeighbours))
         elif self.stage == MASK:
             self._take_vector(client, from_body(body, Masked), tensors)
         elif self.stage == CONFIRM:
@@ -360,7 +362,7 @@ class Server:
         public = self._roster.get(client)
         return public is not None and is_signed(public, text, signature)
 
-    def _take_shares(self, client: int, shared: Shared) -> None:
+    def _take_shares(self, client: int, shared: SharesForNeighbours) -> None:
         to = tuple(one.client for one in shared.shares)
         if to != self._cohort.neighbours(client):
             raise ProtocolError("it has not shared its keys with just its neighbours")
@@ -370,7 +372,9 @@ class Server:
         self._commitments[client] = shared.commitment
         commitments = self._share_commitments[client]
         for one in shared.shares:
-            self._boxes[one.client][client] = Sealed(client, one.box, one.private, one.seed)
+            self._boxes[one.client][client] = SealedSharePair(
+                client, one.box, one.private, one.seed
+            )
             commitments[one.client] = one.private, one.seed
 
     def _take_vector(self, client: int, masked: Masked, tensors: Sequence[Tensor]) -> None:
@@ -437,7 +441,7 @@ class Server:
         if self.stage == ADVERTISE:
             keys = [key for one in there for key in (self._keys[one].channel, self._keys[one].mask)]
             self._seed = graph_seed(self._digest, keys)
-            self._cohort = Cohort(self._context, there, self._seed)
+            self._cohort = MaskingCohort(self._context, there, self._seed)
         elif self.stage == SHARE:
             self._sharing = there
         elif self.stage == MASK:
@@ -499,7 +503,7 @@ class Server:
         masks = []
         for other in self._cohort.neighbours(client):
             if other in survivors:
-                about = pair("mask", self._digest, client, other)
+                about = pair_key_info("mask", self._digest, client, other)
                 key = agree(own, self._keys[other].mask, about)
                 masks.append((key, -mask_sign(other, client)))
         return masks
@@ -601,9 +605,9 @@ class Server:
 
 
 class _Saved(msgspec.Struct, frozen=True):
-    """State of a server before "unmask", without the sum; names as in `Server`."""
+    """State of a server before "unmask", without the sum; names as in `SecureSumServer`."""
 
-    context: Context
+    context: SumContext
     signed: bool
     lost: dict[int, str]
     guilty: dict[int, str]

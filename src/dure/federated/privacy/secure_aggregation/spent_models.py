@@ -17,7 +17,7 @@ from typing import Protocol
 
 
 class SpentModels(Protocol):
-    """Interface of the list that `Holding` uses.
+    """Interface of the list that `PendingUpdates` uses.
 
     `client` is the client's number, `model` is `ModelDigest.spent`, and `question` is the digest of
     the answered message.

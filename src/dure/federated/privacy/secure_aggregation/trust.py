@@ -17,7 +17,7 @@ from dure.federated.privacy.secure_aggregation.settings import (
 )
 
 
-def semi_honest(secure: SecureAggregation, roster: bool) -> str:
+def semi_honest_reason(secure: SecureAggregation, roster: bool) -> str:
     """Return why the server must follow the protocol; empty if the sum survives a malicious server.
 
     `roster`: whether clients verify each other's keys with a roster of an owner.

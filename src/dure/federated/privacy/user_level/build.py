@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from dure.federated.algorithm import Algorithm
-from dure.federated.privacy.user_level.checks import Rounds, told_of
-from dure.federated.privacy.user_level.estimator import Estimator, roster
+from dure.federated.privacy.user_level.checks import PrivateRoundsStrategy, epsilon_account
+from dure.federated.privacy.user_level.estimator import Estimator, client_population
 from dure.federated.privacy.user_level.release import NoisedRounds
 from dure.federated.privacy.user_level.settings import UserLevel
-from dure.federated.server.tossing import Once
+from dure.federated.server.poisson_sampling import CarrierOnce
 from dure.privacy.ledger import Ledger
 from dure.privacy.padding import PaddingRow
 from dure.privacy.promise import Promise
@@ -27,13 +27,13 @@ from dure.tensors.flat import FlatParameters, trained_in
 
 def noised_rounds(
     user: UserLevel,
-    strategy: Rounds,
+    strategy: PrivateRoundsStrategy,
     *,
     model: nn.Module,
     algorithm: Algorithm,
     sizes: Sequence[int],
     keyed: bool,
-    once: Once,
+    once: CarrierOnce,
     secret: Secret,
     folder: Path | None,
     padding: Sequence[PaddingRow] = (),
@@ -47,7 +47,7 @@ def noised_rounds(
         algorithm: the server's algorithm.
         sizes: number of examples of each client; 0 if unknown.
         keyed: whether a client is a key of the data.
-        once: the carrier's `Once`.
+        once: the carrier's `CarrierOnce`.
         secret: source of the noise.
         folder: folder of the run; None without a folder.
         padding: rows of embeddings that no client trains.
@@ -58,11 +58,15 @@ def noised_rounds(
         here = replace(user, clip=math.inf, noise=0.0, clipping="flat")
     like, pieces = contribution(model, algorithm)
     return NoisedRounds(
-        estimator=Estimator(here, roster(user, strategy.fraction, sizes), pieces, here.clip),
+        estimator=Estimator(
+            here, client_population(user, strategy.fraction, sizes), pieces, here.clip
+        ),
         settings=user,
         like=like,
         promise=promise(user, strategy, keyed),
-        ledger=Ledger(strategy.delta, folder, secret.repeats, told_of(user, strategy, len(sizes))),
+        ledger=Ledger(
+            strategy.delta, folder, secret.repeats, epsilon_account(user, strategy, len(sizes))
+        ),
         budget=strategy.epsilon,
         secret=secret,
         once=once,
@@ -70,7 +74,7 @@ def noised_rounds(
     )
 
 
-def promise(user: UserLevel, strategy: Rounds, keyed: bool) -> Promise:
+def promise(user: UserLevel, strategy: PrivateRoundsStrategy, keyed: bool) -> Promise:
     """Return the privacy guarantee, in words."""
     unit = "client (all examples of one key)" if keyed else "client"
     if user.where == "local":

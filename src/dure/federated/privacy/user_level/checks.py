@@ -9,11 +9,11 @@ from typing import ClassVar, Protocol
 from dure.federated.aggregate import Aggregator, Mean
 from dure.federated.privacy.user_level import distributed
 from dure.federated.privacy.user_level.settings import UserLevel
-from dure.federated.server.sampling import Coins, Selection
+from dure.federated.server.sampling import PerClientPoisson, Selection
 from dure.privacy.accountant import Relation, Releases, check_epsilon, epsilon, noise_for
 
 
-class Rounds(Protocol):
+class PrivateRoundsStrategy(Protocol):
     """Attributes of a strategy that user-level privacy needs."""
 
     name: ClassVar[str]
@@ -30,7 +30,9 @@ class Rounds(Protocol):
     def rule(self) -> Aggregator: ...
 
 
-def check_user_level(user: UserLevel, strategy: Rounds, synchronous: bool, secure: bool) -> None:
+def check_user_level(
+    user: UserLevel, strategy: PrivateRoundsStrategy, synchronous: bool, secure: bool
+) -> None:
     """Check that the settings permit user-level privacy; raises ValueError if not.
 
     `synchronous`: whether the strategy has rounds. `secure`: whether the server sees only sums.
@@ -40,7 +42,7 @@ def check_user_level(user: UserLevel, strategy: Rounds, synchronous: bool, secur
             f"user-level privacy counts rounds, and {strategy.name} has none: take fed-avg, or "
             f"another with rounds"
         )
-    if not isinstance(strategy.selection, Coins):
+    if not isinstance(strategy.selection, PerClientPoisson):
         raise ValueError(
             f"user-level privacy counts on a coin of its own for each client, and the selection "
             f"{strategy.selection} asks others in place of those who are away: leave it out, or "
@@ -61,7 +63,7 @@ def check_user_level(user: UserLevel, strategy: Rounds, synchronous: bool, secur
         check_epsilon(strategy.epsilon)
 
 
-def check_budget(user: UserLevel, strategy: Rounds, clients: int) -> None:
+def check_budget(user: UserLevel, strategy: PrivateRoundsStrategy, clients: int) -> None:
     """Check that at least a single round fits the budget, and delta; raises ValueError if not."""
     if clients * strategy.delta >= 1:
         raise ValueError(
@@ -69,7 +71,7 @@ def check_budget(user: UserLevel, strategy: Rounds, clients: int) -> None:
             f"publish one of them: take well below, such as {0.01 / clients:.0e}"
         )
     if strategy.epsilon is not None:
-        told = told_of(user, strategy, clients)([one_round(user, strategy)])
+        told = epsilon_account(user, strategy, clients)([one_round(user, strategy)])
         if told > strategy.epsilon:
             raise ValueError(
                 f"one round alone tells an epsilon of {told:.4g}, and the budget is "
@@ -99,22 +101,24 @@ def relation_of(user: UserLevel) -> Relation:
     return "replace" if user.where == "local" else "add-or-remove"
 
 
-def one_round(user: UserLevel, strategy: Rounds) -> Releases:
+def one_round(user: UserLevel, strategy: PrivateRoundsStrategy) -> Releases:
     """Return a round as a release for the accountant."""
     return Releases(1.0 if user.where == "local" else strategy.fraction, user.noise)
 
 
-def told_of(
-    user: UserLevel, strategy: Rounds, clients: int
+def epsilon_account(
+    user: UserLevel, strategy: PrivateRoundsStrategy, clients: int
 ) -> Callable[[Sequence[Releases]], float]:
     """Return the account of `clients` clients: a function from releases to epsilon."""
     if user.where == "distributed":
         plan = distributed.account_plan(user.clip, user.noise, clients)
-        return lambda spent: distributed.told(plan, spent, strategy.delta)
+        return lambda spent: distributed.composed_epsilon(plan, spent, strategy.delta)
     return lambda spent: epsilon(spent, strategy.delta, relation_of(user))
 
 
-def chosen_noise(user: UserLevel, strategy: Rounds, rounds: int | None, clients: int) -> float:
+def chosen_noise(
+    user: UserLevel, strategy: PrivateRoundsStrategy, rounds: int | None, clients: int
+) -> float:
     """Return the least noise multiplier with which the rounds fit the budget.
 
     Raises ValueError if `rounds` is None.

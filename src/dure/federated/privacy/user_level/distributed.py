@@ -72,7 +72,7 @@ Keys = Callable[[str, int], bytes]
 
 
 @dataclass(frozen=True)
-class Plan:
+class DistributedNoisePlan:
     """Numbers of a round that all clients and the server know.
 
     Args:
@@ -152,7 +152,7 @@ class Plan:
         return self.variance / self.threshold
 
 
-def encode(plan: Plan, update: Tensor, signs: bytes, keys: Keys) -> Tensor:
+def encode(plan: DistributedNoisePlan, update: Tensor, signs: bytes, keys: Keys) -> Tensor:
     """Return a client's input to secure aggregation: int64 [padded], with its share of the noise.
 
     Args:
@@ -173,7 +173,7 @@ def encode(plan: Plan, update: Tensor, signs: bytes, keys: Keys) -> Tensor:
     return rounded + skellam(keys("skellam noise", 0), plan.share, plan.padded)
 
 
-def decode(plan: Plan, total: Tensor, signs: bytes) -> Tensor:
+def decode(plan: DistributedNoisePlan, total: Tensor, signs: bytes) -> Tensor:
     """Return the sum of the updates with its noise: float64 [elements].
 
     `total` is int64 [padded], any representative of the sum modulo R.
@@ -183,20 +183,20 @@ def decode(plan: Plan, total: Tensor, signs: bytes) -> Tensor:
     return unrotate(plan, centred.double() / plan.scale, signs)
 
 
-def rotate(plan: Plan, vector: Tensor, signs: bytes) -> Tensor:
+def rotate(plan: DistributedNoisePlan, vector: Tensor, signs: bytes) -> Tensor:
     """Return H·D·vector: float64 [elements] -> [padded]. The rotation preserves the norm."""
     padded = torch.zeros(plan.padded, dtype=torch.float64)
     padded[: plan.elements] = vector
     return _hadamard(padded * _signs(plan, signs))
 
 
-def unrotate(plan: Plan, rotated: Tensor, signs: bytes) -> Tensor:
+def unrotate(plan: DistributedNoisePlan, rotated: Tensor, signs: bytes) -> Tensor:
     """Return the inverse of `rotate`: float64 [padded] -> [elements]."""
     # Hadamard's matrix over √d is its own inverse.
     return (_hadamard(rotated) * _signs(plan, signs))[: plan.elements]
 
 
-def _signs(plan: Plan, key: bytes) -> Tensor:
+def _signs(plan: DistributedNoisePlan, key: bytes) -> Tensor:
     return coins(key, 0.5, plan.padded).double() * 2 - 1
 
 
@@ -213,7 +213,7 @@ def _hadamard(vector: Tensor) -> Tensor:
     return result / math.sqrt(size)
 
 
-def _rounded(plan: Plan, vector: Tensor, keys: Keys) -> Tensor:
+def _rounded(plan: DistributedNoisePlan, vector: Tensor, keys: Keys) -> Tensor:
     """Return the vector rounded at random without bias, again until its norm is at most Δ₂."""
     low = vector.floor()
     part = vector - low
@@ -264,7 +264,7 @@ def _scipy() -> Any:
 # The account
 
 
-def divergences(plan: Plan, survivors: int | None = None) -> list[float]:
+def divergences(plan: DistributedNoisePlan, survivors: int | None = None) -> list[float]:
     """Return the RDP of a sum for `ORDERS`. `survivors`: clients in the sum; None is the threshold.
 
     Raises ValueError for fewer than the threshold, which add less noise.
@@ -331,17 +331,17 @@ def epsilon_of(divergences: Sequence[float], delta: float) -> float:
     return max(float(least), 0.0)
 
 
-def against_server(plan: Plan, times: int, delta: float) -> float:
+def against_server(plan: DistributedNoisePlan, times: int, delta: float) -> float:
     """Return epsilon against the server for a client that took part in `times` rounds."""
     return epsilon_of([times * one for one in divergences(plan)], delta)
 
 
-def against_recipients(plan: Plan, rate: float, times: int, delta: float) -> float:
+def against_recipients(plan: DistributedNoisePlan, rate: float, times: int, delta: float) -> float:
     """Return epsilon against recipients of the models of `times` rounds at sampling rate `rate`."""
-    return told(plan, [Releases(rate, plan.noise, times)], delta)
+    return composed_epsilon(plan, [Releases(rate, plan.noise, times)], delta)
 
 
-def told(plan: Plan, spent: Sequence[Releases], delta: float) -> float:
+def composed_epsilon(plan: DistributedNoisePlan, spent: Sequence[Releases], delta: float) -> float:
     """Return epsilon of rounds with this plan's noise.
 
     The value also bounds rounds with more elements or fewer clients: their integers are larger, so
@@ -356,7 +356,7 @@ def told(plan: Plan, spent: Sequence[Releases], delta: float) -> float:
 
 
 @lru_cache(maxsize=64)
-def _sampled_of(plan: Plan, rate: float) -> tuple[float, ...]:
+def _sampled_of(plan: DistributedNoisePlan, rate: float) -> tuple[float, ...]:
     def alone(order: int) -> float:
         return divergence(plan.variance, plan.l2, plan.l1, order)
 
@@ -375,6 +375,6 @@ def noise_for(wanted: float, delta: float, rate: float, times: int, clients: int
     )
 
 
-def account_plan(clip: float, noise: float, clients: int) -> Plan:
+def account_plan(clip: float, noise: float, clients: int) -> DistributedNoisePlan:
     """Return a plan whose account bounds those of all rounds with at most `clients` clients."""
-    return Plan(1, clip, noise, clients, 1)
+    return DistributedNoisePlan(1, clip, noise, clients, 1)

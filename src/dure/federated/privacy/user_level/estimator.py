@@ -32,7 +32,7 @@ W_MAX = 1.0
 """Largest weight of a client."""
 
 
-class Roster(NamedTuple):
+class ClientPopulation(NamedTuple):
     """Population of clients, fixed at the beginning of a run.
 
     Args:
@@ -51,10 +51,10 @@ class Roster(NamedTuple):
         return self.rate * self.weight
 
 
-def roster(settings: UserLevel, rate: float, sizes: Sequence[int]) -> Roster:
+def client_population(settings: UserLevel, rate: float, sizes: Sequence[int]) -> ClientPopulation:
     """Return the roster of clients with these numbers of examples; an unknown size, 0, weighs 1."""
     weights = [weight(settings, size) if size else W_MAX for size in sizes]
-    return Roster(rate, len(sizes), math.fsum(weights))
+    return ClientPopulation(rate, len(sizes), math.fsum(weights))
 
 
 def weight(settings: UserLevel, examples: int) -> float:
@@ -75,7 +75,7 @@ class Estimator:
     """
 
     settings: UserLevel
-    roster: Roster
+    roster: ClientPopulation
     sizes: Sequence[Sequence[int]]
     bound: float
     _sums: list[Tensor] | None = None

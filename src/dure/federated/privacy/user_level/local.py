@@ -22,9 +22,9 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from dure.federated.privacy.user_level.estimator import Estimator, Roster
+from dure.federated.privacy.user_level.estimator import ClientPopulation, Estimator
 from dure.federated.privacy.user_level.settings import UserLevel
-from dure.federated.server.global_model import changes
+from dure.federated.server.global_model import buffer_changes
 from dure.protocol.messages import Assignment, Update
 from dure.randomness.keystream import normal, to_grid
 from dure.randomness.secret import Secret
@@ -50,14 +50,14 @@ class LocalNoise:
         self.statistics = statistics
         self.secret = secret
         # Only the estimator's clipping is used, not its sums.
-        self.estimator = Estimator(settings, Roster(1.0, 1, 1.0), pieces, settings.clip)
+        self.estimator = Estimator(settings, ClientPopulation(1.0, 1, 1.0), pieces, settings.clip)
 
     def __call__(self, update: Update, asked: Assignment) -> Update:
         """Return the noisy update to send; a failed update is returned unchanged."""
         if update.failure is not None:
             return update
         before = [asked.buffers[place] for place in self.statistics]
-        moved = changes([update.buffers[place] for place in self.statistics], before)
+        moved = buffer_changes([update.buffers[place] for place in self.statistics], before)
         tensors = [*update.delta, *moved, *update.extra]
         noised = self._noised(tensors, self.secret.key("local noise", asked.client, asked.round))
         weights, rest = len(update.delta), len(moved)

@@ -1,6 +1,6 @@
 """Rounds with user-level privacy on the server: sampling, contributions, noise and account.
 
-    round N:    Poisson sample of the clients              `dure.federated.server.tossing`
+    round N:    Poisson sample of the clients              `dure.federated.server.poisson_sampling`
                 contributions, clipped and summed          `estimator`
                 charge for N                               `dure.privacy.ledger`
                 the mean with noise                        drawn once, recorded, then published
@@ -27,7 +27,7 @@ from torch import Tensor
 from dure.federated.privacy.user_level.distributed import account_plan, against_server
 from dure.federated.privacy.user_level.estimator import Estimator
 from dure.federated.privacy.user_level.settings import UserLevel
-from dure.federated.server.tossing import Once
+from dure.federated.server.poisson_sampling import CarrierOnce
 from dure.privacy.accountant import Releases, renyi_epsilon
 from dure.privacy.ledger import Ledger
 from dure.privacy.promise import Promise
@@ -45,7 +45,7 @@ class NoisedRounds:
         ledger: account of the releases.
         budget: largest epsilon; None is no limit.
         secret: source of the keys.
-        once: the carrier's `Once`.
+        once: the carrier's `CarrierOnce`.
         untrained: masks of numbers that no client trains, which stay unchanged; may be empty.
     """
 
@@ -59,7 +59,7 @@ class NoisedRounds:
         ledger: Ledger,
         budget: float | None,
         secret: Secret,
-        once: Once,
+        once: CarrierOnce,
         untrained: Sequence[Tensor] = (),
     ) -> None:
         self.estimator = estimator

@@ -8,8 +8,8 @@ from typing import ClassVar, Literal, get_args
 
 from dure.privacy.protection import Protection
 
-Where = Literal["server", "distributed", "local"]
-Clipping = Literal["flat", "layers", "adaptive"]
+NoisePlacement = Literal["server", "distributed", "local"]
+ClippingMode = Literal["flat", "layers", "adaptive"]
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class UserLevel(Protection):
 
     clip: float = 1.0
     noise: float = 0.0
-    where: Where = "server"
-    clipping: Clipping = "flat"
+    where: NoisePlacement = "server"
+    clipping: ClippingMode = "flat"
     most_examples: int = 0
 
     name: ClassVar[str] = "user-level"
@@ -43,7 +43,7 @@ class UserLevel(Protection):
             raise ValueError(f"{self.name}: clip is {self.clip}, but a largest norm is above 0")
         if not 0 <= self.noise < math.inf:
             raise ValueError(f"{self.name}: noise is {self.noise}, but a deviation is 0 or more")
-        for field, kind in (("where", Where), ("clipping", Clipping)):
+        for field, kind in (("where", NoisePlacement), ("clipping", ClippingMode)):
             if getattr(self, field) not in get_args(kind):
                 raise ValueError(
                     f"{self.name}: {field} is {getattr(self, field)!r}, but it is one of "

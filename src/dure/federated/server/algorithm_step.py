@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from dure.federated.algorithm import Algorithm
-from dure.federated.server.unfit import alike
+from dure.federated.server.update_validation import same_shapes
 from dure.protocol.messages import Update
 from dure.tensors.finite import all_finite
 
 
 @torch.no_grad()
-def stepped(
+def checked_step(
     algorithm: Algorithm,
     updates: Sequence[Update],
     weights: Sequence[Tensor],
@@ -32,7 +32,7 @@ def stepped(
     name = f"{type(algorithm).__name__}.step"
     if not isinstance(made, Sequence) or not all(isinstance(one, Tensor) for one in made):
         raise ValueError(f"{name} gives a {type(made).__name__}, and a list of tensors is wanted")
-    if not alike(made, weights):
+    if not same_shapes(made, weights):
         wanted, got = (
             ", ".join(f"{one.dtype} {list(one.shape)}" for one in tensors)
             for tensors in (weights, made)

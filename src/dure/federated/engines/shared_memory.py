@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from dure.federated.engines.job import Job, Trained
-from dure.federated.engines.products import Deferred, Products, Sizes
+from dure.federated.engines.job import ClientJob, JobResult
+from dure.federated.engines.products import DeferredUpdate, Sizes, UpdateProducts
 from dure.protocol.messages import Failure
 from dure.tensors.flat import by_dtype, trained_of
 
@@ -22,17 +22,17 @@ LINE = 64
 
 
 @dataclass(frozen=True)
-class Layout:
+class WeightLayout:
     """Layout of the trained weights in flat tensors: (dtype, number of elements) of each."""
 
     parts: tuple[tuple[torch.dtype, int], ...]
 
     @staticmethod
-    def of(model: nn.Module) -> Layout:
+    def of(model: nn.Module) -> WeightLayout:
         parts: list[tuple[torch.dtype, int]] = []
         for dtype, group in by_dtype(trained_of(model)).items():
             parts.append((dtype, sum(each.numel() for each in group)))
-        return Layout(tuple(parts))
+        return WeightLayout(tuple(parts))
 
     @property
     def nbytes(self) -> int:
@@ -62,13 +62,13 @@ def _on_lines(nbytes: int) -> int:
     return -(-nbytes // LINE) * LINE
 
 
-class Slots:
+class SharedWeights:
     """Slots of weights, anchors and corrections that children read.
 
     A slot's content is identified by the identity and version of its tensors.
     """
 
-    def __init__(self, layout: Layout, count: int) -> None:
+    def __init__(self, layout: WeightLayout, count: int) -> None:
         self.sets = layout.sets(layout.memory(count), count)
         self.held: list[list[tuple[Tensor, int]]] = [[] for _ in range(count)]
 
@@ -112,10 +112,10 @@ class Reply:
     places: list[tuple[int, int]] = field(default_factory=list)
 
 
-class Outputs:
+class SharedResults:
     """Memory to which a child writes the results of a chunk of jobs."""
 
-    def __init__(self, layout: Layout, count: int) -> None:
+    def __init__(self, layout: WeightLayout, count: int) -> None:
         memory = layout.memory(count)
         self.sets = layout.sets(memory, count)
         # The same memory in one piece, for products, whose parts have other sizes than the weights;
@@ -124,7 +124,7 @@ class Outputs:
             torch.frombuffer(memory, dtype=layout.parts[0][0]) if layout.parts else torch.empty(0)
         )
 
-    def write(self, done: Sequence[Trained]) -> Reply:
+    def write(self, done: Sequence[JobResult]) -> Reply:
         """Write results, in the child, and return the message about them."""
         reply = Reply(
             [
@@ -132,7 +132,7 @@ class Outputs:
                 for each in done
             ]
         )
-        deferred = [each.delta for each in done if isinstance(each.delta, Deferred)]
+        deferred = [each.delta for each in done if isinstance(each.delta, DeferredUpdate)]
         # All or none: a mixture is written as plain updates, formed one by one.
         if deferred and len(deferred) == len(done):
             self._write_products(deferred, reply)
@@ -144,7 +144,7 @@ class Outputs:
                     mine.copy_(delta)
         return reply
 
-    def _write_products(self, deferred: Sequence[Deferred], reply: Reply) -> None:
+    def _write_products(self, deferred: Sequence[DeferredUpdate], reply: Reply) -> None:
         known: dict[int, int] = {}
         at = 0
         for delta in deferred:
@@ -156,22 +156,22 @@ class Outputs:
                 at += products.elements
             reply.places.append((known[id(products)], delta.place))
 
-    def read(self, reply: Reply, jobs: Sequence[Job]) -> list[Trained]:
+    def read(self, reply: Reply, jobs: Sequence[ClientJob]) -> list[JobResult]:
         """Return copies of the results, in the parent."""
-        cohorts: list[Products] = []
+        cohorts: list[UpdateProducts] = []
         at = 0
         for sizes, lr in reply.products:
-            cohorts.append(Products.read(self.flat[at:], sizes, lr))
+            cohorts.append(UpdateProducts.read(self.flat[at:], sizes, lr))
             at += cohorts[-1].elements
         deltas: list[Sequence[Tensor]] = [
-            Deferred(cohorts[which], place, job.weights[0])
+            DeferredUpdate(cohorts[which], place, job.weights[0])
             for (which, place), job in zip(reply.places, jobs, strict=False)
         ]
         if not cohorts:
             for output, (*_, failure, _) in zip(self.sets, reply.results, strict=False):
                 deltas.append([] if failure is not None else [part.clone() for part in output])
         return [
-            Trained(delta, buffers, samples, loss, failure, counted)
+            JobResult(delta, buffers, samples, loss, failure, counted)
             for delta, (samples, loss, buffers, failure, counted) in zip(
                 deltas, reply.results, strict=True
             )

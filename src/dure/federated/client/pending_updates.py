@@ -5,7 +5,7 @@ shares are in memory alone. Two sums of the same model, one with a client and on
 that client's update. So a client that has helped to unmask a sum contributes to no other sum of the
 same model, whatever round, run, attempt or participants the server names:
 
-    offer of a sum of a spent model     the answer is `Spent`, and the client sits out
+    offer of a sum of a spent model     the answer is `ModelSpent`, and the client sits out
     unmask                              the model enters the list of spent models, and the update is
                                         deleted, before the answer is sent
     unmask, the same question again     the same answer, also after a restart of the client
@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from dure.federated.algorithm import Algorithm
-from dure.federated.privacy.secure_aggregation.client import Client
+from dure.federated.privacy.secure_aggregation.client import SecureSumClient
 from dure.federated.privacy.secure_aggregation.cohort import ADVERTISE, MASK, UNMASK
 from dure.federated.privacy.secure_aggregation.messages import (
     SPENT,
@@ -30,7 +30,7 @@ from dure.federated.privacy.secure_aggregation.messages import (
     context_of,
 )
 from dure.federated.privacy.secure_aggregation.model_digest import ModelDigest, digests_of
-from dure.federated.privacy.secure_aggregation.rounds import Roster, Sums
+from dure.federated.privacy.secure_aggregation.rounds import IdentityKeys, SecureSums
 from dure.federated.privacy.secure_aggregation.spent_models import (
     SpentInMemory,
     SpentModels,
@@ -55,12 +55,12 @@ class _Held:
     update: Update | None
     asked: Assignment
     model: ModelDigest
-    client: Client | None = None
+    client: SecureSumClient | None = None
     offer: bytes = b""
 
 
 @dataclass
-class Holding:
+class PendingUpdates:
     """Pending updates of the clients of this process.
 
     Args:
@@ -75,11 +75,11 @@ class Holding:
             by all clients with this identity.
     """
 
-    sums: Sums
+    sums: SecureSums
     algorithm: Algorithm
     secret: Secret
     identity: Key | None = None
-    roster: Roster | None = None
+    roster: IdentityKeys | None = None
     minimum: int = 1
     refuses: Callable[[int, str], None] = lambda client, reason: None
     spent: SpentModels | None = None
@@ -178,7 +178,7 @@ class Holding:
         held.client = None
         self._spent.drop(held.asked.ticket)
 
-    def _begun(self, held: _Held, say: Say) -> Client:
+    def _begun(self, held: _Held, say: Say) -> SecureSumClient:
         """Return the client's protocol state for the sum that the first message offers."""
         update, asked = held.update, held.asked
         if update is None:
@@ -209,7 +209,7 @@ class Holding:
                 lambda purpose, number: self.secret.key(purpose, *position, number),
             )
 
-        return Client(
+        return SecureSumClient(
             say.client,
             context,
             self.secret,

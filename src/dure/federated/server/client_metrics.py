@@ -39,7 +39,7 @@ LONGEST = 300
 """Longest stored reason of a client's failure, in characters."""
 
 
-class Said:
+class ClientMeasurements:
     """Clients' measurements of the newest measured model, and all their failures.
 
     metrics: the metrics of the task.
@@ -144,7 +144,7 @@ class Said:
         self.failed = {client: Counter(reasons) for client, reasons in failed.items()}
 
 
-def fit(measured: Measured, clients: int) -> Measured:
+def valid_measurements(measured: Measured, clients: int) -> Measured:
     """Return the measurements without invalid entries.
 
     Unknown or repeated clients, or an empty list of clients, invalidate all measurements. A metric
@@ -188,7 +188,7 @@ def _bare(name: str) -> str:
     return name.removeprefix(whose)
 
 
-def names_over(whose: Sequence[str], metrics: Sequence[str]) -> list[str]:
+def client_metric_names(whose: Sequence[str], metrics: Sequence[str]) -> list[str]:
     """Return the names of all possible clients' metrics, such as client_accuracy_p10.
 
     whose: prefixes among "client", "personal", "newest", "frozen_newest". metrics: metric names,

@@ -19,8 +19,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from dure.federated.engines.products import Deferred
-from dure.federated.server.global_model import changes
+from dure.federated.engines.products import DeferredUpdate
+from dure.federated.server.global_model import buffer_changes
 from dure.protocol.messages import Assignment, Update
 from dure.tensors.finite import all_finite
 
@@ -28,7 +28,7 @@ ROUNDING = 1 + 1e-5
 """Tolerance for rounding: sums of class weights may slightly exceed the largest weight's."""
 
 
-def unfit(
+def invalid_reason(
     update: Update,
     asked: Assignment,
     extra: Sequence[Tensor],
@@ -53,10 +53,12 @@ def unfit(
     if len(update.delta) != len(asked.weights) or len(update.buffers) != len(asked.buffers):
         return "it has not the model's tensors"
     # A deferred update is not formed for this check: `like` has its shape and dtype.
-    delta = [update.delta.like] if isinstance(update.delta, Deferred) and finite else update.delta
-    if not (alike(delta, asked.weights) and alike(update.buffers, asked.buffers)):
+    delta = (
+        [update.delta.like] if isinstance(update.delta, DeferredUpdate) and finite else update.delta
+    )
+    if not (same_shapes(delta, asked.weights) and same_shapes(update.buffers, asked.buffers)):
         return "its tensors have not the model's shapes and types"
-    if not alike(update.extra, extra):
+    if not same_shapes(update.extra, extra):
         return "what it sends besides has not the tensors that the algorithm wants"
     # n_k is a weight of the mean: a negative weight would reverse the client's update.
     if update.samples <= 0 or update.examples <= 0:
@@ -78,11 +80,11 @@ def unfit(
     # Engines do not check extras.
     seen = list(update.extra)
     if not finite:
-        seen += [*update.delta, *changes(update.buffers, asked.buffers)]
+        seen += [*update.delta, *buffer_changes(update.buffers, asked.buffers)]
     return None if all(map(all_finite, seen)) else "it is not finite"
 
 
-def alike(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+def same_shapes(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
     """Return whether both have the same number of tensors, with the same shapes and dtypes."""
     # The tensors are often identical objects, without anything to compare.
     return len(tensors) == len(others) and all(

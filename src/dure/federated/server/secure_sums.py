@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from dure.federated.server.combining import Summed
+from dure.federated.server.combining import SummedUpdates
 from dure.protocol.carrier import Draft
 from dure.protocol.messages import Answer, Assignment, Say
 
@@ -18,7 +18,7 @@ Exchange = Callable[[Sequence[Say]], Iterator[Answer]]
 """Type of `Carrier.exchange`."""
 
 
-class Summing(Protocol):
+class SecureSummation(Protocol):
     """Secure aggregation: sums a round's updates, which stay with their clients."""
 
     @property
@@ -44,5 +44,5 @@ class Summing(Protocol):
 
     def means(
         self, made: Mapping[str, Any], asked: Mapping[int, Assignment], extras: Sequence[Tensor]
-    ) -> Iterator[Summed]:
+    ) -> Iterator[SummedUpdates]:
         """Yield the means of the sums, as inputs of the rule."""

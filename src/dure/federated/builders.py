@@ -27,23 +27,23 @@ from dure.data.partition import ClientParts
 from dure.data.partition.natural_key import unowned_keys
 from dure.data.size import example_bytes
 from dure.errors import warn
-from dure.federated import protecting
-from dure.federated.algorithm import start_of
-from dure.federated.client.clients import Clients, Keep, Make
-from dure.federated.client.personal import Personal
+from dure.federated import protections
+from dure.federated.algorithm import algorithm_inputs_of
+from dure.federated.client.clients import FederatedClients, MakeEngine, UpdateCallback
+from dure.federated.client.evaluation import ClientEvaluator
 from dure.federated.client.poisoning import poisoned
-from dure.federated.engines.choose import Setting
-from dure.federated.engines.job import Engine, Job
-from dure.federated.engines.noised import Noised
+from dure.federated.engines.engine_choice import EngineInputs
+from dure.federated.engines.job import ClientEngine, ClientJob
+from dure.federated.engines.noised import StepNoise
 from dure.federated.engines.objective import Objective
-from dure.federated.privacy.attacks.recording import UPDATES, Keeper
+from dure.federated.privacy.attacks.recording import UPDATES, UpdateRecorder
 from dure.federated.privacy.exposure import exposure
-from dure.federated.server.cost import Cost
+from dure.federated.server.cost import ClientCosts
 from dure.federated.server.pacing import Pacing
-from dure.federated.server.server import Server
+from dure.federated.server.poisson_sampling import poisson_sampler
+from dure.federated.server.server import FederatedServer
 from dure.federated.server.server_optimizer import ServerOptimizer
 from dure.federated.server.smallest_cohort import why_not
-from dure.federated.server.tossing import tossing
 from dure.fleet.conditions import Conditions
 from dure.fleet.energy import NoEnergy
 from dure.fleet.liars import liars
@@ -62,7 +62,7 @@ from dure.tensors.frozen import frozen_of, load_frozen
 from dure.wire.layout import Federation, Layout
 
 
-class Says(protecting.Protects, Protocol):
+class FederatedSettings(protections.ProtectionSettings, Protocol):
     """Settings that the builders read; `dure.federated.strategy.Federated` documents them."""
 
     @property
@@ -78,14 +78,14 @@ class Says(protecting.Protects, Protocol):
 
     def pacing(self, clients: int) -> Pacing: ...
     def optimizer(self) -> ServerOptimizer: ...
-    def engine(self, setting: Setting) -> Engine: ...
+    def engine(self, setting: EngineInputs) -> ClientEngine: ...
     def count(self, task: Task) -> int | None: ...
     def names(self, task: Task) -> list[str] | None: ...
     def divide(self, task: Task, seed: int) -> ClientParts: ...
     def test_parts(self, task: Task) -> list[Tensor] | None: ...
 
 
-def learner(strategy: Says, task: Task, place: RankContext, seed: int) -> Learner:
+def learner(strategy: FederatedSettings, task: Task, place: RankContext, seed: int) -> Learner:
     """Return the server: with simulated clients behind the place's carrier, or over a network."""
     if place.network is not None:
         return _serving(strategy, task, place, place.network, seed)
@@ -95,16 +95,18 @@ def learner(strategy: Says, task: Task, place: RankContext, seed: int) -> Learne
     model = place.model(task, seed)
     task = task.on(home_of(model))
     keep = _keep(place.conditions, place.folder, strategy.batch_size)
-    clients = clients_half(strategy, task, model, place.conditions, seed, keep)
+    clients = build_clients(strategy, task, model, place.conditions, seed, keep)
     place.ending.callback(clients.close)
     carrier = place.carrier(clients, seed)
-    server = server_half(strategy, task, model, place, carrier, seed)
+    server = build_server(strategy, task, model, place, carrier, seed)
     server.cost = _cost(strategy, task, model, place.conditions, seed)
     place.ending.callback(server.close)
     return server
 
 
-def _cost(strategy: Says, task: Task, model: nn.Module, conditions: Conditions, seed: int) -> Cost:
+def _cost(
+    strategy: FederatedSettings, task: Task, model: nn.Module, conditions: Conditions, seed: int
+) -> ClientCosts:
     """Return the meter of the clients' costs, next to the cost of uploading all their examples."""
     before = generators_state()  # reading an example may draw random numbers
     each = example_bytes(task.train)
@@ -114,23 +116,30 @@ def _cost(strategy: Says, task: Task, model: nn.Module, conditions: Conditions, 
     raw = upload(sizes, conditions.devices, seed, conditions.server_mbit, energy)
     counted = not isinstance(energy, NoEnergy)
     train, _ = examples_for(task)
-    return Cost(raw, energy, flops_per_step(model, train, 1) if counted else 0.0)
+    return ClientCosts(raw, energy, flops_per_step(model, train, 1) if counted else 0.0)
 
 
-def _keep(conditions: Conditions, folder: Path | None, batch_size: int | None) -> Keep | None:
+def _keep(
+    conditions: Conditions, folder: Path | None, batch_size: int | None
+) -> UpdateCallback | None:
     """Return the recorder of updates in the run folder; None if no updates are recorded."""
     if not conditions.keep_updates:
         return None
     assert folder is not None, "a run that keeps updates has a folder"
-    return Keeper(folder / UPDATES, conditions.keep_updates, batch_size)
+    return UpdateRecorder(folder / UPDATES, conditions.keep_updates, batch_size)
 
 
 # The server
 
 
-def server_half(
-    strategy: Says, task: Task, model: nn.Module, place: RankContext, carrier: Carrier, seed: int
-) -> Server:
+def build_server(
+    strategy: FederatedSettings,
+    task: Task,
+    model: nn.Module,
+    place: RankContext,
+    carrier: Carrier,
+    seed: int,
+) -> FederatedServer:
     """Return the server, which reaches its clients through the carrier.
 
     Args:
@@ -144,19 +153,19 @@ def server_half(
     train, test = examples_for(task)
     sample = test or train
     clients = len(carrier.join().sizes)
-    secret = protecting.secret_of(place, seed)
-    secure, rule = protecting.secure(strategy, task, model, place, clients, secret)
+    secret = protections.secret_of(place, seed)
+    secure, rule = protections.secure_rounds_of(strategy, task, model, place, clients, secret)
     attack = None
     lying = None
     if place.conditions is not None and place.conditions.attackers:
         attack = place.conditions.attack
         lying = _lying(place.conditions, clients, seed)
     pacing = strategy.pacing(clients)
-    server = Server(
+    server = FederatedServer(
         task=task,
         model=model,
         test=test,
-        algorithm=strategy.algorithm(start_of(task, model, clients)),
+        algorithm=strategy.algorithm(algorithm_inputs_of(task, model, clients)),
         rule=rule,
         optimizer=strategy.optimizer(),
         pacing=pacing,
@@ -170,11 +179,15 @@ def server_half(
         names=strategy.names(task),
         freeze_at=strategy.freeze_at,
         exposure=exposure(strategy.privacy, place.identities is not None),
-        repeats=protecting.repeats(strategy.privacy, place),
+        repeats=protections.is_reproducible(strategy.privacy, place),
         secure=secure,
-        private=protecting.noised(strategy, task, model, place, carrier, secret, seed),
-        examples=protecting.account(strategy, carrier.join().sizes, place.network is None),
-        toss=tossing(secret, carrier.once, strategy.fraction, clients) if pacing.tosses else None,
+        private=protections.private_rounds_of(strategy, task, model, place, carrier, secret, seed),
+        examples=protections.example_account_of(
+            strategy, carrier.join().sizes, place.network is None
+        ),
+        toss=poisson_sampler(secret, carrier.once, strategy.fraction, clients)
+        if pacing.tosses
+        else None,
     )
     if strategy.privacy.counts_passes:
         server.examples = clients
@@ -182,14 +195,14 @@ def server_half(
 
 
 def _serving(
-    strategy: Says,
+    strategy: FederatedSettings,
     task: Task,
     place: RankContext,
     network: Callable[[Federation], Carrier],
     seed: int,
 ) -> Learner:
     """Return the server of a run whose clients are remote."""
-    protecting.check_served(strategy)
+    protections.check_served(strategy)
     if strategy.selection.asks:
         raise ValueError(
             f"the selection {strategy.selection} asks clients for their losses before a round, "
@@ -202,7 +215,7 @@ def _serving(
     federation = Federation(
         clients=clients,
         seed=seed,
-        layout=layout(strategy, task, model, clients),
+        layout=message_layout(strategy, task, model, clients),
         trains=trains_of(task, model),
         frozen=frozen_of(model),
         threads=_threads(strategy, task, model, clients),
@@ -212,7 +225,7 @@ def _serving(
         why_not=partial(_why_not, strategy, clients),
     )
     carrier = network(federation)
-    server = server_half(strategy, task, model, place, carrier, seed)
+    server = build_server(strategy, task, model, place, carrier, seed)
     if strategy.privacy.secure is None:
         server.examples = max(1, sum(carrier.join().sizes))
     else:
@@ -221,14 +234,14 @@ def _serving(
     return server
 
 
-def _why_not(strategy: Says, clients: int, asked: int) -> str | None:
+def _why_not(strategy: FederatedSettings, clients: int, asked: int) -> str | None:
     """Return why the run cannot have `asked` clients in each new model; None if it can."""
     secure = strategy.privacy.secure
     sums = None if secure is None else secure.minimum
     return why_not(asked, clients, strategy.pacing(clients), strategy.rule(), sums)
 
 
-def _threads(strategy: Says, task: Task, model: nn.Module, clients: int) -> int:
+def _threads(strategy: FederatedSettings, task: Task, model: nn.Module, clients: int) -> int:
     """Return the number of threads of a client, as in the simulation; 1 without examples."""
     train, test = examples_for(task)
     sample = test or train
@@ -239,10 +252,12 @@ def _threads(strategy: Says, task: Task, model: nn.Module, clients: int) -> int:
     return threads_for(flops_per_step(model, sample, min(strategy.batch_size or typical, typical)))
 
 
-def layout(strategy: Says, task: Task, model: nn.Module, clients: int) -> Layout:
+def message_layout(
+    strategy: FederatedSettings, task: Task, model: nn.Module, clients: int
+) -> Layout:
     """Return the names under which the tensors of the model's messages travel."""
     flat = FlatParameters(unused_copy(model, task, 0))
-    shared = strategy.algorithm(start_of(task, model, clients)).shared(flat.copy())
+    shared = strategy.algorithm(algorithm_inputs_of(task, model, clients)).shared(flat.copy())
     return Layout(_names(flat, shared), Buffers(model).names)
 
 
@@ -259,14 +274,14 @@ def _names(
 # The clients
 
 
-def clients_half(
-    strategy: Says,
+def build_clients(
+    strategy: FederatedSettings,
     task: Task,
     model: nn.Module,
     conditions: Conditions,
     seed: int,
-    keep: Keep | None = None,
-) -> Clients:
+    keep: UpdateCallback | None = None,
+) -> FederatedClients:
     """Return all clients of the federation, with the examples that the partition assigns.
 
     Args:
@@ -288,8 +303,8 @@ def clients_half(
     return _clients(strategy, task, model, conditions, seed, has, secret, keep=keep)
 
 
-def one_client(
-    strategy: Says,
+def build_client(
+    strategy: FederatedSettings,
     task: Task,
     model: nn.Module,
     conditions: Conditions,
@@ -297,8 +312,8 @@ def one_client(
     client: int,
     clients: int,
     divides: bool,
-    site: protecting.Site,
-) -> Clients:
+    site: protections.SecureClientContext,
+) -> FederatedClients:
     """Return a client of a federation of `clients` clients, alone on its machine.
 
     Args:
@@ -317,7 +332,7 @@ def one_client(
         ValueError: the strategy cannot protect remote clients, for example because others could
             draw the client's noise again.
     """
-    protecting.check_served(strategy)
+    protections.check_served(strategy)
     own = strategy.divide(task, seed)[client] if divides else torch.arange(len(task.train))
     tests = None
     if not strategy.held_out and divides:
@@ -347,17 +362,17 @@ class _Has(NamedTuple):
 
 
 def _clients(
-    strategy: Says,
+    strategy: FederatedSettings,
     task: Task,
     model: nn.Module,
     conditions: Conditions,
     seed: int,
     has: _Has,
     secret: Secret,
-    site: protecting.Site | None = None,
-    keep: Keep | None = None,
-) -> Clients:
-    """Return `Clients` for these local data.
+    site: protections.SecureClientContext | None = None,
+    keep: UpdateCallback | None = None,
+) -> FederatedClients:
+    """Return `FederatedClients` for these local data.
 
     Args:
         strategy: the strategy of the run.
@@ -374,7 +389,7 @@ def _clients(
     examples, test = examples_for(task)
     own, held_out = split_held_out(has.parts, strategy.held_out, seed, strategy.held_out_order)
     still = conditions.arrival.still
-    personal = Personal(
+    personal = ClientEvaluator(
         task=task,
         fresh=one_more,
         examples=examples if test is None or has.tests is None else test,
@@ -396,7 +411,7 @@ def _clients(
         examples, own = poisoned(examples, own, lying(0), attack)
     # Attackers report losses on their spoilt examples too.
     losses = partial(personal.losses, examples)
-    algorithm = strategy.algorithm(start_of(task, model, len(own)))
+    algorithm = strategy.algorithm(algorithm_inputs_of(task, model, len(own)))
     # Without a reader of single updates, an engine need not form them. Readers are: attacks, which
     # forge updates; `answer` and `step`, which may read them; user-level clipping, which bounds
     # each update; and the recorder, which writes them.
@@ -410,12 +425,12 @@ def _clients(
     sums = not looks and strategy.rule().sums
     synchronous = strategy.pacing(len(own)).synchronous
     example = strategy.privacy.example
-    noised = None if example is None else Noised(example, secret)
+    noised = None if example is None else StepNoise(example, secret)
     objective = algorithm.objective if algorithm.has_own_objective else None
     engines = _engines(
         strategy, task, one_more, examples, seed, conditions, synchronous, sums, noised, objective
     )
-    return Clients(
+    return FederatedClients(
         parts=own,
         work=replace(strategy.work(), needs_two=needs_two(model, examples)),
         algorithm=algorithm,
@@ -432,10 +447,10 @@ def _clients(
         names=has.names,
         keep=keep,
         coins=None if noised is None else noised.secret,
-        holding=protecting.holding(
+        holding=protections.pending_updates_of(
             strategy, task, model, algorithm, list(map(len, own)), secret, site
         ),
-        protect=protecting.local_noise(strategy.privacy, task, model, algorithm, secret),
+        protect=protections.local_noise(strategy.privacy, task, model, algorithm, secret),
         losses=losses,
     )
 
@@ -457,7 +472,7 @@ def _models(task: Task, model: nn.Module, seed: int) -> Callable[[], nn.Module]:
 
 
 def _engines(
-    strategy: Says,
+    strategy: FederatedSettings,
     task: Task,
     one_more: Callable[[], nn.Module],
     examples: Examples,
@@ -465,16 +480,18 @@ def _engines(
     conditions: Conditions,
     together: bool,
     sums: bool,
-    noised: Noised | None,
+    noised: StepNoise | None,
     objective: Objective | None,
-) -> Make:
-    """Return a factory of engines; together, sums, noised, objective: as in `Setting`."""
+) -> MakeEngine:
+    """Return a factory of engines; together, sums, noised, objective: as in `EngineInputs`."""
 
     # The factory is called when jobs exist, perhaps again after `close`: each engine gets its own
     # model to change.
-    def engine(jobs: Sequence[Job], chosen: str | None, chunk: int, threads: int | None) -> Engine:
+    def engine(
+        jobs: Sequence[ClientJob], chosen: str | None, chunk: int, threads: int | None
+    ) -> ClientEngine:
         return strategy.engine(
-            Setting(
+            EngineInputs(
                 task=task,
                 model=one_more(),
                 examples=examples,

@@ -13,14 +13,14 @@ from typing import Any
 from dure.randomness.keystream import coins
 from dure.randomness.secret import Secret
 
-Once = Callable[[str, Callable[[], dict[str, Any]]], dict[str, Any]]
+CarrierOnce = Callable[[str, Callable[[], dict[str, Any]]], dict[str, Any]]
 """Type of `Carrier.once`."""
 
-Toss = Callable[[int], list[int]]
+PoissonSampler = Callable[[int], list[int]]
 """Number of a round -> its sampled clients, in ascending order."""
 
 
-def tossing(secret: Secret, once: Once, rate: float, clients: int) -> Toss:
+def poisson_sampler(secret: Secret, once: CarrierOnce, rate: float, clients: int) -> PoissonSampler:
     """Return the sampler of a run. rate: q; clients: K."""
 
     def toss(number: int) -> list[int]:

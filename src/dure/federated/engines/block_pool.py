@@ -14,7 +14,7 @@ MOST = 4
 """Number of stored blocks; a caller with more live results gets new memory."""
 
 
-class Memory:
+class BlockPool:
     """Pool of blocks of rows."""
 
     def __init__(self) -> None:

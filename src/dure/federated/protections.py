@@ -20,13 +20,13 @@ from dure.contracts.task import Task
 from dure.data.partition import NaturalKey, Partition
 from dure.errors import warn
 from dure.federated.aggregate import Aggregator
-from dure.federated.algorithm import Algorithm, Start, start_of
+from dure.federated.algorithm import Algorithm, AlgorithmInputs, algorithm_inputs_of
 from dure.federated.client.clients import LocalWork
-from dure.federated.privacy.choice import NOTHING, Privacy
 from dure.federated.privacy.example_level import ExampleAccount, check_own_noise
+from dure.federated.privacy.privacy_settings import NOTHING, Privacy
 from dure.federated.privacy.secure_aggregation.settings import SecureAggregation
 from dure.federated.privacy.user_level.build import contribution, noised_rounds
-from dure.federated.server.private import Private
+from dure.federated.server.privacy_interfaces import PrivateAggregation
 from dure.federated.server.sampling import Selection
 from dure.privacy.padding import padding_rows
 from dure.protocol.carrier import Carrier
@@ -36,8 +36,8 @@ from dure.tensors.buffers import Buffers
 
 if TYPE_CHECKING:
     # These modules need the extra "privacy", which runs without secure aggregation do not have.
-    from dure.federated.client.holding import Holding
-    from dure.federated.privacy.secure_aggregation.clipped_contribution import Clipping
+    from dure.federated.client.pending_updates import PendingUpdates
+    from dure.federated.privacy.secure_aggregation.clipped_contribution import ContributionClipping
     from dure.federated.privacy.secure_aggregation.rounds import SecureRounds
     from dure.federated.privacy.secure_aggregation.spent_models import SpentModels
     from dure.federated.privacy.user_level.local import LocalNoise
@@ -47,7 +47,7 @@ SIMULATED = "simulation"
 """Run id under which the clients of a simulation compute sums."""
 
 
-class Site(NamedTuple):
+class SecureClientContext(NamedTuple):
     """A remote client's knowledge of the run, for secure sums.
 
     run: run id. refuses: called with the reason when the client refuses a sum. key: the client's
@@ -64,7 +64,7 @@ class Site(NamedTuple):
     spent: SpentModels | None = None
 
 
-class Protects(Protocol):
+class ProtectionSettings(Protocol):
     """Settings that protections need; `dure.federated.strategy.Federated` documents them."""
 
     name: ClassVar[str]
@@ -84,7 +84,7 @@ class Protects(Protocol):
     @property
     def partition(self) -> Partition: ...
 
-    def algorithm(self, start: Start) -> Algorithm: ...
+    def algorithm(self, start: AlgorithmInputs) -> Algorithm: ...
     def rule(self) -> Aggregator: ...
     def work(self) -> LocalWork: ...
 
@@ -95,12 +95,12 @@ def secret_of(place: RankContext, seed: int) -> Secret:
     return Secret.simulated(seed) if place.network is None else Secret.system()
 
 
-def repeats(privacy: Privacy, place: RankContext) -> bool:
+def is_reproducible(privacy: Privacy, place: RankContext) -> bool:
     """Return whether the run is reproducible bit for bit."""
     return place.network is None or privacy == NOTHING
 
 
-def check_served(strategy: Protects) -> None:
+def check_served(strategy: ProtectionSettings) -> None:
     """Raise ValueError for a protection that does not work for remote clients."""
     privacy = strategy.privacy
     check_own_noise(privacy)
@@ -119,8 +119,8 @@ def check_served(strategy: Protects) -> None:
 # The server
 
 
-def secure(
-    strategy: Protects,
+def secure_rounds_of(
+    strategy: ProtectionSettings,
     task: Task,
     model: nn.Module,
     place: RankContext,
@@ -144,25 +144,31 @@ def secure(
     settings = strategy.privacy.secure
     if settings is None:
         return None, rule
-    from dure.federated.privacy.secure_aggregation.rounds import SecureRounds, Sums, parted
+    from dure.federated.privacy.secure_aggregation.rounds import (
+        SecureRounds,
+        SecureSums,
+        grouping_of,
+    )
 
-    algorithm = strategy.algorithm(start_of(task, model, clients))
+    algorithm = strategy.algorithm(algorithm_inputs_of(task, model, clients))
     clips = _clipping(strategy, task, model, algorithm)
     run = SIMULATED if place.network is None else str(place.config.get("run", ""))
-    groups, of_means = parted(rule)
+    groups, of_means = grouping_of(rule)
     settings = _weighed(settings, algorithm)
-    return SecureRounds(Sums(settings, run, clips), groups, secret, place.identities), of_means
+    return SecureRounds(
+        SecureSums(settings, run, clips), groups, secret, place.identities
+    ), of_means
 
 
-def noised(
-    strategy: Protects,
+def private_rounds_of(
+    strategy: ProtectionSettings,
     task: Task,
     model: nn.Module,
     place: RankContext,
     carrier: Carrier,
     secret: Secret,
     seed: int,
-) -> Private | None:
+) -> PrivateAggregation | None:
     """Return the server side of user-level differential privacy; None without it.
 
     Args:
@@ -185,7 +191,7 @@ def noised(
         user,
         strategy,
         model=copy,
-        algorithm=strategy.algorithm(start_of(task, copy, len(sizes))),
+        algorithm=strategy.algorithm(algorithm_inputs_of(task, copy, len(sizes))),
         sizes=sizes,
         keyed=isinstance(strategy.partition, NaturalKey),
         once=carrier.once,
@@ -195,7 +201,9 @@ def noised(
     )
 
 
-def account(strategy: Protects, sizes: Sequence[int], simulated: bool) -> ExampleAccount | None:
+def example_account_of(
+    strategy: ProtectionSettings, sizes: Sequence[int], simulated: bool
+) -> ExampleAccount | None:
     """Return the privacy account of example-level protection; None without it."""
     example = strategy.privacy.example
     if example is None:
@@ -216,15 +224,15 @@ def account(strategy: Protects, sizes: Sequence[int], simulated: bool) -> Exampl
 # The clients
 
 
-def holding(
-    strategy: Protects,
+def pending_updates_of(
+    strategy: ProtectionSettings,
     task: Task,
     model: nn.Module,
     algorithm: Algorithm,
     sizes: Sequence[int],
     secret: Secret,
-    site: Site | None,
-) -> Holding | None:
+    site: SecureClientContext | None,
+) -> PendingUpdates | None:
     """Return the client side of secure aggregation; None without it.
 
     Args:
@@ -239,18 +247,18 @@ def holding(
     settings = strategy.privacy.secure
     if settings is None:
         return None
-    from dure.federated.client.holding import Holding
-    from dure.federated.privacy.secure_aggregation.rounds import Sums
+    from dure.federated.client.pending_updates import PendingUpdates
+    from dure.federated.privacy.secure_aggregation.rounds import SecureSums
 
     settings = _weighed(settings, algorithm)
     if strategy.privacy.user is None and not algorithm.alike:
         _tell_large(settings, sizes)
     clipping = _clipping(strategy, task, model, algorithm)
     if site is None:
-        sums = Sums(settings, SIMULATED, clipping)
-        return Holding(sums, algorithm, secret)
-    return Holding(
-        Sums(settings, site.run, clipping),
+        sums = SecureSums(settings, SIMULATED, clipping)
+        return PendingUpdates(sums, algorithm, secret)
+    return PendingUpdates(
+        SecureSums(settings, site.run, clipping),
         algorithm,
         secret,
         identity=site.key if site.identities is not None else None,
@@ -294,17 +302,17 @@ def _weighed(settings: SecureAggregation, algorithm: Algorithm) -> SecureAggrega
 
 
 def _clipping(
-    strategy: Protects, task: Task, model: nn.Module, algorithm: Algorithm
-) -> Clipping | None:
+    strategy: ProtectionSettings, task: Task, model: nn.Module, algorithm: Algorithm
+) -> ContributionClipping | None:
     """Return the clipping of clients under user-level privacy with secure sums; None without it."""
     user = strategy.privacy.user
     if user is None:
         return None
-    from dure.federated.privacy.secure_aggregation.clipped_contribution import Clipping
+    from dure.federated.privacy.secure_aggregation.clipped_contribution import ContributionClipping
 
     work = strategy.work()
     passes = work.epochs if work.steps is None else 1
-    return Clipping(user, *_contribution(task, model, algorithm), passes)
+    return ContributionClipping(user, *_contribution(task, model, algorithm), passes)
 
 
 def _contribution(

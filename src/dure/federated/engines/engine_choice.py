@@ -25,9 +25,9 @@ from dure.contracts.task import Task
 from dure.contracts.training_options import training_options_of
 from dure.data.examples import Examples
 from dure.federated.engines.batched import BatchedEngine, batched_engine
-from dure.federated.engines.job import Engine, Job
+from dure.federated.engines.job import ClientEngine, ClientJob
 from dure.federated.engines.loop import LoopEngine
-from dure.federated.engines.noised import Noised
+from dure.federated.engines.noised import StepNoise
 from dure.federated.engines.objective import Objective
 from dure.federated.engines.optimizers import optimizer_of
 from dure.federated.engines.processes import ProcessesEngine, forks_here
@@ -63,7 +63,7 @@ ONE_BY_ONE: dict[str, str] = {
 OWN_OBJECTIVE = "the algorithm has an objective of its own, written for one client's model"
 
 
-class Way(NamedTuple):
+class EngineSpec(NamedTuple):
     """Specification of a named engine.
 
     batched: whether many clients train at once. where: the processes that train.
@@ -73,20 +73,20 @@ class Way(NamedTuple):
     where: Literal["here", "processes", "ray"]
 
 
-WAYS = {
-    "loop": Way(batched=False, where="here"),
-    "batched": Way(batched=True, where="here"),
-    "loop-processes": Way(batched=False, where="processes"),
-    "batched-processes": Way(batched=True, where="processes"),
-    "loop-ray": Way(batched=False, where="ray"),
-    "batched-ray": Way(batched=True, where="ray"),
+ENGINE_SPECS = {
+    "loop": EngineSpec(batched=False, where="here"),
+    "batched": EngineSpec(batched=True, where="here"),
+    "loop-processes": EngineSpec(batched=False, where="processes"),
+    "batched-processes": EngineSpec(batched=True, where="processes"),
+    "loop-ray": EngineSpec(batched=False, where="ray"),
+    "batched-ray": EngineSpec(batched=True, where="ray"),
 }
 """Engine specifications by name."""
 
-NAMES = tuple(WAYS)
+NAMES = tuple(ENGINE_SPECS)
 
 
-class Setting(NamedTuple):
+class EngineInputs(NamedTuple):
     """Inputs from which an engine is built.
 
     Args:
@@ -114,26 +114,26 @@ class Setting(NamedTuple):
     examples: Examples
     batch_size: int | None
     seed: int
-    jobs: Sequence[Job]
+    jobs: Sequence[ClientJob]
     processes: int | None = None
     wanted: str = "auto"
     together: bool = False
     sums: bool = False
     chunk: int = 0
     threads: int | None = None
-    noised: Noised | None = None
+    noised: StepNoise | None = None
     objective: Objective | None = None
     deadline: float = DEADLINE
 
 
-def engine_for(setting: Setting) -> Engine:
+def engine_for(setting: EngineInputs) -> ClientEngine:
     """Return the engine for jobs like these; its `why` gives the reason in a line.
 
     Raises ValueError if the requested engine cannot compute the task, with the reason.
     """
     wanted = setting.wanted
     _check_name(wanted)
-    way = WAYS.get(wanted)
+    way = ENGINE_SPECS.get(wanted)
     loop = LoopEngine(
         task=setting.task,
         model=setting.model,
@@ -150,7 +150,7 @@ def engine_for(setting: Setting) -> Engine:
     return _auto(made)
 
 
-def _batched(setting: Setting) -> BatchedEngine | str:
+def _batched(setting: EngineInputs) -> BatchedEngine | str:
     if setting.noised is not None:
         return "the gradients of single examples are clipped"
     if setting.objective is not None:
@@ -181,12 +181,12 @@ def check_engine(task: Task, wanted: str, model: nn.Module | None = None) -> Non
     `batched` a model, an optimizer and a step.
     """
     _check_name(wanted)
-    if task.compile and wanted in WAYS and WAYS[wanted].where != "here":
+    if task.compile and wanted in ENGINE_SPECS and ENGINE_SPECS[wanted].where != "here":
         raise ValueError(
             f"the engine {wanted} computes in processes of its own, and the compiler has the model "
             f"of this one: take loop or auto"
         )
-    if wanted in WAYS and WAYS[wanted].batched:
+    if wanted in ENGINE_SPECS and ENGINE_SPECS[wanted].batched:
         reason = _one_by_one(task) or _reason(task, model)
         if reason is not None:
             raise _cannot(wanted, reason)
@@ -194,16 +194,16 @@ def check_engine(task: Task, wanted: str, model: nn.Module | None = None) -> Non
 
 def check_objective(wanted: str) -> None:
     """Raise ValueError if an engine requested by name does not support a custom objective."""
-    if wanted in WAYS and WAYS[wanted].batched:
+    if wanted in ENGINE_SPECS and ENGINE_SPECS[wanted].batched:
         raise _cannot(wanted, OWN_OBJECTIVE)
 
 
 def _check_name(wanted: str) -> None:
     if wanted == "auto":
         return
-    if wanted not in WAYS:
+    if wanted not in ENGINE_SPECS:
         raise ValueError(f"there is no engine {wanted!r}; choose auto or one of {', '.join(NAMES)}")
-    where = WAYS[wanted].where
+    where = ENGINE_SPECS[wanted].where
     if where == "processes" and not forks_here():
         raise ValueError(
             f"the engine {wanted} needs forked processes, which a GPU or this system does not "
@@ -235,7 +235,7 @@ def _cannot(wanted: str, reason: str) -> ValueError:
 class _Made:
     """The possible engines. batched: the batched engine, or the reason why there is none."""
 
-    setting: Setting
+    setting: EngineInputs
     loop: LoopEngine
     batched: BatchedEngine | str
 
@@ -245,8 +245,8 @@ class _Made:
         asked = self.setting.processes
         return asked if asked is not None else available_cores()
 
-    def named(self, name: str, way: Way) -> Engine:
-        inner: Engine = self.loop
+    def named(self, name: str, way: EngineSpec) -> ClientEngine:
+        inner: ClientEngine = self.loop
         if way.batched:
             if isinstance(self.batched, str):
                 raise _cannot(name, self.batched)
@@ -255,12 +255,12 @@ class _Made:
             return self.on_ray(inner, way.batched)
         return self.on_processes(inner) if way.where == "processes" else self.alone(inner)
 
-    def alone(self, engine: Engine) -> Engine:
+    def alone(self, engine: ClientEngine) -> ClientEngine:
         """Return the engine in this process, with all cores for its operators."""
         engine.alone(lambda: self.flops, self.setting.threads)
         return engine
 
-    def on_ray(self, inner: Engine, batched: bool) -> Engine:
+    def on_ray(self, inner: ClientEngine, batched: bool) -> ClientEngine:
         """Return the engine on the machines of a Ray cluster."""
         from dure.federated.engines.on_ray import RayEngine
 
@@ -282,7 +282,7 @@ class _Made:
             deadline=self.setting.deadline,
         )
 
-    def on_processes(self, inner: Engine) -> ProcessesEngine:
+    def on_processes(self, inner: ClientEngine) -> ProcessesEngine:
         """Return the engine on several processes, each with a single thread for its operators."""
         # The cores belong to the children: an operator has a single thread.
         inner.threads = None
@@ -299,7 +299,7 @@ class _Made:
         """Floating-point operations of an example's step, forward and backward."""
         return flops_per_step(self.loop.model, self.setting.examples, 1)
 
-    def _chunk(self, inner: Engine) -> int:
+    def _chunk(self, inner: ClientEngine) -> int:
         """Return the jobs per process and message: at most a cohort, or a part of a round."""
         jobs = self.setting.jobs
         # A resumed run uses the chunk of its first part.
@@ -330,9 +330,9 @@ def parts_of(clients: int) -> int:
     return 2 * max(1, min(clients // (2 * COMPANY), MOST_PARTS // 2))
 
 
-def _auto(made: _Made) -> Engine:
+def _auto(made: _Made) -> ClientEngine:
     """Return the engine by the rule above, without a clock or the number of cores."""
-    chosen: Engine = made.loop
+    chosen: ClientEngine = made.loop
     why = f"one client after another, for {made.batched}"
     if not isinstance(made.batched, str):
         chosen = made.batched
@@ -346,6 +346,6 @@ def _auto(made: _Made) -> Engine:
     return chosen
 
 
-def _examples(job: Job, batch_size: int | None) -> int:
+def _examples(job: ClientJob, batch_size: int | None) -> int:
     """Return the examples that the job processes, ignoring smaller last batches."""
     return job.steps * min(batch_size or len(job.indices), len(job.indices))

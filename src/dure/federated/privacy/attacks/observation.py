@@ -22,14 +22,14 @@ from torch.func import functional_call
 
 from dure.contracts.lr_schedule import factor_at
 from dure.contracts.task import Loss, Task
-from dure.federated.privacy.attacks.recording import Recorded
+from dure.federated.privacy.attacks.recording import RecordedUpdate
 from dure.tensors.flat import FlatParameters, trained_of, views_of
 
 Names = Sequence[Sequence[tuple[str, tuple[int, ...]]]]
 """Names and shapes of the parameters in flat tensors, as in `FlatParameters.names`."""
 
 
-class Model:
+class AttackedModel:
     """The task's model as a function of its weights, in training mode without dropout.
 
     `model` is the task's model under the run's seed, so that frozen parameters equal those of the
@@ -103,14 +103,14 @@ def mean_loss(loss: Loss, outputs: Any, targets: Any) -> Tensor:
     return value
 
 
-class Rate(NamedTuple):
+class StepRate(NamedTuple):
     """Constants of a local step: w <- w - lr (gradient + weight_decay w)."""
 
     lr: float
     weight_decay: float = 0.0
 
 
-def rate_of(task: Task, model: nn.Module, round: int, steps: int) -> Rate:
+def step_rate_of(task: Task, model: nn.Module, round: int, steps: int) -> StepRate:
     """Return the learning rate and weight decay of clients that make `steps` steps in a round.
 
     Raises ValueError for local training whose update is not a sum of gradients.
@@ -131,11 +131,11 @@ def rate_of(task: Task, model: nn.Module, round: int, steps: int) -> Rate:
     lr = float(group["lr"]) * factor
     if not lr > 0:
         raise ValueError(f"clients train with the learning rate {lr}, so updates tell nothing")
-    return Rate(lr, float(group["weight_decay"]))
+    return StepRate(lr, float(group["weight_decay"]))
 
 
 @dataclass(frozen=True)
-class Seen:
+class ObservedUpdate:
     """Attacker's view of an update, or of a sum of updates.
 
     Args:
@@ -154,7 +154,7 @@ class Seen:
     examples: int
     steps: int
     batch_size: int
-    rate: Rate
+    rate: StepRate
     updates: int = 1
     buffers: Mapping[str, Tensor] = field(default_factory=dict)
 
@@ -175,7 +175,9 @@ class Seen:
         return {**self.state, **moved, **self.buffers}
 
 
-def seen(model: Model, updates: Sequence[Recorded], rate: Rate) -> Seen:
+def observed_sum(
+    model: AttackedModel, updates: Sequence[RecordedUpdate], rate: StepRate
+) -> ObservedUpdate:
     """Return the attacker's view of the sum of these updates of a round.
 
     Raises ValueError for updates of several rounds.
@@ -189,7 +191,7 @@ def seen(model: Model, updates: Sequence[Recorded], rate: Rate) -> Seen:
         for into, tensor in zip(delta, one.delta, strict=True):
             into.add_(tensor, alpha=one.about.examples / total)
     buffers = dict(zip(model.buffer_names, first.buffers, strict=True))
-    return Seen(
+    return ObservedUpdate(
         state={**model.named(first.weights), **buffers},
         delta=model.named(delta),
         # The update of a batch depends only on the batch, not on the client's other examples.
@@ -202,7 +204,7 @@ def seen(model: Model, updates: Sequence[Recorded], rate: Rate) -> Seen:
     )
 
 
-def _mean_buffers(updates: Sequence[Recorded], total: int) -> list[Tensor]:
+def _mean_buffers(updates: Sequence[RecordedUpdate], total: int) -> list[Tensor]:
     """Return the weighted mean of the received buffers; empty if clients send none.
 
     Integer buffers (counters) are the first client's.
@@ -219,13 +221,13 @@ def _mean_buffers(updates: Sequence[Recorded], total: int) -> list[Tensor]:
     ]
 
 
-def _batch(update: Recorded) -> int:
+def _batch(update: RecordedUpdate) -> int:
     """Return the number of examples in a step."""
     about = update.about
     return min(about.batch_size or about.examples, about.examples)
 
 
-def _examples(update: Recorded) -> int:
+def _examples(update: RecordedUpdate) -> int:
     """Return the number of a client's examples that its steps processed."""
     return min(update.about.examples, update.about.samples)
 

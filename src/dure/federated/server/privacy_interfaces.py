@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 
-class Private(Protocol):
+class PrivateAggregation(Protocol):
     """User-level privacy: gathers a round's contributions, and releases their noised mean.
 
     expected: q·W, the denominator of the sums. repeats: whether sampling and noise follow from a
@@ -57,7 +57,7 @@ class Private(Protocol):
         """End the run."""
 
 
-class Account(Protocol):
+class ExamplePrivacyAccount(Protocol):
     """Privacy account of the examples of clients that train by DP-SGD."""
 
     def asked(self, clients: Iterable[int]) -> None:

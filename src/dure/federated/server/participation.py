@@ -17,7 +17,7 @@ MOST_NAMED = 5
 """Largest number of clients that a warning names."""
 
 
-class TakingPart:
+class Participation:
     """Shares of the newest model, and clients that have left. who: names a client for messages."""
 
     def __init__(self, who: Callable[[int], str]) -> None:

@@ -16,7 +16,7 @@ model's performance on newly arrived data.
 A metric is defined as on the test data, over a client's examples alone. With its number a client
 reports the number of examples, and the sums from which the metric is computed; the server computes
 from them the number over all clients' examples, and the spread over clients
-(`dure.federated.server.by_client`).
+(`dure.federated.server.client_metrics`).
 
 A personalised model is measured with the buffers of its training, such as its batch-norm
 statistics; FedPer's buffers are shared. With more than a thousand clients a fixed sample of a
@@ -47,7 +47,7 @@ from dure.collectives.group import Group
 from dure.contracts.task import Task
 from dure.data.examples import Examples
 from dure.errors import WorkerFailedError, text_of
-from dure.federated.algorithm import Own
+from dure.federated.algorithm import PersonalisedModel
 from dure.machine.devices import home_of, to_device
 from dure.protocol.messages import Measured
 from dure.randomness.permutation import Permutation
@@ -62,7 +62,7 @@ MOST = 1_000
 """Largest number of measured clients."""
 
 
-class One(NamedTuple):
+class ClientMeasurement(NamedTuple):
     """A client's measurements and number of examples. failure: why a value is missing."""
 
     examples: int
@@ -74,7 +74,7 @@ class One(NamedTuple):
 NOTHING_THERE = "it has no examples to measure with"
 
 
-class Personal:
+class ClientEvaluator:
     """Evaluator of models, client by client.
 
     Args:
@@ -143,7 +143,7 @@ class Personal:
     def buffers(self) -> Buffers:
         return Buffers(self.model)
 
-    def over(self, models: Iterable[Own]) -> dict[int, One]:
+    def over(self, models: Iterable[PersonalisedModel]) -> dict[int, ClientMeasurement]:
         """Return the measurements of each client's model on the client's held-out examples.
 
         Models are taken one after another, and only the current model is in memory. Raises
@@ -154,13 +154,19 @@ class Personal:
         # be endless.
         return self._measured(models, self.clients, self.examples, parts)
 
-    def of_the_newest(self, model: Own, parts: Mapping[int, Tensor]) -> dict[int, One]:
+    def of_the_newest(
+        self, model: PersonalisedModel, parts: Mapping[int, Tensor]
+    ) -> dict[int, ClientMeasurement]:
         """Return the measurements of a single model on the training examples of each client."""
         assert self.newest is not None
         return self._measured(repeat(model), list(parts), self.newest[0], parts.values())
 
     def losses(
-        self, examples: Examples, model: Own, clients: Sequence[int], parts: Sequence[Tensor]
+        self,
+        examples: Examples,
+        model: PersonalisedModel,
+        clients: Sequence[int],
+        parts: Sequence[Tensor],
     ) -> list[float]:
         """Return the mean loss of a single model on the examples of each client.
 
@@ -176,20 +182,20 @@ class Personal:
                     values = self._added(alone, examples, part).values(self._alone)
                 except Exception as error:
                     who, when = f"client {client}", "telling its loss"
-                    raise WorkerFailedError(who, when, told(error)) from error
+                    raise WorkerFailedError(who, when, error_line(error)) from error
                 found.append(values["loss"])
         self.frozen.check()
         return found
 
     def _measured(
         self,
-        models: Iterable[Own],
+        models: Iterable[PersonalisedModel],
         clients: Sequence[int],
         examples: Examples,
         parts: Iterable[Tensor],
-    ) -> dict[int, One]:
+    ) -> dict[int, ClientMeasurement]:
         found = {}
-        loaded: Own | None = None
+        loaded: PersonalisedModel | None = None
         for own, client, part in zip(models, clients, parts, strict=False):
             self.model.eval()
             with torch.no_grad():
@@ -201,22 +207,22 @@ class Personal:
             self.frozen.check()
         return found
 
-    def _load(self, own: Own) -> None:
+    def _load(self, own: PersonalisedModel) -> None:
         self.frozen.check()  # initialises the cached property before the first measurement
         self.flat.load(own.weights)
         assert own.buffers is not None
         self.buffers.load(self.model, own.buffers)
 
-    def _of(self, examples: Examples, indices: Tensor) -> One:
+    def _of(self, examples: Examples, indices: Tensor) -> ClientMeasurement:
         """Return every metric of the loaded model on these examples."""
         try:
             added = self._added(self.task, examples, indices)
-            return One(len(indices), added.values(self._alone), added.sums())
+            return ClientMeasurement(len(indices), added.values(self._alone), added.sums())
         # Any error of user code: of the data, the model or a metric, on this client's examples.
         except Exception as error:
-            failure = told(error)
+            failure = error_line(error)
         # Retry one metric after another, to measure the metrics that work.
-        whole = One(len(indices), {}, {}, failure)
+        whole = ClientMeasurement(len(indices), {}, {}, failure)
         for metrics in [{}, *({name: metric} for name, metric in self.task.measures.items())]:
             task = replace(self.task, metrics=metrics)
             # The first error is reported.
@@ -239,7 +245,9 @@ class Personal:
 
 
 def measured_by(
-    whose: Mapping[str, Mapping[int, One]], names: Sequence[str], without: Iterable[int] = ()
+    whose: Mapping[str, Mapping[int, ClientMeasurement]],
+    names: Sequence[str],
+    without: Iterable[int] = (),
 ) -> Measured:
     """Return the message with the clients' measurements.
 
@@ -282,7 +290,7 @@ def measured_by(
     return Measured(clients, values, examples, sums, forms, dict(sorted(failures.items())))
 
 
-def told(error: Exception) -> str:
+def error_line(error: Exception) -> str:
     """Return an error in a single line."""
     text = " ".join(text_of(error).split())
     # A failed metric already names itself (`dure.tasks.tally`).

@@ -30,7 +30,7 @@ TRIED = 3
 """Number of examples on which the operations are checked."""
 
 
-class Front:
+class Preprocessing:
     """Operations of a graph that depend on its inputs alone."""
 
     def __init__(self, given: fx.Node) -> None:
