@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from outcome import give, takes_result
 
-from dure.fleet.virtual import VirtualNetwork
+from dure.fleet.virtual_network import VirtualNetwork
 from dure.split.alignment import AlignedHolder, AlignedParty, Exponent, point_of
 
 Value = TypeVar("Value")

@@ -7,16 +7,22 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dure.fleet.arrival import Arriving, Leaving, Still, Window, parse_arrival
+from dure.fleet.arrival import (
+    GradualArrival,
+    GradualForgetting,
+    MovingWindow,
+    StaticData,
+    parse_arrival,
+)
 
 SHARES = st.one_of(st.floats(0, 1), st.sampled_from([0.0, 0.1, 0.3, 1.0]))
 SECONDS = st.floats(1e-2, 1e6)
 MOVING = st.one_of(
-    st.builds(Arriving, SHARES, SECONDS),
-    st.builds(Leaving, SHARES, SECONDS),
-    st.builds(Window, SHARES, SECONDS),
+    st.builds(GradualArrival, SHARES, SECONDS),
+    st.builds(GradualForgetting, SHARES, SECONDS),
+    st.builds(MovingWindow, SHARES, SECONDS),
 )
-SETTINGS = st.one_of(st.just(Still()), MOVING)
+SETTINGS = st.one_of(st.just(StaticData()), MOVING)
 SIZES = st.integers(1, 200)
 TIMES = st.floats(0, 1e7)
 
@@ -38,12 +44,12 @@ def test_the_text_form_is_read_back(setting):
 
 @given(SIZES, TIMES)
 def test_what_is_still_stays(n, now):
-    assert Still().present(n, now).tolist() == list(range(n))
+    assert StaticData().present(n, now).tolist() == list(range(n))
 
 
 @given(SHARES, SECONDS, SIZES, st.tuples(TIMES, TIMES))
 def test_what_has_arrived_stays_and_in_the_end_all_is_there(share, seconds, n, times):
-    setting = Arriving(share, seconds)
+    setting = GradualArrival(share, seconds)
     early, late = (set(setting.present(n, now).tolist()) for now in sorted(times))
     assert early <= late
     assert len(setting.present(n, 0)) == max(round(share * n), 1)
@@ -53,7 +59,7 @@ def test_what_has_arrived_stays_and_in_the_end_all_is_there(share, seconds, n, t
 
 @given(SHARES, SECONDS, SIZES, st.tuples(TIMES, TIMES))
 def test_what_is_forgotten_stays_away_and_in_the_end_a_share_is_left(share, seconds, n, times):
-    setting = Leaving(share, seconds)
+    setting = GradualForgetting(share, seconds)
     early, late = (set(setting.present(n, now).tolist()) for now in sorted(times))
     assert early >= late
     assert setting.present(n, 0).tolist() == list(range(n))
@@ -63,12 +69,12 @@ def test_what_is_forgotten_stays_away_and_in_the_end_a_share_is_left(share, seco
 
 
 def test_half_way_half_of_the_rest_is_there():
-    assert Arriving(0.2, 100).present(10, 50).tolist() == [0, 1, 2, 3, 4, 5]
-    assert Leaving(0.2, 100).present(10, 50).tolist() == [4, 5, 6, 7, 8, 9]
+    assert GradualArrival(0.2, 100).present(10, 50).tolist() == [0, 1, 2, 3, 4, 5]
+    assert GradualForgetting(0.2, 100).present(10, 50).tolist() == [4, 5, 6, 7, 8, 9]
 
 
 def test_a_window_moves_over_the_data_and_begins_again():
-    window = Window(0.3, 100)
+    window = MovingWindow(0.3, 100)
     assert window.present(10, 0).tolist() == [0, 1, 2]
     assert window.present(10, 45).tolist() == [4, 5, 6]
     assert window.present(10, 85).tolist() == [0, 8, 9]
@@ -77,7 +83,7 @@ def test_a_window_moves_over_the_data_and_begins_again():
 
 @given(st.floats(0.01, 1), st.integers(1, 40))
 def test_a_window_is_over_all_examples_equally_long(share, n):
-    window = Window(share, float(n))
+    window = MovingWindow(share, float(n))
     seen = torch.cat([window.present(n, step + 0.5) for step in range(n)])
     assert set(seen.bincount(minlength=n).tolist()) == {max(round(share * n), 1)}
 

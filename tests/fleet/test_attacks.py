@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from dure.fleet.attacks import (
     ALIE,
     ATTACKS,
+    AdditiveNoise,
     Backdoor,
     Gaussian,
     Infinite,
@@ -22,7 +23,6 @@ from dure.fleet.attacks import (
     Large,
     Mimic,
     NoAttack,
-    Noise,
     NotANumber,
     SignFlip,
     parse_attack,
@@ -34,7 +34,7 @@ SETTINGS = st.one_of(
     st.sampled_from([kind() for kind in ATTACKS.values()]),
     st.builds(SignFlip, POSITIVE),
     st.builds(Gaussian, POSITIVE),
-    st.builds(Noise, POSITIVE),
+    st.builds(AdditiveNoise, POSITIVE),
     st.builds(ALIE, st.floats(0, 10)),
     st.builds(InnerProduct, POSITIVE),
     st.builds(Backdoor, st.integers(0, 9), POSITIVE, st.floats(0, 1), st.floats(-5, 5)),
@@ -101,7 +101,7 @@ def test_the_text_form_is_read_back(attack):
         ("none", NoAttack()),
         ("sign-flip:10", SignFlip(10)),
         ("gaussian:200", Gaussian(200)),
-        ("noise:0.1", Noise(0.1)),
+        ("noise:0.1", AdditiveNoise(0.1)),
         ("label-flip", LabelFlip()),
         ("alie", ALIE()),
         ("alie:1.5", ALIE(1.5)),
@@ -155,7 +155,7 @@ def test_noise_has_its_moments_and_is_a_function_of_seed_turn_and_client():
         assert abs(drawn.std() - 200) < 5
     assert not torch.equal(joined(sent[0]), joined(sent[1]))
     assert abs(torch.corrcoef(torch.stack([joined(sent[0]), joined(sent[1])]))[0, 1]) < 0.03
-    added = joined(Noise(0.5).forge(updates, [0], 0, 0)[0])
+    added = joined(AdditiveNoise(0.5).forge(updates, [0], 0, 0)[0])
     assert abs(added.mean() - 3) < 0.02
     assert abs(added.std() - 0.5) < 0.02
     again = Gaussian(200).forge(updates, [1, 0], 0, 0)
@@ -168,7 +168,7 @@ def test_noise_has_its_moments_and_is_a_function_of_seed_turn_and_client():
 
 def test_a_client_draws_the_same_wherever_its_update_is_among_the_others():
     updates = updates_of(3)
-    for attack in (Gaussian(), Noise()):
+    for attack in (Gaussian(), AdditiveNoise()):
         first = attack.forge(updates, [2], 0, 0, clients=[5, 8, 40])
         alone = attack.forge(updates[2:], [0], 0, 0, clients=[40])
         assert torch.equal(joined(first[2]), joined(alone[0]))
@@ -179,7 +179,7 @@ def test_a_client_draws_the_same_wherever_its_update_is_among_the_others():
 
 def test_a_client_that_answers_twice_does_not_draw_the_same_noise_twice():
     updates = [[torch.zeros(6)] for _ in range(3)]
-    for attack in (Gaussian(1.0), Noise(1.0)):
+    for attack in (Gaussian(1.0), AdditiveNoise(1.0)):
         one, _, other = map(joined, attack.forge(updates, [0, 2], 0, 0, clients=[7, 3, 7]))
         assert not torch.equal(one, other)
         assert torch.equal(one, joined(attack.forge(updates[:1], [0], 0, 0, clients=[7])[0]))

@@ -5,14 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dure.fleet.latency import Call, latency
+from dure.fleet.latency import PredictionCall, latency
 from dure.run.latency import measured
 from small import small_task
 
 
 def test_a_remote_answer_takes_the_way_and_the_server() -> None:
     link = {"up_mbit": 2.0, "down_mbit": 8.0, "delay": 0.1}
-    found = latency(Call(250_000, 1_000_000), device_seconds=3.0, server_seconds=0.5, **link)
+    found = latency(
+        PredictionCall(250_000, 1_000_000), device_seconds=3.0, server_seconds=0.5, **link
+    )
     assert found.local == 3.0
     assert found.remote == pytest.approx(0.1 + 1.0 + 0.5 + 0.1 + 1.0)
 
@@ -28,7 +30,7 @@ def test_a_remote_answer_takes_the_way_and_the_server() -> None:
 def test_links_that_cannot_be_are_refused(changed: dict[str, float], complaint: str) -> None:
     usual = {"device_seconds": 1.0, "server_seconds": 1.0, "up_mbit": 1.0, "down_mbit": 1.0}
     with pytest.raises(ValueError, match=complaint):
-        latency(Call(1, 1), **{**usual, **changed})
+        latency(PredictionCall(1, 1), **{**usual, **changed})
 
 
 def test_a_call_is_measured_of_the_task_s_own_example() -> None:
@@ -36,7 +38,7 @@ def test_a_call_is_measured_of_the_task_s_own_example() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(task.train.inputs.shape[1], 3), torch.nn.Dropout())
     model.double()
     found = measured(task, model, times=3)
-    assert found.call == Call(task.train.inputs[:1].nbytes, 3 * 8)
+    assert found.call == PredictionCall(task.train.inputs[:1].nbytes, 3 * 8)
     assert found.seconds > 0
     assert model.training
     with pytest.raises(ValueError, match="times is 0"):

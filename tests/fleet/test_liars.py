@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dure.fleet.liars import count, is_liar, liars
+from dure.fleet.malicious import attacker_count, is_attacker, malicious_clients
 
 
 @given(
@@ -19,14 +19,14 @@ from dure.fleet.liars import count, is_liar, liars
     st.none() | st.integers(0, 9),
 )
 def test_exactly_the_share_lies_and_every_way_of_asking_says_the_same(clients, share, seed, turn):
-    lying = liars(clients, share, seed, turn)
-    assert len(lying) == count(clients, share) == round(share * clients)
+    lying = malicious_clients(clients, share, seed, turn)
+    assert len(lying) == attacker_count(clients, share) == round(share * clients)
     members = list(lying)
     assert members == sorted(set(members))
     assert len(members) == len(lying)
     assert members == [client for client in range(clients) if client in lying]
     assert members == [
-        client for client in range(clients) if is_liar(client, clients, share, seed, turn)
+        client for client in range(clients) if is_attacker(client, clients, share, seed, turn)
     ]
 
 
@@ -34,29 +34,29 @@ def test_exactly_the_share_lies_and_every_way_of_asking_says_the_same(clients, s
 def test_a_count_is_taken_as_it_is(clients, data):
     attackers = data.draw(st.integers(1, clients))
     assert (
-        len(list(liars(clients, attackers, 0)))
+        len(list(malicious_clients(clients, attackers, 0)))
         == attackers
-        == len(liars(clients, float(attackers), 0))
+        == len(malicious_clients(clients, float(attackers), 0))
     )
 
 
 def test_of_a_million_clients_a_tenth_lies_without_a_list_of_them():
-    lying = liars(1_000_000, 0.1, 0)
+    lying = malicious_clients(1_000_000, 0.1, 0)
     assert len(lying) == 100_000
     asked = sum(client in lying for client in range(0, 1_000_000, 250))
     assert abs(asked - 400) < 100
 
 
 def test_the_same_lie_in_the_whole_run_unless_drawn_anew_in_every_turn():
-    assert list(liars(50, 5, 0)) == list(liars(50, 5, 0))
-    drawn = [tuple(liars(50, 5, 0, turn)) for turn in range(20)]
+    assert list(malicious_clients(50, 5, 0)) == list(malicious_clients(50, 5, 0))
+    drawn = [tuple(malicious_clients(50, 5, 0, turn)) for turn in range(20)]
     assert len(set(drawn)) > 15
-    often = Counter(client for turn in range(2_000) for client in liars(10, 3, 0, turn))
+    often = Counter(client for turn in range(2_000) for client in malicious_clients(10, 3, 0, turn))
     assert all(abs(often[client] - 600) < 110 for client in range(10))
 
 
 def test_another_seed_has_other_liars():
-    assert len({tuple(liars(50, 5, seed)) for seed in range(20)}) > 15
+    assert len({tuple(malicious_clients(50, 5, seed)) for seed in range(20)}) > 15
 
 
 @pytest.mark.parametrize(
@@ -71,4 +71,4 @@ def test_another_seed_has_other_liars():
 )
 def test_what_is_no_number_of_clients_is_refused(attackers, complaint):
     with pytest.raises(ValueError, match=complaint):
-        liars(10, attackers, 0)
+        malicious_clients(10, attackers, 0)

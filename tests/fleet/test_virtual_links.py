@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dure.fleet.virtual import HEADER, Envelope, Link, VirtualNetwork
+from dure.fleet.virtual_network import HEADER, Envelope, NodeLink, VirtualNetwork
 
 
 class Parcel(msgspec.Struct):
@@ -42,9 +42,9 @@ def heard(into: float, *sent: tuple[str, Envelope]) -> dict[str, float]:
     """When the server hears what is sent at once by nodes that send 100 bytes a second."""
     network = VirtualNetwork()
     server = Listener()
-    network.add("server", server, Link(into=into))
+    network.add("server", server, NodeLink(into=into))
     for name in sorted({sender for sender, _ in sent}):
-        network.add(name, Listener(), Link(out=100.0))
+        network.add(name, Listener(), NodeLink(out=100.0))
     for sender, envelope in sent:
         network.send(sender, [envelope])
     network.run(lambda: len(server.heard) == len(sent), math.inf)

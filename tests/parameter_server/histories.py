@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from dure.collectives.compression import Compression, NoCompression
-from dure.fleet.virtual import Fate, Link, VirtualNetwork, arrives
+from dure.fleet.virtual_network import MessageFaults, NodeLink, VirtualNetwork, arrives
 from dure.parameter_server.at_work import Worker
 from dure.parameter_server.compressed import Coding, compressors_of
 from dure.parameter_server.keys import Range, Vector, divide
@@ -34,7 +34,7 @@ from dure.parameter_server.worker import WorkerSide
 
 Optimizer = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
 SGD: Optimizer = partial(torch.optim.SGD, lr=0.1)
-INSTANT = Link()
+INSTANT = NodeLink()
 BATCH = 12
 """Examples of a batch, so that four workers may have a part each, and three, and two."""
 
@@ -73,11 +73,11 @@ class History:
     optimizer: Optimizer = SGD
     replicas: int = 0
     seconds: Callable[[int, int], float] = lambda who, clock: 1.0
-    fate: Fate = arrives
+    fate: MessageFaults = arrives
     patience: float = 2.0
     again: float = 1.0
     """Seconds after which a message is said again."""
-    link: Link = INSTANT
+    link: NodeLink = INSTANT
     slows: bool = False
     clip_norm: float | None = None
     rows: int = 0
@@ -272,7 +272,9 @@ def joint_table(history: History) -> Tensor:
     return weights.detach()
 
 
-def careless(random: Random, loses: float = 0.1, repeats: float = 0.1, delay: float = 1.0) -> Fate:
+def careless(
+    random: Random, loses: float = 0.1, repeats: float = 0.1, delay: float = 1.0
+) -> MessageFaults:
     """Messages get lost, come twice, and late, so that they overtake each other."""
 
     def fate(sender: str, receiver: str, message: Message, now: float) -> Sequence[float]:
@@ -284,7 +286,7 @@ def careless(random: Random, loses: float = 0.1, repeats: float = 0.1, delay: fl
     return fate
 
 
-def streams(random: Random) -> Fate:
+def streams(random: Random) -> MessageFaults:
     """Nothing gets lost, and what one says to another comes in order, sooner or later."""
     last: dict[tuple[str, str], float] = {}
 

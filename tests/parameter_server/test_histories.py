@@ -14,7 +14,7 @@ from histories import SGD, History, Optimizer, careless, joint, streams
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dure.fleet.virtual import arrives
+from dure.fleet.virtual_network import arrives
 from dure.parameter_server.messages import MANAGER, Message, Snapshot, server, worker
 
 OPTIMIZERS: list[Optimizer] = [

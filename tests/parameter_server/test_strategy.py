@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import dure
-from dure.fleet.virtual import HEADER
+from dure.fleet.virtual_network import HEADER
 from small import check_all, largest_difference, same_bits, small_task
 
 ADAM = partial(torch.optim.Adam, lr=0.01)

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dure.fleet.virtual import VirtualNetwork, nbytes
+from dure.fleet.virtual_network import VirtualNetwork, nbytes
 from dure.split.alignment import (
     AlignedHolder,
     AlignedParty,

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import dure
 from dure.cli.main import main
 from dure.contracts.strategy import Strategy, examples_for, seeded_model
-from dure.fleet.virtual import Link, VirtualNetwork
+from dure.fleet.virtual_network import NodeLink, VirtualNetwork
 from dure.split.apart.form import decoded, encoded, form_of
 from dure.split.apart.sides import ClientPart, ServerPart
 from dure.split.client import Client
@@ -325,7 +325,7 @@ def test_deployed_has_the_bits_of_the_simulation(shape: str) -> None:
     structure = None if plan.rules.labels_stay else clients[0].targets.structure
     network = VirtualNetwork()
     machine = Server(order, server.batching, structure)
-    network.add(SERVER, machine, Link())
+    network.add(SERVER, machine, NodeLink())
     sides = []
     for number, (one, part) in enumerate(zip(clients, parts, strict=True)):
         own = one.side(losses, server.leaving and decoded(encoded(server.leaving)))
@@ -334,7 +334,7 @@ def test_deployed_has_the_bits_of_the_simulation(shape: str) -> None:
         network.add(
             f"client {number}",
             Client(number, party, plan.rules, train, part.at, losses, 0, lambda *_: 0.0),
-            Link(),
+            NodeLink(),
         )
     network.send(SERVER, machine.begin(0))
     assert network.run(lambda: order.over, float("inf"))

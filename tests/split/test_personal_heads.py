@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import dure
 from dure.collectives.group import Group
 from dure.contracts.strategy import RankContext
-from dure.fleet.virtual import VirtualNetwork, nbytes
+from dure.fleet.virtual_network import VirtualNetwork, nbytes
 from dure.split.messages import Ended, Handed, HeadGradients, HeadSum, Own, Turn
 from dure.split.simulated import SimulatedLearner
 from dure.split.strategy import Split

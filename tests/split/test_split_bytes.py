@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import dure
-from dure.fleet.virtual import VirtualNetwork, nbytes
+from dure.fleet.virtual_network import VirtualNetwork, nbytes
 from dure.split.messages import SERVER
 from dure.split.strategy import Split
 

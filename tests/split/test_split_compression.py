@@ -22,7 +22,7 @@ from dure.data.client_part import divide
 from dure.data.conversion import as_examples
 from dure.data.partition import IID
 from dure.errors import LossNotFiniteError
-from dure.fleet.virtual import VirtualNetwork, nbytes
+from dure.fleet.virtual_network import VirtualNetwork, nbytes
 from dure.split.coding import Crossed, Kept, Rounded
 from dure.split.compressed import Exchange, coder
 from dure.split.leakage.guard import Guard

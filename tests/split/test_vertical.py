@@ -18,7 +18,7 @@ from dure.contracts.strategy import RankContext, seeded_model
 from dure.data.batches import Batches
 from dure.data.heart import FILES
 from dure.errors import LossNotFiniteError
-from dure.fleet.virtual import VirtualNetwork
+from dure.fleet.virtual_network import VirtualNetwork
 from dure.split.alignment import message_bytes
 from dure.split.parties.messages import ActivationGradients, Activations, Step
 from dure.split.parties.model import divide

@@ -18,7 +18,7 @@ import dure
 from dure.contracts.strategy import seeded_model
 from dure.data.batches import Batches
 from dure.data.examples import Examples
-from dure.fleet.virtual import VirtualNetwork
+from dure.fleet.virtual_network import VirtualNetwork
 from dure.split.leakage.distance_correlation import distance_correlation
 from dure.split.leakage.labels import clusters_auc, direction_auc, norm_auc
 from dure.split.parties.messages import ActivationGradients, Activations

@@ -46,7 +46,7 @@ from dure.federated.server.server_optimizer import ServerOptimizer
 from dure.federated.server.smallest_cohort import why_not
 from dure.fleet.conditions import Conditions
 from dure.fleet.energy import NoEnergy
-from dure.fleet.liars import liars
+from dure.fleet.malicious import malicious_clients
 from dure.fleet.upload import upload
 from dure.machine.devices import home_of
 from dure.machine.threads import threads_for
@@ -522,7 +522,7 @@ def _lying(conditions: Conditions, clients: int, seed: int) -> Callable[[int], C
     def lying(round: int) -> Collection[int]:
         # The draw depends on the round only if attackers change.
         turn = round if conditions.attackers_change else None
-        return liars(clients, conditions.attackers, seed, turn)
+        return malicious_clients(clients, conditions.attackers, seed, turn)
 
     return lying
 

@@ -60,7 +60,7 @@ from dure.federated.server.pacing import Pacing, SynchronousPacing
 from dure.federated.server.sampling import PerClientPoisson, Selection, Uniform, Weighted
 from dure.federated.server.server_optimizer import ServerOptimizer
 from dure.fleet.conditions import Conditions
-from dure.fleet.liars import count
+from dure.fleet.malicious import attacker_count
 from dure.privacy.accountant import check_delta
 from dure.privacy.example_level import proven
 from dure.privacy.per_example.refused import check_layers
@@ -423,7 +423,7 @@ class Federated(Strategy):
         clients = self.count(task)
         attack = conditions.attack
         attackers = conditions.attackers
-        if clients is not None and attackers and not count(clients, attackers):
+        if clients is not None and attackers and not attacker_count(clients, attackers):
             raise ValueError(
                 f"attackers is {attackers}, but this share of {clients} clients is none: give a "
                 f"larger"

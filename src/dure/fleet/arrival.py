@@ -55,7 +55,7 @@ class Arrival(CheckedSettings):
 
 
 @dataclass(frozen=True)
-class Still(Arrival):
+class StaticData(Arrival):
     """All data of every client, all the time."""
 
     name: ClassVar[str] = "still"
@@ -66,7 +66,7 @@ class Still(Arrival):
 
 
 @dataclass(frozen=True)
-class Arriving(Arrival):
+class GradualArrival(Arrival):
     """Data that arrive evenly. share: available at the start. seconds: until all are available."""
 
     name: ClassVar[str] = "arriving"
@@ -81,7 +81,7 @@ class Arriving(Arrival):
 
 
 @dataclass(frozen=True)
-class Leaving(Arrival):
+class GradualForgetting(Arrival):
     """Data that are forgotten evenly, the oldest first.
 
     share: remaining in the end. seconds: until only the share is left.
@@ -99,7 +99,7 @@ class Leaving(Arrival):
 
 
 @dataclass(frozen=True)
-class Window(Arrival):
+class MovingWindow(Arrival):
     """A window that moves over the data in a circle.
 
     share: of the data in the window. seconds: for a full circle.
@@ -138,7 +138,7 @@ def _count(n: int, share: float) -> int:
     return max(round(n * share), 1)
 
 
-def _check(arrival: Arriving | Leaving | Window) -> None:
+def _check(arrival: GradualArrival | GradualForgetting | MovingWindow) -> None:
     check_share(arrival.share, f"{arrival.name}: the share")
     if not (arrival.seconds > 0 and math.isfinite(arrival.seconds)):
         raise ValueError(

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 
-class Budget:
+class TransferBudget:
     """Transfers of clients.
 
     limit: bytes of each client, received and sent together; None is no limit, without counting.

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from dure.fleet.arrival import Arrival, Still, parse_arrival
+from dure.fleet.arrival import Arrival, StaticData, parse_arrival
 from dure.fleet.attacks import Attack, NoAttack, parse_attack
 from dure.fleet.availability import Always, Availability, parse_availability
 from dure.fleet.devices import Devices, Equal, parse_devices
@@ -61,7 +61,7 @@ class Conditions:
 
     devices: Devices = field(default_factory=Equal)
     availability: Availability = field(default_factory=Always)
-    arrival: Arrival = field(default_factory=Still)
+    arrival: Arrival = field(default_factory=StaticData)
     drop_out: float = 0.0
     attack: Attack = field(default_factory=NoAttack)
     attackers: float = 0.0

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from dure.fleet.devices import BYTES_PER_MBIT
 
 
-class Call(NamedTuple):
+class PredictionCall(NamedTuple):
     """Bytes of an example's inputs, and of the model's answer."""
 
     example_bytes: float
@@ -31,7 +31,7 @@ class Latency(NamedTuple):
 
 
 def latency(
-    call: Call,
+    call: PredictionCall,
     *,
     device_seconds: float,
     server_seconds: float,

@@ -4,8 +4,8 @@
     up     a message passes its client's link, and then the server's
 
 Each direction transfers one message at a time, in order of arrival, and a message of D bytes takes
-D / speed seconds: the rule of `dure.fleet.virtual`, by which parameter servers are simulated. A
-link of infinite speed takes no time, and no message waits for it.
+D / speed seconds: the rule of `dure.fleet.virtual_network`, by which parameter servers are
+simulated. A link of infinite speed takes no time, and no message waits for it.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from dure.errors import DataError
 
 
-class Row(NamedTuple):
+class FileRow(NamedTuple):
     """A line of the file. line: its number, from 1."""
 
     line: int
@@ -20,7 +20,7 @@ class Row(NamedTuple):
     values: list[float]
 
 
-def read_table(path: str, columns: Sequence[str]) -> list[Row]:
+def read_table(path: str, columns: Sequence[str]) -> list[FileRow]:
     """Return the rows of a file whose header is `columns`, at least one; empty lines are skipped.
 
     Raises ValueError for a path that does not fit a text form, and DataError if the file cannot be
@@ -60,14 +60,14 @@ def in_order(names: Sequence[str]) -> list[str]:
     return sorted(once, key=int) if all(name.isdecimal() for name in once) else once
 
 
-def _row(path: str, line: int, row: Sequence[str], columns: Sequence[str]) -> Row:
+def _row(path: str, line: int, row: Sequence[str], columns: Sequence[str]) -> FileRow:
     expected = ",".join(columns)
     if len(row) != len(columns):
         raise DataError(
             f"{path}, line {line}: {len(row)} values, expected {len(columns)} ({expected})"
         )
     try:
-        return Row(line, row[0].strip(), [float(value) for value in row[1:]])
+        return FileRow(line, row[0].strip(), [float(value) for value in row[1:]])
     except ValueError as error:
         raise DataError(
             f"{path}, line {line}: {','.join(row)!r} is not a name and numbers ({expected})"

@@ -15,7 +15,7 @@ from dure.fleet.energy import Energy
 from dure.fleet.server_link import ServerLink
 
 
-class Upload(NamedTuple):
+class UploadCost(NamedTuple):
     """Cost of an upload. bytes: of all clients. seconds: duration. joules: None if not counted."""
 
     bytes: int
@@ -25,7 +25,7 @@ class Upload(NamedTuple):
 
 def upload(
     sizes: Sequence[int], devices: Devices, seed: int, server_mbit: float, energy: Energy
-) -> Upload:
+) -> UploadCost:
     """Return the cost of uploading the clients' data.
 
     Args:
@@ -40,4 +40,4 @@ def upload(
     left = sorted((size / devices.of(one, seed).up, size) for one, size in enumerate(sizes))
     ends = [link.enters(when, size) for when, size in left]
     total = sum(sizes)
-    return Upload(total, max(ends, default=0.0), energy.joules(0.0, 0.0, total))
+    return UploadCost(total, max(ends, default=0.0), energy.joules(0.0, 0.0, total))

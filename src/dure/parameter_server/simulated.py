@@ -17,7 +17,7 @@ from torch import Tensor
 from dure.contracts.strategy import Learner, RankContext, StepResult
 from dure.contracts.task import Task
 from dure.fleet.conditions import Conditions
-from dure.fleet.virtual import Link, Passage
+from dure.fleet.virtual_network import NodeLink, Transmission
 from dure.parameter_server.at_work import Worker
 from dure.parameter_server.compressed import compressors_of, push_bytes
 from dure.parameter_server.embeddings import load_with_tables, reading, weights_of
@@ -109,7 +109,7 @@ class SimulatedLearner(Learner):
         }
         for number, working in self.workers.items():
             device = self.conditions.devices.of(number, self.seed)
-            link = Link(out=device.up, into=device.down)
+            link = NodeLink(out=device.up, into=device.down)
             self.virtual.network.add(worker(number), working, link)
             self._remind(working.own)
 
@@ -150,7 +150,7 @@ class SimulatedLearner(Learner):
         self._mark(worker(number), "compute", self.virtual.network.now, seconds, clock)
         return seconds
 
-    def _sends(self, passage: Passage) -> None:
+    def _sends(self, passage: Transmission) -> None:
         """Record that a server's link was busy, which shows congestion."""
         if passage.sender.startswith("server"):
             seconds = passage.gone - passage.left

@@ -21,7 +21,7 @@ from torch import Tensor
 from dure.contracts.strategy import Learner, RankContext, StepResult
 from dure.contracts.task import Task
 from dure.fleet.conditions import Conditions
-from dure.fleet.virtual import Link
+from dure.fleet.virtual_network import NodeLink
 from dure.parameter_server.compressed import compressors_of, push_bytes
 from dure.parameter_server.downpour_plan import DownpourPlan
 from dure.parameter_server.gradients import Computed
@@ -105,7 +105,7 @@ class SimulatedReplicas(Learner):
         machines = self.plan.partitions
         for number, replica in self.replicas.items():
             device = self.conditions.devices.of(number, self.seed)
-            link = Link(out=machines * device.up, into=machines * device.down)
+            link = NodeLink(out=machines * device.up, into=machines * device.down)
             self.virtual.network.add(worker(number), replica, link)
 
     def _replica(self, number: int, clock: int) -> Replica:

@@ -14,7 +14,12 @@ from torch import Tensor
 
 from dure.fleet.conditions import Conditions
 from dure.fleet.devices import BYTES_PER_MBIT
-from dure.fleet.virtual import Link, VirtualNetwork, Watch, unwatched
+from dure.fleet.virtual_network import (
+    NodeLink,
+    TransmissionCallback,
+    VirtualNetwork,
+    ignore_transmission,
+)
 from dure.parameter_server.layout import Layout
 from dure.parameter_server.manager import Manager
 from dure.parameter_server.messages import MANAGER, Snapshot, server
@@ -46,7 +51,7 @@ class VirtualServers:
         conditions: Conditions,
         states: Sequence[Mapping[str, Any]],
         now: float,
-        watch: Watch = unwatched,
+        watch: TransmissionCallback = ignore_transmission,
     ) -> None:
         speed = conditions.server_mbit * BYTES_PER_MBIT
         # No node fails here, so the manager needs no heartbeats.
@@ -61,7 +66,7 @@ class VirtualServers:
             for number in range(plan.servers)
         ]
         for one in self.servers:
-            self.network.add(one.name, one, Link(out=speed, into=speed))
+            self.network.add(one.name, one, NodeLink(out=speed, into=speed))
         for number, state in enumerate(states):
             self._begin(number, state, now)
 

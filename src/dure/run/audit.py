@@ -30,7 +30,7 @@ from dure.federated.privacy.attacks.examine import (
 )
 from dure.federated.privacy.attacks.recording import read_updates
 from dure.federated.strategy import Federated
-from dure.fleet.liars import liars
+from dure.fleet.malicious import malicious_clients
 from dure.record.disk import told, write_atomically
 from dure.record.png import strip
 from dure.record.run import RunFolder, trained_weights
@@ -206,7 +206,7 @@ def canary_epsilon(
     assert isinstance(strategy, Federated)
     clients = strategy.count(task)
     assert clients is not None
-    places = liars(clients, there.attackers, seed)
+    places = malicious_clients(clients, there.attackers, seed)
     scores = {client: canaries.score(client, moved) for client in places}
     epsilon, guessed, right = audited_epsilon(canaries, scores, delta)
     return {

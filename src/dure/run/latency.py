@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from dure.contracts.strategy import examples_for
 from dure.contracts.task import Task
-from dure.fleet.latency import Call
+from dure.fleet.latency import PredictionCall
 from dure.machine.devices import home_of, to_device
 from dure.tasks.modes import in_mode
 
@@ -27,7 +27,7 @@ class Measured(NamedTuple):
     example on this machine.
     """
 
-    call: Call
+    call: PredictionCall
     seconds: float
 
 
@@ -50,7 +50,7 @@ def measured(task: Task, model: nn.Module, times: int = TIMES) -> Measured:
             if home.type == "cuda":
                 torch.cuda.synchronize(home)
             seconds.append(time.perf_counter() - began)
-    return Measured(Call(_nbytes(inputs), _nbytes(answer)), statistics.median(seconds))
+    return Measured(PredictionCall(_nbytes(inputs), _nbytes(answer)), statistics.median(seconds))
 
 
 def _nbytes(value: object) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dure.fleet.virtual import Passage
+from dure.fleet.virtual_network import Transmission
 
 LINK = "link"
 """Activity of a participant whose link is busy."""
@@ -45,7 +45,7 @@ class Account:
         if len(self.newest) < NEWEST and (seconds > 0 or what != LINK):
             self.newest.append([who, what, _digits(began), _digits(seconds)])
 
-    def passed(self, passage: Passage) -> None:
+    def passed(self, passage: Transmission) -> None:
         """Record a message with a payload."""
         counted = self.kinds.setdefault(str(passage.message.__struct_config__.tag), [0, 0, 0])
         counted[0] += 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from dure.fleet.virtual import Envelope
+from dure.fleet.virtual_network import Envelope
 
 Watch = Callable[[str, float, float], None]
 """watch(part, began, seconds): called for each computation with a part of the model."""

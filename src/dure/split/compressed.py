@@ -25,7 +25,7 @@ from torch import Tensor
 
 from dure.collectives.compression import Cast, Compression, Int8, NoCompression, TopK
 from dure.errors import LossNotFiniteError
-from dure.fleet.virtual import Node
+from dure.fleet.virtual_network import Node
 from dure.parallel.pipeline.cut import CutModel
 from dure.split.batching import crossings, values_at
 from dure.split.coding import Coder, Crossed, Kept, Rounded

@@ -26,7 +26,7 @@ from dure.contracts.task import Task
 from dure.data.client_part import divide
 from dure.fleet.conditions import Conditions
 from dure.fleet.devices import BYTES_PER_MBIT
-from dure.fleet.virtual import Envelope, Link, Node, VirtualNetwork, nbytes
+from dure.fleet.virtual_network import Envelope, Node, NodeLink, VirtualNetwork, nbytes
 from dure.randomness.seeds import generators_state, restore_generators
 from dure.record.meter import Meter
 from dure.split import personal
@@ -136,12 +136,14 @@ class SimulatedLearner(Learner):
             seen = Metered(self.server, self.leaks, self._held)
         self.attendance = self._attended(seen)
         self.network.add(
-            SERVER, self._speaking(self.attendance or seen), Link(out=speed, into=speed)
+            SERVER, self._speaking(self.attendance or seen), NodeLink(out=speed, into=speed)
         )
         for one in self.clients:
             one.busy.drop()
             device = self.conditions.devices.of(one.number, self.seed)
-            self.network.add(one.name, self._speaking(one), Link(out=device.up, into=device.down))
+            self.network.add(
+                one.name, self._speaking(one), NodeLink(out=device.up, into=device.down)
+            )
 
     def _speaking(self, node: Node) -> Node:
         """Return the node, wrapped for compression if it is on."""

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from dure.contracts.strategy import Kind, RankContext, World
 from dure.errors import TooFewClientsError
-from dure.fleet.budget import Budget
+from dure.fleet.budget import TransferBudget
 from dure.fleet.conditions import Conditions
 from dure.fleet.server_link import ServerLink
 from dure.protocol.carrier import (
@@ -180,7 +180,7 @@ class Simulation:
         self._made = 0
         self._underway: dict[int, Underway] = {}
         self._arrived: dict[int, Underway] = {}
-        self.budget = Budget(conditions.bytes_each)
+        self.budget = TransferBudget(conditions.bytes_each)
         self.link = ServerLink(conditions.server_mbit)
         self._gone: set[int] = set()
         """Clients found to be away for good; clients that are not asked are not checked."""

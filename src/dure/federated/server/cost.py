@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dure.fleet.energy import Energy
-from dure.fleet.upload import Upload
+from dure.fleet.upload import UploadCost
 from dure.protocol.carrier import Flight
 
 
@@ -22,7 +22,7 @@ class ClientCosts:
     infinite if they cannot be counted.
     """
 
-    def __init__(self, raw: Upload, energy: Energy, per_example: float) -> None:
+    def __init__(self, raw: UploadCost, energy: Energy, per_example: float) -> None:
         self.raw = raw
         self.energy = energy
         self.per_example = per_example

@@ -38,17 +38,17 @@ from dure.settings import listed, read
 # In the order in which messages list them.
 # isort: off
 from dure.fleet.attacks.attack import NoAttack as NoAttack
-from dure.fleet.attacks.blind import SignFlip as SignFlip
-from dure.fleet.attacks.blind import Gaussian as Gaussian
-from dure.fleet.attacks.blind import Noise as Noise
+from dure.fleet.attacks.own_update import SignFlip as SignFlip
+from dure.fleet.attacks.own_update import Gaussian as Gaussian
+from dure.fleet.attacks.own_update import AdditiveNoise as AdditiveNoise
 from dure.fleet.attacks.poisoning import LabelFlip as LabelFlip
 from dure.fleet.attacks.omniscient import ALIE as ALIE
 from dure.fleet.attacks.omniscient import InnerProduct as InnerProduct
 from dure.fleet.attacks.poisoning import Backdoor as Backdoor
 from dure.fleet.attacks.omniscient import Mimic as Mimic
-from dure.fleet.attacks.blind import NotANumber as NotANumber
-from dure.fleet.attacks.blind import Infinite as Infinite
-from dure.fleet.attacks.blind import Large as Large
+from dure.fleet.attacks.own_update import NotANumber as NotANumber
+from dure.fleet.attacks.own_update import Infinite as Infinite
+from dure.fleet.attacks.own_update import Large as Large
 # isort: on
 
 ATTACKS: dict[str, type[Attack]] = listed(globals(), Attack)

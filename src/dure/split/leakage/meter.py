@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dure.fleet.virtual import Envelope, Message, Node
+from dure.fleet.virtual_network import Envelope, Message, Node
 from dure.split.leakage.distance_correlation import distance_correlation
 from dure.split.leakage.guard import Crossing
 from dure.split.leakage.labels import clusters_auc, direction_auc, norm_auc

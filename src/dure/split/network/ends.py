@@ -17,7 +17,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten
 from dure.collectives.compression import NoCompression
 from dure.contracts.task import Task
 from dure.data.examples import Examples
-from dure.fleet.virtual import nbytes
+from dure.fleet.virtual_network import nbytes
 from dure.record.meter import Meter
 from dure.split.apart.form import decoded, encoded
 from dure.split.apart.sides import ServerPart

@@ -40,7 +40,7 @@ from dure.contracts.channels import (
     Event,
 )
 from dure.errors import DureError, LossNotFiniteError
-from dure.fleet.virtual import Passage, nbytes
+from dure.fleet.virtual_network import Transmission, nbytes
 from dure.record.meter import Meter
 from dure.split.account import Account
 from dure.split.blame import ADVICE, CannotComputeError, NotANumberError, WrongError
@@ -542,7 +542,7 @@ class Hall:
         """Record a message; the server cannot know the transmission time."""
         if size:
             now = time.perf_counter() - self._clock
-            self.account.passed(Passage(sender, receiver, frame, size, now, now, now, now))
+            self.account.passed(Transmission(sender, receiver, frame, size, now, now, now, now))
 
     # Evaluation by a client that has the head
 

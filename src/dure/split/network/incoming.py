@@ -27,7 +27,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dure.fleet.virtual import Envelope
+from dure.fleet.virtual_network import Envelope
 from dure.split.blame import WrongError, largest
 from dure.split.client import Client, Rules
 from dure.split.heads import Heads

@@ -27,7 +27,7 @@ from dure.contracts.channels import (
     Event,
 )
 from dure.errors import DureError, LossNotFiniteError
-from dure.fleet.virtual import nbytes
+from dure.fleet.virtual_network import nbytes
 from dure.record.meter import Meter
 from dure.split.alignment import NobodyError
 from dure.split.network.control import Failed, Members

@@ -22,7 +22,7 @@ from dure.contracts.strategy import CHECKPOINT, STOP, Learner, RankContext, Step
 from dure.contracts.task import Task
 from dure.data.examples import Examples
 from dure.errors import RunFolderError
-from dure.fleet.virtual import nbytes
+from dure.fleet.virtual_network import nbytes
 from dure.machine.threads import threads_for
 from dure.record.checkpoint import UNREADABLE, read_tree, write_tree
 from dure.record.meter import Counters, Meter

@@ -22,7 +22,7 @@ from dure.collectives.group import Group
 from dure.contracts.task import Task
 from dure.data.examples import Examples
 from dure.errors import RunFolderError, StateError
-from dure.fleet.virtual import Envelope, Node
+from dure.fleet.virtual_network import Envelope, Node
 from dure.randomness.seeds import generators_state, restore_generators
 from dure.record.checkpoint import read_tree, write_tree
 from dure.record.disk import write_atomically

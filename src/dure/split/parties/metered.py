@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dure.fleet.virtual import Envelope, Message, Node
+from dure.fleet.virtual_network import Envelope, Message, Node
 from dure.split.leakage.guard import Crossing
 from dure.split.leakage.meter import LeakMeter
 from dure.split.parties.messages import ActivationGradients, Activations

@@ -27,7 +27,7 @@ from dure.data.batches import Batches
 from dure.data.examples import Examples
 from dure.fleet.conditions import Conditions
 from dure.fleet.devices import BYTES_PER_MBIT
-from dure.fleet.virtual import Link, Node, VirtualNetwork
+from dure.fleet.virtual_network import Node, NodeLink, VirtualNetwork
 from dure.randomness.seeds import generator
 from dure.record.meter import Meter
 from dure.split.alignment import AlignedHolder, AlignedParty
@@ -174,10 +174,10 @@ class PartiesLearner(Learner):
     def _add(self, name: str, number: int | None, node: Node) -> None:
         """Add a node to the virtual network; number: of the party, None for the server."""
         speed = self.conditions.server_mbit * BYTES_PER_MBIT
-        link = Link(out=speed, into=speed)
+        link = NodeLink(out=speed, into=speed)
         if number is not None:
             device = self.conditions.devices.of(number, self.seed)
-            link = Link(out=device.up, into=device.down)
+            link = NodeLink(out=device.up, into=device.down)
         self.network.add(name, node, link)
 
     def _live(self) -> None:

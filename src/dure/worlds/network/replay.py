@@ -17,7 +17,7 @@ from typing import Any, ClassVar, TypeVar
 
 from dure.contracts.strategy import Kind, RankContext, StepInterrupted, World
 from dure.errors import RunFolderError
-from dure.fleet.budget import Budget
+from dure.fleet.budget import TransferBudget
 from dure.fleet.conditions import Conditions
 from dure.protocol.carrier import Carrier
 from dure.protocol.messages import Measure, Measured
@@ -84,7 +84,7 @@ class Replay(World):
             lasts=self.lasts(place),
             measure_seconds=math.inf,
             record=True,
-            budget=Budget(self._budget(place)),
+            budget=TransferBudget(self._budget(place)),
             interrupted=place.interrupted,
             tell=lambda text: None,
             models=self.models,

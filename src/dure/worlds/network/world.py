@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 from dure.contracts.channels import Channels, HostedRun
 from dure.contracts.strategy import Kind, RankContext, World
 from dure.errors import RunFolderError, ServeError, warn
-from dure.fleet.budget import Budget
+from dure.fleet.budget import TransferBudget
 from dure.fleet.conditions import Conditions, EngineName
 from dure.machine.extras import check_extra
 from dure.protocol.carrier import Carrier
@@ -207,7 +207,7 @@ class Network(World):
             lasts=self.deadline,
             measure_seconds=self.measure_seconds,
             record=self.record,
-            budget=Budget(self.conditions.bytes_each),
+            budget=TransferBudget(self.conditions.bytes_each),
             interrupted=place.interrupted,
             tell=lambda text: place.report({"waiting": text}),
             watching=server.watching,

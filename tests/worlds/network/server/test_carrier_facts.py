@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dure.fleet.budget import Budget
+from dure.fleet.budget import TransferBudget
 from dure.wire.requests import Machine, to_json
 from dure.worlds.network.clock import Clock
 from dure.worlds.network.journal import Event, Journal
@@ -47,7 +47,7 @@ def made(tmp_path: Path):
             lasts=60.0,
             measure_seconds=1.0,
             record=False,
-            budget=Budget(None),
+            budget=TransferBudget(None),
             interrupted=lambda: False,
             tell=lambda text: None,
         )

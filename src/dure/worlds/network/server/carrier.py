@@ -24,7 +24,7 @@ from torch import Tensor
 
 from dure.contracts.strategy import StepInterrupted
 from dure.errors import DamagedUpdateError, RunFolderError
-from dure.fleet.budget import Budget
+from dure.fleet.budget import TransferBudget
 from dure.machine.memory import give_back
 from dure.protocol.carrier import Action, Assign, Combine, Coordinator, Draft, Flight
 from dure.protocol.messages import (
@@ -149,7 +149,7 @@ class NetworkCarrier:
         lasts: float,
         measure_seconds: float,
         record: bool,
-        budget: Budget,
+        budget: TransferBudget,
         interrupted: Callable[[], bool],
         tell: Callable[[str], None],
         watching: Watching | None = None,

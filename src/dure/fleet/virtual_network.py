@@ -8,7 +8,8 @@
 
 So many workers wait for each other at a server's link. A calendar has the wake times of nodes, so
 that an event does not scan all nodes. Links between distinct nodes preserve the order of messages;
-a `Fate` may lose, repeat or delay each message. The history is a function of the nodes and fates.
+a `MessageFaults` may lose, repeat or delay each message. The history is a function of the nodes and
+fates.
 """
 
 from __future__ import annotations
@@ -49,14 +50,14 @@ class Node(Protocol):
 
 
 @dataclass(frozen=True)
-class Link:
+class NodeLink:
     """Bytes per second out of a node and into it; with infinity transfers take no time."""
 
     out: float = math.inf
     into: float = math.inf
 
 
-Fate = Callable[[str, str, Message, float], Sequence[float]]
+MessageFaults = Callable[[str, str, Message, float], Sequence[float]]
 """fate(sender, receiver, message, now) -> extra delays in seconds, one per delivery."""
 
 
@@ -89,7 +90,7 @@ class Traffic:
             meter.counters.idle_seconds += max(0.0, elapsed - computed - self.seconds)
 
 
-class Passage(NamedTuple):
+class Transmission(NamedTuple):
     """A message with a payload, and the times at which links were busy with it.
 
     nbytes: of the payload. left, gone: start and end at the sender. arriving, there: earliest start
@@ -106,11 +107,11 @@ class Passage(NamedTuple):
     there: float
 
 
-Watch = Callable[[Passage], None]
+TransmissionCallback = Callable[[Transmission], None]
 """Callback for every message with a payload."""
 
 
-def unwatched(passage: Passage) -> None:
+def ignore_transmission(passage: Transmission) -> None:
     """Ignore the passage of a message."""
 
 
@@ -119,7 +120,7 @@ class _Inhabitant:
     """A node with the times at which its links are free. gone: whether the node is disconnected."""
 
     node: Node
-    link: Link
+    link: NodeLink
     place: int
     """Order of nodes that wake at the same time, the lowest place first."""
     wakes: float = math.inf
@@ -136,7 +137,9 @@ class _Inhabitant:
 class VirtualNetwork:
     """Nodes by name, and the messages between them."""
 
-    def __init__(self, fate: Fate = arrives, watch: Watch = unwatched) -> None:
+    def __init__(
+        self, fate: MessageFaults = arrives, watch: TransmissionCallback = ignore_transmission
+    ) -> None:
         self.now = 0.0
         self.fate = fate
         self.watch = watch
@@ -147,7 +150,7 @@ class VirtualNetwork:
         self._calendar: list[tuple[float, int, str]] = []
         """(time, place, name): wake times of all nodes, including outdated entries."""
 
-    def add(self, name: str, node: Node, link: Link = Link()) -> None:
+    def add(self, name: str, node: Node, link: NodeLink = NodeLink()) -> None:
         """Add a node to the network; it replaces an earlier node with this name."""
         before = self._nodes.get(name)
         place = len(self._nodes) if before is None else before.place
@@ -205,7 +208,9 @@ class VirtualNetwork:
             arriving = max(there.in_free, self.now)
             over = arriving + size / there.link.into
             payload = size - HEADER
-            self.watch(Passage(sender, receiver, message, payload, began, self.now, arriving, over))
+            self.watch(
+                Transmission(sender, receiver, message, payload, began, self.now, arriving, over)
+            )
         for delay in delays:
             there.in_free = max(there.in_free, self.now) + size / there.link.into
             there.traffic.seconds += size / there.link.into

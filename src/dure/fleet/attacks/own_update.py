@@ -66,7 +66,7 @@ class Gaussian(Attack):
 
 
 @dataclass(frozen=True)
-class Noise(Attack):
+class AdditiveNoise(Attack):
     """Send the own update plus noise N(0, sigma²), independent for each malicious client.
 
     Slows the mean down, like noise of bad hardware or of a bad link; with a small sigma robust

@@ -17,7 +17,7 @@ from dure.randomness.permutation import Permutation
 from dure.randomness.seeds import derive
 
 
-class Liars(Collection[int]):
+class MaliciousClients(Collection[int]):
     """The malicious clients, in ascending order.
 
     The collection supports `client in liars`, `len(liars)` and `for client in liars`.
@@ -38,7 +38,9 @@ class Liars(Collection[int]):
         return iter(sorted(self._permutation.first(self._count)))
 
 
-def liars(clients: int, attackers: float, seed: int, turn: int | None = None) -> Liars:
+def malicious_clients(
+    clients: int, attackers: float, seed: int, turn: int | None = None
+) -> MaliciousClients:
     """Return the malicious clients among 0..clients-1.
 
     attackers: number of malicious clients (1 or more), or their share (less than 1, rounded to the
@@ -47,17 +49,17 @@ def liars(clients: int, attackers: float, seed: int, turn: int | None = None) ->
 
     Raises ValueError for attackers that are not a number of clients.
     """
-    return Liars(_permutation(clients, seed, turn), count(clients, attackers))
+    return MaliciousClients(_permutation(clients, seed, turn), attacker_count(clients, attackers))
 
 
-def is_liar(
+def is_attacker(
     client: int, clients: int, attackers: float, seed: int, turn: int | None = None
 ) -> bool:
-    """Return whether `client` is in `liars(clients, attackers, seed, turn)`."""
-    return client in liars(clients, attackers, seed, turn)
+    """Return whether `client` is in `malicious_clients(clients, attackers, seed, turn)`."""
+    return client in malicious_clients(clients, attackers, seed, turn)
 
 
-def count(clients: int, attackers: float) -> int:
+def attacker_count(clients: int, attackers: float) -> int:
     """Return the number of malicious clients among `clients`.
 
     Raises ValueError for attackers that are neither a number of clients nor a share below 1.
