@@ -52,7 +52,7 @@ from torch.nn import functional as F
 
 import dure
 from dure.contracts.strategy import RankContext
-from dure.machine.memory import memory_kept
+from dure.machine.memory import keep_freed_memory
 from dure.parallel.mesh.mesh import Mesh
 from dure.parallel.mesh.strategy import Parallel, ParallelLearner
 from dure.parallel.pipeline.builders import make
@@ -388,7 +388,7 @@ def program(asked: argparse.Namespace, place: RankContext) -> JSON:
     place.group.step = "a benchmark"
     result: JSON = {}
     for microbatches in asked.microbatches:
-        with memory_kept():
+        with keep_freed_memory():
             rows = contest(
                 asked.width, asked.batch, microbatches, asked.rounds, asked.steps, gloo, place
             )

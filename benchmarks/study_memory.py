@@ -37,7 +37,7 @@ from torch import nn
 import dure
 from dure.contracts.strategy import Strategy
 from dure.machine.cores import available_cores
-from dure.machine.memory import in_huge_pages
+from dure.machine.memory import enable_huge_pages
 from dure.memory.formula import need_of
 
 JSON = dict[str, Any]
@@ -111,7 +111,7 @@ def peak(name: str, width: int) -> int:
     """Bytes at the peak of the largest rank until the last step, of a run in its own process."""
     # As for the command line, and for ranks.
     variables: dict[str, str] = {}
-    in_huge_pages(variables)
+    enable_huge_pages(variables)
     phases = watched(__file__, "--one", name, str(width), **variables)
     who = "parent" if systems()[name][1] == 1 else "rank"
     return max(phases.get(phase, {}).get(who, 0) for phase in ("start", "training"))

@@ -10,7 +10,7 @@ import sys
 import torch
 from torch.optim import Optimizer
 import dure
-from dure.machine.compiler import left_out
+from dure.machine.compiler import deferred_compiler
 from functools import partial
 from small import small_task
 
@@ -27,8 +27,8 @@ for optimizer in (momentum, partial(torch.optim.AdamW, lr=0.1)):
 assert not there()
 for function in (Optimizer.add_param_group, Optimizer.zero_grad):
     assert not hasattr(function.__wrapped__, "__dynamo_disable"), "torch is as it was"
-with left_out():
-    with left_out():
+with deferred_compiler():
+    with deferred_compiler():
         assert there()
     assert there(), "the outer one lasts"
     there_now = sys.modules["torch._dynamo"]

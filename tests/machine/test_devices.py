@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import dure
-from dure.machine.devices import home_of, on_device, to_cpu, to_device
+from dure.machine.devices import device_of_model, on_device, to_cpu, to_device
 from small import examples, network, small_task
 
 CPU = torch.device("cpu")
@@ -21,9 +21,9 @@ WEIGHT = torch.tensor([1.0, 2.0, 0.5], dtype=torch.float64)
 
 
 def test_a_model_is_where_its_first_parameter_is() -> None:
-    assert home_of(network()) == CPU
-    assert home_of(nn.Sequential(nn.Flatten(), nn.Linear(2, 2, device=AWAY))) == AWAY
-    assert home_of(nn.Flatten()) == CPU
+    assert device_of_model(network()) == CPU
+    assert device_of_model(nn.Sequential(nn.Flatten(), nn.Linear(2, 2, device=AWAY))) == AWAY
+    assert device_of_model(nn.Flatten()) == CPU
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from dure.machine import libraries
-from dure.machine.libraries import is_copied, is_elsewhere
+from dure.machine.libraries import is_foreign_project, is_installed_copy
 
 
 @pytest.fixture(autouse=True)
@@ -36,17 +36,17 @@ def library_in(folder: Path) -> Path:
 def test_python_and_torch_are_installed_and_this_file_is_not() -> None:
     import torch
 
-    assert is_copied(Path(os.__file__))
-    assert is_copied(Path(torch.__file__))
-    assert not is_copied(Path(__file__))
-    assert not is_elsewhere(Path(__file__))
+    assert is_installed_copy(Path(os.__file__))
+    assert is_installed_copy(Path(torch.__file__))
+    assert not is_installed_copy(Path(__file__))
+    assert not is_foreign_project(Path(__file__))
 
 
 def test_a_library_of_the_user_s_site_is_copied(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(site, "getusersitepackages", lambda: str(tmp_path))
-    assert is_copied(library_in(tmp_path))
+    assert is_installed_copy(library_in(tmp_path))
 
 
 def test_what_pip_has_copied_into_a_folder_is_installed_and_its_neighbours_are_not(
@@ -57,8 +57,8 @@ def test_what_pip_has_copied_into_a_folder_is_installed_and_its_neighbours_are_n
     (tmp_path / "given-1.0.dist-info" / "RECORD").write_text("given/layers.py,sha256=x,0\n")
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     monkeypatch.chdir(tmp_path)
-    assert is_copied(file)
-    assert not is_copied(tmp_path / "mine.py")
+    assert is_installed_copy(file)
+    assert not is_installed_copy(tmp_path / "mine.py")
 
 
 def editable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -89,9 +89,9 @@ def test_what_lies_elsewhere_is_a_library_unless_somebody_works_there(
     found, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = found(tmp_path, monkeypatch)
-    assert not is_copied(file)
-    assert is_elsewhere(file)
-    assert not is_elsewhere(tmp_path / "mine.py")
+    assert not is_installed_copy(file)
+    assert is_foreign_project(file)
+    assert not is_foreign_project(tmp_path / "mine.py")
     for place in ("a project", "a project/given", "."):
         monkeypatch.chdir(tmp_path / place)
-        assert not is_elsewhere(file)
+        assert not is_foreign_project(file)

@@ -17,7 +17,7 @@ import pytest
 import dure
 import dure.machine.memory
 from dure.contracts.strategy import RankContext
-from dure.machine.memory import available_memory, memory_kept, memory_returned
+from dure.machine.memory import available_memory, keep_freed_memory, return_freed_memory
 from dure.run import drive
 
 glibc = pytest.mark.skipif(
@@ -26,7 +26,7 @@ glibc = pytest.mark.skipif(
 
 SCRIPT = """
 import json, resource, threading, torch
-from dure.machine.memory import available_memory, memory_kept
+from dure.machine.memory import available_memory, keep_freed_memory
 from dure.run import drive
 torch.set_num_threads(1)
 
@@ -42,8 +42,8 @@ def faults():
     return (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / 3
 
 found = {}
-with memory_kept():
-    with memory_kept():
+with keep_freed_memory():
+    with keep_freed_memory():
         found["inside"] = faults()
     found["still inside"] = faults()
 print(json.dumps(found))
@@ -153,7 +153,7 @@ def test_a_system_without_mallopt_is_left_alone(monkeypatch: pytest.MonkeyPatch)
         raise OSError("no such library")
 
     monkeypatch.setattr(dure.machine.memory.ctypes, "CDLL", nothing)
-    with memory_kept():
+    with keep_freed_memory():
         pass
 
 
@@ -163,7 +163,7 @@ def test_an_error_inside_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in dure.machine.memory._OWN:
         monkeypatch.delenv(name, raising=False)
     kept, returned = dure.machine.memory._KEPT, dure.machine.memory._RETURNED
-    with pytest.raises(KeyError), memory_kept(), memory_returned():
+    with pytest.raises(KeyError), keep_freed_memory(), return_freed_memory():
         raise KeyError
     # The block inside has its own way, and the one around goes on as before.
     assert asked == [kept, returned, kept, dure.machine.memory._USUAL]
@@ -178,7 +178,7 @@ def test_memory_that_is_available_is_a_part_of_what_there_is() -> None:
 
 SERVES = """
 import json, torch
-from dure.machine.memory import memory_kept, memory_returned
+from dure.machine.memory import keep_freed_memory, return_freed_memory
 
 def resident():
     for line in open("/proc/self/status"):
@@ -193,7 +193,7 @@ def left(way):
         del blocks
         return resident() - before
 
-print(json.dumps({"returned": left(memory_returned), "kept": left(memory_kept)}))
+print(json.dumps({"returned": left(return_freed_memory), "kept": left(keep_freed_memory)}))
 """
 
 

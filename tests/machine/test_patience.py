@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from dure.machine import patience as module
-from dure.machine.patience import Patience
+from dure.machine import stall_timeout as module
+from dure.machine.stall_timeout import StallTimeout
 
 
 class Clock:
@@ -22,7 +22,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def over_at(patience: Patience, clock: Clock, progress: object, step: float) -> float:
+def over_at(patience: StallTimeout, clock: Clock, progress: object, step: float) -> float:
     """After how many seconds of looks, `step` apart, it is over."""
     began = clock.now
     while not patience.is_over(progress):
@@ -31,11 +31,11 @@ def over_at(patience: Patience, clock: Clock, progress: object, step: float) -> 
 
 
 def test_it_ends_after_the_deadline_without_progress(clock: Clock) -> None:
-    assert over_at(Patience(10.0), clock, "step 3", 0.5) == 10.0
+    assert over_at(StallTimeout(10.0), clock, "step 3", 0.5) == 10.0
 
 
 def test_progress_begins_it_anew(clock: Clock) -> None:
-    patience = Patience(10.0)
+    patience = StallTimeout(10.0)
     for step in range(100):
         assert not patience.is_over(step)
         clock.now += 0.9
@@ -45,7 +45,7 @@ def test_progress_begins_it_anew(clock: Clock) -> None:
 
 
 def test_time_in_which_nobody_looked_does_not_count(clock: Clock) -> None:
-    patience = Patience(10.0)
+    patience = StallTimeout(10.0)
     assert not patience.is_over(0)
     clock.now += 1000.0  # Ctrl-Z
     assert not patience.is_over(0)
@@ -53,5 +53,5 @@ def test_time_in_which_nobody_looked_does_not_count(clock: Clock) -> None:
 
 
 def test_short_deadlines_are_looked_at_more_often() -> None:
-    assert Patience(0.4).every == 0.1
-    assert Patience(600.0).every == 1.0
+    assert StallTimeout(0.4).every == 0.1
+    assert StallTimeout(600.0).every == 1.0

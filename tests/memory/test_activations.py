@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dure.machine.compiler import left_out
+from dure.machine.compiler import deferred_compiler
 from dure.memory.activations import observed, saved_bytes
 from dure.memory.live import Live
 from dure.memory.peak import step_peak
@@ -84,7 +84,7 @@ def test_what_a_pass_keeps_and_takes_is_known_before_it_is_made(case: str) -> No
     assert all(parameter.grad is None for parameter in model.parameters())
     assert predicted == really_kept(model, inputs)
     # The first mode of a process would load the compiler.
-    with left_out(), Live([*model.parameters(), *model.buffers(), inputs]) as live:
+    with deferred_compiler(), Live([*model.parameters(), *model.buffers(), inputs]) as live:
         loss(model(inputs), None).backward()  # type: ignore[no-untyped-call]
     assert peak == live.peak
     assert live.bytes == sum(parameter.nbytes for parameter in model.parameters())

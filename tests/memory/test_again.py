@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 from torch import Tensor, nn
 
-from dure.machine.compiler import left_out
+from dure.machine.compiler import deferred_compiler
 from dure.memory.again import compute_again
 from dure.memory.choosing import Chooser
 from dure.memory.live import Live
@@ -64,7 +64,7 @@ def passed(model: nn.Module) -> list[Tensor]:
     """The gradients and buffers after two steps."""
     torch.manual_seed(1)
     # Elsewhere torch would load its compiler.
-    with left_out():
+    with deferred_compiler():
         for number in range(2):
             inputs = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(number))
             model(inputs).square().mean().backward()
@@ -105,7 +105,7 @@ def test_what_is_computed_again_is_not_kept() -> None:
     for names in ([], ["0", "1", "2", "3"]):
         twin = copy.deepcopy(model)
         compute_again(twin, names)
-        with left_out(), Live([*twin.parameters(), inputs]) as live:
+        with deferred_compiler(), Live([*twin.parameters(), inputs]) as live:
             outputs = twin(inputs)
             kept.append(live.bytes)
             del outputs
@@ -122,7 +122,7 @@ def test_inputs_that_were_changed_since_are_an_error() -> None:
     outputs = model[2](outputs)
     with torch.no_grad():
         hidden.add_(1)
-    with left_out(), pytest.raises(RuntimeError, match="modified by an inplace operation"):
+    with deferred_compiler(), pytest.raises(RuntimeError, match="modified by an inplace operation"):
         outputs.sum().backward()
 
 
@@ -140,7 +140,7 @@ def test_a_buffer_that_is_written_later_than_in_the_first_pass_is_an_error() -> 
 
     model = nn.Sequential(nn.Linear(2, 2), Later())
     compute_again(model, ["1"])
-    with left_out():
+    with deferred_compiler():
         model(torch.ones(1, 2)).sum().backward()
     model[1].writes = True
     with pytest.raises(RuntimeError, match="module 1 writes a buffer"):

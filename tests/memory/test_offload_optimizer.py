@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn, optim
 from torch.optim import Optimizer
 
-from dure.machine.compiler import left_out
+from dure.machine.compiler import deferred_compiler
 from dure.memory.mapped import in_own_file
 from dure.memory.offload.optimizer import OffloadedSteps
 from dure.memory.offload.store import Files
@@ -41,7 +41,7 @@ PIECE = 64
 @pytest.fixture(autouse=True, scope="module")
 def without_compiler() -> Iterator[None]:
     """As in a run: a first step would load it."""
-    with left_out():
+    with deferred_compiler():
         yield
 
 

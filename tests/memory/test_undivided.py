@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import dure
 from dure.contracts.strategy import RankContext, Strategy, unused_copy
-from dure.machine.limits import Room
+from dure.machine.limits import RemainingMemory
 from dure.memory import mapped as mapping
 from dure.memory import undivided
 from dure.memory.mapped import Disk, DiskError, is_mapped, mapped
@@ -95,8 +95,8 @@ def test_the_process_that_waits_has_its_model_in_files_unless_it_is_small(
     assert not lies_in_files(small.model)
     # With so much free, it is not.
     weights = sum(one.nbytes for one in tensors_of(small.model))
-    room = Room(undivided._SMALL * weights // 2, 0, "what this test leaves", shared=True)
-    monkeypatch.setattr(undivided, "rooms", lambda: [room])
+    room = RemainingMemory(undivided._SMALL * weights // 2, 0, "what this test leaves", shared=True)
+    monkeypatch.setattr(undivided, "remaining_memory", lambda: [room])
     world = dure.Processes(2)
     job, _ = prepare(TASK, strategy, world, dure.Stop(steps=1), 0)
     assert job.fresh is not None

@@ -259,7 +259,7 @@ def test_an_installed_module_is_not_looked_for_in_the_working_directory(
     from dure.run.begun import _name
 
     asked = config(task={"name": "my_task:task", "options": {}})
-    state.remember(_name(asked), b'{"files": {}}')
+    state.write_state_file(_name(asked), b'{"files": {}}')
     monkeypatch.chdir(own)
     with pytest.raises(RunFolderError, match="is not what it was when the run was begun"):
         Asks(own, asked)("my_task:task")

@@ -18,7 +18,7 @@ from torch import nn
 
 import dure
 import dure.run.fits
-from dure.machine.limits import Room
+from dure.machine.limits import RemainingMemory
 from dure.memory.formula import Need, bytes_of, divided, need_of, tensors_of
 from dure.memory.mapped import Disk, mapped
 from dure.run.fits import check_fits, held_by
@@ -134,9 +134,9 @@ def refusal(free: int, strategy: dure.Strategy, world: dure.World, **room: bool)
             return nn.Linear(5000, 5000, bias=False)
 
     task = small_task(model=model, optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9))
-    here = [Room(free * 10**6, 0, "a limit", shared=room.pop("shared", False), **room)]
+    here = [RemainingMemory(free * 10**6, 0, "a limit", shared=room.pop("shared", False), **room)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dure.run.fits, "rooms", lambda: here)
+        patch.setattr(dure.run.fits, "remaining_memory", lambda: here)
         patch.setattr(dure.run.fits, "free_in_heap", lambda: 0)
         try:
             check_fits(task, strategy, world, model())

@@ -61,8 +61,8 @@ from dure.cli.running import (
     start_fork_server,
 )
 from dure.errors import DureError, WorkerFailedError, described, suggestion, text_of
-from dure.machine.memory import in_huge_pages
-from dure.machine.streams import nobody_reads, open_streams
+from dure.machine.memory import enable_huge_pages
+from dure.machine.streams import open_streams, reader_is_gone
 from dure.worlds.launched import under_torchrun
 from dure.worlds.processes.fork_server import server
 
@@ -177,7 +177,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # OpenMP's threads spin for milliseconds before they release their core, and starve others that
     # need it. Set before torch loads OpenMP, which reads it then, and inherited by ranks.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
-    in_huge_pages(os.environ)
+    enable_huge_pages(os.environ)
     # Without standard streams, as under a daemon, the first socket would get their number.
     open_streams()
     try:
@@ -191,7 +191,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Not only Exception: user code may raise SystemExit, which would end the process with the
     # status of success.
     except BaseException as error:
-        if isinstance(error, BrokenPipeError) and nobody_reads(1):  # `dure --help | head`
+        if isinstance(error, BrokenPipeError) and reader_is_gone(1):  # `dure --help | head`
             # Python flushes standard output once more at its end, and would fail there.
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             return 0

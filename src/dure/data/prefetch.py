@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from dure.data.examples import Examples
 from dure.errors import WorkerFailedError, described, traceback_of
 from dure.machine.devices import to_device
-from dure.machine.global_settings import as_here
+from dure.machine.global_settings import with_current_settings
 from dure.machine.threads import set_own_threads
 from dure.randomness.seeds import generators_state, restore_generators
 
@@ -94,7 +94,9 @@ class ThreadLoaders:
         self.indices = indices
         self.device = device
         self.ahead = AHEAD * loaders
-        self._pool = ThreadPoolExecutor(loaders, "dure loader", as_here(set_own_threads), (1,))
+        self._pool = ThreadPoolExecutor(
+            loaders, "dure loader", with_current_settings(set_own_threads), (1,)
+        )
         # A pool starts a thread only if none is idle, and each thread sets its number of torch
         # threads when it starts, which also changes the default for new threads. Tasks that wait
         # for one another make all threads start now; then this thread restores its own number

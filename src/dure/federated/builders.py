@@ -48,7 +48,7 @@ from dure.fleet.conditions import Conditions
 from dure.fleet.energy import NoEnergy
 from dure.fleet.malicious import malicious_clients
 from dure.fleet.upload import upload
-from dure.machine.devices import home_of
+from dure.machine.devices import device_of_model
 from dure.machine.threads import threads_for
 from dure.protocol.carrier import Carrier
 from dure.randomness.secret import Secret
@@ -93,7 +93,7 @@ def learner(strategy: FederatedSettings, task: Task, place: RankContext, seed: i
     assert place.conditions is not None
     # Build the clients first: the carrier reads their sizes as soon as the server starts.
     model = place.model(task, seed)
-    task = task.on(home_of(model))
+    task = task.on(device_of_model(model))
     keep = _keep(place.conditions, place.folder, strategy.batch_size)
     clients = build_clients(strategy, task, model, place.conditions, seed, keep)
     place.ending.callback(clients.close)

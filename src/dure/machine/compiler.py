@@ -1,9 +1,9 @@
 """Keep torch's compiler unloaded in processes that compile nothing.
 
 The first optimizer of a process, and its first step, import torch._dynamo only to exclude functions
-from compilation: seconds in every rank, and longer than importing torch. `left_out` installs a
-stand-in that accepts such notices, and is replaced by the real module as soon as code asks for any
-other attribute: code that compiles gets the compiler.
+from compilation: seconds in every rank, and longer than importing torch. `deferred_compiler`
+installs a stand-in that accepts such notices, and is replaced by the real module as soon as code
+asks for any other attribute: code that compiles gets the compiler.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ class _StandIn(ModuleType):
             self._noticed.clear()
 
 
-def settings_alone() -> None:
-    """Load the compiler's settings without the compiler; called inside `left_out`.
+def load_compiler_settings() -> None:
+    """Load the compiler's settings without the compiler; called inside `deferred_compiler`.
 
     torch's fake tensors read two of the settings and nothing else of the compiler.
     """
@@ -98,7 +98,7 @@ def settings_alone() -> None:
         spec.loader.exec_module(there.config)
 
 
-def untraced(function: Called) -> Called:
+def excluded_from_compilation(function: Called) -> Called:
     """Return the function excluded from compilation.
 
     Used for hooks of compiled modules, whose calls the compiler would trace with their hooks.
@@ -110,7 +110,7 @@ def untraced(function: Called) -> Called:
 
 
 @contextmanager
-def left_out() -> Iterator[None]:
+def deferred_compiler() -> Iterator[None]:
     """Context manager: torch runs without its compiler until code compiles.
 
     Nothing changes if the compiler is already loaded.

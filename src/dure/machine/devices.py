@@ -57,7 +57,7 @@ def to_cpu(tree: Any) -> Any:
     return tree_map(lambda leaf: leaf.cpu() if isinstance(leaf, Tensor) else leaf, tree)
 
 
-def home_of(model: nn.Module) -> torch.device:
+def device_of_model(model: nn.Module) -> torch.device:
     """Return the device of a model's first parameter, or the CPU for a model without parameters."""
     return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
@@ -85,7 +85,7 @@ def _are_there(leaves: Any, device: torch.device) -> bool:
     return all(leaf.device == device for leaf in leaves if isinstance(leaf, Tensor))
 
 
-def devices_here(workers: int | None, cores: int) -> tuple[str, ...]:
+def default_devices(workers: int | None, cores: int) -> tuple[str, ...]:
     """Return a device name for each worker: the CUDA devices in turn if present, else "cpu".
 
     workers: number of workers; None means as many as CUDA devices, or as cores and at least two.

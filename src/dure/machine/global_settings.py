@@ -1,7 +1,7 @@
 """Settings of torch and Python for a whole process or a thread, as values.
 
 A user who changes a setting expects it to apply wherever a run computes: in the processes of its
-ranks and in its worker threads too. `settings_here` reads all settings, and `Settings.apply`
+ranks and in its worker threads too. `settings_here` reads all settings, and `GlobalSettings.apply`
 applies the differing ones in another process. docs/ranks.md lists the settings, and the exceptions.
 
 A setting that this version of torch lacks, or does not report, stays unchanged.
@@ -38,7 +38,7 @@ class _Setting(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Settings:
+class GlobalSettings:
     """Values by the setting's name; they can be pickled."""
 
     values: dict[str, Any]
@@ -51,20 +51,22 @@ class Settings:
             if setting is not None and _read(setting) not in (value, _UNKNOWN):
                 setting.write(value)
 
-    def of_computing(self) -> Settings:
+    def of_computing(self) -> GlobalSettings:
         """Return the settings that change computed values, for an independent process."""
         kinds = ("torch.", "numpy.", "decimal")
-        return Settings({name: v for name, v in self.values.items() if name.startswith(kinds)})
+        return GlobalSettings(
+            {name: v for name, v in self.values.items() if name.startswith(kinds)}
+        )
 
 
-def settings_here() -> Settings:
+def settings_here() -> GlobalSettings:
     """Return all settings of this process and thread."""
-    return Settings(dict(_known(_ALL)))
+    return GlobalSettings(dict(_known(_ALL)))
 
 
-def as_here(function: Callable[..., Value]) -> Callable[..., Value]:
+def with_current_settings(function: Callable[..., Value]) -> Callable[..., Value]:
     """Wrap a function for another thread, so that it starts with the settings of this thread."""
-    settings = Settings(dict(_known(_OF_A_THREAD)))
+    settings = GlobalSettings(dict(_known(_OF_A_THREAD)))
 
     @functools.wraps(function)
     def there(*arguments: Any) -> Value:

@@ -23,12 +23,12 @@ from urllib.parse import unquote, urlsplit
 from dure.references import installed_folders
 
 
-def is_copied(file: Path) -> bool:
+def is_installed_copy(file: Path) -> bool:
     """Return whether the file came with Python or with a package that pip has copied."""
     return any(map(file.is_relative_to, installed_folders())) or _is_in_target(file)
 
 
-def is_elsewhere(file: Path) -> bool:
+def is_foreign_project(file: Path) -> bool:
     """Return whether the file belongs to an editable install or a PYTHONPATH entry.
 
     False for a file in a working folder, and for a project that contains a working folder.

@@ -24,7 +24,7 @@ _GROUPS = Path("/sys/fs/cgroup")
 _PROC = Path("/proc")
 
 
-class Room(NamedTuple):
+class RemainingMemory(NamedTuple):
     """Memory that a single limit leaves.
 
     nbytes: bytes still available. swap: further bytes available by swapping. whose: name of the
@@ -46,13 +46,13 @@ class Room(NamedTuple):
         return self.nbytes + self.swap
 
 
-def rooms() -> list[Room]:
+def remaining_memory() -> list[RemainingMemory]:
     """Return the memory that each limit leaves; empty if the system reports nothing."""
     swap = _meminfo().get("SwapFree", 0)
     return [*_of_process(), *_of_groups(swap), *_of_machine(swap)]
 
 
-def _of_process() -> Iterator[Room]:
+def _of_process() -> Iterator[RemainingMemory]:
     """Yield the memory that the limits of this process leave beyond its present use."""
     with suppress(OSError, ValueError, IndexError):
         sizes = [int(pages) * mmap.PAGESIZE for pages in (_PROC / "self/statm").read_text().split()]
@@ -63,13 +63,17 @@ def _of_process() -> Iterator[Room]:
         for kind, whose, used, addressed in own:
             limit, _ = resource.getrlimit(kind)
             if limit != resource.RLIM_INFINITY:
-                yield Room(max(0, limit - used), 0, whose, shared=False, addressed=addressed)
+                yield RemainingMemory(
+                    max(0, limit - used), 0, whose, shared=False, addressed=addressed
+                )
 
 
-def _of_machine(swap: int) -> Iterator[Room]:
+def _of_machine(swap: int) -> Iterator[RemainingMemory]:
     available = _meminfo().get("MemAvailable")
     if available is not None:
-        yield Room(available, swap, "the memory that is free on this machine", shared=True)
+        yield RemainingMemory(
+            available, swap, "the memory that is free on this machine", shared=True
+        )
 
 
 def _meminfo() -> dict[str, int]:
@@ -83,7 +87,7 @@ def _meminfo() -> dict[str, int]:
     return found
 
 
-def _of_groups(swap: int) -> Iterator[Room]:
+def _of_groups(swap: int) -> Iterator[RemainingMemory]:
     """Yield the memory that each control group of this process leaves."""
     with suppress(OSError, ValueError):
         for line in (_PROC / "self/cgroup").read_text().splitlines():
@@ -129,7 +133,7 @@ _NO_LIMIT = 1 << 60
 """Threshold above which a version 1 limit means "no limit"."""
 
 
-def _up(mount: Path, path: str, files: _Files, swap: int) -> Iterator[Room]:
+def _up(mount: Path, path: str, files: _Files, swap: int) -> Iterator[RemainingMemory]:
     """Yield the remaining memory of a group and of its enclosing groups."""
     # In a container the path may be the host's path, and the mount point the group itself.
     place = mount / path.lstrip("/")
@@ -142,7 +146,7 @@ def _up(mount: Path, path: str, files: _Files, swap: int) -> Iterator[Room]:
             yield room
 
 
-def _of_group(group: Path, files: _Files, swap: int) -> Room | None:
+def _of_group(group: Path, files: _Files, swap: int) -> RemainingMemory | None:
     limit = _number(group / files.limit)
     used = _number(group / files.used)
     if limit is None or used is None:
@@ -155,7 +159,7 @@ def _of_group(group: Path, files: _Files, swap: int) -> Room | None:
         # With a joint limit, the memory that may still be allocated reduces the share of swap.
         swap = min(swap, max(0, left - (limit - used)) if files.both else left)
     whose = f"the memory limit of the control group {group}"
-    return Room(free, swap, whose, shared=True, kills=True)
+    return RemainingMemory(free, swap, whose, shared=True, kills=True)
 
 
 def _number(file: Path) -> int | None:

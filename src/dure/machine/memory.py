@@ -16,8 +16,8 @@ values that glibc reaches by itself after large blocks were allocated and freed.
 
 A block of 2 MB and more can lie in huge pages of 2 MB, each of which a single fault maps. torch
 asks for huge pages if `THP_MEM_ALLOC_ENABLE` is 1 when it creates its first large tensor:
-`in_huge_pages` sets the variable for processes that dure starts, and for the command line. Blocks
-of 32 MB and more, which are mapped again in each step, gain most: a step of a convolution on
+`enable_huge_pages` sets the variable for processes that dure starts, and for the command line.
+Blocks of 32 MB and more, which are mapped again in each step, gain most: a step of a convolution on
 pictures of 64 x 64 took 0.36 s, before 0.54 s; the steps of an MLP and a transformer were no
 slower, and the heap has fewer holes (AdamW of a worker over 75 MB of weights grew by 340 MB, before
 by 400 MB; medians of three runs each).
@@ -40,7 +40,7 @@ import threading
 from collections.abc import Iterator, MutableMapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 
-from dure.machine.limits import rooms
+from dure.machine.limits import remaining_memory
 
 _TRIM_THRESHOLD = -1
 _MMAP_THRESHOLD = -3
@@ -80,7 +80,7 @@ _wanted: list[tuple[int, int]] = []
 """Thresholds of the active context managers, in the order of entry."""
 
 
-def in_huge_pages(environment: MutableMapping[str, str]) -> None:
+def enable_huge_pages(environment: MutableMapping[str, str]) -> None:
     """Make torch ask for huge pages in a new process with this environment.
 
     The process must not have a large tensor yet. A value that the user has set stays.
@@ -88,7 +88,7 @@ def in_huge_pages(environment: MutableMapping[str, str]) -> None:
     environment.setdefault(_HUGE, "1")
 
 
-def memory_kept() -> AbstractContextManager[None]:
+def keep_freed_memory() -> AbstractContextManager[None]:
     """Keep freed memory inside the context.
 
     Contexts may overlap, in a thread or in several: the context entered last counts.
@@ -96,10 +96,10 @@ def memory_kept() -> AbstractContextManager[None]:
     return _thresholds(*_KEPT)
 
 
-def memory_returned() -> AbstractContextManager[None]:
+def return_freed_memory() -> AbstractContextManager[None]:
     """Return freed memory inside the context: for a server, and while a model is created in files.
 
-    Contexts may overlap as in `memory_kept`.
+    Contexts may overlap as in `keep_freed_memory`.
     """
     return _thresholds(*_RETURNED)
 
@@ -113,7 +113,7 @@ def _thresholds(trim: int, mmap: int) -> Iterator[None]:
     # The thresholds are the whole process's: the last block puts them back.
     with _lock:
         # Earlier allocations leave holes in the heap: return them to the system now.
-        give_back()
+        trim_heap()
         _wanted.append((trim, mmap))
         _set(trim, mmap)
     try:
@@ -123,10 +123,10 @@ def _thresholds(trim: int, mmap: int) -> Iterator[None]:
             _wanted.remove((trim, mmap))
             _set(*(_wanted[-1] if _wanted else _USUAL))
             if not _wanted or (trim, mmap) == _RETURNED:
-                give_back()
+                trim_heap()
 
 
-def give_back() -> None:
+def trim_heap() -> None:
     """Return free heap memory to the system."""
     with suppress(AttributeError, OSError, TypeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
@@ -158,7 +158,7 @@ def available_memory() -> int | None:
 
     The value is the minimum over all limits (`dure.machine.limits`).
     """
-    return min((room.nbytes for room in rooms()), default=None)
+    return min((room.nbytes for room in remaining_memory()), default=None)
 
 
 def _set(trim: int, mmap: int) -> None:

@@ -26,7 +26,7 @@ def state_folder() -> Path:
         raise OSError(str(error)) from error
 
 
-def remember(name: str, content: bytes) -> None:
+def write_state_file(name: str, content: bytes) -> None:
     """Write a file of this name, which others cannot read. Raises OSError."""
     folder = state_folder()
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -38,7 +38,7 @@ def remember(name: str, content: bytes) -> None:
     os.replace(beside, folder / name)
 
 
-def remembered(name: str) -> bytes | None:
+def read_state_file(name: str) -> bytes | None:
     """Return the content stored under this name; None if absent or writable by others."""
     try:
         folder = state_folder()

@@ -20,7 +20,7 @@ def open_streams() -> None:
             os.dup2(os.open(os.devnull, os.O_RDWR), number)
 
 
-def nobody_reads(descriptor: int) -> bool:
+def reader_is_gone(descriptor: int) -> bool:
     """Return whether the descriptor is a pipe without a reader."""
     looks = select.poll()
     looks.register(descriptor, 0)  # errors are always reported

@@ -28,7 +28,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
-from dure.machine.compiler import left_out, settings_alone
+from dure.machine.compiler import deferred_compiler, load_compiler_settings
 from dure.randomness.seeds import generators_state, restore_generators
 from dure.tensors.compiled import as_written
 from dure.tensors.copies import copy_of
@@ -132,8 +132,8 @@ def faked(model: nn.Module, inputs: Any) -> Iterator[tuple[nn.Module, Any]]:
 
     Raises ValueError if the model cannot be copied.
     """
-    with left_out(), ExitStack() as modes:
-        settings_alone()
+    with deferred_compiler(), ExitStack() as modes:
+        load_compiler_settings()
         # Tensors that are no parameters or buffers, such as constants, are used as they are.
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         modes.enter_context(mode)
@@ -192,7 +192,13 @@ class _Watch:
         saving = torch.autograd.graph.saved_tensors_hooks(self._save, lambda tensor: tensor)
         try:
             written = as_written(self.model)
-            with left_out(), written, counter as self._counter, torch.enable_grad(), saving:
+            with (
+                deferred_compiler(),
+                written,
+                counter as self._counter,
+                torch.enable_grad(),
+                saving,
+            ):
                 yield
         finally:
             for hook in hooks:

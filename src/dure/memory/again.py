@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-from dure.machine.compiler import left_out, settings_alone
+from dure.machine.compiler import deferred_compiler, load_compiler_settings
 
 
 def compute_again(model: nn.Module, names: Sequence[str]) -> None:
@@ -67,8 +67,8 @@ class _Again:
             args, kwargs = tree_unflatten(list(leaves), form)
             return self.module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
-        with left_out():
-            settings_alone()
+        with deferred_compiler():
+            load_compiler_settings()
             return checkpoint(call, *leaves, use_reentrant=False, context_fn=self.buffers.contexts)
 
 

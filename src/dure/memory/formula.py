@@ -36,7 +36,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from dure.machine.compiler import left_out
+from dure.machine.compiler import deferred_compiler
 from dure.memory.live import Live
 from dure.randomness.seeds import generators_state, restore_generators
 
@@ -169,7 +169,7 @@ def _tried(
     """
     before = generators_state()
     try:
-        with left_out(), torch.enable_grad(), live or nullcontext():
+        with deferred_compiler(), torch.enable_grad(), live or nullcontext():
             optimizer = make(parameters)
             optimizer.step()
         return optimizer

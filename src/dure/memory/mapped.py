@@ -39,7 +39,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from dure.machine.compiler import left_out
+from dure.machine.compiler import deferred_compiler
 from dure.record.on_disk import write_at
 
 LEAST = 1 << 20
@@ -381,7 +381,7 @@ def passing() -> Iterator[None]:
 def _entered(mapping: _Mapping) -> Iterator[None]:
     try:
         # The first mode of a process would load the compiler, which takes seconds.
-        with left_out(), mapping:
+        with deferred_compiler(), mapping:
             yield
     finally:
         mapping.let_go()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from dure.machine.compiler import left_out
+from dure.machine.compiler import deferred_compiler
 from dure.memory.activations import faked, spare_copy, where_possible
 from dure.memory.again import compute_again
 from dure.memory.live import Live
@@ -58,6 +58,6 @@ def _peak(
     given = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
     live = Live([*model.parameters(), *model.buffers(), *given])
     inputs, targets = batch
-    with left_out(), torch.enable_grad(), live:
+    with deferred_compiler(), torch.enable_grad(), live:
         loss(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
     return live.peak

@@ -33,8 +33,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from dure.machine.limits import rooms
-from dure.machine.memory import memory_returned
+from dure.machine.limits import remaining_memory
+from dure.machine.memory import return_freed_memory
 from dure.memory.mapped import Disk, DiskError, is_mapped, mapped, passing, release
 
 Made = TypeVar("Made")
@@ -64,7 +64,7 @@ def unless_small(make: Callable[[], Made]) -> Made:
 
     In memory, copies and proofs of the model take half of the time.
     """
-    free = min((room.nbytes for room in rooms()), default=0)
+    free = min((room.nbytes for room in remaining_memory()), default=0)
     return in_files(make, free // _SMALL)
 
 
@@ -113,7 +113,7 @@ def _on(disk: Disk, spared: int = 0) -> Iterator[None]:
 
     spared: bytes that are created in memory before the first file.
     """
-    with memory_returned(), mapped(disk, spared=spared):
+    with return_freed_memory(), mapped(disk, spared=spared):
         yield
 
 

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from dure.contracts.strategy import Proof, examples_for, unused_copy
 from dure.contracts.task import Task
 from dure.data.examples import Examples
-from dure.machine.compiler import left_out
+from dure.machine.compiler import deferred_compiler
 from dure.machine.devices import to_device
 from dure.memory.again import compute_again
 from dure.memory.choosing import Choice, Chooser
@@ -258,7 +258,7 @@ class _Trial:
         try:
             seed_generators(0, "recompute", everything=True)
             inputs, targets = self._batch
-            with left_out(), torch.enable_grad():
+            with deferred_compiler(), torch.enable_grad():
                 _loss(self.task, model(inputs), targets).backward()  # type: ignore[no-untyped-call]
         finally:
             restore_generators(before)

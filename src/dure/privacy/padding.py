@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from dure.contracts.strategy import examples_for, unused_copy
 from dure.contracts.task import Task
-from dure.machine.devices import home_of, to_device
+from dure.machine.devices import device_of_model, to_device
 from dure.randomness.seeds import generators_state, restore_generators
 from dure.tasks.loss_check import first_of
 from dure.tasks.loss_shares import tensor_of
@@ -79,7 +79,7 @@ def _declared(model: nn.Module) -> Iterator[PaddingRow]:
 
 
 def _without_gradient(task: Task, model: nn.Module, rows: Sequence[PaddingRow]) -> list[PaddingRow]:
-    device = home_of(model)
+    device = device_of_model(model)
     inputs, targets = to_device(first_of(examples_for(task)[0], TRIED), device)
     loss = task.on(device).loss(model(inputs), targets)
     torch.autograd.backward(tensor_of(loss))

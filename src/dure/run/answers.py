@@ -31,7 +31,7 @@ from dure.contracts.strategy import Strategy, World, examples_for
 from dure.contracts.task import Task
 from dure.data.examples import Examples
 from dure.errors import described
-from dure.machine.devices import home_of, to_device
+from dure.machine.devices import device_of_model, to_device
 from dure.randomness.seeds import generators_state, restore_generators
 from dure.record.disk import write_atomically
 from dure.record.png import strip
@@ -129,7 +129,7 @@ def _write(folder: Path, model: nn.Module, task: Task, shows: bool) -> None:
 @torch.no_grad()
 def _answers(model: nn.Module, test: Examples, batch: int) -> Answers | None:
     """Return the model's predictions for the test data; None if the model predicts no classes."""
-    device = home_of(model)
+    device = device_of_model(model)
     with in_mode(model, training=False):
         first = to_device(test.batch(torch.tensor([test.first])), device)
         classes = _classes(model(first[0]), first[1], test)

@@ -54,7 +54,7 @@ def note(config: Mapping[str, Any], task: Task, strategy: Strategy, world: World
     named = list(named_by(task, strategy, world))
     if named:
         files = {str(file): _digest_of(file) for one in named for file in _files(one)}
-        state.remember(_name(config), msgspec.json.encode(Begun(files)))
+        state.write_state_file(_name(config), msgspec.json.encode(Begun(files)))
 
 
 def named_by(task: Task, strategy: Strategy, world: World) -> Iterator[str]:
@@ -127,7 +127,7 @@ class _Known:
                 importlib.import_module(place)
 
     def _looked_up(self, reference: str) -> Begun:
-        content = state.remembered(_name(self.config))
+        content = state.read_state_file(_name(self.config))
         if content is None:
             raise self._refused(reference, "was not begun on this machine, or was edited since")
         try:

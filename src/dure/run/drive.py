@@ -37,8 +37,8 @@ from dure.errors import (
     described,
     traceback_of,
 )
-from dure.machine.compiler import left_out
-from dure.machine.memory import give_back, memory_kept, memory_returned
+from dure.machine.compiler import deferred_compiler
+from dure.machine.memory import keep_freed_memory, return_freed_memory, trim_heap
 from dure.machine.threads import threads, threads_for
 from dure.randomness.seeds import generators_state, restore_generators, seed_generators
 from dure.record.best import go_back, keep_best
@@ -64,8 +64,8 @@ def drive(job: Job, place: RankContext) -> Outcome:
     """Execute the job on this rank, and return its results."""
     trains = place.network is None or job.strategy.trains_at_server
     keeps = trains and not job.strategy.spares_memory
-    memory = memory_kept() if keeps else memory_returned()
-    with left_out(), memory:
+    memory = keep_freed_memory() if keeps else return_freed_memory()
+    with deferred_compiler(), memory:
         return _drive(job, place)
 
 
@@ -462,7 +462,7 @@ class Driver:
         told = None if facts is None else self.group.gather_bytes(msgspec.json.encode(facts))
         lanes = self._lanes()
         self.learner.rest()
-        give_back()
+        trim_heap()
         weights = _all_apart(self.learner.weights())
         buffers = {name: _apart(one) for name, one in self.learner.non_persistent_buffers().items()}
         # Gathering the weights may take the most memory of all; its bytes are no training traffic.

@@ -21,9 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dure.contracts.strategy import Strategy, World
 from dure.contracts.task import Task
-from dure.machine.compiler import left_out
-from dure.machine.limits import Room, rooms
-from dure.machine.memory import free_in_heap, give_back
+from dure.machine.compiler import deferred_compiler
+from dure.machine.limits import RemainingMemory, remaining_memory
+from dure.machine.memory import free_in_heap, trim_heap
 from dure.memory.formula import Need, Shares, bytes_of, divided, need_of, tensors_of
 from dure.memory.mapped import LEAST, is_mapped
 
@@ -54,7 +54,9 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         if type(result) is Tensor and result.device.type == "cpu" and result.nbytes >= LEAST:
-            left = min((room.most for room in rooms() if room.kills), default=result.nbytes)
+            left = min(
+                (room.most for room in remaining_memory() if room.kills), default=result.nbytes
+            )
             # New tensors only: neither a view nor a tensor that is changed in place.
             if result.nbytes > left and not any(result is one for one in args):
                 raise MemoryError
@@ -64,7 +66,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 @contextmanager
 def _watched() -> Iterator[None]:
     # The first dispatch mode of a process would load the compiler, which takes seconds.
-    with left_out(), _Watch():  # type: ignore[no-untyped-call]
+    with deferred_compiler(), _Watch():  # type: ignore[no-untyped-call]
         yield
 
 
@@ -72,7 +74,7 @@ def _watched() -> Iterator[None]:
 def made_in_memory() -> Iterator[None]:
     """Context manager around the model's factory. Raises ValueError if memory is too small."""
     # The kernel kills a process above its control group's limit without an exception.
-    killed = any(room.kills for room in rooms())
+    killed = any(room.kills for room in remaining_memory())
     try:
         with _watched() if killed else nullcontext():
             yield
@@ -80,7 +82,7 @@ def made_in_memory() -> Iterator[None]:
         # torch has no exception class of its own for a failed allocation on the CPU.
         if not isinstance(error, MemoryError) and "can't allocate memory" not in str(error):
             raise
-        least = min(rooms(), key=lambda room: room.most, default=None)
+        least = min(remaining_memory(), key=lambda room: room.most, default=None)
         whose = "" if least is None else f", of which {least.whose} leaves {_size(least.most)}"
         raise ValueError(
             f"the model cannot be made in memory{whose}: take pipeline, tensor-parallel or zero "
@@ -98,14 +100,14 @@ def check_fits(task: Task, strategy: Strategy, world: World, model: nn.Module) -
     elsewhere = [*strategy.computes_on, *world.computes_on]
     if shares is None or any(name != "cpu" for name in elsewhere):
         return
-    if all(bytes_of(tensors_of(model)) * _MANY < room.nbytes for room in rooms()):
+    if all(bytes_of(tensors_of(model)) * _MANY < room.nbytes for room in remaining_memory()):
         return
     need = need_of(model, task.optimizer)
     # Processes of this machine share its memory; ranks of other worlds may be on any machine.
     count = (world.workers or 1) if world.elsewhere else 1
     # The allocator keeps memory of earlier runs, which counts as used until it is returned.
-    give_back()
-    for room in rooms():
+    trim_heap()
+    for room in remaining_memory():
         # This process's own copy of the model is released for the workers, or used by the worker.
         free = room.most + held_by(model, room.addressed)
         free += 0 if room.shared else free_in_heap()
@@ -123,12 +125,12 @@ def held_by(model: nn.Module, addressed: bool) -> int:
     return bytes_of(one for one in there if addressed or not is_mapped(one))
 
 
-def _lying_in(room: Room, shares: Shares, offloaded: Collection[str]) -> Shares:
+def _lying_in(room: RemainingMemory, shares: Shares, offloaded: Collection[str]) -> Shares:
     """Return the shares that count for a limit: tensors in files count as addressed memory only."""
     return shares if room.addressed else shares.without(offloaded)
 
 
-def _needed(need: Need, shares: Shares, room: Room, count: int) -> int:
+def _needed(need: Need, shares: Shares, room: RemainingMemory, count: int) -> int:
     """Return the bytes that `count` workers with these shares take under a limit."""
     own = need.of(shares).total
     # A model in files is mapped whole before it is divided, so its whole size is addressed.
@@ -137,7 +139,13 @@ def _needed(need: Need, shares: Shares, room: Room, count: int) -> int:
 
 
 def _refusal(
-    need: Need, shares: Shares, strategy: Strategy, room: Room, free: int, least: int, count: int
+    need: Need,
+    shares: Shares,
+    strategy: Strategy,
+    room: RemainingMemory,
+    free: int,
+    least: int,
+    count: int,
 ) -> str:
     own = need.of(_lying_in(room, shares, strategy.offloaded))
     who = f"each of {count} workers" if count > 1 else "the worker"
@@ -154,7 +162,7 @@ def _refusal(
 
 
 def _ways(
-    need: Need, shares: Shares, strategy: Strategy, room: Room, free: int, count: int
+    need: Need, shares: Shares, strategy: Strategy, room: RemainingMemory, free: int, count: int
 ) -> Iterator[str]:
     """Yield settings that would fit, as options of the command line."""
     here, in_rank = (

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dure.contracts.strategy import seeded_model, unused_copy
 from dure.contracts.task import Task
-from dure.machine.memory import give_back
+from dure.machine.memory import trim_heap
 from dure.memory.formula import bytes_of
 from dure.memory.mapped import WINDOW, leave_views, release
 from dure.memory.undivided import (
@@ -114,7 +114,7 @@ class FreshModel:
         # The checks of a large model leave copies in reference cycles, and holes in the heap.
         if is_large:
             gc.collect()
-            give_back()
+            trim_heap()
 
     def _put_away(self, model: nn.Module) -> None:
         with beside(model):

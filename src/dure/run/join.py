@@ -13,7 +13,7 @@ from pathlib import Path
 
 from dure.contracts.task import Task
 from dure.federated.protections import SecureClientContext
-from dure.machine.compiler import left_out
+from dure.machine.compiler import deferred_compiler
 from dure.machine.threads import threads
 from dure.run import party_site
 from dure.run.data_asks import check_data_asks
@@ -154,7 +154,7 @@ def join(
         frozen = frozen_of(training.model)
         if frozen and not kept.temporary:
             kept.keep_frozen(frozen)
-        with threads(training.threads), left_out():
+        with threads(training.threads), deferred_compiler():
             return Loop(session, training, on_progress, site.closed).run()
 
 
@@ -198,7 +198,7 @@ def check(url: str, task: Task, reach: Reach) -> Iterator[str]:
         sent = training.would_send()
         free = shutil.disk_usage(kept.folder).free
         yield f"disk: {free:,} bytes are free, and {8 * sent:,} are needed at most"
-        with left_out():
+        with deferred_compiler():
             seconds = training.one_step()
         yield f"training: one step took {seconds:.3f} s on {training.examples:,} examples"
         if training.holds:

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from dure.contracts.strategy import examples_for
 from dure.contracts.task import Task
 from dure.fleet.latency import PredictionCall
-from dure.machine.devices import home_of, to_device
+from dure.machine.devices import device_of_model, to_device
 from dure.tasks.modes import in_mode
 
 TIMES = 21
@@ -39,7 +39,7 @@ def measured(task: Task, model: nn.Module, times: int = TIMES) -> Measured:
     if times < 1:
         raise ValueError(f"times is {times}, but something has to be measured: 1 or more")
     train, _ = examples_for(task)
-    home = home_of(model)
+    home = device_of_model(model)
     inputs = to_device(train.batch(torch.tensor([train.first]))[0], home)
     seconds = []
     with in_mode(model, training=False), torch.no_grad():

@@ -11,7 +11,7 @@ import torch
 
 from dure.contracts.strategy import examples_for, seeded_model
 from dure.contracts.task import Task
-from dure.machine.compiler import left_out
+from dure.machine.compiler import deferred_compiler
 from dure.run import split_site
 from dure.run.split_site import Progress
 from dure.split.network.control import Hello
@@ -70,7 +70,7 @@ def _party(
     seed = welcome.seed
     folder = None if kept.temporary else kept.folder
     # Building an optimizer would load the compiler, which takes seconds.
-    with left_out():
+    with deferred_compiler():
         model = seeded_model(task, seed).train()
         train, test = examples_for(task)
         return PartySite(
@@ -91,7 +91,7 @@ def check_part(
     site = _party(task, strategy, welcome, number, kept, lambda what, about: None)
     size = strategy.batch_size or len(site.known)
     inputs, _ = site.train.batch(site.known[:size])
-    with left_out(), torch.no_grad(), in_mode(site.part.module, training=False):
+    with deferred_compiler(), torch.no_grad(), in_mode(site.part.module, training=False):
         began = time.perf_counter()
         values = site.part.module(select(inputs, site.columns))
         seconds = time.perf_counter() - began

@@ -16,8 +16,8 @@ from dure.contracts.strategy import examples_for, seeded_model
 from dure.contracts.task import Task
 from dure.data.batches import batches_per_epoch, check_batch_size
 from dure.errors import RunFolderError
-from dure.machine.compiler import left_out
-from dure.machine.devices import home_of, to_device
+from dure.machine.compiler import deferred_compiler
+from dure.machine.devices import device_of_model, to_device
 from dure.randomness.seeds import generator
 from dure.tasks.batch_norm import needs_two
 from dure.tasks.evaluation import evaluate
@@ -62,7 +62,7 @@ def personalise(
     check_batch_size(batch_size)
     if not len(task.train):
         raise ValueError("the task has no training data, and a model of one's own needs some")
-    with ClientState(Path(state)) as kept, left_out():
+    with ClientState(Path(state)) as kept, deferred_compiler():
         round, model = _newest(kept, task)
         before = _measured(task, model)
         _train(task, model, epochs, batch_size, seed)
@@ -119,7 +119,7 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _train(task: Task, model: nn.Module, epochs: int, batch_size: int, seed: int) -> None:
-    device = home_of(model)
+    device = device_of_model(model)
     task = task.on(device)
     train, _ = examples_for(task)
     size = min(batch_size, len(train))
@@ -142,4 +142,4 @@ def _train(task: Task, model: nn.Module, epochs: int, batch_size: int, seed: int
 
 def _measured(task: Task, model: nn.Module) -> dict[str, float]:
     _, test = examples_for(task)
-    return evaluate(task.on(home_of(model)), model, test, Group(), 0)
+    return evaluate(task.on(device_of_model(model)), model, test, Group(), 0)

@@ -21,8 +21,8 @@ from dure.data.batches import Batches
 from dure.data.client_part import ClientExamples, divide
 from dure.data.examples import Examples
 from dure.errors import DureError, WorkerFailedError, described, traceback_of
-from dure.machine.compiler import left_out
-from dure.machine.memory import memory_kept
+from dure.machine.compiler import deferred_compiler
+from dure.machine.memory import keep_freed_memory
 from dure.machine.threads import threads
 from dure.split.apart.form import Form, decoded, encoded
 from dure.split.apart.sides import ClientPart
@@ -95,7 +95,7 @@ def take_part(
         make: function that makes the site; None for that of `Split`.
     """
     site = (make or _site)(task, strategy, welcome, session, kept, name, part, known, event, limits)
-    with threads(welcome.machine.threads), left_out(), memory_kept():
+    with threads(welcome.machine.threads), deferred_compiler(), keep_freed_memory():
         while True:
             channel = session.patiently(session.channel)
             try:
@@ -325,7 +325,7 @@ def check_part(task: Task, strategy: Split, welcome: Welcome, part: int | None) 
     own = own_part(strategy, seen, train, part, False)
     plan = strategy.of(task).plan
     batch = min(own.batches.batch_size, len(own.indices))
-    with left_out():
+    with deferred_compiler():
         if isinstance(task, HeadTask):
             assert isinstance(model, ModelParts)
             crosses = ClientPart(task, model, train, batch, welcome.seed).leaving.nbytes(batch)

@@ -23,8 +23,8 @@ from dure.contracts.stop import Stop
 from dure.contracts.strategy import Proof, Strategy, World, unused_copy
 from dure.contracts.task import Task
 from dure.errors import DureError, RunFolderError, described, exit_is_a_failure, text_of
-from dure.machine.compiler import left_out
-from dure.machine.own_code import begun_with, files_of
+from dure.machine.compiler import deferred_compiler
+from dure.machine.user_code import call_with_modules, user_modules_of
 from dure.memory.undivided import beside, why_not
 from dure.randomness.seeds import generators_state, restore_generators
 from dure.record.disk import told
@@ -488,8 +488,8 @@ def _done(job: Job, world: World, on_progress: Progress) -> Run:
         job.fresh.rest()
         forget(job.task)
         if job.task.reference is not None:
-            files = files_of(job.task.reference["name"])
-            program = functools.partial(begun_with, files, program)
+            files = user_modules_of(job.task.reference["name"])
+            program = functools.partial(call_with_modules, files, program)
     with _kept(job.folder if world.leads else None), bad_values_named(job.task):
         outcome = world.run(program, on_progress)
     warn_of_bad_values(job.task, outcome.summary)
@@ -594,7 +594,7 @@ def prepare(
     if task.weights is not None and world.leads:
         warn_of_drawn(model, task.weights)
     # The checks create optimizers, the first of which would load the compiler for seconds.
-    with left_out(), beside(model):
+    with deferred_compiler(), beside(model):
         proofs = _checked(task, strategy, world, stop, model, seed, check)
     parameters = _checked_parameters(task, model)
     job = Job(
@@ -731,7 +731,7 @@ def _check_optimizers(task: Task, model: nn.Module) -> None:
     tasks: list[Task] = [part for _, part in parts_of(task)]
     for one in tasks or [task]:
         # The first optimizer of a process would load the compiler, which takes seconds.
-        with left_out():
+        with deferred_compiler():
             optimizer = checked_optimizer(one.optimizer, model.parameters())
         if optimizer is not None and one.lr_schedule is not None:
             check_schedule(one.lr_schedule, optimizer)

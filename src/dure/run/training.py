@@ -28,7 +28,7 @@ from dure.federated.protections import SecureClientContext
 from dure.federated.server.pacing import Pacing
 from dure.federated.strategy import Federated
 from dure.fleet.conditions import Conditions, EngineName
-from dure.machine.devices import home_of, to_cpu, to_device
+from dure.machine.devices import device_of_model, to_cpu, to_device
 from dure.protocol.messages import (
     NOT_FINITE,
     Answer,
@@ -148,7 +148,7 @@ class Training:
         # Also if the server omits it: the strategy's own settings promise secure sums.
         self.holds = welcome.holds or strategy.privacy.secure is not None
         self.model = seeded_model(self.task, welcome.seed)
-        self.device = home_of(self.model)
+        self.device = device_of_model(self.model)
         self.clients: FederatedClients = build_client(
             strategy,
             self.task.on(self.device),

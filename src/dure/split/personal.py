@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from dure.collectives.group import Group
 from dure.contracts.task import Task
 from dure.data.examples import Examples
-from dure.machine.devices import home_of, to_device
+from dure.machine.devices import device_of_model, to_device
 from dure.randomness.permutation import Permutation
 from dure.randomness.seeds import derive
 from dure.tasks.measurement import Measurement
@@ -58,7 +58,7 @@ def measure(
         return {}
     # A single measurement over all clients, so that each example has the same weight.
     measurement = Measurement(task, examples=count, share=count)
-    device = home_of(model)
+    device = device_of_model(model)
     with in_mode(model, training=False):
         for client in clients:
             load(client)

@@ -15,7 +15,7 @@ from dure.contracts.strategy import examples_for
 from dure.contracts.task import Task
 from dure.data.examples import Examples
 from dure.data.rank_examples import RankExamples
-from dure.machine.compiler import left_out
+from dure.machine.compiler import deferred_compiler
 from dure.machine.devices import to_device
 
 MOST_TRIED = 1_000
@@ -53,7 +53,7 @@ def needs_two(model: nn.Module, examples: Batched, first: int = 0) -> bool:
     try:
         model.eval()
         # Other errors of the model or the example are reported by its first step.
-        with suppress(Exception), left_out():
+        with suppress(Exception), deferred_compiler():
             if norms:
                 device = next(model.parameters()).device
                 inputs, _ = to_device(examples.batch(torch.tensor([first])), device)

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from dure.contracts.strategy import examples_for
 from dure.contracts.task import Task
 from dure.data.examples import Examples, as_dtype, cast_floating
-from dure.machine.devices import home_of, to_device
+from dure.machine.devices import device_of_model, to_device
 from dure.randomness.seeds import generators_state, restore_generators
 from dure.tasks.loss_check import first_of
 from dure.tasks.loss_shares import tensor_of
@@ -108,7 +108,7 @@ class _Trial:
         dtype = None
         try:
             model = self.another().train(training)
-            device = home_of(model)
+            device = device_of_model(model)
             task = self.task.on(device)
             inputs, targets = to_device((inputs, targets), device)
             with torch.set_grad_enabled(training), computing(task, device):

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from dure.collectives.group import Group
 from dure.contracts.task import Task
 from dure.data.examples import Examples
-from dure.machine.devices import home_of, to_device
+from dure.machine.devices import device_of_model, to_device
 from dure.tasks.measurement import Measurement
 from dure.tasks.modes import in_mode
 
@@ -67,7 +67,7 @@ def _measured(
     shares = torch.arange(len(examples)).tensor_split(group.size)
     share = shares[group.rank]
     measurement = Measurement(task, examples=len(examples), share=len(share))
-    device = home_of(model)
+    device = device_of_model(model)
     with in_mode(model, training=False):
         # With more ranks than examples some have an empty share, which torch.split returns as one
         # piece.

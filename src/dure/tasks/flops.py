@@ -10,7 +10,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils.flop_counter import FlopCounterMode
 
 from dure.data.examples import Examples
-from dure.machine.compiler import left_out
+from dure.machine.compiler import deferred_compiler
 from dure.machine.devices import to_device
 from dure.memory.undivided import through
 from dure.tasks.modes import in_mode
@@ -57,7 +57,7 @@ def forward_flops(model: nn.Module, inputs: Any) -> float:
     ]
     try:
         # left_out: nothing is compiled here, so the compiler need not be loaded.
-        with left_out(), as_written(model), FlopCounterMode(display=False) as counter:
+        with deferred_compiler(), as_written(model), FlopCounterMode(display=False) as counter:
             model(inputs)
     finally:
         for hook in hooks:

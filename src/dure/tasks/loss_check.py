@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from dure.contracts.strategy import examples_for
 from dure.contracts.task import Task
 from dure.data.examples import Examples
-from dure.machine.devices import home_of, to_device
+from dure.machine.devices import device_of_model, to_device
 from dure.randomness.seeds import generators_state, restore_generators
 from dure.tasks.known_losses import IGNORED, name_of, reduction_of, torch_loss
 
@@ -86,7 +86,7 @@ def _returns_pair(task: Task, model: nn.Module) -> bool:
     """Return whether the loss of two examples is a pair; False if that cannot be determined."""
     before = generators_state()
     try:
-        device = home_of(model)
+        device = device_of_model(model)
         inputs, targets = to_device(first_of(examples_for(task)[0], 2), device)
         # In evaluation mode nothing draws random numbers, and batch norm accepts any batch.
         with torch.no_grad():

@@ -16,7 +16,7 @@ from torch import nn
 
 from dure.contracts.task import Task
 from dure.contracts.training_options import Part, training_options_of
-from dure.machine.compiler import left_out
+from dure.machine.compiler import deferred_compiler
 from dure.tensors.frozen import frozen_of
 from dure.wire.requests import Machine, Trains
 from dure.wire.tensors import digest_of, forms_of, size_of
@@ -95,7 +95,7 @@ def in_words(thing: Any) -> str:
 
 def _optimizer(task: Task, model: nn.Module) -> str:
     """Return the optimizer's name and the settings of its groups."""
-    with left_out():
+    with deferred_compiler():
         optimizer = task.optimizer([one for one in model.parameters() if one.requires_grad])
     plain = (bool, int, float, str, tuple, type(None))
     groups = [

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from dure.contracts.strategy import examples_for, unused_copy
 from dure.contracts.task import Task
 from dure.data.examples import Examples
-from dure.machine.devices import home_of, to_device
+from dure.machine.devices import device_of_model, to_device
 from dure.randomness.seeds import generators_state, restore_generators, seed_generators
 from dure.tasks.loss_shares import tensor_of
 
@@ -41,7 +41,7 @@ def unreached(task: Task, model: nn.Module, examples: int) -> list[str]:
 
 
 def _without_gradient(task: Task, model: nn.Module, examples: Examples, order: Tensor) -> list[str]:
-    device = home_of(model)
+    device = device_of_model(model)
     loss = task.on(device).loss
     names: list[str] = []
     for piece in torch.split(order, PIECE):

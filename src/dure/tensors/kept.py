@@ -37,7 +37,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from dure.machine.libraries import is_copied, is_elsewhere
+from dure.machine.libraries import is_foreign_project, is_installed_copy
 from dure.references import sources
 
 Kept = Mapping[str, Any]
@@ -253,7 +253,9 @@ class _Walk:
         if file not in self._libraries:
             path = Path(file).resolve()
             known = package == self._package or name in sources()
-            self._libraries[file] = is_copied(path) or (not known and is_elsewhere(path))
+            self._libraries[file] = is_installed_copy(path) or (
+                not known and is_foreign_project(path)
+            )
         return not self._libraries[file]
 
     def _object(self, name: str, value: Any) -> None:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, TypeVar
 
 from dure.contracts.strategy import Kind, RankContext, World
 from dure.machine.cores import available_cores
-from dure.machine.devices import device_of, devices_here
+from dure.machine.devices import default_devices, device_of
 from dure.worlds.here import run_here
 from dure.worlds.launched import refuse_under_torchrun
 
@@ -44,7 +44,7 @@ class Threads(World):
             raise ValueError(f"{self.threads} threads are not a world: it takes at least one")
         given = self.devices
         if not given:
-            given = devices_here(self.threads, available_cores())
+            given = default_devices(self.threads, available_cores())
         # Raises for wrong names now, before any work.
         for name in given:
             device_of(name)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dure.collectives import tensor_transfer
 from dure.contracts.strategy import RankContext
-from dure.machine.memory import give_back
+from dure.machine.memory import trim_heap
 from dure.memory.shelf import Shelf
 from dure.parallel.zero import ZeroRedundancy
 from dure.record.on_disk import OnDisk, in_memory
@@ -60,7 +60,7 @@ def program(folder: Path, place: RankContext) -> list[Any]:
     zero = divided(place, 1)
     stepped(zero)
     reset = Path("/proc/self/clear_refs")
-    give_back()
+    trim_heap()
     before = peak("VmRSS")
     reset.write_text("5")
     weights = zero.weights(Shelf(folder))

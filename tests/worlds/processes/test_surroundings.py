@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import dure
-from dure.machine.global_settings import Settings, as_here, settings_here
+from dure.machine.global_settings import GlobalSettings, settings_here, with_current_settings
 from small import small_task
 
 
@@ -72,7 +72,7 @@ CHANGES: dict[str, Callable[[], Any]] = {
 }
 
 
-def shown(settings: Settings) -> dict[str, str]:
+def shown(settings: GlobalSettings) -> dict[str, str]:
     """As texts, which compare where values do not."""
     texts = {name: str(value) for name, value in settings.values.items()}
     # Python's own filters have plain texts, where those that are set have patterns.
@@ -97,7 +97,7 @@ def test_a_setting_that_is_not_told_is_left_alone() -> None:
     again.apply()
     assert torch.backends.mkldnn.matmul.fp32_precision == "bf16"
     assert "torch.backends.mkldnn.matmul.fp32_precision" in again.values
-    Settings({"torch.of_tomorrow": 3}).apply()
+    GlobalSettings({"torch.of_tomorrow": 3}).apply()
 
 
 def test_surroundings_are_the_parents_as_they_are_now(tmp_path: Any) -> None:
@@ -138,7 +138,7 @@ def test_worker_threads_begin_with_the_settings_of_the_thread_that_starts_them()
     def look() -> None:
         seen.append((torch.empty(1).device.type, np.geterr()["under"], decimal.getcontext().prec))
 
-    for target in (look, as_here(look)):
+    for target in (look, with_current_settings(look)):
         thread = threading.Thread(target=target)
         thread.start()
         thread.join()

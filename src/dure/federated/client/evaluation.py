@@ -48,7 +48,7 @@ from dure.contracts.task import Task
 from dure.data.examples import Examples
 from dure.errors import WorkerFailedError, text_of
 from dure.federated.algorithm import PersonalisedModel
-from dure.machine.devices import home_of, to_device
+from dure.machine.devices import device_of_model, to_device
 from dure.protocol.messages import Measured
 from dure.randomness.permutation import Permutation
 from dure.randomness.seeds import derive
@@ -235,7 +235,7 @@ class ClientEvaluator:
 
     def _added(self, task: Task, examples: Examples, indices: Tensor) -> Measurement:
         measurement = Measurement(task, examples=len(indices), share=len(indices))
-        device = home_of(self.model)
+        device = device_of_model(self.model)
         for part in torch.split(indices, task.eval_batch_size):
             inputs, targets = examples.batch(part)
             if device.type != "cpu":

@@ -35,7 +35,7 @@ from dure.federated.engines.program import program_of
 from dure.federated.engines.progress import DEADLINE
 from dure.federated.engines.sgd import CannotBatchError, sgd_of
 from dure.machine.cores import available_cores
-from dure.machine.devices import home_of
+from dure.machine.devices import device_of_model
 from dure.tasks.flops import flops_per_step
 from dure.tensors.flat import trained_of
 
@@ -217,7 +217,7 @@ def _reason(task: Task, model: nn.Module | None) -> str | None:
     """Return why the model cannot be batched, or None. model: the task's, which stays unchanged."""
     try:
         model = seeded_model(task, 0) if model is None else unused_copy(model, task, 0)
-        task = task.on(home_of(model))
+        task = task.on(device_of_model(model))
         program_of(task, model, examples_for(task)[0])
         sgd_of(optimizer_of(task, list(model.parameters())), trained_of(model))
     except CannotBatchError as reason:

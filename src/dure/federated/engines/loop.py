@@ -37,7 +37,7 @@ from dure.federated.engines.noised import NoisedSteps, StepNoise
 from dure.federated.engines.objective import CustomObjective, Objective
 from dure.federated.engines.optimizers import PlainSGD, is_plain, optimizer_of
 from dure.federated.engines.plan import batches
-from dure.machine.devices import home_of, to_device
+from dure.machine.devices import device_of_model, to_device
 from dure.randomness.seeds import seed_generators
 from dure.tasks.loss_shares import Computed, CountedLoss
 from dure.tasks.trimming import Trimming, computing
@@ -106,7 +106,7 @@ class LoopEngine(ClientEngine):
         self.parameters = list(model.parameters())
         # As of now: a forward pass may freeze some parameters later.
         self.groups = list(by_dtype(trained_of(model)).values())
-        self.device = home_of(model)
+        self.device = device_of_model(model)
         self.updates: _Updates = _flat_updates(task, self.parameters, self.flat) or _Updates(
             task, dict(model.named_parameters())
         )

@@ -20,7 +20,7 @@ from dure.errors import DureError
 from dure.federated.engines.job import ClientEngine, ClientJob, JobResult, loss_failure, not_finite
 from dure.federated.engines.loop import check_frozen, client_error
 from dure.federated.engines.optimizers import optimizer_of
-from dure.machine.devices import home_of, to_device
+from dure.machine.devices import device_of_model, to_device
 from dure.randomness.seeds import generators_state, restore_generators, seed_generators
 from dure.tasks.loss_shares import CountedLoss
 from dure.tasks.trimming import Trimming, computing
@@ -80,7 +80,7 @@ class MetaEngine(ClientEngine):
         self.alpha = alpha
         self.hessian_free = hessian_free
         self.losses = CountedLoss(task.loss, examples)
-        self.device = home_of(model)
+        self.device = device_of_model(model)
         self.flat = FlatParameters(model)
         self.frozen = Frozen(model)
         self.buffers = Buffers(model)

@@ -36,10 +36,10 @@ from dure.federated.engines.job import ClientEngine, ClientJob, JobResult, Refer
 from dure.federated.engines.loop import LoopEngine
 from dure.federated.engines.objective import Objective
 from dure.federated.engines.progress import DEADLINE, ProcessProgress, hang_reason, work_of
-from dure.machine import own_code
+from dure.machine import user_code
 from dure.machine.global_settings import settings_here
-from dure.machine.own_code import files_of
-from dure.machine.patience import Patience
+from dure.machine.stall_timeout import StallTimeout
+from dure.machine.user_code import user_modules_of
 from dure.tensors.frozen import frozen_of, load_frozen
 
 CHUNKS_AHEAD = 2
@@ -156,7 +156,7 @@ class RayEngine(ClientEngine):
         # On this machine the actors import the task's file in place; other machines may not have
         # the file.
         if self._is_here() and task.reference is not None:
-            content = own_code.dumps((files_of(task.reference["name"]), settings, setting))
+            content = user_code.dumps((user_modules_of(task.reference["name"]), settings, setting))
         else:
             content = cloudpickle.dumps((None, settings, setting))
         packed = self.ray.put(content)
@@ -240,7 +240,7 @@ class RayEngine(ClientEngine):
     def _wait(self, chunk: list[ClientJob], actor: Any, future: Any) -> None:
         """Wait for the results; raise WorkerFailedError for an actor without progress."""
         self.ray.wait([self._ready[actor], future])
-        patience = Patience(self.deadline)
+        patience = StallTimeout(self.deadline)
         known: tuple[int, ...] = ()
         asked = None
         while not self.ray.wait([future], timeout=patience.every)[0]:

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dure.contracts.task import Task
-from dure.machine.compiler import left_out
+from dure.machine.compiler import deferred_compiler
 from dure.tensors.optimizer_state import listened
 
 
 def optimizer_of(task: Task, parameters: Sequence[nn.Parameter]) -> Optimizer:
     """Return the task's optimizer of the parameters."""
-    with left_out():
+    with deferred_compiler():
         return task.optimizer(parameters)
 
 

@@ -39,8 +39,8 @@ from dure.federated.engines.child import job_message, run_child
 from dure.federated.engines.job import ClientEngine, ClientJob, JobResult
 from dure.federated.engines.progress import DEADLINE, ProcessProgress, hang_reason, work_of
 from dure.federated.engines.shared_memory import SharedResults, SharedWeights, WeightLayout
-from dure.machine.ended import how_it_ended
-from dure.machine.patience import Patience
+from dure.machine.exit_status import exit_description
+from dure.machine.stall_timeout import StallTimeout
 
 AHEAD = 256 << 20
 """Bytes of results that may wait for an earlier result."""
@@ -85,7 +85,7 @@ class _Child:
     connection: Connection
     outputs: SharedResults
     progress: ProcessProgress
-    patience: Patience
+    patience: StallTimeout
     chunk: Chunk | None = None
     reads: set[int] = field(default_factory=set)
     """Slots that the child's chunk reads."""
@@ -125,7 +125,7 @@ class ProcessesEngine(ClientEngine):
         self._children: list[_Child] = []
         self._slots: SharedWeights | None = None
         self._pipe: list[int] = []
-        self._every = Patience(deadline).every
+        self._every = StallTimeout(deadline).every
         # In case nobody calls `close`: the children would otherwise wait as long as this process
         # lives.
         self._end = weakref.finalize(self, _end, self._children, self._pipe, os.getpid())
@@ -269,7 +269,7 @@ class ProcessesEngine(ClientEngine):
                     not_mine=[ours, *(child.connection for child in self._children)],
                 )
             theirs.close()
-            patience = Patience(self.deadline)
+            patience = StallTimeout(self.deadline)
             self._children.append(_Child(pid, ours, outputs, progress, patience))
 
 
@@ -289,7 +289,7 @@ def _ended(pid: int) -> str:
         except ChildProcessError:  # other code has reaped it
             return "ended"
         if found:
-            return how_it_ended(os.waitstatus_to_exitcode(status))
+            return exit_description(os.waitstatus_to_exitcode(status))
         time.sleep(0.005)
     # The child lives: user code has closed a connection of dure.
     os.kill(pid, signal.SIGKILL)

@@ -2,7 +2,7 @@
 
     process     counts its steps (`ClientEngine.look`), and its finished jobs
     waiter      polls these numbers, and treats the process as hung if they stay the same for
-                `deadline` seconds (`dure.machine.patience`)
+                `deadline` seconds (`dure.machine.stall_timeout`)
 
 A job as a whole may take any time. A process that was stopped, or that hangs in a step, counts as
 hung; so does a process whose single step takes longer than the deadline, because the two look the

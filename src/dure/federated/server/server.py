@@ -43,7 +43,7 @@ from dure.federated.server.secure_sums import SecureSummation
 from dure.federated.server.server_optimizer import ServerOptimizer
 from dure.federated.server.update_validation import same_shapes
 from dure.fleet.attacks import Attack
-from dure.machine.devices import home_of, to_cpu, to_device
+from dure.machine.devices import device_of_model, to_cpu, to_device
 from dure.protocol.carrier import STEP, Carrier, Flight
 from dure.protocol.messages import Measure, Measured, Settled
 from dure.record.meter import Meter
@@ -528,7 +528,7 @@ class FederatedServer(Learner):
         of = 0
         with in_mode(self.model, training=False):
             for part in torch.split(torch.arange(len(examples)), self.task.eval_batch_size):
-                inputs, targets = to_device(examples.batch(part), home_of(self.model))
+                inputs, targets = to_device(examples.batch(part), device_of_model(self.model))
                 some, among = attack.turned(self.model(attack.triggered(inputs)), targets)
                 turned += some
                 of += among
@@ -603,7 +603,7 @@ class FederatedServer(Learner):
                 f"{version}, and this one reads version {VERSION}: resume it with that one"
             )
         # All tensors of a federation are on the model's device.
-        state = to_device(dict(state), home_of(self.model))
+        state = to_device(dict(state), device_of_model(self.model))
         server = state["server"]
         written = server["coordinator"]["model"]["weights"]
         # Without frozen parameters such a state is the same.

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dure.machine.compiler import untraced
+from dure.machine.compiler import excluded_from_compilation
 from dure.memory.mapped import in_own_file, release
 from dure.memory.offload.store import Files
 
@@ -76,9 +76,9 @@ class OffloadedParameters:
         self._place: dict[nn.Module, int] = {}
         self._learned = False
         for module in self._own:
-            module.register_forward_pre_hook(untraced(self._before))
-            module.register_forward_hook(untraced(self._after), always_call=True)
-        model.register_forward_hook(untraced(self._ends))
+            module.register_forward_pre_hook(excluded_from_compilation(self._before))
+            module.register_forward_hook(excluded_from_compilation(self._after), always_call=True)
+        model.register_forward_hook(excluded_from_compilation(self._ends))
         self._user = {id(one): module for module, own in self._own.items() for one in own}
         for own in self._own.values():
             for parameter in own:

@@ -26,7 +26,7 @@ from dure.contracts.strategy import examples_for, unused_copy
 from dure.contracts.task import Task
 from dure.data.examples import Examples
 from dure.errors import PlanError, described
-from dure.machine.devices import home_of, to_device
+from dure.machine.devices import device_of_model, to_device
 from dure.parallel.local import parts
 from dure.randomness.seeds import generators_state, restore_generators, seed_generators
 from dure.tasks.modes import in_mode
@@ -57,7 +57,7 @@ def check_chain(task: Task, model: nn.Module, stages: int) -> None:
     chain = perturbed(unused_copy(model, task, 0), "chain")
     layers = layers_of(chain)
     some = torch.arange(min(2, len(task.train)))
-    inputs, _ = to_device(examples_for(task)[0].batch(some), home_of(whole))
+    inputs, _ = to_device(examples_for(task)[0].batch(some), device_of_model(whole))
     before = generators_state()
     wrong = "compute something else"
     try:
@@ -176,7 +176,7 @@ def measured_costs(
     The time is the best of `repeats`.
     """
     hidden = _first(examples, size, layers)
-    device = home_of(nn.ModuleList(layers))
+    device = device_of_model(nn.ModuleList(layers))
     costs = []
     for layer in layers:
         # the best of several, because other processes may use the cores
@@ -203,7 +203,7 @@ def measured_costs(
 def _first(examples: Examples, count: int, layers: Sequence[nn.Module]) -> Any:
     """Return the inputs of the first `count` examples, on the device of the layers."""
     inputs, _ = examples.batch(torch.arange(min(count, len(examples))))
-    return to_device(inputs, home_of(nn.ModuleList(layers)))
+    return to_device(inputs, device_of_model(nn.ModuleList(layers)))
 
 
 def copied(tree: Any) -> Any:

@@ -21,7 +21,7 @@ import torch
 
 from dure.contracts.strategy import RankContext
 from dure.errors import DureError, WorkerFailedError, described, traceback_of
-from dure.machine.global_settings import as_here
+from dure.machine.global_settings import with_current_settings
 from dure.machine.threads import set_own_threads, threads_for
 from dure.record.meter import Meter
 
@@ -74,7 +74,7 @@ class Team:
         self._outbox: queue.SimpleQueue[_Outcome] = queue.SimpleQueue()
         self._members = [
             threading.Thread(
-                target=as_here(self._live),
+                target=with_current_settings(self._live),
                 args=(worker,),
                 name=f"dure {name} {worker}",
                 daemon=True,

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from dure.collectives.group import Group
 from dure.errors import RunFolderError
-from dure.machine.compiler import untraced
+from dure.machine.compiler import excluded_from_compilation
 from dure.parallel.direct import Direct
 from dure.parallel.zero.gathering import Gathering, Unit
 from dure.parallel.zero.reducing import Reducing
@@ -187,8 +187,10 @@ class Passes:
             gathering.need = self.need
             self._watch_modules(gathering)
         elif hurried:
-            model.register_forward_pre_hook(untraced(self._before_forward), prepend=True)
-        model.register_forward_hook(untraced(self._look_at))
+            model.register_forward_pre_hook(
+                excluded_from_compilation(self._before_forward), prepend=True
+            )
+        model.register_forward_hook(excluded_from_compilation(self._look_at))
         if hurried:
             self._watch_gradients()
 
@@ -243,7 +245,7 @@ class Passes:
             for unit in units:
                 self.need(unit)
 
-        return untraced(before)
+        return excluded_from_compilation(before)
 
     def _after(self, units: list[Unit], gathering: Gathering) -> Callable[..., Any]:
         def after(module: nn.Module, inputs: Any, outputs: Any) -> Any:
@@ -264,7 +266,7 @@ class Passes:
             self._leave(failed)
             return outputs
 
-        return untraced(after)
+        return excluded_from_compilation(after)
 
     def _look_at(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
         """Prepare large gradients to be computed in the memory that they are sent from."""

@@ -35,7 +35,7 @@ from dure.data.batches import check_joint_batch, largest_piece
 from dure.data.sampling import JOINT_SAMPLING, SamplingRequest
 from dure.errors import LossNotFiniteError
 from dure.machine.devices import to_cpu, to_device
-from dure.machine.memory import give_back
+from dure.machine.memory import trim_heap
 from dure.memory.formula import Shares, divided
 from dure.memory.offload.wanted import Offload, parse_offload
 from dure.memory.recompute import Recompute, as_recompute
@@ -224,7 +224,7 @@ class ZeROLearner(SingleLearner):
         # Parameters have become shares; the buffers of a file-backed model move to memory.
         bring(self.model.buffers())
         # Memory that the division needed must not count in training.
-        give_back()
+        trim_heap()
         self._watch_passes()
         self.speaking = speaker_of(self.model)
         self.started = common_start(self.group, place.clock_offset)

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from dure.errors import DureError, LossNotFiniteError, PeerLostError, WorkerFailedError
-from dure.machine.patience import Patience
+from dure.machine.stall_timeout import StallTimeout
 from dure.parameter_server.holding import Holding, Standing, owed_until
 from dure.parameter_server.manager import Manager
 from dure.parameter_server.messages import (
@@ -141,7 +141,7 @@ class Leader:
         """Time of the last heartbeat to each node."""
         self._measures: tuple[str, int] | None = None
         """Round of the current measurement, and the number of its begun batches."""
-        self._patience = Patience(deadline)
+        self._patience = StallTimeout(deadline)
         self._thread = threading.Thread(target=self._lead, name="dure leader", daemon=True)
         self._thread.start()
 

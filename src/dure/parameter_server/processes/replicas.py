@@ -18,7 +18,7 @@ from dure.collectives.group import Group
 from dure.contracts.strategy import RankContext
 from dure.contracts.task import Task
 from dure.errors import PeerLostError
-from dure.machine.global_settings import as_here
+from dure.machine.global_settings import with_current_settings
 from dure.parameter_server.compressed import compressors_of
 from dure.parameter_server.downpour_plan import DownpourPlan
 from dure.parameter_server.gradients import Computed
@@ -56,7 +56,9 @@ class ThreadJob:
         self._error: BaseException | None = None
         self._over = threading.Event()
         # A daemon, since the run may end while the thread waits for another stage.
-        threading.Thread(target=as_here(self._run), name="dure replica", daemon=True).start()
+        threading.Thread(
+            target=with_current_settings(self._run), name="dure replica", daemon=True
+        ).start()
 
     def _run(self) -> None:
         try:

@@ -6,7 +6,7 @@ import time
 
 from dure.contracts.strategy import RankContext
 from dure.errors import PeerLostError
-from dure.machine.patience import Patience
+from dure.machine.stall_timeout import StallTimeout
 from dure.parameter_server.messages import (
     MANAGER,
     Envelope,
@@ -98,7 +98,7 @@ class LeaderWatch:
     """Monitor of the leader's heartbeats. `deadline` is in seconds."""
 
     def __init__(self, deadline: float) -> None:
-        self._patience = Patience(deadline)
+        self._patience = StallTimeout(deadline)
         self._often = 0
 
     def hear(self, said: Leads | Lost) -> None:

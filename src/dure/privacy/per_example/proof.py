@@ -36,7 +36,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from dure.contracts.strategy import Proof, unused_copy
 from dure.contracts.task import Task
 from dure.data.examples import Examples
-from dure.machine.devices import home_of, to_device
+from dure.machine.devices import device_of_model, to_device
 from dure.privacy.per_example.functional import Functional
 from dure.privacy.per_example.ghost import Ghost
 from dure.privacy.per_example.looped import Looped
@@ -105,7 +105,7 @@ def choose(task: Task, model: nn.Module, examples: Examples) -> Choice:
     started = time.perf_counter()
     before = generators_state()
     try:
-        device = home_of(model)
+        device = device_of_model(model)
         loss = task.on(device).loss
         twin = perturbed(unused_copy(model, task, 0).to(device), "dp-sgd proof")
         batch = examples.batch(torch.arange(min(TRIED, len(examples))))

@@ -26,7 +26,7 @@ import sys
 import threading
 from collections.abc import Sequence
 
-from dure.machine.memory import in_huge_pages
+from dure.machine.memory import enable_huge_pages
 from dure.machine.streams import open_streams
 from dure.worlds.processes.fork_child import ENDS
 
@@ -135,7 +135,7 @@ class ForkServer:
             # OpenBLAS starts its threads at import, and no thread survives a fork.
             "OPENBLAS_NUM_THREADS": "1",
         }
-        in_huge_pages(environment)
+        enable_huge_pages(environment)
         # The child inherits the mask: the signals stay blocked until it ignores them.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDS)
         try:

@@ -2,7 +2,7 @@
 
 Large buffers are shared. Functions and classes of a script or a notebook are pickled by value
 (cloudpickle), including lambdas and local classes, so such a task reaches its ranks. Modules that
-can be imported are imported again, and a task's file is run again (`dure.machine.own_code`).
+can be imported are imported again, and a task's file is run again (`dure.machine.user_code`).
 Tensors and arrays of 16 KB or more follow the pickle in an anonymous file, which every receiver
 maps copy-on-write: N ranks share a single copy of the training data. A large file may be on a disk,
 so that neither side needs memory for it. A parcel never crosses a network: data from a network are
@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dure.machine import own_code
+from dure.machine import user_code
 from dure.memory.mapped import Disk, nameless
 from dure.tensors.elements import element_bytes
 
@@ -40,7 +40,7 @@ def _rebuild(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     return torch.frombuffer(buffer, dtype=torch.uint8).view(dtype).view(shape)
 
 
-class _Pickler(own_code.Pickler):
+class _Pickler(user_code.Pickler):
     """Pickler with large dense CPU tensors out of band; pickle itself does so for numpy arrays."""
 
     def reducer_override(self, obj: Any) -> Any:

@@ -36,8 +36,8 @@ from dure.errors import (
     text_of,
     traceback_of,
 )
-from dure.machine.compiler import left_out
-from dure.machine.memory import memory_kept
+from dure.machine.compiler import deferred_compiler
+from dure.machine.memory import keep_freed_memory
 from dure.memory.mapped import WINDOW
 from dure.record.meter import Meter
 from dure.record.trace import Trace
@@ -131,7 +131,7 @@ def rank_main(control_descriptor: int, parcel_descriptor: int) -> None:
         settings.apply()
         place = place_of(seat, control, roll_call)
         # The program's environment is in force by now, including a user's settings of malloc.
-        with left_out(), memory_kept():
+        with deferred_compiler(), keep_freed_memory():
             result = program(place)
         if seat.rank == 0:
             control.send("result", None, (parcel.pack(result, memory=WINDOW),))

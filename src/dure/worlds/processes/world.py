@@ -26,7 +26,7 @@ from dure.collectives.roll_call import RollCall
 from dure.contracts.strategy import Kind, RankContext, World
 from dure.errors import DureError, PeerLostError, StopRun, described
 from dure.machine.cores import available_cores, threads_per_rank
-from dure.machine.ended import how_it_ended
+from dure.machine.exit_status import exit_description
 from dure.machine.global_settings import settings_here
 from dure.worlds.backend import Backend, check_backend, check_deadline
 from dure.worlds.here import run_here
@@ -149,7 +149,7 @@ class Member:
         """Kill the process if necessary, and describe how it ended."""
         with contextlib.suppress(OSError):
             os.kill(self.pid, signal.SIGKILL)
-        return how_it_ended(server.wait(self.pid))
+        return exit_description(server.wait(self.pid))
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from torch import Tensor
 from dure.contracts.strategy import StepInterrupted
 from dure.errors import DamagedUpdateError, RunFolderError
 from dure.fleet.budget import TransferBudget
-from dure.machine.memory import give_back
+from dure.machine.memory import trim_heap
 from dure.protocol.carrier import Action, Assign, Combine, Coordinator, Draft, Flight
 from dure.protocol.messages import (
     Answer,
@@ -254,7 +254,7 @@ class NetworkCarrier:
         # A checkpoint deletes earlier events, and every checkpoint needs these numbers.
         write_atomically(cohort, _cohort_written(sizes))
         # Returns the memory that making the model took.
-        give_back()
+        trim_heap()
         return Join(sizes)
 
     def _who_is_there(self, present: int) -> str:
@@ -433,7 +433,7 @@ class NetworkCarrier:
         self._covered = []
         self.making.saved()
         # Returns the memory that writing the checkpoint took.
-        give_back()
+        trim_heap()
         self.watching.saved()
 
     # Events

@@ -15,7 +15,7 @@ LOOK = 1.0
 
 
 @dataclass
-class Patience:
+class StallTimeout:
     """Timeout that expires after `deadline` seconds without a change of the progress value."""
 
     deadline: float

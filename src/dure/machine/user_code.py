@@ -92,7 +92,7 @@ def dumps(thing: Any) -> bytes:
     return stream.getvalue()
 
 
-class Files:
+class UserModules:
     """Modules that another process runs before it unpickles the objects that follow."""
 
     def __init__(self, places: Sequence[references.Place | str]) -> None:
@@ -102,7 +102,7 @@ class Files:
         return _brought, (self.places,)
 
 
-def files_of(reference: str) -> Files:
+def user_modules_of(reference: str) -> UserModules:
     """Return the module that a reference has found in this process; empty for dure's own names.
 
     Warns if the file was edited since it was run: other processes then get its definitions by
@@ -110,7 +110,7 @@ def files_of(reference: str) -> Files:
     """
     place = reference.rpartition(":")[0]
     if not place:
-        return Files(())
+        return UserModules(())
     module = references.loaded(reference)
     source = None if module is None else references.sources().get(module.__name__)
     if module is None or (source is not None and not source.is_unchanged()):
@@ -118,22 +118,22 @@ def files_of(reference: str) -> Files:
             f"{place} was changed after it was run: other processes get what it has defined here, "
             f"and do not run it"
         )
-        return Files(())
-    return Files((module.__name__ if source is None else source.place,))
+        return UserModules(())
+    return UserModules((module.__name__ if source is None else source.place,))
 
 
-def begun_with(files: Files, program: Callable[..., Value], *arguments: Any) -> Value:
+def call_with_modules(files: UserModules, program: Callable[..., Value], *arguments: Any) -> Value:
     """Call a program; unpickling this call runs the files before the program is unpickled."""
     return program(*arguments)
 
 
-def _brought(places: Sequence[references.Place | str]) -> Files:
+def _brought(places: Sequence[references.Place | str]) -> UserModules:
     for place in places:
         if isinstance(place, str):
             importlib.import_module(place)
         else:
             references.run_again(place)
-    return Files(places)
+    return UserModules(places)
 
 
 class _Names:

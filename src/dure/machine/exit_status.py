@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 
 
-def how_it_ended(status: int) -> str:
+def exit_description(status: int) -> str:
     """Return "exited with status 1" or "was killed by SIGKILL".
 
     status: exit status as Python reports it, negative for a signal.
