@@ -38,7 +38,7 @@ import dure
 from dure.contracts.strategy import Strategy
 from dure.machine.cores import available_cores
 from dure.machine.memory import enable_huge_pages
-from dure.memory.formula import need_of
+from dure.memory.formula import training_memory_of
 
 JSON = dict[str, Any]
 LAYERS = 8
@@ -121,7 +121,7 @@ def formula(name: str, width: int) -> tuple[int, int | None]:
     """Bytes of the weights, and what a rank needs of weights, gradients and state."""
     strategy, ranks = systems()[name]
     task = task_of(width)
-    need = need_of(task.model(), task.optimizer)
+    need = training_memory_of(task.model(), task.optimizer)
     shares = strategy.shares(ranks)
     return need.weights, None if shares is None else need.of(shares).total
 

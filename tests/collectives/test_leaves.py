@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dure.collectives import tensor_transfer
 from dure.contracts.strategy import RankContext
-from dure.memory.shelf import Shelf
+from dure.memory.spill_store import SpillStore
 from dure.record.on_disk import Leaf, forms_of, in_memory
 
 KINDS = [torch.float32, torch.bfloat16, torch.complex64, torch.complex128, torch.bool, torch.int64]
@@ -42,7 +42,7 @@ def test_all_arrive_whole_however_small_the_pieces_are(least: int | None) -> Non
     def program(place: RankContext) -> list[Any]:
         group = place.group
         tensor_transfer.PIECE = 40
-        shelf = Shelf(least=least)
+        shelf = SpillStore(least=least)
         sent = group.meter.counters.bytes_sent
         parts = tensor_transfer.gathered(group, mine(group.rank), shelf.place)
         told = mine(0) if group.rank == 0 else {}

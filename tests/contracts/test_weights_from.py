@@ -16,7 +16,7 @@ import dure
 from dure.contracts.initial_weights import load_initial_weights
 from dure.contracts.strategy import seeded_model
 from dure.errors import RunFolderError
-from dure.memory.mapped import Disk, is_mapped, leave_views, mapped
+from dure.memory.mapped import Disk, is_mapped, mapped, move_views_to_files
 from dure.record.weights import weights_to_bytes
 from small import largest_difference, network, same_bits, small_task
 
@@ -134,7 +134,7 @@ def test_what_lies_in_files_becomes_a_view_of_the_checkpoint(tmp_path: Path) -> 
         assert not is_mapped(small)
         # Adding to the values leaves the checkpoint as it is.
         assert torch.equal(large, there[0].weight.to(dtype))
-        leave_views([small, large])
+        move_views_to_files([small, large])
         assert is_mapped(large)
         assert torch.equal(large, there[0].weight.to(dtype))
         with torch.no_grad():

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from dure.machine.compiler import deferred_compiler
-from dure.memory.activations import observed, saved_bytes
-from dure.memory.live import Live
+from dure.memory.activations import observe_call, saved_bytes
+from dure.memory.live_storages import LiveStorages
 from dure.memory.peak import step_peak
 from dure.tasks.models import Transformer
 
@@ -84,7 +84,7 @@ def test_what_a_pass_keeps_and_takes_is_known_before_it_is_made(case: str) -> No
     assert all(parameter.grad is None for parameter in model.parameters())
     assert predicted == really_kept(model, inputs)
     # The first mode of a process would load the compiler.
-    with deferred_compiler(), Live([*model.parameters(), *model.buffers(), inputs]) as live:
+    with deferred_compiler(), LiveStorages([*model.parameters(), *model.buffers(), inputs]) as live:
         loss(model(inputs), None).backward()  # type: ignore[no-untyped-call]
     assert peak == live.peak
     assert live.bytes == sum(parameter.nbytes for parameter in model.parameters())
@@ -94,7 +94,7 @@ def test_what_a_pass_keeps_and_takes_is_known_before_it_is_made(case: str) -> No
 
 def test_bytes_are_counted_once_and_by_the_module_that_keeps_them() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.ReLU(inplace=True))
-    root = observed(model, torch.randn(10, 4))
+    root = observe_call(model, torch.randn(10, 4))
     row = 10 * 4 * 4
     # The input, tanh's output, and the output in which relu is done; views of them are no more.
     assert sum(root.saved.values()) == 3 * row

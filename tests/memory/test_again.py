@@ -12,10 +12,10 @@ from hypothesis import strategies as some
 from torch import Tensor, nn
 
 from dure.machine.compiler import deferred_compiler
-from dure.memory.again import compute_again
-from dure.memory.choosing import Chooser
-from dure.memory.live import Live
-from dure.memory.recompute import as_recompute
+from dure.memory.live_storages import LiveStorages
+from dure.memory.recomputation import recompute_modules
+from dure.memory.recompute_choice import RecomputeChooser
+from dure.memory.recompute_setting import as_recompute
 
 WIDTH = 8
 
@@ -88,7 +88,7 @@ def test_the_bits_are_those_of_a_step_without(
     torch.manual_seed(0)
     model = make()
     twin = copy.deepcopy(model)
-    compute_again(twin, names)
+    recompute_modules(twin, names)
     right, tried = passed(model), passed(twin)
     assert len(right) == len(tried)
     assert all(map(torch.equal, right, tried))
@@ -104,8 +104,8 @@ def test_what_is_computed_again_is_not_kept() -> None:
     kept = []
     for names in ([], ["0", "1", "2", "3"]):
         twin = copy.deepcopy(model)
-        compute_again(twin, names)
-        with deferred_compiler(), Live([*twin.parameters(), inputs]) as live:
+        recompute_modules(twin, names)
+        with deferred_compiler(), LiveStorages([*twin.parameters(), inputs]) as live:
             outputs = twin(inputs)
             kept.append(live.bytes)
             del outputs
@@ -115,7 +115,7 @@ def test_what_is_computed_again_is_not_kept() -> None:
 
 def test_inputs_that_were_changed_since_are_an_error() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
-    compute_again(model, ["1"])
+    recompute_modules(model, ["1"])
     hidden = model[0](torch.randn(3, 4))
     outputs = model[1](hidden)
     hidden.data.add_(0)
@@ -139,7 +139,7 @@ def test_a_buffer_that_is_written_later_than_in_the_first_pass_is_an_error() -> 
             return inputs.tanh()
 
     model = nn.Sequential(nn.Linear(2, 2), Later())
-    compute_again(model, ["1"])
+    recompute_modules(model, ["1"])
     with deferred_compiler():
         model(torch.ones(1, 2)).sum().backward()
     model[1].writes = True
@@ -151,7 +151,7 @@ def test_a_compiled_module_is_refused() -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     model[0]._compiled_call_impl = lambda inputs: inputs
     with pytest.raises(ValueError, match="module 0 is compiled"):
-        compute_again(model, ["0"])
+        recompute_modules(model, ["0"])
 
 
 @settings(max_examples=12, deadline=None)
@@ -166,7 +166,7 @@ def test_a_choice_fits_its_budget_and_costs_no_more_than_all(
     for width in widths:
         layers.append(nn.Sequential(nn.Linear(16, width), nn.GELU(), nn.Linear(width, 16)))
     model = nn.Sequential(*layers)
-    chooser = Chooser(model, (torch.randn(64, 16), None), lambda outputs, _: outputs.sum())
+    chooser = RecomputeChooser(model, (torch.randn(64, 16), None), lambda outputs, _: outputs.sum())
     everything, least = chooser.of(()), chooser.least()
     assert least.peak <= everything.peak
     budget = int(part * everything.peak)

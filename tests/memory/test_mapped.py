@@ -20,9 +20,9 @@ from dure.memory.mapped import (
     is_mapped,
     kind_of,
     mapped,
-    passing,
-    release,
-    release_all,
+    release_all_pages,
+    release_pages,
+    releasing_used_pages,
 )
 
 ROWS = 512
@@ -93,10 +93,10 @@ def test_pages_leave_and_values_stay() -> None:
     one += 1
     assert torch.equal(one, other)
     assert resident(one) == resident(other) == one.nbytes
-    release([one, torch.ones(2)])
+    release_pages([one, torch.ones(2)])
     assert resident(one) == 0
     assert resident(other) == other.nbytes
-    release_all()
+    release_all_pages()
     assert resident(other) == 0
     assert torch.equal(one, other)
 
@@ -108,7 +108,7 @@ def test_what_is_used_leaves_a_window_at_a_time(monkeypatch: pytest.MonkeyPatch)
         assert sum(map(resident, matrices)) < 3 * LEAST, "also what was only made"
     vector = torch.arange(float(ROWS))
     most = 0
-    with passing():
+    with releasing_used_pages():
         for matrix in matrices:
             vector = matrix @ vector
             most = max(most, sum(map(resident, matrices)))

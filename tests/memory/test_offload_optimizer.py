@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from dure.machine.compiler import deferred_compiler
 from dure.memory.mapped import in_own_file
 from dure.memory.offload.optimizer import OffloadedSteps
-from dure.memory.offload.store import Files
+from dure.memory.offload.store import MappedFileStore
 from dure.parallel.divisible import check_steps_apart, is_element_wise
 
 Make = Callable[[list[nn.Parameter]], Optimizer]
@@ -46,8 +46,8 @@ def without_compiler() -> Iterator[None]:
 
 
 @pytest.fixture
-def files() -> Iterator[Files]:
-    made = Files(least=64)
+def files() -> Iterator[MappedFileStore]:
+    made = MappedFileStore(least=64)
     yield made
     made.close()
 
@@ -85,7 +85,7 @@ def same(first: Any, second: Any) -> bool:
 def test_every_optimizer_has_the_same_bits_and_state(
     maker: str, sizes: list[int], unused: int, two_groups: bool
 ) -> None:
-    files = Files(least=64)
+    files = MappedFileStore(least=64)
     plain, offloaded = pair(sizes)
     optimizers = []
     for parameters in (plain, offloaded):
@@ -105,7 +105,7 @@ def test_every_optimizer_has_the_same_bits_and_state(
     assert same(optimizers[0].state_dict(), optimizers[1].state_dict())
 
 
-def test_large_state_lies_in_files_and_small_state_does_not(files: Files) -> None:
+def test_large_state_lies_in_files_and_small_state_does_not(files: MappedFileStore) -> None:
     parameters, _ = pair([100, 2])
     optimizer = optim.Adam(parameters)
     OffloadedSteps(optimizer, files, element_wise=True, piece=PIECE)
@@ -119,7 +119,7 @@ def test_large_state_lies_in_files_and_small_state_does_not(files: Files) -> Non
     assert large["exp_avg"].untyped_storage().nbytes() == large["exp_avg"].nbytes
 
 
-def test_a_state_that_is_loaded_goes_on_in_files(files: Files) -> None:
+def test_a_state_that_is_loaded_goes_on_in_files(files: MappedFileStore) -> None:
     plain, offloaded = pair([100, 40])
     first, second = optim.Adam(plain), optim.Adam(offloaded)
     give_gradients(0, plain, offloaded)
@@ -137,7 +137,7 @@ def test_a_state_that_is_loaded_goes_on_in_files(files: Files) -> None:
     assert same(plain, offloaded)
 
 
-def test_hooks_are_called_once_a_step_and_see_the_whole_groups(files: Files) -> None:
+def test_hooks_are_called_once_a_step_and_see_the_whole_groups(files: MappedFileStore) -> None:
     parameters, _ = pair([100, 40])
     optimizer = optim.Adam(parameters)
     OffloadedSteps(optimizer, files, element_wise=True, piece=PIECE)
@@ -153,7 +153,7 @@ def test_hooks_are_called_once_a_step_and_see_the_whole_groups(files: Files) -> 
     assert seen == [(True, 2), (True, 2)]
 
 
-def test_weights_that_lie_in_other_strides_are_updated_whole(files: Files) -> None:
+def test_weights_that_lie_in_other_strides_are_updated_whole(files: MappedFileStore) -> None:
     plain = [nn.Parameter(torch.randn(8, 4, 3, 3).to(memory_format=torch.channels_last))]
     offloaded = copy.deepcopy(plain)
     optimizers = [optim.AdamW(plain), optim.AdamW(offloaded)]

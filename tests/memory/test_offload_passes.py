@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from dure.memory.mapped import in_own_file, pages_of
 from dure.memory.offload.activations import OffloadedActivations
 from dure.memory.offload.gradients import OffloadedGradients
-from dure.memory.offload.parameters import OffloadedParameters, settle
-from dure.memory.offload.store import Files
-from dure.memory.offload.wanted import Offload, parse_offload
+from dure.memory.offload.offload_setting import Offload, parse_offload
+from dure.memory.offload.parameters import OffloadedParameters, move_to_files
+from dure.memory.offload.store import MappedFileStore
 
 
 @pytest.fixture
-def files() -> Iterator[Files]:
-    made = Files(least=64)
+def files() -> Iterator[MappedFileStore]:
+    made = MappedFileStore(least=64)
     yield made
     made.close()
 
@@ -66,11 +66,13 @@ def gradients_of(model: nn.Module) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("make", [Unusual, recurrent, convolution])
-def test_gradients_have_the_same_bits(make: Callable[[], nn.Module], files: Files) -> None:
+def test_gradients_have_the_same_bits(
+    make: Callable[[], nn.Module], files: MappedFileStore
+) -> None:
     torch.manual_seed(0)
     plain = make()
     model = copy.deepcopy(plain)
-    settle(model, files)
+    move_to_files(model, files)
     assert all(in_own_file(one) == (one.nbytes >= 64) for one in model.parameters())
     OffloadedParameters(model, files)
     OffloadedGradients(model.parameters(), files)
@@ -94,7 +96,7 @@ def test_gradients_have_the_same_bits(make: Callable[[], nn.Module], files: File
     assert not keeper._kept, "what autograd has used is free"
 
 
-def test_activations_lie_in_files_that_are_used_again(files: Files) -> None:
+def test_activations_lie_in_files_that_are_used_again(files: MappedFileStore) -> None:
     model = nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh())
     keeper = OffloadedActivations(files, torch.device("cpu"), model.parameters)
     inputs = torch.randn(20, 6)
@@ -112,7 +114,7 @@ def test_activations_lie_in_files_that_are_used_again(files: Files) -> None:
     assert places[0] == places[1]
 
 
-def test_gradients_of_gradients_have_the_same_bits(files: Files) -> None:
+def test_gradients_of_gradients_have_the_same_bits(files: MappedFileStore) -> None:
     weight = torch.randn(12, 12, requires_grad=True)
     found = []
     for offloads in (False, True):
@@ -125,13 +127,13 @@ def test_gradients_of_gradients_have_the_same_bits(files: Files) -> None:
     assert torch.equal(found[0], found[1])
 
 
-def test_what_shares_memory_shares_it_in_a_file_too(files: Files) -> None:
+def test_what_shares_memory_shares_it_in_a_file_too(files: MappedFileStore) -> None:
     model = nn.Module()
     flat = torch.arange(64, dtype=torch.float32)
     model.one = nn.Parameter(flat[:32])
     model.other = nn.Parameter(flat[32:].view(8, 4))
     model.register_buffer("whole", flat)
-    settle(model, files)
+    move_to_files(model, files)
     with torch.no_grad():
         model.one.add_(1)
     assert torch.equal(model.whole[:32], model.one)

@@ -13,10 +13,16 @@ from torch.nn import functional as F
 import dure
 from dure.contracts.strategy import RankContext, Strategy, unused_copy
 from dure.machine.limits import RemainingMemory
+from dure.memory import file_backed_init
 from dure.memory import mapped as mapping
-from dure.memory import undivided
+from dure.memory.file_backed_init import (
+    in_files,
+    in_files_like,
+    lies_in_files,
+    move_to_memory,
+    tensors_of,
+)
 from dure.memory.mapped import Disk, DiskError, is_mapped, mapped
-from dure.memory.undivided import beside, bring, in_files, lies_in_files, tensors_of
 from dure.parallel.mesh.mesh import Mesh
 from dure.parallel.pipeline.cut import forget
 from dure.run.fresh import FreshModel
@@ -95,8 +101,10 @@ def test_the_process_that_waits_has_its_model_in_files_unless_it_is_small(
     assert not lies_in_files(small.model)
     # With so much free, it is not.
     weights = sum(one.nbytes for one in tensors_of(small.model))
-    room = RemainingMemory(undivided._SMALL * weights // 2, 0, "what this test leaves", shared=True)
-    monkeypatch.setattr(undivided, "remaining_memory", lambda: [room])
+    room = RemainingMemory(
+        file_backed_init._SMALL * weights // 2, 0, "what this test leaves", shared=True
+    )
+    monkeypatch.setattr(file_backed_init, "remaining_memory", lambda: [room])
     world = dure.Processes(2)
     job, _ = prepare(TASK, strategy, world, dure.Stop(steps=1), 0)
     assert job.fresh is not None
@@ -120,7 +128,7 @@ def test_without_a_disk_the_model_lies_in_memory_and_the_run_says_so(
         def __init__(self) -> None:
             raise DiskError("none of /tmp is a folder on a disk: set TMPDIR to one")
 
-    monkeypatch.setattr(undivided, "Disk", NoDisk)
+    monkeypatch.setattr(file_backed_init, "Disk", NoDisk)
     job, _ = prepare(TASK, SYSTEMS["pipeline"], dure.Processes(2), dure.Stop(steps=1), 0)
     assert job.fresh is not None
     assert not lies_in_files(job.fresh._untouched())
@@ -176,7 +184,7 @@ def test_a_copy_lies_where_its_model_lies() -> None:
         model = Network()
     assert lies_in_files(unused_copy(model, TASK, 0))
     assert not lies_in_files(unused_copy(Network(), TASK, 0))
-    with beside(model):
+    with in_files_like(model):
         assert is_mapped(model.up.weight * 2)
 
 
@@ -186,7 +194,7 @@ def test_what_is_brought_stays_what_it_was() -> None:
         model.scores.weight = nn.Parameter(model.up.weight.detach().t().contiguous().t())
         alias = model.down.weight.data.t()
     before = [(id(one), one.stride(), one.detach().clone()) for one in tensors_of(model)]
-    bring([*tensors_of(model), alias])
+    move_to_memory([*tensors_of(model), alias])
     assert not lies_in_files(model)
     for one, (name, stride, value) in zip(tensors_of(model), before, strict=True):
         assert (id(one), one.stride()) == (name, stride)

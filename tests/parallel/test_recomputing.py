@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 import dure
 from dure.contracts.strategy import RankContext, Strategy
-from dure.memory.recompute import Recompute
+from dure.memory.recompute_setting import Recompute
 from dure.parallel.tensor.plan import Column, Row
 
 for module in (sys.modules[__name__], loops):

@@ -19,7 +19,13 @@ from torch import nn
 import dure
 import dure.run.fits
 from dure.machine.limits import RemainingMemory
-from dure.memory.formula import Need, bytes_of, divided, need_of, tensors_of
+from dure.memory.formula import (
+    TrainingMemory,
+    bytes_of,
+    divided_shares,
+    tensors_of,
+    training_memory_of,
+)
 from dure.memory.mapped import Disk, mapped
 from dure.run.fits import check_fits, held_by
 from small import network, small_task
@@ -196,10 +202,14 @@ def test_what_would_do_has_room_to_spare() -> None:
 
 def test_a_model_is_counted_as_it_is() -> None:
     model = network()
-    need = need_of(model, partial(torch.optim.SGD, lr=0.1, momentum=0.9))
-    assert need.of(divided(1)) == Need(215 * 8, 215 * 8, 215 * 8) == need._replace(passing=0)
-    assert need_of(model, torch.optim.SGD).state == 0
-    adam = need_of(model, torch.optim.Adam)
+    need = training_memory_of(model, partial(torch.optim.SGD, lr=0.1, momentum=0.9))
+    assert (
+        need.of(divided_shares(1))
+        == TrainingMemory(215 * 8, 215 * 8, 215 * 8)
+        == need._replace(passing=0)
+    )
+    assert training_memory_of(model, torch.optim.SGD).state == 0
+    adam = training_memory_of(model, torch.optim.Adam)
     # Two numbers a weight, and a counter of the steps for each of six parameters.
     assert adam.state == 2 * 215 * 8 + 6 * 4
     # A weight decayed is one number more; two lie between Adam's moments and its update.
@@ -211,14 +221,14 @@ def test_a_model_is_counted_as_it_is() -> None:
         (partial(torch.optim.Adam, foreach=True), everything),
         (partial(torch.optim.AdamW, fused=True), 0),
     ):
-        assert need_of(model, optimizer).passing == passing
+        assert training_memory_of(model, optimizer).passing == passing
     tied = nn.Sequential(nn.Embedding(7, 5, sparse=True), nn.Linear(5, 7, bias=False))
     tied[1].weight = tied[0].weight
     assert bytes_of(tensors_of(tied)) == 7 * 5 * 4
-    assert need_of(tied, torch.optim.SGD).gradients == 0
+    assert training_memory_of(tied, torch.optim.SGD).gradients == 0
     tied.requires_grad_(False)
-    assert need_of(tied, torch.optim.Adam) == Need(7 * 5 * 4, 0, 0)
-    assert need_of(model, partial(torch.optim.Adam, nobody_knows=1)).state == 0
+    assert training_memory_of(tied, torch.optim.Adam) == TrainingMemory(7 * 5 * 4, 0, 0)
+    assert training_memory_of(model, partial(torch.optim.Adam, nobody_knows=1)).state == 0
     with mapped(Disk(), least=0):
         model = network()
     assert held_by(model, addressed=False) == 0
@@ -227,6 +237,6 @@ def test_a_model_is_counted_as_it_is() -> None:
 
 @given(st.integers(1, 8), st.integers(0, 3), st.integers(1, 8))
 def test_shares_of_all_ranks_are_the_whole_at_least(parts, stage, ranks) -> None:
-    shares = divided(parts, stage, ranks)
+    shares = divided_shares(parts, stage, ranks)
     for share, divides in zip(shares, (3, 2, 1, 1), strict=True):
         assert share * parts * (ranks if stage >= divides else 1) == 1

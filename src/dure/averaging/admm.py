@@ -48,7 +48,7 @@ from dure.contracts.training_options import ALL, Part
 from dure.data import partition
 from dure.data.batches import check_joint_batch
 from dure.data.partition import IID, Partition
-from dure.memory.formula import WHOLE, Shares
+from dure.memory.formula import WHOLE, MemoryShares
 from dure.record.meter import Meter
 from dure.settings import parse_fields
 from dure.tasks.batch_norm import check_own_batches
@@ -128,7 +128,7 @@ class ADMM(Strategy):
         check_apart(model)
         check_own_batches(task, model, self.batch_size, workers, self.accumulate)
 
-    def shares(self, workers: int | None) -> Shares | None:
+    def shares(self, workers: int | None) -> MemoryShares | None:
         return WHOLE
 
     def check(self, task: Task, workers: int | None) -> None:

@@ -35,7 +35,7 @@ from dure.contracts.strategy import Kind, Learner, RankContext, Strategy
 from dure.contracts.task import Task
 from dure.contracts.training_options import ALL, Part
 from dure.data.sampling import JOINT_SAMPLING, SamplingRequest
-from dure.memory.formula import WHOLE, Shares
+from dure.memory.formula import WHOLE, MemoryShares
 from dure.settings import parse_fields
 
 
@@ -98,7 +98,7 @@ class DiLoCo(Strategy):
     def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
         self.rounds().check_model(task, model, workers)
 
-    def shares(self, workers: int | None) -> Shares | None:
+    def shares(self, workers: int | None) -> MemoryShares | None:
         return WHOLE
 
     def check(self, task: Task, workers: int | None) -> None:

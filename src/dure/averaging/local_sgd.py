@@ -36,7 +36,7 @@ from dure.contracts.task import Task
 from dure.contracts.training_options import ALL, Part
 from dure.data.batches import Batches, check_joint_batch
 from dure.data.sampling import JOINT_SAMPLING, SamplingRequest
-from dure.memory.formula import WHOLE, Shares
+from dure.memory.formula import WHOLE, MemoryShares
 from dure.record.meter import Meter
 from dure.settings import parse_fields
 from dure.tasks.batch_norm import check_lying, check_pieces
@@ -89,7 +89,7 @@ class LocalSGD(Strategy):
         parts += [str(self.compression)] if self.compression.compresses else []
         return " ".join(parts)
 
-    def shares(self, workers: int | None) -> Shares | None:
+    def shares(self, workers: int | None) -> MemoryShares | None:
         return WHOLE
 
     def check(self, task: Task, workers: int | None) -> None:

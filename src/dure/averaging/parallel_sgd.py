@@ -66,7 +66,7 @@ from dure.data.batches import check_joint_batch
 from dure.data.partition import IID, Partition
 from dure.data.sampling import SEPARATE_SAMPLING, SamplingRequest
 from dure.errors import LossNotFiniteError
-from dure.memory.formula import WHOLE, Shares
+from dure.memory.formula import WHOLE, MemoryShares
 from dure.record.meter import Meter
 from dure.settings import parse_fields
 from dure.tasks.batch_norm import check_own_batches
@@ -132,7 +132,7 @@ class ParallelSGD(Strategy):
         check_apart(model)
         check_own_batches(task, model, self.batch_size, workers, self.accumulate)
 
-    def shares(self, workers: int | None) -> Shares | None:
+    def shares(self, workers: int | None) -> MemoryShares | None:
         return WHOLE
 
     def check(self, task: Task, workers: int | None) -> None:

@@ -30,7 +30,7 @@ from torch.nn.parameter import is_lazy
 
 from dure.errors import warn
 from dure.memory.mapped import is_mapped
-from dure.memory.weight_files import Stored, stored_in
+from dure.memory.weight_files import StoredTensor, stored_in
 
 _SHOWN = 12
 """Maximum names in a message; a model of another kind would fill pages."""
@@ -47,7 +47,7 @@ class WeightAssignment(NamedTuple):
     missing, unexpected: names in these two cases if they are an error.
     """
 
-    given: Mapping[str, Stored]
+    given: Mapping[str, StoredTensor]
     missing: list[str]
     unexpected: list[str]
     drawn: list[str]
@@ -104,7 +104,7 @@ def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: value for name, value in saved.items() if isinstance(value, Tensor)}
 
 
-def _exact(tensors: Mapping[str, Tensor], stored: Mapping[str, Stored]) -> WeightAssignment:
+def _exact(tensors: Mapping[str, Tensor], stored: Mapping[str, StoredTensor]) -> WeightAssignment:
     given = {name: stored[name] for name in tensors if name in stored}
     unexpected = [name for name in stored if name not in tensors]
     return WeightAssignment(given, _without_values(tensors, given), unexpected, [], [])
@@ -123,7 +123,7 @@ def _identity(tensor: Tensor) -> object:
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
-def _other_shapes(tensors: Mapping[str, Tensor], given: Mapping[str, Stored]) -> list[str]:
+def _other_shapes(tensors: Mapping[str, Tensor], given: Mapping[str, StoredTensor]) -> list[str]:
     """Return descriptions of the tensors with another shape or kind of number in the files."""
     told = []
     for name, stored in given.items():
@@ -157,7 +157,9 @@ class _Library(NamedTuple):
     base: str
     prefix: str
 
-    def fit(self, tensors: Mapping[str, Tensor], stored: Mapping[str, Stored]) -> WeightAssignment:
+    def fit(
+        self, tensors: Mapping[str, Tensor], stored: Mapping[str, StoredTensor]
+    ) -> WeightAssignment:
         own = {name: self._own(name, tensors, stored) for name in stored}
         given = {own[name]: stored[name] for name in stored if own[name] in tensors}
         left = [name for name in stored if own[name] not in tensors]
@@ -176,7 +178,9 @@ class _Library(NamedTuple):
             [name for name in left if name not in unknown],
         )
 
-    def _own(self, name: str, tensors: Mapping[str, Tensor], stored: Mapping[str, Stored]) -> str:
+    def _own(
+        self, name: str, tensors: Mapping[str, Tensor], stored: Mapping[str, StoredTensor]
+    ) -> str:
         """Return the user's module's name for a name in the files."""
         # The files contain the whole user's module.
         if self.at and any(one.startswith(self.at) for one in stored):
@@ -192,11 +196,11 @@ class _Library(NamedTuple):
                 found = found.removesuffix(old) + new
         return found
 
-    def _with_head(self, stored: Mapping[str, Stored]) -> bool:
+    def _with_head(self, stored: Mapping[str, StoredTensor]) -> bool:
         """Return whether the files contain a model with a head."""
         return any(name.startswith(self.prefix) for name in stored)
 
-    def _is_of_base(self, name: str, own: str, stored: Mapping[str, Stored]) -> bool:
+    def _is_of_base(self, name: str, own: str, stored: Mapping[str, StoredTensor]) -> bool:
         """Return whether a stored tensor belongs to the base model and not to a head."""
         if self.base:
             return own.startswith(self.at + self.base)
@@ -247,7 +251,7 @@ class _Places:
         self._shared = {storage for storage, users in storages.items() if users > 1}
 
     @torch.no_grad()
-    def fill(self, tensors: Mapping[str, Tensor], given: Mapping[str, Stored]) -> None:
+    def fill(self, tensors: Mapping[str, Tensor], given: Mapping[str, StoredTensor]) -> None:
         """Give each tensor the value stored for its name."""
         met: dict[object, str] = {}
         for name, stored in given.items():
@@ -262,7 +266,7 @@ class _Places:
             else:
                 tensor.copy_(stored.read())
 
-    def _make(self, tensor: Tensor, stored: Stored) -> None:
+    def _make(self, tensor: Tensor, stored: StoredTensor) -> None:
         """Replace a meta tensor by a tensor with values."""
         # A tensor created now is mapped exactly if the model is (`is_mapped`).
         memory = torch.empty_like(tensor, device="cpu")
@@ -279,12 +283,12 @@ def _storage(tensor: Tensor) -> int:
     return id(tensor) if tensor.is_meta else tensor.untyped_storage().data_ptr()
 
 
-def _read(stored: Stored, like: Tensor) -> Tensor:
+def _read(stored: StoredTensor, like: Tensor) -> Tensor:
     """Return the mapped file itself if its dtype fits, and otherwise a copy."""
     return stored.read().to(like.dtype)
 
 
-def _check_equal(first: str, one: Stored, name: str, other: Stored) -> None:
+def _check_equal(first: str, one: StoredTensor, name: str, other: StoredTensor) -> None:
     """Raise ValueError if two names of a tied tensor have different values in the files."""
     if not torch.equal(one.read(), other.read()):
         raise ValueError(
@@ -293,7 +297,7 @@ def _check_equal(first: str, one: Stored, name: str, other: Stored) -> None:
 
 
 def _load(
-    model: nn.Module, tensors: Mapping[str, Tensor], given: Mapping[str, Stored], path: Path
+    model: nn.Module, tensors: Mapping[str, Tensor], given: Mapping[str, StoredTensor], path: Path
 ) -> None:
     """Load through the model's own `load_state_dict`, for a model with a custom state_dict."""
     values = {name: stored.read() for name, stored in given.items()}

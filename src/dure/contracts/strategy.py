@@ -34,8 +34,8 @@ from dure.data.partition import PartitionDescription
 from dure.data.sampling import SamplingRequest
 from dure.data.validation_split import EvaluationExamples
 from dure.fleet.conditions import Conditions
-from dure.memory.formula import Shares
-from dure.memory.undivided import beside
+from dure.memory.file_backed_init import in_files_like
+from dure.memory.formula import MemoryShares
 from dure.protocol.carrier import Carrier, Clients
 from dure.randomness.seeds import generators_state, restore_generators, seed_generators
 from dure.record.meter import Meter
@@ -537,7 +537,7 @@ class Strategy(CheckedSettings):
     def holds_parts(self, workers: int | None) -> bool:
         """Return whether each worker has, and needs memory for, only a part of the model.
 
-        The undivided model is then created in files (`dure.memory.undivided`).
+        The undivided model is then created in files (`dure.memory.file_backed_init`).
         """
         return False
 
@@ -546,7 +546,7 @@ class Strategy(CheckedSettings):
         """Names of the state that is in files while it is not needed, as in `can_offload`."""
         return ()
 
-    def shares(self, workers: int | None) -> Shares | None:
+    def shares(self, workers: int | None) -> MemoryShares | None:
         """Return the minimum memory share of the model for each worker during training.
 
         None if unknown: then no run is refused for lack of memory.
@@ -658,7 +658,7 @@ def unused_copy(model: nn.Module, task: Task, seed: int) -> nn.Module:
     The task's factory, which may read its model from a disk, is called again only if the model
     cannot be copied. If the model is in files, so is the copy.
     """
-    with beside(model):
+    with in_files_like(model):
         twin = copy_of(model)
         # The copy is not compiled yet.
         return seeded_model(task, seed) if twin is None else compiled_as(twin, task.compile)

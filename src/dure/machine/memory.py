@@ -25,8 +25,8 @@ by 400 MB; medians of three runs each).
 The server of a federation with remote clients trains nothing. There large blocks are mapped
 separately and are unmapped when they are freed, so that the server needs memory only for its
 present data. The server of split learning trains its part of the model like any process. The same
-thresholds apply while a model is created in files (`dure.memory.undivided`): tensors that moved to
-files would leave holes in the heap.
+thresholds apply while a model is created in files (`dure.memory.file_backed_init`): tensors that
+moved to files would leave holes in the heap.
 
 Sources: mallopt(3) and the GNU C library's manual, "Malloc Tunable Parameters"; for huge pages
 Documentation/admin-guide/mm/transhuge.rst of Linux and `c10/core/alignment.h` of PyTorch.

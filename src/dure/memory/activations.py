@@ -40,7 +40,7 @@ Storages = dict[int, int]
 
 
 @dataclass
-class Call:
+class ModuleCall:
     """Call of a module in a forward pass.
 
     name: of the module; "" is the model. given: its inputs. saved: tensors that autograd saved
@@ -55,10 +55,10 @@ class Call:
     saved: Storages = field(default_factory=dict)
     left: Storages = field(default_factory=dict)
     flops: float = 0.0
-    calls: list[Call] = field(default_factory=list)
+    calls: list[ModuleCall] = field(default_factory=list)
     changes: bool = False
 
-    def walk(self) -> Iterator[Call]:
+    def walk(self) -> Iterator[ModuleCall]:
         """Yield this call and the calls in it, in the order in which they began."""
         yield self
         for call in self.calls:
@@ -68,12 +68,12 @@ class Call:
 def saved_bytes(model: nn.Module, inputs: Any, spare: bool = False) -> int:
     """Return the bytes that autograd saves in `model(inputs)`, in the present modes of the modules.
 
-    spare: as for `observed`, whose errors it raises.
+    spare: as for `observe_call`, whose errors it raises.
     """
-    return sum(observed(model, inputs, spare).saved.values())
+    return sum(observe_call(model, inputs, spare).saved.values())
 
 
-def observed(model: nn.Module, inputs: Any, spare: bool = False) -> Call:
+def observe_call(model: nn.Module, inputs: Any, spare: bool = False) -> ModuleCall:
     """Return the call `model(inputs)` on a copy of the model, with its saved tensors.
 
     spare: whether the pass may use the model itself if it cannot be copied.
@@ -81,18 +81,18 @@ def observed(model: nn.Module, inputs: Any, spare: bool = False) -> Call:
     Raises ValueError if the model cannot be copied and is not spare, and any error of the model.
     """
 
-    def on_fakes() -> Call:
-        with faked(model, inputs) as (twin, given):
+    def on_fakes() -> ModuleCall:
+        with fake_copy(model, inputs) as (twin, given):
             return _watched(twin, given)
 
-    def on_data() -> Call:
+    def on_data() -> ModuleCall:
         with spare_copy(model, spare) as twin:
             return _watched(twin, inputs)
 
-    return where_possible(model, on_fakes, on_data)
+    return fake_or_real(model, on_fakes, on_data)
 
 
-def where_possible(
+def fake_or_real(
     model: nn.Module, on_fakes: Callable[[], Result], on_data: Callable[[], Result]
 ) -> Result:
     """Return the result of `on_fakes`, or of `on_data` if fake tensors cannot compute it."""
@@ -127,7 +127,7 @@ def spare_copy(model: nn.Module, spare: bool = False) -> Iterator[nn.Module]:
 
 
 @contextmanager
-def faked(model: nn.Module, inputs: Any) -> Iterator[tuple[nn.Module, Any]]:
+def fake_copy(model: nn.Module, inputs: Any) -> Iterator[tuple[nn.Module, Any]]:
     """Context manager for a copy of the model and the inputs without data, inside their mode.
 
     Raises ValueError if the model cannot be copied.
@@ -154,7 +154,7 @@ def _like(tensor: Tensor) -> Tensor:
     return own.requires_grad_(tensor.requires_grad)
 
 
-def _watched(model: nn.Module, inputs: Any) -> Call:
+def _watched(model: nn.Module, inputs: Any) -> ModuleCall:
     """Run a model with hooks on its modules, and return its call."""
     watch = _Watch(model)
     with watch.watching():
@@ -168,11 +168,11 @@ class _Watch:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.root = Call("", model)
-        self._under_way: list[Call] = []
+        self.root = ModuleCall("", model)
+        self._under_way: list[ModuleCall] = []
         self._numbers: dict[StorageWeakRef, int] = {}
         # For each call its input tensors, with their versions at the beginning.
-        self._given: list[tuple[Call, list[tuple[Callable[[], Tensor | None], int]]]] = []
+        self._given: list[tuple[ModuleCall, list[tuple[Callable[[], Tensor | None], int]]]] = []
         # Parameters and buffers have the numbers 0, 1, ... and are not counted.
         for tensor in (*model.parameters(), *model.buffers()):
             self._number(tensor)
@@ -214,7 +214,7 @@ class _Watch:
 
     def _begin(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         inside = bool(self._under_way)
-        call = Call(name, module) if inside else self.root
+        call = ModuleCall(name, module) if inside else self.root
         if inside:
             self._under_way[-1].calls.append(call)
         self._under_way.append(call)

@@ -37,14 +37,14 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from dure.machine.compiler import deferred_compiler
-from dure.memory.live import Live
+from dure.memory.live_storages import LiveStorages
 from dure.randomness.seeds import generators_state, restore_generators
 
 _SIDE = 32
 """Rows and columns of a parameter on which an update is tried, much larger than other numbers."""
 
 
-class Shares(NamedTuple):
+class MemoryShares(NamedTuple):
     """Parts of the undivided model that a worker has in memory."""
 
     weights: Fraction = Fraction(1)
@@ -52,10 +52,10 @@ class Shares(NamedTuple):
     state: Fraction = Fraction(1)
     passing: Fraction = Fraction(1)
 
-    def without(self, parts: Collection[str]) -> Shares:
+    def without(self, parts: Collection[str]) -> MemoryShares:
         """Return the shares if these parts are offloaded, by the names of `offload`."""
         nothing = Fraction(0)
-        return Shares(
+        return MemoryShares(
             nothing if "parameters" in parts else self.weights,
             nothing if "gradients" in parts else self.gradients,
             nothing if "optimizer" in parts else self.state,
@@ -64,18 +64,18 @@ class Shares(NamedTuple):
         )
 
 
-WHOLE = Shares()
+WHOLE = MemoryShares()
 """Shares of a worker that has the whole model."""
 
 
-def divided(parts: int, stage: int = 0, ranks: int = 1) -> Shares:
+def divided_shares(parts: int, stage: int = 0, ranks: int = 1) -> MemoryShares:
     """Return the shares of a worker that has a part of the model, divided into `parts` parts.
 
     stage: stage of ZeRO, which divides each part over `ranks`; 0 for none.
     """
     part = Fraction(1, parts)
     less = part / ranks
-    return Shares(
+    return MemoryShares(
         weights=less if stage >= 3 else part,
         gradients=less if stage >= 2 else part,
         state=less if stage >= 1 else part,
@@ -83,7 +83,7 @@ def divided(parts: int, stage: int = 0, ranks: int = 1) -> Shares:
     )
 
 
-class Need(NamedTuple):
+class TrainingMemory(NamedTuple):
     """Bytes of training a model, undivided.
 
     passing: temporaries of an update.
@@ -94,10 +94,10 @@ class Need(NamedTuple):
     state: int
     passing: int = 0
 
-    def of(self, shares: Shares) -> Need:
+    def of(self, shares: MemoryShares) -> TrainingMemory:
         """Return the bytes that a worker with these shares needs."""
         parts = zip(self, shares, strict=True)
-        return Need(*(int(nbytes * share) for nbytes, share in parts))
+        return TrainingMemory(*(int(nbytes * share) for nbytes, share in parts))
 
     @property
     def total(self) -> int:
@@ -105,14 +105,14 @@ class Need(NamedTuple):
         return sum(self)
 
 
-def need_of(
+def training_memory_of(
     model: nn.Module, optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-) -> Need:
+) -> TrainingMemory:
     """Return the bytes that training the model with this optimizer needs."""
     trained = [one for one in model.parameters() if one.requires_grad and not is_lazy(one)]
     sparse = _sparse(model)
     dense = [one for one in trained if one not in sparse]
-    return Need(
+    return TrainingMemory(
         weights=bytes_of(tensors_of(model)),
         gradients=sum(one.nbytes for one in dense),
         state=_state_bytes(trained, optimizer),
@@ -161,7 +161,7 @@ def _state_bytes(parameters: Iterable[nn.Parameter], make: _Make) -> int:
 
 
 def _tried(
-    parameters: Sequence[nn.Parameter], make: _Make, live: Live | None = None
+    parameters: Sequence[nn.Parameter], make: _Make, live: LiveStorages | None = None
 ) -> torch.optim.Optimizer | None:
     """Return the optimizer after a step over these parameters; None if it fails.
 
@@ -196,7 +196,7 @@ def _passing(count: int, make: _Make) -> Fraction:
     gradients = [torch.zeros_like(parameter) for parameter in tried]
     for parameter, gradient in zip(tried, gradients, strict=True):
         parameter.grad = gradient
-    live = Live([*tried, *gradients])
+    live = LiveStorages([*tried, *gradients])
     optimizer = _tried(tried, make, live)
     # The bytes that are still alive are the optimizer's state.
     return Fraction(0) if optimizer is None else Fraction(live.peak - live.bytes, tried[0].nbytes)

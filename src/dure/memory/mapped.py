@@ -144,7 +144,7 @@ class Disk:
 
     def _map(self, length: int, content: torch.UntypedStorage | None) -> int:
         try:
-            file = nameless(self.folder)
+            file = open_anonymous_file(self.folder)
             try:
                 # Allocated now: a full disk is an error here, and would kill the process later.
                 os.posix_fallocate(file, 0, length)
@@ -165,7 +165,7 @@ class Disk:
         return int(address)
 
 
-def view(file: int, offset: int, shape: Iterable[int], dtype: torch.dtype) -> Tensor:
+def mapped_view(file: int, offset: int, shape: Iterable[int], dtype: torch.dtype) -> Tensor:
     """Return a tensor whose values are in an open file, from byte `offset` on.
 
     Values are read on access. Writes stay in this process's memory; the file does not change.
@@ -204,7 +204,7 @@ def _close_view(begin: int) -> None:
         _libc.munmap(*_views.pop(begin))
 
 
-def nameless(folder: Path) -> int:
+def open_anonymous_file(folder: Path) -> int:
     """Return the descriptor of a new anonymous file in a folder."""
     try:
         return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
@@ -364,14 +364,14 @@ def mapped(disk: Disk, least: int = LEAST, spared: int = 0) -> Iterator[Disk]:
 
     It applies to tensors that this thread creates on the CPU. Views, tensors that are changed in
     place, and tensors of other threads stay in place, and so do the first `spared` bytes. Used
-    tensors leave memory, as in `passing`.
+    tensors leave memory, as in `releasing_used_pages`.
     """
     with _entered(_Mapping(disk, least, spared)):
         yield disk
 
 
 @contextmanager
-def passing() -> Iterator[None]:
+def releasing_used_pages() -> Iterator[None]:
     """Context manager in which mapped tensors that this thread uses leave memory in windows."""
     with _entered(_Mapping(None, 0)):
         yield
@@ -393,7 +393,7 @@ def is_mapped(tensor: Tensor) -> bool:
 
 
 @torch.no_grad()
-def leave_views(tensors: Iterable[Tensor]) -> None:
+def move_views_to_files(tensors: Iterable[Tensor]) -> None:
     """Move tensors that are views of given files to new files, to which writes go.
 
     The tensor objects stay the same. Raises DiskError if there is no disk for them.
@@ -401,20 +401,20 @@ def leave_views(tensors: Iterable[Tensor]) -> None:
     for tensor in tensors:
         if _storage(tensor) in _views:
             tensor.data = Disk().place(tensor)
-            release([tensor])
+            release_pages([tensor])
 
 
-def release(tensors: Iterable[Tensor]) -> None:
+def release_pages(tensors: Iterable[Tensor]) -> None:
     """Let the pages of mapped tensors leave this process; the system writes them to their files."""
     _advise(tensors, mmap.MADV_DONTNEED)
 
 
-def ahead(tensors: Iterable[Tensor]) -> None:
+def read_pages_ahead(tensors: Iterable[Tensor]) -> None:
     """Ask the system to read the pages of mapped tensors."""
     _advise(tensors, mmap.MADV_WILLNEED)
 
 
-def release_all() -> None:
+def release_all_pages() -> None:
     """Release the pages of all mapped tensors."""
     with _lock:
         for address, length in list(_segments.items()):
@@ -443,7 +443,7 @@ def in_own_file(tensor: Tensor) -> bool:
     return _storage(tensor) in _segments
 
 
-def same_memory(tensor: Tensor, held: Any) -> Tensor:
+def bytes_with_owner(tensor: Tensor, held: Any) -> Tensor:
     """Return the bytes of a mapped tensor, as a tensor whose storage keeps an object alive.
 
     The release of `held` shows that no tensor derived from the result uses the memory any more.

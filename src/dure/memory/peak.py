@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from dure.machine.compiler import deferred_compiler
-from dure.memory.activations import faked, spare_copy, where_possible
-from dure.memory.again import compute_again
-from dure.memory.live import Live
+from dure.memory.activations import fake_copy, fake_or_real, spare_copy
+from dure.memory.live_storages import LiveStorages
+from dure.memory.recomputation import recompute_modules
 
 
 def step_peak(
@@ -34,18 +34,18 @@ def step_peak(
         batch: Inputs and targets; they are not counted either.
         loss: Loss of outputs and targets.
         again: Names of the modules that are recomputed.
-        spare: As for `dure.memory.activations.observed`.
+        spare: As for `dure.memory.activations.observe_call`.
     """
 
     def on_fakes() -> int:
-        with faked(model, batch) as (twin, given):
+        with fake_copy(model, batch) as (twin, given):
             return _peak(twin, given, loss, again)
 
     def on_data() -> int:
         with spare_copy(model, spare) as twin:
             return _peak(twin, batch, loss, again)
 
-    return where_possible(model, on_fakes, on_data)
+    return fake_or_real(model, on_fakes, on_data)
 
 
 def _peak(
@@ -54,9 +54,9 @@ def _peak(
     loss: Callable[[Any, Any], Tensor],
     again: Sequence[str],
 ) -> int:
-    compute_again(model, again)
+    recompute_modules(model, again)
     given = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
-    live = Live([*model.parameters(), *model.buffers(), *given])
+    live = LiveStorages([*model.parameters(), *model.buffers(), *given])
     inputs, targets = batch
     with deferred_compiler(), torch.enable_grad(), live:
         loss(model(inputs), targets).backward()  # type: ignore[no-untyped-call]

@@ -1,7 +1,7 @@
 """Tensors in safetensors files, each read on access.
 
     stored_in(PATH)     every tensor by its name: file, first byte, dtype and shape
-    stored.read()       a view of the file (`dure.memory.mapped.view`), not a copy
+    stored.read()       a view of the file (`dure.memory.mapped.mapped_view`), not a copy
 
 PATH is a file; the index of several files (`*.safetensors.index.json`); or a folder: of Hugging
 Face's `save_pretrained`, or of a run, whose trained weights are used, or else its newest
@@ -29,7 +29,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dure.errors import DataError
-from dure.memory.mapped import view
+from dure.memory.mapped import mapped_view
 from dure.record import inside
 from dure.record.checkpoint_files import name_of, place_of
 from dure.record.inside import contents
@@ -44,7 +44,7 @@ _CHUNK = 1 << 20
 """Bytes of a file that are in memory during the computation of its digest."""
 
 
-class Stored(NamedTuple):
+class StoredTensor(NamedTuple):
     """A tensor in a file. offset: its first byte. is_pair: whether pairs stand for complex numbers.
     written: shape in the file; a pair's has one more dimension.
     """
@@ -79,19 +79,19 @@ class Stored(NamedTuple):
 
     def _mapped(self, descriptor: int) -> Tensor:
         if self.offset % self.dtype.itemsize == 0:
-            return view(descriptor, self.offset, self.written, self.dtype)
+            return mapped_view(descriptor, self.offset, self.written, self.dtype)
         length = torch.Size(self.written).numel() * self.dtype.itemsize
         # Copied, because elements must be aligned to their size.
-        content = view(descriptor, self.offset, (length,), torch.uint8).clone()
+        content = mapped_view(descriptor, self.offset, (length,), torch.uint8).clone()
         return content.view(self.dtype).view(self.written)
 
 
-def stored_in(path: Path) -> dict[str, Stored]:
+def stored_in(path: Path) -> dict[str, StoredTensor]:
     """Return the tensors of `path` by name.
 
     Raises DataError if there is no such file, or a file is damaged or of another format.
     """
-    found: dict[str, Stored] = {}
+    found: dict[str, StoredTensor] = {}
     for file, names in _files_of(path).items():
         here = _tensors_of(file)
         missing = [] if names is None else sorted(names - here.keys())
@@ -189,7 +189,7 @@ def _weight_map(path: Path) -> Mapping[str, Any]:
     return content
 
 
-def _tensors_of(file: Path) -> dict[str, Stored]:
+def _tensors_of(file: Path) -> dict[str, StoredTensor]:
     """Return the tensors of a file, from its header."""
     try:
         # The library validates the header and the length of the file.
@@ -207,7 +207,7 @@ def _tensors_of(file: Path) -> dict[str, Stored]:
 
 def _entries(
     file: Path, header: Mapping[str, Any], begin: int, pairs: set[str]
-) -> Iterator[tuple[str, Stored]]:
+) -> Iterator[tuple[str, StoredTensor]]:
     for name, entry in header.items():
         if name == "__metadata__":
             continue
@@ -217,7 +217,10 @@ def _entries(
         shape = tuple(entry["shape"])
         if name in pairs and (dtype != torch.float64 or shape[-1:] != (2,)):
             raise DataError(f"{file} is damaged: {name} is no complex128 as pairs of numbers")
-        yield name, Stored(file, begin + entry["data_offsets"][0], dtype, shape, name in pairs)
+        yield (
+            name,
+            StoredTensor(file, begin + entry["data_offsets"][0], dtype, shape, name in pairs),
+        )
 
 
 def _unreadable(file: Path, error: OSError) -> DataError:

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from torch import Tensor, nn
 
 from dure.collectives.group import Group
-from dure.memory.mapped import LEAST, release
+from dure.memory.mapped import LEAST, release_pages
 
 _PIECE = LEAST // 2
 """Bytes of a piece: below the size at which `dure.memory.mapped` allocates a file."""
@@ -27,7 +27,7 @@ def share_weights(model: nn.Module, group: Group) -> None:
         for piece in _pieces(tensor.detach()):
             group.broadcast_values([piece], counted=False)
         # Pages of a memory-mapped model that were read need not stay in memory.
-        release([tensor])
+        release_pages([tensor])
 
 
 def _pieces(tensor: Tensor) -> Iterable[Tensor]:

@@ -19,10 +19,10 @@ from dure.contracts.task import Task
 from dure.memory.mapped import Disk, DiskError, mapped
 from dure.memory.offload.activations import OffloadedActivations
 from dure.memory.offload.gradients import OffloadedGradients
+from dure.memory.offload.offload_setting import Offload
 from dure.memory.offload.optimizer import OffloadedSteps
-from dure.memory.offload.parameters import OffloadedParameters, settle
-from dure.memory.offload.store import Files, store_for
-from dure.memory.offload.wanted import Offload
+from dure.memory.offload.parameters import OffloadedParameters, move_to_files
+from dure.memory.offload.store import MappedFileStore, store_for
 from dure.parallel.divisible import check_steps_apart, is_element_wise
 
 NO_OFFLOAD = Offload()
@@ -105,10 +105,10 @@ class Offloaded:
             place.ending.callback(self._store.close)
 
     @property
-    def _files(self) -> Files | None:
+    def _files(self) -> MappedFileStore | None:
         """The files that parameters are in; None if parameters stay in memory."""
-        is_there = isinstance(self._store, Files) and "parameters" in self.wanted
-        return cast(Files, self._store) if is_there else None
+        is_there = isinstance(self._store, MappedFileStore) and "parameters" in self.wanted
+        return cast(MappedFileStore, self._store) if is_there else None
 
     def model(self, make: Callable[[], nn.Module]) -> nn.Module:
         """Return the model, created in its final memory; its passes are watched from now on."""
@@ -116,9 +116,9 @@ class Offloaded:
         with nullcontext() if files is None else mapped(files.disk, files.least):
             model = make()
         if files is not None:
-            settle(model, files)
+            move_to_files(model, files)
             self.watch_parameters(model)
-        if isinstance(self._store, Files) and "gradients" in self.wanted:
+        if isinstance(self._store, MappedFileStore) and "gradients" in self.wanted:
             OffloadedGradients(model.parameters(), self._store)
         self.keep_activations(lambda: (*model.parameters(), *model.buffers()))
         return model

@@ -6,8 +6,8 @@
                  weights + gradients + optimizer state + other memory of a step <= memory
 
 The first three terms are the worker's parts (`dure.memory.formula`); the last term is measured on
-tensors without data (`dure.memory.choosing`), for the part of the batch that a worker computes at
-once. The memory of Python and torch themselves is not included.
+tensors without data (`dure.memory.recompute_choice`), for the part of the batch that a worker
+computes at once. The memory of Python and torch themselves is not included.
 
 Before the first step a few examples are tried: passes with recomputation must have the gradients
 and buffers of passes without, bit for bit. A module whose passes change Python state each time,
@@ -30,10 +30,10 @@ from dure.contracts.task import Task
 from dure.data.examples import Examples
 from dure.machine.compiler import deferred_compiler
 from dure.machine.devices import to_device
-from dure.memory.again import compute_again
-from dure.memory.choosing import Choice, Chooser
-from dure.memory.formula import WHOLE, Need, Shares, need_of
-from dure.memory.recompute import Recompute
+from dure.memory.formula import WHOLE, MemoryShares, TrainingMemory, training_memory_of
+from dure.memory.recomputation import recompute_modules
+from dure.memory.recompute_choice import RecomputeChoice, RecomputeChooser
+from dure.memory.recompute_setting import Recompute
 from dure.randomness.seeds import generators_state, restore_generators, seed_generators
 from dure.settings import read_bytes
 from dure.tasks.loss_shares import tensor_of
@@ -56,7 +56,7 @@ class Asked(NamedTuple):
     recompute: Recompute
     memory: str | None
     examples: int
-    shares: Shares = WHOLE
+    shares: MemoryShares = WHOLE
 
     def __bool__(self) -> bool:
         return bool(self.recompute) or self.memory is not None
@@ -98,8 +98,8 @@ class Chosen:
     need: bytes of weights, gradients and state. budget: bytes; None without a budget.
     """
 
-    choice: Choice
-    need: Need
+    choice: RecomputeChoice
+    need: TrainingMemory
     budget: int | None
 
     def facts(self) -> dict[str, Any]:
@@ -130,14 +130,14 @@ def chosen(asked: Asked, task: Task, model: nn.Module, check: bool) -> Chosen | 
         return _chosen_by(chooser, asked, task, model)
 
 
-def _chooser(task: Task, model: nn.Module, batch: Any, left: Sequence[str]) -> Chooser:
+def _chooser(task: Task, model: nn.Module, batch: Any, left: Sequence[str]) -> RecomputeChooser:
     """Return a chooser of modules. left: names of Python state that passes change.
 
     A module that contains such state is not chosen.
     """
 
-    def make(model: nn.Module, spare: bool) -> Chooser:
-        return Chooser(
+    def make(model: nn.Module, spare: bool) -> RecomputeChooser:
+        return RecomputeChooser(
             model,
             batch,
             lambda outputs, targets: _loss(task, outputs, targets),
@@ -152,8 +152,8 @@ def _chooser(task: Task, model: nn.Module, batch: Any, left: Sequence[str]) -> C
         return make(unused_copy(model, task, 0).train(), spare=True)
 
 
-def _chosen_by(chooser: Chooser, asked: Asked, task: Task, model: nn.Module) -> Chosen:
-    need = need_of(model, task.optimizer)
+def _chosen_by(chooser: RecomputeChooser, asked: Asked, task: Task, model: nn.Module) -> Chosen:
+    need = training_memory_of(model, task.optimizer)
     if _is_named(asked):
         return Chosen(chooser.of(asked.recompute.names(model)), need, None)
     if asked.memory is None:
@@ -181,7 +181,7 @@ def install(asked: Asked, task: Task, model: nn.Module, check: bool) -> Chosen |
     """Choose modules and make the model recompute them; None if nothing was asked for."""
     found = chosen(asked, task, model, check)
     if found is not None:
-        compute_again(model, found.choice.names)
+        recompute_modules(model, found.choice.names)
     return found
 
 
@@ -229,7 +229,7 @@ class _Trial:
                     f"twice: keep it in a buffer, or leave the module out"
                 )
         twin = self._twin()
-        compute_again(twin, names)
+        recompute_modules(twin, names)
         tried = self._pass(twin)
         for what, digest in right.items():
             if tried[what] != digest:

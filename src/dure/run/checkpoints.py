@@ -15,7 +15,7 @@ from dure import __version__
 from dure.collectives.group import Group
 from dure.contracts.strategy import Learner
 from dure.errors import DureError, RunFolderError, described
-from dure.memory.shelf import Shelf
+from dure.memory.spill_store import SpillStore
 from dure.randomness.seeds import generators_state, restore_generators
 from dure.record.best import settle_best
 from dure.record.checkpoint import (
@@ -93,7 +93,7 @@ class Checkpoints:
         learner = self.learner.state()
         # Collective: every rank sends its part, including ranks that do not write.
         if self.learner.parted:
-            shelf = Shelf(self.job.folder)
+            shelf = SpillStore(self.job.folder)
             learner = {**learner, "parts": gathered_trees(self.group, self.learner.part(), shelf)}
         state = {
             "version": VERSION,
@@ -123,7 +123,7 @@ class Checkpoints:
         part and the number of ranks has changed.
         """
         stored = self.folder.read_checkpoint() if self.folder is not None else None
-        shelf = Shelf(self.job.folder)
+        shelf = SpillStore(self.job.folder)
         received = handed(self.group, stored, shelf, self.learner.by_parts)
         if received is None:
             return None

@@ -24,7 +24,14 @@ from dure.contracts.task import Task
 from dure.machine.compiler import deferred_compiler
 from dure.machine.limits import RemainingMemory, remaining_memory
 from dure.machine.memory import free_in_heap, trim_heap
-from dure.memory.formula import Need, Shares, bytes_of, divided, need_of, tensors_of
+from dure.memory.formula import (
+    MemoryShares,
+    TrainingMemory,
+    bytes_of,
+    divided_shares,
+    tensors_of,
+    training_memory_of,
+)
 from dure.memory.mapped import LEAST, is_mapped
 
 _MOST = 1024
@@ -40,7 +47,7 @@ _BESIDES_OF_RANK = 192 << 20
 """Bytes beside the model in ranks, which may have to import torch.export."""
 
 _PARTS = ("weights", "gradients", "optimizer's state", "update")
-"""Names of the parts of `Need`, in words."""
+"""Names of the parts of `TrainingMemory`, in words."""
 
 _MANY = 16
 """Bound on the numbers per weight of any optimizer: models far below the limits skip the check."""
@@ -102,7 +109,7 @@ def check_fits(task: Task, strategy: Strategy, world: World, model: nn.Module) -
         return
     if all(bytes_of(tensors_of(model)) * _MANY < room.nbytes for room in remaining_memory()):
         return
-    need = need_of(model, task.optimizer)
+    need = training_memory_of(model, task.optimizer)
     # Processes of this machine share its memory; ranks of other worlds may be on any machine.
     count = (world.workers or 1) if world.elsewhere else 1
     # The allocator keeps memory of earlier runs, which counts as used until it is returned.
@@ -125,12 +132,14 @@ def held_by(model: nn.Module, addressed: bool) -> int:
     return bytes_of(one for one in there if addressed or not is_mapped(one))
 
 
-def _lying_in(room: RemainingMemory, shares: Shares, offloaded: Collection[str]) -> Shares:
+def _lying_in(
+    room: RemainingMemory, shares: MemoryShares, offloaded: Collection[str]
+) -> MemoryShares:
     """Return the shares that count for a limit: tensors in files count as addressed memory only."""
     return shares if room.addressed else shares.without(offloaded)
 
 
-def _needed(need: Need, shares: Shares, room: RemainingMemory, count: int) -> int:
+def _needed(need: TrainingMemory, shares: MemoryShares, room: RemainingMemory, count: int) -> int:
     """Return the bytes that `count` workers with these shares take under a limit."""
     own = need.of(shares).total
     # A model in files is mapped whole before it is divided, so its whole size is addressed.
@@ -139,8 +148,8 @@ def _needed(need: Need, shares: Shares, room: RemainingMemory, count: int) -> in
 
 
 def _refusal(
-    need: Need,
-    shares: Shares,
+    need: TrainingMemory,
+    shares: MemoryShares,
     strategy: Strategy,
     room: RemainingMemory,
     free: int,
@@ -162,7 +171,12 @@ def _refusal(
 
 
 def _ways(
-    need: Need, shares: Shares, strategy: Strategy, room: RemainingMemory, free: int, count: int
+    need: TrainingMemory,
+    shares: MemoryShares,
+    strategy: Strategy,
+    room: RemainingMemory,
+    free: int,
+    count: int,
 ) -> Iterator[str]:
     """Yield settings that would fit, as options of the command line."""
     here, in_rank = (
@@ -170,7 +184,7 @@ def _ways(
     )
     # More ranks on the same machine do not have more memory together.
     where = ", each on a machine of its own" if room.shared else ""
-    for name, over in (("tensor-parallel or pipeline", divided), ("zero --stage 3", _zero)):
+    for name, over in (("tensor-parallel or pipeline", divided_shares), ("zero --stage 3", _zero)):
         ranks = next(
             (n for n in _counts() if _needed(need, over(n), room, 1) <= in_rank),
             None,
@@ -183,8 +197,8 @@ def _ways(
             return
 
 
-def _zero(ranks: int) -> Shares:
-    return divided(1, 3, ranks)
+def _zero(ranks: int) -> MemoryShares:
+    return divided_shares(1, 3, ranks)
 
 
 def _counts() -> Iterator[int]:

@@ -13,16 +13,16 @@ from torch import Tensor, nn
 from dure.contracts.strategy import seeded_model, unused_copy
 from dure.contracts.task import Task
 from dure.machine.memory import trim_heap
-from dure.memory.formula import bytes_of
-from dure.memory.mapped import WINDOW, leave_views, release
-from dure.memory.undivided import (
-    beside,
+from dure.memory.file_backed_init import (
     in_files,
+    in_files_like,
     lies_in_files,
+    releasing_pass,
     tensors_of,
-    through,
     unless_small,
 )
+from dure.memory.formula import bytes_of
+from dure.memory.mapped import WINDOW, move_views_to_files, release_pages
 from dure.tensors.buffers import load_passing_buffers, load_weights
 from dure.tensors.copies import copy_of
 
@@ -108,7 +108,7 @@ class FreshModel:
         is_large = bytes_of(tensors_of(self._model)) >= WINDOW
         # A model in files takes no memory once its pages are released.
         if lies_in_files(self._model):
-            release(tensors_of(self._model))
+            release_pages(tensors_of(self._model))
         else:
             self._put_away(self._model)
         # The checks of a large model leave copies in reference cycles, and holes in the heap.
@@ -117,7 +117,7 @@ class FreshModel:
             trim_heap()
 
     def _put_away(self, model: nn.Module) -> None:
-        with beside(model):
+        with in_files_like(model):
             twin = copy_of(model)
         self._shell = None if twin is None else _Shell(twin)
         self._model = None
@@ -137,8 +137,8 @@ class FreshModel:
         model = self._untouched()
         if weights:
             # Weights that were read from files are overwritten in files as well, not in memory.
-            leave_views(tensors_of(model))
-            with through(model):
+            move_views_to_files(tensors_of(model))
+            with releasing_pass(model):
                 load_weights(model, weights, elsewhere)
                 load_passing_buffers(model, buffers)
         else:

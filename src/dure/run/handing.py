@@ -19,13 +19,13 @@ import msgspec
 from dure.collectives.group import Group
 from dure.collectives.tensor_transfer import broadcast, gathered
 from dure.memory.mapped import LEAST
-from dure.memory.shelf import IN_MEMORY, Shelf
+from dure.memory.spill_store import IN_MEMORY, SpillStore
 from dure.record.checkpoint import UNREADABLE, Stored, pack_tree, unpack_tree
 from dure.record.on_disk import Form, Leaf, TensorsOnDisk, forms_of, in_memory
 from dure.record.weights import tensors_in
 
 
-def gathered_trees(group: Group, mine: Any, shelf: Shelf) -> list[Any]:
+def gathered_trees(group: Group, mine: Any, shelf: SpillStore) -> list[Any]:
     """Gather the trees of all ranks on rank 0, in order of rank; other ranks get an empty list.
 
     Large tensors of other ranks go to the shelf. Collective: all ranks call this function.
@@ -59,7 +59,7 @@ class Handed(msgspec.Struct):
     state: Any
 
 
-def handed(group: Group, stored: Stored | None, shelf: Shelf, by_parts: bool) -> Handed | None:
+def handed(group: Group, stored: Stored | None, shelf: SpillStore, by_parts: bool) -> Handed | None:
     """Broadcast rank 0's checkpoint to every rank; return None if rank 0 has none.
 
     by_parts: whether ranks read their parts from files; else all tensors are in memory. Collective:
@@ -86,7 +86,7 @@ def _state(told: _Told, tensors: Mapping[str, Leaf]) -> Any:
 
 
 def _light(leaves: Mapping[str, Leaf]) -> dict[str, Leaf]:
-    """Return the leaves with small ones in memory, as `Shelf` does."""
+    """Return the leaves with small ones in memory, as `SpillStore` does."""
     return {name: in_memory(leaf) if leaf.nbytes < LEAST else leaf for name, leaf in leaves.items()}
 
 
@@ -111,7 +111,7 @@ def _identities(path: Path) -> list[tuple[int, int]]:
 _Parts = tuple[Mapping[str, Leaf], Mapping[str, Leaf]]
 
 
-def _taken(group: Group, told: _Told, parts: _Parts | None, shelf: Shelf) -> _Parts:
+def _taken(group: Group, told: _Told, parts: _Parts | None, shelf: SpillStore) -> _Parts:
     """Return (weights, tensors) on this rank. parts: rank 0's tensors, None on other ranks."""
     if group.size == 1:
         assert parts is not None

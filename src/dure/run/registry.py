@@ -43,8 +43,8 @@ from dure.fleet.attacks import Attack, parse_attack
 from dure.fleet.availability import Availability, parse_availability
 from dure.fleet.devices import Devices, parse_devices
 from dure.fleet.energy import Energy, parse_energy
-from dure.memory.offload.wanted import Offload, parse_offload
-from dure.memory.recompute import Recompute, as_recompute
+from dure.memory.offload.offload_setting import Offload, parse_offload
+from dure.memory.recompute_setting import Recompute, as_recompute
 from dure.parallel.mesh.mesh import AXES
 from dure.parallel.tensor.written_plan import TensorPlan
 from dure.privacy.dp_sgd import DPSGD, parse_dp_sgd

@@ -25,7 +25,7 @@ from dure.contracts.task import Task
 from dure.errors import DureError, RunFolderError, described, exit_is_a_failure, text_of
 from dure.machine.compiler import deferred_compiler
 from dure.machine.user_code import call_with_modules, user_modules_of
-from dure.memory.undivided import beside, why_not
+from dure.memory.file_backed_init import in_files_like, why_not
 from dure.randomness.seeds import generators_state, restore_generators
 from dure.record.disk import told
 from dure.record.history import is_spread
@@ -594,7 +594,7 @@ def prepare(
     if task.weights is not None and world.leads:
         warn_of_drawn(model, task.weights)
     # The checks create optimizers, the first of which would load the compiler for seconds.
-    with deferred_compiler(), beside(model):
+    with deferred_compiler(), in_files_like(model):
         proofs = _checked(task, strategy, world, stop, model, seed, check)
     parameters = _checked_parameters(task, model)
     job = Job(

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from dure.data.examples import Examples
 from dure.machine.compiler import deferred_compiler
 from dure.machine.devices import to_device
-from dure.memory.undivided import through
+from dure.memory.file_backed_init import releasing_pass
 from dure.tasks.modes import in_mode
 from dure.tensors.compiled import as_written
 
@@ -29,7 +29,7 @@ def flops_per_step(model: nn.Module, examples: Examples, batch: float) -> float:
         examples.batch(torch.tensor([examples.first])), next(model.parameters()).device
     )
     try:
-        with in_mode(model, training=False), through(model):
+        with in_mode(model, training=False), releasing_pass(model):
             # 1 forward; 2 backward: the gradients of the inputs, and those of the weights.
             return 3 * batch * forward_flops(model, inputs)
     except Exception:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from dure.collectives import tensor_transfer
 from dure.contracts.strategy import RankContext
 from dure.machine.memory import trim_heap
-from dure.memory.shelf import Shelf
+from dure.memory.spill_store import SpillStore
 from dure.parallel.zero import ZeroRedundancy
 from dure.record.on_disk import OnDisk, in_memory
 
@@ -63,8 +63,8 @@ def program(folder: Path, place: RankContext) -> list[Any]:
     trim_heap()
     before = peak("VmRSS")
     reset.write_text("5")
-    weights = zero.weights(Shelf(folder))
-    state = zero.optimizer_state_dict(Shelf(folder))
+    weights = zero.weights(SpillStore(folder))
+    state = zero.optimizer_state_dict(SpillStore(folder))
     grown = peak("VmHWM") - before
     told: Any = None
     if place.group.rank == 0:

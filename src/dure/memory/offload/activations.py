@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-from dure.memory.mapped import same_memory
-from dure.memory.offload.store import Store
+from dure.memory.mapped import bytes_with_owner
+from dure.memory.offload.store import OffloadStore
 
 AHEAD = 64 << 20
 """Bytes that are read ahead in backward."""
@@ -68,7 +68,7 @@ class OffloadedActivations:
     """
 
     def __init__(
-        self, store: Store, device: torch.device, stay: Callable[[], Iterable[Tensor]]
+        self, store: OffloadStore, device: torch.device, stay: Callable[[], Iterable[Tensor]]
     ) -> None:
         self.store = store
         self.device = device
@@ -123,7 +123,7 @@ class OffloadedActivations:
         own = self.store.fetched(kept.place)
         if own is kept.place:
             # Backward may create views of the result: the file is free when no tensor uses it.
-            own = same_memory(kept.place, kept)
+            own = bytes_with_owner(kept.place, kept)
         return torch.empty(0, dtype=held.dtype, device=self.device).set_(
             own.untyped_storage(), held.offset, held.size, held.stride
         )

@@ -14,13 +14,13 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from dure.memory.offload.store import Files
+from dure.memory.offload.store import MappedFileStore
 
 
 class OffloadedGradients:
     """Hooks that move the gradients of parameters to files."""
 
-    def __init__(self, parameters: Iterable[nn.Parameter], files: Files) -> None:
+    def __init__(self, parameters: Iterable[nn.Parameter], files: MappedFileStore) -> None:
         self.files = files
         for parameter in parameters:
             if parameter.requires_grad and parameter.nbytes >= files.least:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dure.memory.offload.store import Store
+from dure.memory.offload.store import OffloadStore
 
 PIECE = 1 << 20
 """Elements of a long parameter that are updated at once; temporaries of an update have this length.
@@ -56,7 +56,7 @@ class OffloadedSteps:
     """
 
     def __init__(
-        self, optimizer: Optimizer, store: Store, element_wise: bool, piece: int = PIECE
+        self, optimizer: Optimizer, store: OffloadStore, element_wise: bool, piece: int = PIECE
     ) -> None:
         self.optimizer = optimizer
         self.store = store

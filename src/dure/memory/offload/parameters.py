@@ -23,11 +23,11 @@ import torch
 from torch import Tensor, nn
 
 from dure.machine.compiler import excluded_from_compilation
-from dure.memory.mapped import in_own_file, release
-from dure.memory.offload.store import Files
+from dure.memory.mapped import in_own_file, release_pages
+from dure.memory.offload.store import MappedFileStore
 
 
-def settle(model: nn.Module, files: Files) -> None:
+def move_to_files(model: nn.Module, files: MappedFileStore) -> None:
     """Move the model's parameters and buffers in memory to files; the tensor objects stay the same.
 
     Tensors that share memory continue to share it.
@@ -64,7 +64,7 @@ def _can_move(tensor: Tensor, least: int) -> bool:
 class OffloadedParameters:
     """Hooks on the modules of a model whose parameters are mapped."""
 
-    def __init__(self, model: nn.Module, files: Files) -> None:
+    def __init__(self, model: nn.Module, files: MappedFileStore) -> None:
         self.files = files
         self._own = {
             module: own
@@ -94,7 +94,7 @@ class OffloadedParameters:
         self._read(self._place.get(module, len(self._order)) + 1)
 
     def _after(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
-        release(self._own[module])
+        release_pages(self._own[module])
 
     def _ends(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
         self._learned = True
@@ -104,7 +104,7 @@ class OffloadedParameters:
 
     def _is_done(self, parameter: Tensor) -> None:
         """Release a parameter when its gradient is complete, which is its last use in backward."""
-        release([parameter])
+        release_pages([parameter])
         self._read(self._place.get(self._user[id(parameter)], 0) - 1)
 
     def _read(self, place: int) -> None:

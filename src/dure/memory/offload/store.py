@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from dure.memory.mapped import LEAST, Disk, in_own_file
-from dure.memory.offload.beside import Beside
+from dure.memory.offload.read_ahead import ReadAheadThread
 
 
-class Store(ABC):
+class OffloadStore(ABC):
     """Storage of tensors. least: bytes of the smallest tensor that it accepts."""
 
     least: int = LEAST
@@ -51,11 +51,11 @@ class Store(ABC):
         return own.copy_(tensor)
 
     def ahead(self, tensors: Iterable[Tensor], owner: Tensor | None = None) -> None:
-        """Prepare tensors that are needed soon, as `Beside.ahead`."""
+        """Prepare tensors that are needed soon, as `ReadAheadThread.ahead`."""
         return
 
     def behind(self, tensors: Iterable[Tensor]) -> None:
-        """Release tensors that are not needed for a while, as `Beside.behind`."""
+        """Release tensors that are not needed for a while, as `ReadAheadThread.behind`."""
         return
 
     def close(self) -> None:
@@ -63,13 +63,13 @@ class Store(ABC):
         return
 
 
-class Files(Store):
+class MappedFileStore(OffloadStore):
     """Mapped files in a folder on a disk. Raises DiskError if there is no disk."""
 
     def __init__(self, folder: str | Path | None = None, least: int = LEAST) -> None:
         self.disk = Disk(folder)
         self.least = least
-        self._beside = Beside()
+        self._beside = ReadAheadThread()
 
     def empty(self, shape: Iterable[int], dtype: torch.dtype) -> Tensor:
         return self.disk.empty(shape, dtype)
@@ -93,7 +93,7 @@ class Files(Store):
         self._beside.close()
 
 
-class Pinned(Store):
+class PinnedStore(OffloadStore):
     """Page-locked CPU memory for a GPU."""
 
     def __init__(self, device: torch.device, least: int = LEAST) -> None:
@@ -110,9 +110,9 @@ class Pinned(Store):
         return tensor.to(self.device, non_blocking=True)
 
 
-def store_for(device: torch.device, folder: str | Path | None = None) -> Store:
+def store_for(device: torch.device, folder: str | Path | None = None) -> OffloadStore:
     """Return the store for a computation on a device."""
-    return Files(folder) if device.type == "cpu" else Pinned(device)
+    return MappedFileStore(folder) if device.type == "cpu" else PinnedStore(device)
 
 
 def _is_dense(tensor: Tensor) -> bool:

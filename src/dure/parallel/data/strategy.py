@@ -61,9 +61,9 @@ from dure.contracts.training_options import ALL, Part
 from dure.data.batches import check_joint_batch, largest_piece
 from dure.data.sampling import JOINT_SAMPLING, SamplingRequest
 from dure.errors import LossNotFiniteError
-from dure.memory.formula import WHOLE, Shares
-from dure.memory.offload.wanted import Offload, parse_offload
-from dure.memory.recompute import Recompute, as_recompute
+from dure.memory.formula import WHOLE, MemoryShares
+from dure.memory.offload.offload_setting import Offload, parse_offload
+from dure.memory.recompute_setting import Recompute, as_recompute
 from dure.parallel.alike import Alike
 from dure.parallel.data.how import NO_COMPRESSION, How, Overlap
 from dure.parallel.data.reducer import Reducer
@@ -172,7 +172,7 @@ class DataParallel(Strategy):
     def offloaded(self) -> Collection[str]:
         return self.offload.parts
 
-    def shares(self, workers: int | None) -> Shares | None:
+    def shares(self, workers: int | None) -> MemoryShares | None:
         return WHOLE
 
     @property

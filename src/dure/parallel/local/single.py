@@ -45,9 +45,9 @@ from dure.data.prefetch import Prefetch, prefetch
 from dure.data.sampling import JOINT_SAMPLING, SamplingRequest
 from dure.errors import LossNotFiniteError
 from dure.machine.devices import device_of, to_cpu, to_device
-from dure.memory.formula import WHOLE, Shares
-from dure.memory.offload.wanted import PARTS, Offload, parse_offload
-from dure.memory.recompute import Recompute, as_recompute
+from dure.memory.formula import WHOLE, MemoryShares
+from dure.memory.offload.offload_setting import PARTS, Offload, parse_offload
+from dure.memory.recompute_setting import Recompute, as_recompute
 from dure.parallel.offloaded import NO_OFFLOAD, Offloaded, check_offload, check_optimizer
 from dure.parallel.recomputing import (
     NO_RECOMPUTE,
@@ -143,7 +143,7 @@ class SingleWorker(Strategy):
     def offloaded(self) -> Collection[str]:
         return self.offload.parts
 
-    def shares(self, workers: int | None) -> Shares | None:
+    def shares(self, workers: int | None) -> MemoryShares | None:
         return WHOLE
 
     @property

@@ -3,8 +3,8 @@
 weights     each from the first stage that stores it, its parts joined over the tensor group
 optimizer   the state of each parameter, by its name, undivided
 
-The checkpoint is built tensor by tensor, in files (`dure.memory.shelf`), and each rank reads its
-part from it: no rank needs memory for more than its part and one tensor.
+The checkpoint is built tensor by tensor, in files (`dure.memory.spill_store`), and each rank reads
+its part from it: no rank needs memory for more than its part and one tensor.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from dure.collectives.group import Group
 from dure.collectives.tensor_transfer import gathered
 from dure.machine.devices import to_cpu
-from dure.memory.shelf import Shelf, shelved
+from dure.memory.spill_store import SpillStore, spilled_copy
 from dure.parallel.mesh.held import Held
 from dure.parallel.tensor.division import Division
 from dure.parallel.tensor.functions import gathered as joined
@@ -32,7 +32,7 @@ from dure.tensors.optimizer_state import load_optimizer
 
 def weights_of(held: Held) -> Mapping[str, Tensor]:
     """Return the undivided model's state_dict on rank 0; all ranks call this function together."""
-    shelf = Shelf(held.folder)
+    shelf = SpillStore(held.folder)
     found: dict[str, Leaf] = {}
     for part in gathered(held.group, _weights_here(held, shelf), shelf.place):
         found |= part
@@ -42,7 +42,7 @@ def weights_of(held: Held) -> Mapping[str, Tensor]:
 
 
 @torch.no_grad()
-def _weights_here(held: Held, shelf: Shelf) -> dict[str, Leaf]:
+def _weights_here(held: Held, shelf: SpillStore) -> dict[str, Leaf]:
     """Return the entries of the undivided model's state_dict that this rank writes."""
     own: dict[str, Any] = held.model.state_dict(keep_vars=True)
     if held.zero is not None and held.zero.stage > 1:
@@ -62,7 +62,9 @@ def _weights_here(held: Held, shelf: Shelf) -> dict[str, Leaf]:
     return found if _writes(held) else {}
 
 
-def _joined(value: Leaf, how: tuple[Division, Group] | None, shelf: Shelf, keeps: bool) -> Leaf:
+def _joined(
+    value: Leaf, how: tuple[Division, Group] | None, shelf: SpillStore, keeps: bool
+) -> Leaf:
     """Return a tensor, of which this rank may hold a part, undivided and in a file.
 
     keeps: whether this rank needs the result. All tensor neighbours call this function together.
@@ -72,7 +74,7 @@ def _joined(value: Leaf, how: tuple[Division, Group] | None, shelf: Shelf, keeps
     whole = _whole(in_memory(value).detach(), how)
     if not keeps:
         return value
-    return shelved(whole, shelf)
+    return spilled_copy(whole, shelf)
 
 
 def _writes(held: Held) -> bool:
@@ -118,7 +120,7 @@ def part_of(held: Held) -> dict[str, Any]:
     """Return the optimizer's state of the parameters on this rank, by name."""
     if held.optimizer is None:
         return {"groups": [], "state": {}}
-    shelf = Shelf(held.folder)
+    shelf = SpillStore(held.folder)
     if held.zero is not None:
         written = held.zero.optimizer_state_dict(shelf)
     else:
@@ -145,7 +147,7 @@ def _state_joined(
     state: Mapping[str, Any],
     shape: torch.Size,
     how: tuple[Division, Group] | None,
-    shelf: Shelf,
+    shelf: SpillStore,
 ) -> dict[str, Any]:
     """Return the undivided state of a parameter; all tensor neighbours call it together."""
     if how is None:
@@ -179,7 +181,7 @@ def _own_part(
     name: str,
     state: Mapping[str, Any],
     how: tuple[Division, Group] | None,
-    shelf: Shelf,
+    shelf: SpillStore,
 ) -> dict[str, Any]:
     """Return this rank's part of an optimizer's state: the inverse of `_state_joined`.
 
@@ -198,11 +200,11 @@ def _own_part(
     return {key: in_memory(one) if isinstance(one, OnDisk) else one for key, one in own.items()}
 
 
-def _cut(value: Leaf, how: tuple[Division, Group] | None, shelf: Shelf) -> Leaf:
+def _cut(value: Leaf, how: tuple[Division, Group] | None, shelf: SpillStore) -> Leaf:
     """Return this rank's part of a tensor; the part of a file is in a file."""
     if how is None or not isinstance(value, OnDisk):
         return _part(in_memory(value), how)
-    return shelved(_part(value.mapped(), how), shelf)
+    return spilled_copy(_part(value.mapped(), how), shelf)
 
 
 def _part(whole: Tensor, how: tuple[Division, Group] | None) -> Tensor:
@@ -231,7 +233,7 @@ def _restore_weights(held: Held, weights: Mapping[str, Tensor]) -> None:
     own = held.model.state_dict(keep_vars=True)
     divided = divisions(held.model)
     leaves = leaves_of(weights)
-    shelf = Shelf(held.folder)
+    shelf = SpillStore(held.folder)
     if held.zero is not None and held.zero.stage > 1:
         held.zero.load_state_dict(
             {name: _cut(leaf, divided.get(name), shelf) for name, leaf in leaves.items()}
@@ -262,7 +264,7 @@ def _restore_optimizer(held: Held, parts: Sequence[Mapping[str, Any]]) -> None:
     states: dict[str, Any] = {}
     settings: dict[str, Any] = {}
     divided = divisions(held.model)
-    shelf = Shelf(held.folder)
+    shelf = SpillStore(held.folder)
     for part in parts:
         # The earlier run may have had another mesh: search the parts of all its ranks for a
         # parameter's state.

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dure.collectives.group import Group
-from dure.memory.undivided import aside, bring, tensors_of
+from dure.memory.file_backed_init import in_files_if, move_to_memory, tensors_of
 from dure.parallel.mesh.mesh import Coordinates, Groups, Mesh
 from dure.parallel.pipeline.cut import CutModel, forget
 from dure.parallel.pipeline.schedule import Schedule
@@ -119,7 +119,7 @@ def hold(
     if mesh.pipeline > 1:
         forget(model, [name for name in known if name not in kept])
     # Tensors that ZeRO divides move into memory when they are divided.
-    bring(model.buffers() if zero == 3 else tensors_of(model))
+    move_to_memory(model.buffers() if zero == 3 else tensors_of(model))
     parameters = {
         name: parameter
         for name, parameter in model.named_parameters()
@@ -161,7 +161,7 @@ def optimizer_of(held: Held, make: Callable[[list[nn.Parameter]], Optimizer]) ->
     if not held.cut.learned & held.parameters.keys():
         return None
     # Pass all parameters, because a user's function may group them by their position.
-    with aside(held.mesh.pipeline > 1):
+    with in_files_if(held.mesh.pipeline > 1):
         optimizer = make(list(held.model.parameters()))
     # All groups stay, also empty groups, so that each has an unchanged number and settings.
     mine = {id(parameter) for parameter in held.parameters.values()}
@@ -172,7 +172,7 @@ def optimizer_of(held: Held, make: Callable[[list[nn.Parameter]], Optimizer]) ->
         if id(parameter) not in mine:
             del optimizer.state[parameter]
     for state in optimizer.state.values():
-        bring(one for one in state.values() if isinstance(one, Tensor))
+        move_to_memory(one for one in state.values() if isinstance(one, Tensor))
     return optimizer
 
 

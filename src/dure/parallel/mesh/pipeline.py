@@ -26,8 +26,8 @@ from dure.contracts.strategy import Kind, Learner, Proof, RankContext, Strategy
 from dure.contracts.task import Task
 from dure.contracts.training_options import Part
 from dure.data.sampling import JOINT_SAMPLING, SamplingRequest
-from dure.memory.formula import Shares
-from dure.memory.offload.wanted import Offload, parse_offload
+from dure.memory.formula import MemoryShares
+from dure.memory.offload.offload_setting import Offload, parse_offload
 from dure.parallel.mesh.mesh import Mesh
 from dure.parallel.mesh.strategy import TRAINS_WITH, Parallel, ParallelLearner, cannot
 from dure.parallel.offloaded import NO_OFFLOAD
@@ -120,7 +120,7 @@ class Pipeline(Strategy):
     def holds_parts(self, workers: int | None) -> bool:
         return self.on(1 if workers is None else workers).holds_parts(workers)
 
-    def shares(self, workers: int | None) -> Shares | None:
+    def shares(self, workers: int | None) -> MemoryShares | None:
         return self.on(1 if workers is None else workers).shares(workers)
 
     def check(self, task: Task, workers: int | None) -> None:

@@ -19,8 +19,8 @@ from dure.contracts.task import Loss, Task
 from dure.data.examples import Examples
 from dure.machine.devices import to_device
 from dure.machine.memory import available_memory, trim_heap
+from dure.memory.file_backed_init import lies_in_files
 from dure.memory.mapped import WINDOW
-from dure.memory.undivided import lies_in_files
 from dure.parallel.first_weights import share_weights
 from dure.parallel.mesh.mesh import Groups
 from dure.parallel.tensor.plan import Plan

@@ -46,11 +46,11 @@ from dure.data.examples import Examples
 from dure.data.sampling import JOINT_SAMPLING, SamplingRequest
 from dure.errors import LossNotFiniteError
 from dure.machine.devices import to_device
-from dure.memory.again import compute_again
-from dure.memory.formula import Shares, divided
-from dure.memory.offload.wanted import Offload, parse_offload
-from dure.memory.recompute import ALL, Recompute
-from dure.memory.undivided import beside, through
+from dure.memory.file_backed_init import in_files_like, releasing_pass
+from dure.memory.formula import MemoryShares, divided_shares
+from dure.memory.offload.offload_setting import Offload, parse_offload
+from dure.memory.recomputation import recompute_modules
+from dure.memory.recompute_setting import ALL, Recompute
 from dure.parallel.first_weights import share_weights
 from dure.parallel.mesh.check import (
     EVALUATED,
@@ -202,8 +202,8 @@ class Parallel(Strategy):
         # Another cut adds shared gradients, and the norm of the gradient, in another order.
         return self.balance != "measured"
 
-    def shares(self, workers: int | None) -> Shares | None:
-        return divided(self.mesh.tensor * self.mesh.pipeline, self.zero, self.mesh.data)
+    def shares(self, workers: int | None) -> MemoryShares | None:
+        return divided_shares(self.mesh.tensor * self.mesh.pipeline, self.zero, self.mesh.data)
 
     def cannot(self, part: Part, kind: Kind) -> str | None:
         return cannot(part)
@@ -282,7 +282,7 @@ class Parallel(Strategy):
         whole = Recompute((ALL,)) if self.recompute and self.memory is None else NO_RECOMPUTE
         if not self.uncut:
             return NOT_ASKED
-        shares = divided(self.mesh.tensor, self.zero, self.mesh.data)
+        shares = divided_shares(self.mesh.tensor, self.zero, self.mesh.data)
         return Asked(whole, self.memory, self.examples(len(task.train)), shares)
 
     def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
@@ -423,10 +423,10 @@ class ParallelLearner(Learner):
         asked = strategy.again(task) if again is None else again
         chosen_again = chosen(asked, task, model, place.check)
         # Parts of layers are in files too, until `hold` decides which of them this rank stores.
-        with beside(model):
+        with in_files_like(model):
             self._divide_layers(model, place.check)
         if chosen_again is not None:
-            compute_again(model, chosen_again.choice.names)
+            recompute_modules(model, chosen_again.choice.names)
         self._draws = draws_of(model)
         self.units_per_epoch = self.batches.steps_per_epoch
         # Before `hold`, which frees the parameters of other stages. A forward pass counts the
@@ -509,7 +509,7 @@ class ParallelLearner(Learner):
             examples=self.strategy.examples(len(self.train_examples)),
             test=self._test_sample,
         )
-        with through(model):
+        with releasing_pass(model):
             starts = cut.choose(self.strategy.cut, self.strategy.balance)
         packed = msgspec.msgpack.encode(starts) if self.group.rank == 0 else None
         packed = self.group.broadcast_bytes(packed)

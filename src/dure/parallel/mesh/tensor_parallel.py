@@ -26,9 +26,9 @@ from dure.contracts.strategy import Kind, Learner, Proof, RankContext, Strategy
 from dure.contracts.task import Task
 from dure.contracts.training_options import Part
 from dure.data.sampling import JOINT_SAMPLING, SamplingRequest
-from dure.memory.formula import Shares
-from dure.memory.offload.wanted import Offload, parse_offload
-from dure.memory.recompute import Recompute, as_recompute
+from dure.memory.formula import MemoryShares
+from dure.memory.offload.offload_setting import Offload, parse_offload
+from dure.memory.recompute_setting import Recompute, as_recompute
 from dure.parallel.mesh.mesh import Mesh
 from dure.parallel.mesh.strategy import TRAINS_WITH, Parallel, ParallelLearner, cannot
 from dure.parallel.offloaded import NO_OFFLOAD
@@ -109,7 +109,7 @@ class TensorParallel(Strategy):
     def holds_parts(self, workers: int | None) -> bool:
         return self.on(1 if workers is None else workers).holds_parts(workers)
 
-    def shares(self, workers: int | None) -> Shares | None:
+    def shares(self, workers: int | None) -> MemoryShares | None:
         return self.on(1 if workers is None else workers).shares(workers)
 
     def _again(self, task: Task, workers: int | None) -> Asked:

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from dure.collectives.group import Group
 from dure.collectives.shared_memory.pool import empty_shared
-from dure.memory.mapped import release
+from dure.memory.mapped import release_pages
 from dure.parallel.zero.away import elements_of
 from dure.parallel.zero.common import Slices, common_memory
 from dure.parallel.zero.division import ALONE, Block, Stage, blocks_of
@@ -98,7 +98,7 @@ def divide(
                 room = _sent_from(elements, block.dtype, group, device)
         made = Share(block, parameters, group.rank, room, common=slices is not None)
         # Pages of memory-mapped parameters (`dure.memory.mapped`) that were read leave memory.
-        release(map(elements_of, parameters))
+        release_pages(map(elements_of, parameters))
         return made
 
     return [

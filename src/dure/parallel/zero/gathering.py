@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dure.collectives.handle import Handle
-from dure.memory.mapped import release
+from dure.memory.mapped import release_pages
 from dure.parallel.zero.away import bring_back, send_away
 from dure.parallel.zero.changes import Changes
 from dure.parallel.zero.shares import Pool, Share
@@ -164,7 +164,7 @@ class Gathering:
             self.wire.wait(handle, "parameters")
         unit.handles = None
         # This rank's chunks may be memory-mapped files (`ZeroRedundancy`), which were read to send.
-        release(share.own for share in unit.shares)
+        release_pages(share.own for share in unit.shares)
         assert unit.whole is not None
         # Views that are created in inference mode could not be used for training afterwards.
         with torch.inference_mode(False), torch.no_grad():

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from dure.collectives.group import Group
 from dure.collectives.tensor_transfer import gathered
-from dure.memory.shelf import IN_MEMORY, Shelf
+from dure.memory.spill_store import IN_MEMORY, SpillStore
 from dure.parallel.zero.shares import Held, Share
 from dure.record.checkpoint import tree_from_bytes, tree_to_bytes
 from dure.record.on_disk import (
@@ -68,7 +68,7 @@ class Division:
         """Undivided parameters in the order of the groups."""
         return [parameter for group in self.original for parameter in group]
 
-    def state_dict(self, group: Group, shelf: Shelf = IN_MEMORY) -> dict[str, Any]:
+    def state_dict(self, group: Group, shelf: SpillStore = IN_MEMORY) -> dict[str, Any]:
         """Return the whole state on rank 0; on other ranks only the settings. All ranks call it.
 
         Tensors of other ranks go to their place on the shelf, a few million bytes at a time.
@@ -212,7 +212,7 @@ class _Rows:
 class _Whole:
     """The whole state of the undivided optimizer, as rank 0 collects it."""
 
-    def __init__(self, shelf: Shelf) -> None:
+    def __init__(self, shelf: SpillStore) -> None:
         self.shelf = shelf
         self.state: dict[int, dict[str, Any]] = {}
 

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from dure.collectives.algorithms.native import check_carried
 from dure.collectives.all_gather import all_gather
 from dure.collectives.group import Group
-from dure.memory.shelf import IN_MEMORY, Shelf
+from dure.memory.spill_store import IN_MEMORY, SpillStore
 from dure.parallel.alike import Alike
 from dure.parallel.direct import WORTH_IT, Direct
 from dure.parallel.divisible import check_element_wise
@@ -575,7 +575,7 @@ class ZeroRedundancy:
         self._check_unchanged()
         return self._whole.state_dict(everywhere)
 
-    def weights(self, shelf: Shelf) -> Mapping[str, Tensor]:
+    def weights(self, shelf: SpillStore) -> Mapping[str, Tensor]:
         """Return `state_dict` with tensors on a shelf.
 
         No rank needs memory for more than its share.
@@ -593,7 +593,7 @@ class ZeroRedundancy:
         self._whole.load_state_dict(state)
         self._accept()
 
-    def optimizer_state_dict(self, shelf: Shelf = IN_MEMORY) -> dict[str, Any]:
+    def optimizer_state_dict(self, shelf: SpillStore = IN_MEMORY) -> dict[str, Any]:
         """Return the optimizer's whole state on rank 0, as its undivided `state_dict()`.
 
         On other ranks the state has no tensors. All ranks call this method. The state loads into

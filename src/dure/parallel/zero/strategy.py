@@ -36,11 +36,11 @@ from dure.data.sampling import JOINT_SAMPLING, SamplingRequest
 from dure.errors import LossNotFiniteError
 from dure.machine.devices import to_cpu, to_device
 from dure.machine.memory import trim_heap
-from dure.memory.formula import Shares, divided
-from dure.memory.offload.wanted import Offload, parse_offload
-from dure.memory.recompute import Recompute, as_recompute
-from dure.memory.shelf import Shelf
-from dure.memory.undivided import bring
+from dure.memory.file_backed_init import move_to_memory
+from dure.memory.formula import MemoryShares, divided_shares
+from dure.memory.offload.offload_setting import Offload, parse_offload
+from dure.memory.recompute_setting import Recompute, as_recompute
+from dure.memory.spill_store import SpillStore
 from dure.parallel.local.single import SingleLearner
 from dure.parallel.offloaded import NO_OFFLOAD, Offloaded, check_offload
 from dure.parallel.recomputing import NO_RECOMPUTE, Asked, check_recompute, prove_recompute
@@ -121,8 +121,8 @@ class ZeRO(Strategy):
     def holds_parts(self, workers: int | None) -> bool:
         return self.stage == 3 and workers != 1
 
-    def shares(self, workers: int | None) -> Shares | None:
-        return divided(1, self.stage, workers or 1)
+    def shares(self, workers: int | None) -> MemoryShares | None:
+        return divided_shares(1, self.stage, workers or 1)
 
     def cannot(self, part: Part, kind: Kind) -> str | None:
         if part == "compile":
@@ -147,7 +147,7 @@ class ZeRO(Strategy):
 
     def _again(self, task: Task, workers: int | None) -> Asked:
         part = largest_piece(self.batch_size, len(task.train), workers, self.accumulate)
-        return Asked(self.recompute, self.memory, part, divided(1, self.stage, workers or 1))
+        return Asked(self.recompute, self.memory, part, divided_shares(1, self.stage, workers or 1))
 
     def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
         """Check that replicas can train the model and that no tensors overlap.
@@ -222,7 +222,7 @@ class ZeROLearner(SingleLearner):
             ),
         )
         # Parameters have become shares; the buffers of a file-backed model move to memory.
-        bring(self.model.buffers())
+        move_to_memory(self.model.buffers())
         # Memory that the division needed must not count in training.
         trim_heap()
         self._watch_passes()
@@ -367,12 +367,12 @@ class ZeROLearner(SingleLearner):
             yield
 
     def weights(self) -> Mapping[str, Tensor]:
-        return self.zero.weights(Shelf(self.folder))
+        return self.zero.weights(SpillStore(self.folder))
 
     def state(self) -> dict[str, Any]:
         return {
             "step": self.step,
-            "optimizer": to_cpu(self.zero.optimizer_state_dict(Shelf(self.folder))),
+            "optimizer": to_cpu(self.zero.optimizer_state_dict(SpillStore(self.folder))),
             "buffers": to_cpu(passing_buffers(self.model)),
             "order": self.zero.passes.orders.state(),
         }

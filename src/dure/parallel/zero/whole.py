@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from dure.collectives.group import Group
 from dure.collectives.tensor_transfer import gathered
-from dure.memory.shelf import Shelf
+from dure.memory.spill_store import SpillStore
 from dure.parallel.zero.agreement import agreed
 from dure.parallel.zero.away import elements_of, set_elements
 from dure.parallel.zero.passes import Passes
@@ -145,7 +145,7 @@ class Whole:
         return state
 
     @torch.no_grad()
-    def weights(self, shelf: Shelf) -> TensorsOnDisk:
+    def weights(self, shelf: SpillStore) -> TensorsOnDisk:
         """Return the state_dict on rank 0, with tensors on a shelf; empty on other ranks.
 
         No rank has more than its share in memory: other ranks send a few million bytes at a time.

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from dure.machine import user_code
-from dure.memory.mapped import Disk, nameless
+from dure.memory.mapped import Disk, open_anonymous_file
 from dure.tensors.elements import element_bytes
 
 _LARGE = 16_384
@@ -73,7 +73,7 @@ def _anonymous_file() -> int:
 def _file_on_disk(nbytes: int) -> int | None:
     """Return an anonymous file of this size on a disk; None without a disk or space."""
     try:
-        descriptor = nameless(Disk().folder)
+        descriptor = open_anonymous_file(Disk().folder)
     except OSError:
         return None
     try:

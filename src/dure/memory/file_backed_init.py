@@ -35,7 +35,14 @@ from torch import Tensor, nn
 
 from dure.machine.limits import remaining_memory
 from dure.machine.memory import return_freed_memory
-from dure.memory.mapped import Disk, DiskError, is_mapped, mapped, passing, release
+from dure.memory.mapped import (
+    Disk,
+    DiskError,
+    is_mapped,
+    mapped,
+    release_pages,
+    releasing_used_pages,
+)
 
 Made = TypeVar("Made")
 
@@ -87,18 +94,18 @@ def tensors_of(model: nn.Module) -> Iterable[Tensor]:
     return itertools.chain(model.parameters(), model.buffers())
 
 
-def beside(model: nn.Module) -> AbstractContextManager[Any]:
+def in_files_like(model: nn.Module) -> AbstractContextManager[Any]:
     """Return a context in which new tensors are in files if the model is, otherwise in memory."""
     return _on(Disk()) if lies_in_files(model) else nullcontext()
 
 
-def through(model: nn.Module) -> AbstractContextManager[None]:
+def releasing_pass(model: nn.Module) -> AbstractContextManager[None]:
     """Return a context in which used tensors of a model in files leave memory again."""
-    return passing() if lies_in_files(model) else nullcontext()
+    return releasing_used_pages() if lies_in_files(model) else nullcontext()
 
 
 @contextmanager
-def aside(wanted: bool) -> Iterator[None]:
+def in_files_if(wanted: bool) -> Iterator[None]:
     """Context manager in which tensors are created in files, if `wanted` and if there is a disk."""
     if not wanted or why_not() is not None:
         yield
@@ -118,7 +125,7 @@ def _on(disk: Disk, spared: int = 0) -> Iterator[None]:
 
 
 @torch.no_grad()
-def bring(tensors: Iterable[Tensor]) -> None:
+def move_to_memory(tensors: Iterable[Tensor]) -> None:
     """Move tensors from files to memory, tensor by tensor; the tensor objects stay the same."""
     moved: dict[int, Tensor] = {}
     for tensor in tensors:
@@ -130,7 +137,7 @@ def bring(tensors: Iterable[Tensor]) -> None:
         if address not in moved:
             flat = torch.empty(0, dtype=torch.uint8).set_(storage)
             moved[address] = flat.clone()
-            release([tensor])
+            release_pages([tensor])
         own = torch.empty(0, dtype=tensor.dtype)
         place = (tensor.storage_offset(), tensor.shape, tensor.stride())
         tensor.data = own.set_(moved[address].untyped_storage(), *place)

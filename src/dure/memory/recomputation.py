@@ -31,7 +31,7 @@ from torch.utils.checkpoint import checkpoint
 from dure.machine.compiler import deferred_compiler, load_compiler_settings
 
 
-def compute_again(model: nn.Module, names: Sequence[str]) -> None:
+def recompute_modules(model: nn.Module, names: Sequence[str]) -> None:
     """Recompute the modules of these names in backward, from now on.
 
     The names in the model, its hooks, and evaluations do not change. A copy of the model stores its

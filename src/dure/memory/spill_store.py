@@ -15,11 +15,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dure.memory.mapped import LEAST, Disk, nameless
+from dure.memory.mapped import LEAST, Disk, open_anonymous_file
 from dure.record.on_disk import File, Form, Leaf, OnDisk, form_of, put
 
 
-class Shelf:
+class SpillStore:
     """Allocator of tensors on a disk or in memory.
 
     folder: on the preferred disk; ignored if it is in memory or None. least: bytes of the smallest
@@ -56,7 +56,7 @@ class Shelf:
         for folder in (self._folder, None) if self._file is None else ():
             # The folder may be in memory, or may not be writable.
             with suppress(OSError):
-                self._file = File(nameless(Disk(folder).folder))
+                self._file = File(open_anonymous_file(Disk(folder).folder))
                 return self._file
         return self._file
 
@@ -65,11 +65,11 @@ def _whole_pages(nbytes: int) -> int:
     return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-IN_MEMORY = Shelf(least=None)
+IN_MEMORY = SpillStore(least=None)
 """Shelf that keeps all tensors in memory."""
 
 
-def shelved(tensor: Tensor, shelf: Shelf) -> Leaf:
+def spilled_copy(tensor: Tensor, shelf: SpillStore) -> Leaf:
     """Return a copy of a tensor on the shelf."""
     found = shelf.place(form_of("", tensor.dtype, tensor.shape))
     put(found, 0, tensor.reshape(-1))

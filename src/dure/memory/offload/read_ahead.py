@@ -39,7 +39,7 @@ class _Pages(NamedTuple):
     length: int
 
 
-class Beside:
+class ReadAheadThread:
     """Reading thread of a learner, which ends with `close`."""
 
     def __init__(self) -> None:

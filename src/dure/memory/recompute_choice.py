@@ -26,9 +26,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from dure.memory.activations import Call, observed
+from dure.memory.activations import ModuleCall, observe_call
 from dure.memory.peak import step_peak
-from dure.memory.recompute import outermost
+from dure.memory.recompute_setting import outermost
 
 FLOPS_A_BYTE = 8
 """Cost of writing a byte again, as the FLOPs of a processor in the same time.
@@ -44,7 +44,7 @@ TRIES = 6
 
 
 @dataclass(frozen=True)
-class Choice:
+class RecomputeChoice:
     """Modules to recompute.
 
     names: of the modules. peak: largest bytes of forward and backward in addition to parameters and
@@ -83,7 +83,7 @@ class _Part(NamedTuple):
     may: bool
 
 
-class Chooser:
+class RecomputeChooser:
     """Choice for a model and a batch.
 
     Args:
@@ -91,7 +91,7 @@ class Chooser:
         batch: Inputs and targets.
         loss: Loss of outputs and targets.
         may: Returns whether the module of a name may be recomputed.
-        spare: As for `dure.memory.activations.observed`, whose errors this class raises.
+        spare: As for `dure.memory.activations.observe_call`, whose errors this class raises.
     """
 
     def __init__(
@@ -103,12 +103,12 @@ class Chooser:
         spare: bool = False,
     ) -> None:
         self._model, self._batch, self._loss, self._spare = model, batch, loss, spare
-        self.root = observed(model, batch[0], spare)
+        self.root = observe_call(model, batch[0], spare)
         self._forward = max(self.root.flops, 1.0)
         self._tree = _Reading(self.root, may).tree
         self._peaks: dict[tuple[str, ...], int] = {}
 
-    def within(self, budget: int) -> Choice | None:
+    def within(self, budget: int) -> RecomputeChoice | None:
         """Return the cheapest choice whose peak is at most `budget` bytes.
 
         None if there is none.
@@ -116,7 +116,7 @@ class Chooser:
         nothing = self.of(())
         if nothing.peak <= budget:
             return nothing
-        best: Choice | None = None
+        best: RecomputeChoice | None = None
         # Bytes of a trial beyond the arithmetic; a trial without recomputation is a first guess.
         beyond = nothing.peak - _peak_of(self._tree, frozenset())
         for _ in range(TRIES):
@@ -137,7 +137,7 @@ class Chooser:
             best = least if least.peak <= budget else None
         return best
 
-    def least(self) -> Choice:
+    def least(self) -> RecomputeChoice:
         """Return the choice with the smallest peak, at any cost."""
         low, high = 0, max(_peak_of(self._tree, frozenset()), 1)
         # The smallest feasible budget of the arithmetic, to a thousandth.
@@ -148,7 +148,7 @@ class Chooser:
         tried = [self.of(())] + ([] if way is None else [self.of(_names(way))])
         return min(tried, key=lambda choice: (choice.peak, choice.extra))
 
-    def of(self, names: Sequence[str]) -> Choice:
+    def of(self, names: Sequence[str]) -> RecomputeChoice:
         """Return the choice of these modules, with the peak of its trial."""
         chosen = tuple(names)
         if chosen not in self._peaks:
@@ -157,7 +157,7 @@ class Chooser:
             )
         wanted = frozenset(chosen)
         flops = sum(call.flops for call in self.root.walk() if call.name in wanted)
-        return Choice(chosen, self._peaks[chosen], flops / (3 * self._forward))
+        return RecomputeChoice(chosen, self._peaks[chosen], flops / (3 * self._forward))
 
 
 class _Reading:
@@ -166,7 +166,7 @@ class _Reading:
     A stored byte counts for the call that first stores it.
     """
 
-    def __init__(self, root: Call, may: Callable[[str], bool]) -> None:
+    def __init__(self, root: ModuleCall, may: Callable[[str], bool]) -> None:
         self._may = may
         self._kept: set[int] = set()
         self._seen: set[int] = set()
@@ -175,7 +175,7 @@ class _Reading:
         self._total = _gradient_bytes(root.module.parameters())
         self.tree = self._part(root)
 
-    def _part(self, call: Call) -> _Part:
+    def _part(self, call: ModuleCall) -> _Part:
         given = sum(size for number, size in call.given.items() if number not in self._kept)
         parts = tuple(self._part(child) for child in call.calls)
         own = 0

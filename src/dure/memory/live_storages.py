@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
-class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Mode that counts the bytes of storages that are alive.
 
     known: existing tensors, which are not counted. bytes: present bytes. peak: largest bytes so
