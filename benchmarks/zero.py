@@ -48,7 +48,7 @@ import dure
 from dure.contracts.strategy import RankContext
 from dure.machine.cores import available_cores
 from dure.parallel.zero import ZeroRedundancy
-from dure.parallel.zero.division import memory
+from dure.parallel.zero.partition_layout import memory
 from dure.record.meter import peak_memory, reset_peak_memory
 
 JSON = dict[str, Any]

@@ -18,7 +18,7 @@ from dure.machine.compiler import deferred_compiler
 from dure.memory.mapped import in_own_file
 from dure.memory.offload.optimizer import OffloadedSteps
 from dure.memory.offload.store import MappedFileStore
-from dure.parallel.divisible import check_steps_apart, is_element_wise
+from dure.parallel.optimizer_sharding import check_steps_apart, is_element_wise
 
 Make = Callable[[list[nn.Parameter]], Optimizer]
 

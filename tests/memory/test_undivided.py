@@ -24,7 +24,7 @@ from dure.memory.file_backed_init import (
 )
 from dure.memory.mapped import Disk, DiskError, is_mapped, mapped
 from dure.parallel.mesh.mesh import Mesh
-from dure.parallel.pipeline.cut import forget
+from dure.parallel.pipeline.cut import release_tensors
 from dure.run.fresh import FreshModel
 from dure.run.train import prepare
 
@@ -209,7 +209,9 @@ def test_parameters_that_were_let_go_of_take_one_stretch_of_addresses() -> None:
     model = Network()
     model.scores.weight = nn.Parameter(model.scores.weight.detach().t().contiguous().t())
     shapes = [(one.shape, one.stride()) for one in tensors_of(model)]
-    forget(model, [name for name, _ in [*model.named_parameters(), *model.named_buffers()]])
+    release_tensors(
+        model, [name for name, _ in [*model.named_parameters(), *model.named_buffers()]]
+    )
     assert [(one.shape, one.stride()) for one in tensors_of(model)] == shapes
     assert not any(one.any() for one in tensors_of(model))
     assert len({one.data_ptr() for one in model.parameters()}) == 1

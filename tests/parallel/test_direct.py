@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dure.parallel.direct import Direct
+from dure.parallel.gradients_into_buckets import GradientsIntoBuckets
 
 WIDTH = 1024
 INPUTS = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(0))
@@ -62,11 +62,13 @@ LOSSES: dict[str, tuple[Callable[[Net], Tensor], bool]] = {
 }
 
 
-def prepared(net: Net) -> tuple[Direct, dict[int, Tensor]]:
+def prepared(net: Net) -> tuple[GradientsIntoBuckets, dict[int, Tensor]]:
     places = {
         id(parameter): torch.full_like(parameter, torch.nan) for parameter in net.parameters()
     }
-    return Direct(net.parameters(), lambda parameter: places[id(parameter)].detach()), places
+    return GradientsIntoBuckets(
+        net.parameters(), lambda parameter: places[id(parameter)].detach()
+    ), places
 
 
 @pytest.mark.parametrize("name", LOSSES)

@@ -6,12 +6,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from dure.parallel.settled import Settled
+from dure.parallel.deterministic_draws import DeterministicDraws
 
 
 def test_dropout_keeps_all_and_its_gradient_too() -> None:
     inputs = torch.rand(3, 4, requires_grad=True)
-    with Settled() as settled:
+    with DeterministicDraws() as settled:
         dropped = F.dropout(inputs, 0.3)
         dropped.sum().backward()
     assert torch.equal(dropped, inputs)
@@ -23,13 +23,13 @@ def test_dropout_keeps_all_and_its_gradient_too() -> None:
 
 def test_attention_drops_nothing() -> None:
     query = torch.rand(1, 2, 5, 4)
-    with Settled():
+    with DeterministicDraws():
         mixed = F.scaled_dot_product_attention(query, query, query, dropout_p=0.5)
     torch.testing.assert_close(mixed, F.scaled_dot_product_attention(query, query, query))
 
 
 def test_every_kind_of_draw_gives_one_value() -> None:
-    with Settled():
+    with DeterministicDraws():
         drawn = [
             torch.rand(4),
             torch.randn(4),
@@ -54,7 +54,7 @@ def test_each_draw_is_noted_with_its_module_and_the_generators_seed() -> None:
         def forward(self, inputs: torch.Tensor) -> torch.Tensor:
             return inputs + torch.randn_like(inputs)
 
-    with Settled() as settled:
+    with DeterministicDraws() as settled:
         for seed in (3, 4):
             torch.default_generator.manual_seed(seed)
             Noisy()(torch.zeros(2))
@@ -63,7 +63,7 @@ def test_each_draw_is_noted_with_its_module_and_the_generators_seed() -> None:
 
 def test_the_coarsest_dtype_is_noted() -> None:
     layer = nn.Linear(4, 4).double()
-    with Settled() as settled:
+    with DeterministicDraws() as settled:
         layer(torch.zeros(2, 4, dtype=torch.float64))
         assert settled.computed_in == torch.float64
         layer.float()(torch.zeros(2, 4))

@@ -19,7 +19,7 @@ import dure
 from dure.contracts.strategy import seeded_model
 from dure.data.client_part import divide
 from dure.errors import RunFolderError
-from dure.parallel.pipeline.draws import Stream
+from dure.parallel.pipeline.rng import RandomStream
 from dure.split.blame import WrongError
 from dure.split.cutting import CutStages, cut_at
 from dure.split.heads import Heads
@@ -283,7 +283,7 @@ def side_of(task: dure.Task) -> Side:
     """The heads' side of a small model that is cut."""
     cut = cut_at(task, seeded_model(task, 0), ("1",), 4)
     loss = weighed(CountedLoss(task.loss, None))
-    return Side(CutStages(cut, [0], Stream(0, carried=False), loss), task)
+    return Side(CutStages(cut, [0], RandomStream(0, carried=False), loss), task)
 
 
 def after_a_step(side: Side) -> Own:

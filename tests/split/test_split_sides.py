@@ -15,7 +15,7 @@ import dure
 from dure.collectives.group import Group
 from dure.contracts.strategy import RankContext
 from dure.data.examples import Examples
-from dure.parallel.pipeline.draws import Stream
+from dure.parallel.pipeline.rng import RandomStream
 from dure.parallel.pipeline.stage import Microbatch
 from dure.split.cutting import CutStages, cut_at
 from dure.split.sides import Party, Side, copied, weighed
@@ -113,7 +113,7 @@ def test_parties_that_share_a_side_do_not_see_each_other() -> None:
     task = task_of((inputs, torch.arange(24) % 3))
     cut = cut_at(task, layers(), ("1",), 4)
     loss = weighed(CountedLoss(task.loss, task.train))
-    side = Side(CutStages(cut, [0], Stream(0, carried=False), loss), task)
+    side = Side(CutStages(cut, [0], RandomStream(0, carried=False), loss), task)
     first = side.own()
 
     def step(party: Party, number: int) -> None:

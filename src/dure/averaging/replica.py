@@ -23,7 +23,7 @@ from dure.data.batches import Batches
 from dure.data.block_shuffling import Order
 from dure.data.examples import Examples
 from dure.data.partition import IID, Partition
-from dure.parallel.first_weights import share_weights
+from dure.parallel.weight_broadcast import share_weights
 from dure.randomness.seeds import generators_state, restore_generators, seed_generators
 from dure.record.meter import Clock
 from dure.tasks.batch_norm import needs_two

@@ -11,7 +11,8 @@ the inputs. A step has the same bits as without recomputation, if forward reads 
                        after it: batch norm's statistics are updated once
     inputs             must be unchanged: an input that was changed in place is an error
 
-Other state of a module, such as a counter, is not reset; `dure.parallel.recomputing` tests for it.
+Other state of a module, such as a counter, is not reset; `dure.parallel.learner_recomputation`
+tests for it.
 
 Source: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"; the mechanism is torch's
 `torch.utils.checkpoint`.

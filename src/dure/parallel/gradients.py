@@ -16,7 +16,7 @@ from dure.collectives.shared_memory.pool import empty_shared
 
 
 @dataclass(frozen=True)
-class Flat:
+class FlatGradients:
     """A flat buffer and the views of gradients in it.
 
     views: views of the buffer, each with the shape and the strides of its parameter.
@@ -33,7 +33,7 @@ class Flat:
         tail: int = 0,
         dtype: torch.dtype | None = None,
         device: torch.device | None = None,
-    ) -> Flat:
+    ) -> FlatGradients:
         """Return a buffer of zeros for the gradients of `parameters`, followed by `tail` numbers.
 
         Args:

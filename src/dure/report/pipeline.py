@@ -28,7 +28,7 @@ from dure.report.words import UNKNOWN, count, duration, escape, size
 
 if TYPE_CHECKING:
     from dure.parallel.pipeline.schedule import Action, Schedule
-    from dure.parallel.pipeline.simulate import Simulation, Span, Times
+    from dure.parallel.pipeline.simulate import ActionSpan, ScheduleSimulation, Times
 
 # Spans of a pipeline are named "forward 3.1": kind, stage, micro-batch, in the order of `Action`.
 _NAMED = re.compile(r"(forward|backward|input gradient|weight gradient) ([0-9]+)\.([0-9]+)\b")
@@ -40,8 +40,8 @@ class Measured:
 
     step: int
     ranks: Sequence[Rank]
-    measured: Simulation
-    simulated: Simulation
+    measured: ScheduleSimulation
+    simulated: ScheduleSimulation
 
 
 def measured_step(run: Run) -> Measured | None:
@@ -76,16 +76,16 @@ def measured_step(run: Run) -> Measured | None:
     return Measured(step, ranks, measured=found[step], simulated=simulate(schedule, times))
 
 
-def _simulation(spans: Sequence[Span], ranks: int) -> Simulation:
+def _simulation(spans: Sequence[ActionSpan], ranks: int) -> ScheduleSimulation:
     """Return the measured spans in the form of a simulation."""
-    from dure.parallel.pipeline.simulate import Simulation, peak_of
+    from dure.parallel.pipeline.simulate import ScheduleSimulation, peak_of
 
     # In order of execution, which determines the number of stored activations.
     actions = _by_rank(spans, ranks)
-    return Simulation(ranks, tuple(spans), tuple(map(peak_of, actions)))
+    return ScheduleSimulation(ranks, tuple(spans), tuple(map(peak_of, actions)))
 
 
-def _by_rank(spans: Sequence[Span], ranks: int) -> list[list[Action]]:
+def _by_rank(spans: Sequence[ActionSpan], ranks: int) -> list[list[Action]]:
     """Return the actions of each rank, in order."""
     actions: list[list[Action]] = [[] for _ in range(ranks)]
     for span in spans:
@@ -93,17 +93,19 @@ def _by_rank(spans: Sequence[Span], ranks: int) -> list[list[Action]]:
     return actions
 
 
-def _full_steps(trace: Trace, names: Sequence[str], schedule: Schedule) -> dict[int, list[Span]]:
+def _full_steps(
+    trace: Trace, names: Sequence[str], schedule: Schedule
+) -> dict[int, list[ActionSpan]]:
     """Return the computing spans of each full step, by start; times in seconds.
 
     A step is full if every action of the schedule was recorded.
     """
     from dure.parallel.pipeline.schedule import Action
-    from dure.parallel.pipeline.simulate import Span
+    from dure.parallel.pipeline.simulate import ActionSpan
 
     place = {lane: names.index(name) for lane, name in trace.lanes.items() if name in names}
     kinds = {kind.replace("_", " "): kind for kind in _KINDS}
-    steps: dict[int, list[Span]] = defaultdict(list)
+    steps: dict[int, list[ActionSpan]] = defaultdict(list)
     for span in trace.spans:
         if span.lane not in place or span.category != "compute" or span.step is None:
             continue
@@ -112,12 +114,12 @@ def _full_steps(trace: Trace, names: Sequence[str], schedule: Schedule) -> dict[
             action = Action(kinds[said[1]], int(said[2]), int(said[3]))  # type: ignore[arg-type]
             start = span.start / 1000
             end = start + span.duration / 1000
-            steps[span.step].append(Span(place[span.lane], action, start, end))
+            steps[span.step].append(ActionSpan(place[span.lane], action, start, end))
     whole = [set(actions) for actions in schedule.computing]
     # The number too: an action that was recorded twice would not show in a set.
     expected = sum(map(len, whole))
 
-    def full(spans: Sequence[Span]) -> bool:
+    def full(spans: Sequence[ActionSpan]) -> bool:
         return len(spans) == expected and [*map(set, _by_rank(spans, schedule.ranks))] == whole
 
     return {step: spans for step, spans in steps.items() if full(spans)}
@@ -126,7 +128,7 @@ def _full_steps(trace: Trace, names: Sequence[str], schedule: Schedule) -> dict[
 _KINDS = ("forward", "backward", "input_gradient", "weight_gradient")
 
 
-def _mean_times(spans: Sequence[Span], stages: int) -> Times:
+def _mean_times(spans: Sequence[ActionSpan], stages: int) -> Times:
     """Return the mean time of each kind of action in each stage."""
     from dure.parallel.pipeline.simulate import Times
 
@@ -192,9 +194,9 @@ def pipelines(runs: Sequence[Run]) -> str:
 
 
 def _gantt(step: Measured) -> str:
-    from dure.parallel.pipeline.draw import gantt_svg
+    from dure.parallel.pipeline.gantt import gantt_svg
 
-    def in_milliseconds(spans: Sequence[Span]) -> list[Span]:
+    def in_milliseconds(spans: Sequence[ActionSpan]) -> list[ActionSpan]:
         return [span._replace(start=span.start * 1000, end=span.end * 1000) for span in spans]
 
     panels = [(name, in_milliseconds(one.spans)) for name, one in _both(step).items()]
@@ -203,7 +205,7 @@ def _gantt(step: Measured) -> str:
     return f'<div class="gantt" role="region" aria-label="Gantt chart" tabindex="0">{drawn}</div>'
 
 
-def _both(step: Measured) -> Mapping[str, Simulation]:
+def _both(step: Measured) -> Mapping[str, ScheduleSimulation]:
     return {"measured": step.measured, "simulated": step.simulated}
 
 

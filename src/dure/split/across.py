@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_unflatten
 
 from dure.collectives.compression import Compression
 from dure.parallel.pipeline.cut import CutModel
-from dure.parallel.pipeline.draws import Stream
+from dure.parallel.pipeline.rng import RandomStream
 from dure.parallel.pipeline.trace import leaves_of
 from dure.split.compressed import coder, cuts_of
 
@@ -31,7 +31,7 @@ class AcrossTheCut(nn.Module):
         self.model = cut.model
         self.cut = cut
         # The stream is unused: in evaluation no operation draws random numbers.
-        self._stream = Stream(0, carried=False)
+        self._stream = RandomStream(0, carried=False)
         self._coders = [
             [coder(compression, value) for value in values]
             for values in cuts_of(cut, training=False)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dure.parallel.pipeline.cut import CutModel
 from dure.parallel.pipeline.program import crossing
-from dure.parallel.pipeline.trace import Value
+from dure.parallel.pipeline.trace import ValueSpec
 from dure.split.leakage.guard import Crossing
 
 
@@ -95,7 +95,9 @@ def crossings(
     ]
 
 
-def values_at(cut: CutModel, boundary: int, examples: int, training: bool = True) -> list[Value]:
+def values_at(
+    cut: CutModel, boundary: int, examples: int, training: bool = True
+) -> list[ValueSpec]:
     """Return the values at a cut for `examples` examples, in order."""
     trace = cut.trace(examples, training)
     nodes = crossing(trace, cut.homes(examples, training), cut.stages)[boundary]

@@ -20,15 +20,15 @@ from torch import nn
 from dure.collectives.compression import Compression
 from dure.contracts.strategy import Proof, examples_for, unused_copy
 from dure.contracts.task import Task
-from dure.parallel.divisible import check_parameter_wise
 from dure.parallel.mesh.check import sample
+from dure.parallel.optimizer_sharding import check_parameter_wise
 from dure.parallel.pipeline.balance import costs_of
 from dure.parallel.pipeline.cut import CutModel, named_starts
-from dure.parallel.pipeline.draws import Stream
-from dure.parallel.pipeline.program import Program, program
+from dure.parallel.pipeline.program import StageProgram, program
 from dure.parallel.pipeline.proof import prove_cut
+from dure.parallel.pipeline.rng import RandomStream
 from dure.parallel.pipeline.stage import Stage
-from dure.parallel.pipeline.trace import Trace, leaves_of, owner_of
+from dure.parallel.pipeline.trace import ModelTrace, leaves_of, owner_of
 from dure.randomness.seeds import derive
 from dure.split.batching import Batching, crossings
 from dure.split.compressed import message_bytes
@@ -45,7 +45,9 @@ class CutStages(Stages):
     stream: source of random numbers. loss: called by the model's last stage, if this side has it.
     """
 
-    def __init__(self, cut: CutModel, numbers: Sequence[int], stream: Stream, loss: Loss) -> None:
+    def __init__(
+        self, cut: CutModel, numbers: Sequence[int], stream: RandomStream, loss: Loss
+    ) -> None:
         self.cut = cut
         self.model = cut.model
         self.numbers = list(numbers)
@@ -66,7 +68,7 @@ class CutStages(Stages):
             written.update(self._program(number, self.cut.examples).written)
         return sorted(written)
 
-    def _program(self, number: int, examples: int) -> Program:
+    def _program(self, number: int, examples: int) -> StageProgram:
         """Return the program of a stage for `examples` examples."""
         # A step is a single micro-batch, so no product accumulates into an earlier gradient.
         return self.cut.program(number, examples, training=True, stream=self.stream, later=None)
@@ -125,7 +127,7 @@ class Cut(Divided):
         self.at = tuple(at)
         self.losses = losses
         # Every operation has its own seed, so the sides need not exchange generator states.
-        self._stream = Stream(derive(seed, "split"), carried=False)
+        self._stream = RandomStream(derive(seed, "split"), carried=False)
         self._loss = self._stream.drawing(weighed(losses), -1)
 
     @cached_property
@@ -195,7 +197,7 @@ def cut_at(task: Task, model: nn.Module, at: Sequence[str], examples: int) -> Cu
     return cut
 
 
-def starts_of(trace: Trace, at: Sequence[str]) -> list[int]:
+def starts_of(trace: ModelTrace, at: Sequence[str]) -> list[int]:
     """Return the indices of the operations before which the model is cut."""
     starts = [
         _after_layers(trace, int(place)) if place.isdigit() else named_starts(trace, [place])[0]
@@ -209,12 +211,12 @@ def starts_of(trace: Trace, at: Sequence[str]) -> list[int]:
     return starts
 
 
-def _after_layers(trace: Trace, count: int) -> int:
+def _after_layers(trace: ModelTrace, count: int) -> int:
     """Return the index at which the layer after the first `count` layers with weights begins."""
     if count < 1:
         raise ValueError(f"the model cannot be cut after {count} layers: the head has one at least")
     layers: list[str] = []
-    for place, node in enumerate(trace.moving):
+    for place, node in enumerate(trace.stage_operations):
         weights = any(source in trace.names for source in trace.attributes(node))
         owner = owner_of(node)
         if weights and owner not in layers:
@@ -236,7 +238,7 @@ def _check_apart(cut: CutModel) -> None:
                 f"cut the model elsewhere"
             )
     homes = cut.homes(cut.examples, True)
-    stream = Stream(0, carried=False)
+    stream = RandomStream(0, carried=False)
     if program(cut.reference, homes, stages=cut.stages, stage=1, stream=stream).inputs:
         raise ValueError(
             "the server's part reads the examples themselves, which stay with the client: cut the "

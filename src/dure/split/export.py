@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_unflatten
 from dure.contracts.strategy import seeded_model
 from dure.contracts.task import Task
 from dure.parallel.pipeline.cut import CutModel
-from dure.parallel.pipeline.draws import Stream
+from dure.parallel.pipeline.rng import RandomStream
 from dure.parallel.pipeline.trace import leaves_of
 from dure.record.run import Run, load_run
 from dure.split.batching import crossings
@@ -98,7 +98,11 @@ class Part(nn.Module):
         place, dim, per = self._counts
         examples = given[place].shape[dim] // per if self._number else given[0].shape[0]
         program = cut.program(
-            self._number, examples, training=False, stream=Stream(0, carried=False), later=None
+            self._number,
+            examples,
+            training=False,
+            stream=RandomStream(0, carried=False),
+            later=None,
         )
         if self._number == 0:
             given = [given[index] for index in program.inputs]
@@ -126,7 +130,7 @@ def _leaves(values: Any) -> list[Tensor]:
 def _counted_by(cut: CutModel, number: int) -> tuple[int, int, int]:
     """Return the value that counts examples, its dimension, and the size of an example there."""
     program = cut.program(
-        number, cut.examples, training=False, stream=Stream(0, carried=False), later=None
+        number, cut.examples, training=False, stream=RandomStream(0, carried=False), later=None
     )
     for place, one in enumerate(crossings(cut, number - 1)):
         if one.dim is not None:

@@ -36,7 +36,7 @@ from dure.contracts.task import Task
 from dure.contracts.training_options import Part
 from dure.data.batches import check_batch_size
 from dure.fleet.conditions import Conditions
-from dure.parallel.divisible import check_element_wise, check_parameter_wise
+from dure.parallel.optimizer_sharding import check_element_wise, check_parameter_wise
 from dure.settings import parse_fields
 from dure.split.alignment import check_library, id_texts
 from dure.split.conditions import LABELS_APART, WITHOUT, check_conditions

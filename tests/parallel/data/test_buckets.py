@@ -6,15 +6,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dure.parallel.data.buckets import ALL, LONG, Bucket, Kind, filled
+from dure.parallel.data.buckets import LONG, NO_BYTE_LIMIT, Bucket, GradientSpec, fill_buckets
 
 CPU = torch.device("cpu")
 DTYPES = st.sampled_from([torch.float32, torch.float64, torch.bfloat16])
 KINDS = st.lists(
-    st.builds(Kind, st.integers(0, LONG // 2), DTYPES, st.just(CPU)), min_size=1, max_size=12
+    st.builds(GradientSpec, st.integers(0, LONG // 2), DTYPES, st.just(CPU)),
+    min_size=1,
+    max_size=12,
 )
 ALIKE = st.lists(
-    st.builds(Kind, st.integers(1, LONG // 2), st.just(torch.float32), st.just(CPU)),
+    st.builds(GradientSpec, st.integers(1, LONG // 2), st.just(torch.float32), st.just(CPU)),
     min_size=1,
     max_size=8,
 )
@@ -23,7 +25,7 @@ ALIKE = st.lists(
 @given(KINDS, st.integers(1, 4 * LONG), st.randoms(use_true_random=False))
 def test_every_gradient_is_in_one_bucket_of_its_dtype(kinds, limit, random):
     order = random.sample(range(len(kinds)), len(kinds))
-    plan = filled(kinds, order, limit)
+    plan = fill_buckets(kinds, order, limit)
     assert sorted(plan.order()) == sorted(order)
     for bucket in plan.buckets:
         assert len({kinds[member].dtype for member in bucket.members}) == 1
@@ -40,7 +42,7 @@ def test_every_gradient_is_in_one_bucket_of_its_dtype(kinds, limit, random):
 
 @given(KINDS, st.integers(1, 4 * LONG), st.integers(0, 50))
 def test_the_tail_rides_in_the_last_bucket_or_is_the_last_message(kinds, limit, tail):
-    plan = filled(kinds, range(len(kinds)), limit)
+    plan = fill_buckets(kinds, range(len(kinds)), limit)
     lengths = plan.lengths(kinds, tail)
     assert sum(lengths) == sum(kind.numel for kind in kinds) + tail
     assert len(lengths) == plan.messages(tail > 0)
@@ -54,35 +56,40 @@ def test_the_tail_rides_in_the_last_bucket_or_is_the_last_message(kinds, limit, 
 def test_planning_looks_at_each_gradient_a_few_times():
     looks = []
 
-    class Counted(Kind):
+    class Counted(GradientSpec):
         @property
         def nbytes(self):
             looks.append(1)
             return super().nbytes
 
     kinds = [Counted(2, torch.float32, CPU)] * 2_000
-    assert filled(kinds, range(len(kinds))).lengths(kinds) == [4_000]
+    assert fill_buckets(kinds, range(len(kinds))).lengths(kinds) == [4_000]
     assert len(looks) <= 5 * len(kinds)
 
 
 def test_small_gradients_need_one_message_and_half_precision_needs_one_for_the_tail():
-    small = [Kind(10, torch.float32, CPU)] * 4
-    assert filled(small, [3, 2, 1, 0]).lengths(small, 5) == [45]
-    halves = [Kind(10, torch.bfloat16, CPU)] * 4
-    assert filled(halves, [3, 2, 1, 0]).lengths(halves, 5) == [40, 5]
+    small = [GradientSpec(10, torch.float32, CPU)] * 4
+    assert fill_buckets(small, [3, 2, 1, 0]).lengths(small, 5) == [45]
+    halves = [GradientSpec(10, torch.bfloat16, CPU)] * 4
+    assert fill_buckets(halves, [3, 2, 1, 0]).lengths(halves, 5) == [40, 5]
 
 
 def test_a_long_gradient_stays_where_it_is_unless_all_are_to_be_in_buffers():
     kinds = [
-        Kind(10, torch.float32, CPU),
-        Kind(LONG, torch.float32, CPU),
-        Kind(20, torch.float32, CPU),
+        GradientSpec(10, torch.float32, CPU),
+        GradientSpec(LONG, torch.float32, CPU),
+        GradientSpec(20, torch.float32, CPU),
     ]
-    plan = filled(kinds, [2, 1, 0])
+    plan = fill_buckets(kinds, [2, 1, 0])
     assert [(bucket.members, bucket.alone) for bucket in plan.buckets] == [
         ((1,), True),
         ((2, 0), False),
     ]
     assert plan.carries
-    assert filled(kinds, [2, 1, 0], ALL, ALL).buckets == (Bucket((1, 2, 0)),)
-    assert filled(kinds, [2, 1, 0], long=ALL).buckets == (Bucket((1, 2)), Bucket((0,)))
+    assert fill_buckets(kinds, [2, 1, 0], NO_BYTE_LIMIT, NO_BYTE_LIMIT).buckets == (
+        Bucket((1, 2, 0)),
+    )
+    assert fill_buckets(kinds, [2, 1, 0], long=NO_BYTE_LIMIT).buckets == (
+        Bucket((1, 2)),
+        Bucket((0,)),
+    )

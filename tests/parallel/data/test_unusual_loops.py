@@ -18,7 +18,7 @@ from torch.nn import functional as F
 import dure
 from dure.contracts.strategy import RankContext
 from dure.errors import DureError
-from dure.parallel.divisible import check_element_wise, check_parameter_wise
+from dure.parallel.optimizer_sharding import check_element_wise, check_parameter_wise
 from dure.parallel.zero import ZeroRedundancy, checkpoint, read_whole
 from small import CLASSES, FEATURES, check_all, examples, largest_difference, small_task
 

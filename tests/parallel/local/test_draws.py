@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils import _python_dispatch
 
 import dure
-from dure.parallel.local.draws import Draws, own_draws
+from dure.parallel.local.thread_rng import ThreadDraws, thread_generators
 from small import FEATURES, small_task
 
 CPU = torch.device("cpu")
@@ -37,14 +37,14 @@ def test_the_numbers_are_those_of_the_seed_and_the_global_generator_stays(name: 
     expected = [OPERATORS[name]() for _ in range(2)]
     torch.manual_seed(99)
     before = torch.get_rng_state()
-    with own_draws(12, [CPU]):
+    with thread_generators(12, [CPU]):
         drawn = [OPERATORS[name]() for _ in range(2)]
     assert all(torch.equal(a, b) for a, b in zip(drawn, expected, strict=True))
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_generator_that_the_user_gives_is_the_users() -> None:
-    with own_draws(1, [CPU]):
+    with thread_generators(1, [CPU]):
         drawn = torch.rand(3, generator=torch.Generator().manual_seed(7))
     assert torch.equal(drawn, torch.rand(3, generator=torch.Generator().manual_seed(7)))
 
@@ -54,7 +54,7 @@ def test_a_pass_is_repeated_once_when_it_is_found_to_draw_and_leaves_no_trace() 
     model.register_buffer("written", torch.zeros(1))
     model.register_buffer("replaced", torch.zeros(1))
     model.register_buffer("none", None)
-    draws = Draws([CPU], [model])
+    draws = ThreadDraws([CPU], [model])
     passes: list[float] = []
 
     def work(own: Callable[[int], object], random: bool) -> None:

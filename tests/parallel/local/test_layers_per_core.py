@@ -18,7 +18,7 @@ from torch.nn import functional as F
 import dure
 from dure.contracts.strategy import RankContext
 from dure.errors import LossNotFiniteError, WorkerFailedError
-from dure.parallel.local.layers_per_core import PipelineLearner, handed_over
+from dure.parallel.local.layers_per_core import LayersPerCoreLearner, elements_between_stages
 from small import CLASSES, EXAMPLES, FEATURES, largest_difference, same_bits, small_task
 
 STOP = dure.Stop(epochs=2)
@@ -124,7 +124,7 @@ def test_stages_on_other_devices_draw_other_numbers() -> None:
 
     def program(place: RankContext) -> None:
         with place.ending:
-            learner = PipelineLearner(
+            learner = LayersPerCoreLearner(
                 small_task(model=dropping), place, 5, dure.LayersPerCore(8, 2)
             )
         cpu, first, second = (torch.device(name) for name in ("cpu", "cuda:0", "cuda:1"))
@@ -143,7 +143,7 @@ def test_the_meters_count_what_stages_hand_over() -> None:
     run = piped(small_task(), batch, 3, 3, dure.Stop(steps=steps))
     names = [one["name"] for one in run.summary["per_worker"]]
     assert names == ["master", "stage 0, layers 0-1", "stage 1, layer 2", "stage 2, layers 3-4"]
-    expected = [8 * steps * count for count in handed_over([12, 8], batch)]
+    expected = [8 * steps * count for count in elements_between_stages([12, 8], batch)]
     assert [one["bytes_sent"] for one in run.summary["per_worker"]] == [0, *expected]
     assert sum(one["bytes_received"] for one in run.summary["per_worker"]) == sum(expected)
     assert run.summary["workers"] == 3

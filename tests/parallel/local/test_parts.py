@@ -9,29 +9,29 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dure.parallel.local import parts
+from dure.parallel.local import batch_trees
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=5))
 def test_what_is_divided_is_joined_again(sizes: list[int]) -> None:
     n = sum(sizes)
     tree = {"a": torch.rand(n, 2), "b": (torch.arange(n), [torch.rand(n, 1, 3)])}
-    pieces = parts.divided(tree, sizes)
+    pieces = batch_trees.split_examples(tree, sizes)
     assert [len(piece["a"]) for piece in pieces] == sizes
-    again = parts.joined(pieces, sizes)
+    again = batch_trees.join_examples(pieces, sizes)
     assert torch.equal(again["a"], tree["a"])
     assert torch.equal(again["b"][1][0], tree["b"][1][0])  # type: ignore[index]
-    assert parts.nbytes(pieces) == parts.nbytes(tree)
+    assert batch_trees.nbytes(pieces) == batch_trees.nbytes(tree)
 
 
 def test_gradients_go_back_to_the_parts() -> None:
     wholes = [torch.ones(2, requires_grad=True), torch.ones(3, requires_grad=True)]
     outputs = [(whole * 2, torch.zeros(len(whole))) for whole in wholes]
-    leaves = [parts.detached(output) for output in outputs]
-    joined, _ = parts.joined(leaves, [2, 3])
+    leaves = [batch_trees.detached(output) for output in outputs]
+    joined, _ = batch_trees.join_examples(leaves, [2, 3])
     (joined * torch.arange(5.0)).sum().backward()
     for output, leaf in zip(outputs, leaves, strict=True):
-        parts.backward(output, parts.gradients(leaf))
+        batch_trees.backward(output, batch_trees.gradients(leaf))
     assert [whole.grad.tolist() for whole in wholes if whole.grad is not None] == [
         [0, 2],
         [4, 6, 8],
@@ -49,9 +49,9 @@ def test_gradients_go_back_to_the_parts() -> None:
 )
 def test_what_cannot_be_joined_is_said(trees: list[Any], complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
-        parts.joined(trees, [2, 3])
+        batch_trees.join_examples(trees, [2, 3])
 
 
 def test_what_cannot_be_divided_is_said() -> None:
     with pytest.raises(ValueError, match="a str among the inputs cannot be divided"):
-        parts.divided([torch.ones(2), "word"], [1, 1])
+        batch_trees.split_examples([torch.ones(2), "word"], [1, 1])

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import dure
 from dure.errors import LossNotFiniteError, WorkerFailedError
-from dure.parallel.local.replicas import handed_over, refresh, replica
+from dure.parallel.local.replicas import elements_with_master, refresh, replica
 from dure.run.registry import decode_strategy
 from small import CLASSES, EXAMPLES, FEATURES, examples, largest_difference, same_bits, small_task
 
@@ -195,7 +195,9 @@ def test_the_meters_count_what_is_handed_over() -> None:
     batch = 8
     steps = 5
     run = in_threads(small_task(), batch, workers, dure.Stop(steps=steps))
-    down, up = handed_over(batch * FEATURES, batch * CLASSES, run.summary["parameters"], workers)
+    down, up = elements_with_master(
+        batch * FEATURES, batch * CLASSES, run.summary["parameters"], workers
+    )
     master, *rest = run.summary["per_worker"]
     assert [one["name"] for one in run.summary["per_worker"]] == [
         "master",

@@ -10,20 +10,20 @@ import pytest
 import torch
 
 from dure.errors import LossNotFiniteError, WorkerFailedError
-from dure.parallel.local.team import AbandonedError, Team
+from dure.parallel.local.worker_threads import AbandonedError, WorkerThreads
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def team() -> Iterator[Team]:
-    three = Team([CPU] * 3, 1)
+def team() -> Iterator[WorkerThreads]:
+    three = WorkerThreads([CPU] * 3, 1)
     yield three
     three.close()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("dure worker")]
 
 
-def test_all_work_at_the_same_time_and_answer_in_order(team: Team) -> None:
+def test_all_work_at_the_same_time_and_answer_in_order(team: WorkerThreads) -> None:
     together = threading.Barrier(3)
 
     def work(worker: int) -> tuple[int, int]:
@@ -37,7 +37,7 @@ def test_all_work_at_the_same_time_and_answer_in_order(team: Team) -> None:
     assert [done.value for done in team.each(lambda worker: worker, "step 3", [2, 0])] == [2, 0]
 
 
-def test_the_threads_of_operators_are_the_workers_own(team: Team) -> None:
+def test_the_threads_of_operators_are_the_workers_own(team: WorkerThreads) -> None:
     before = torch.get_num_threads()
     team.set_threads(before + 1)
     seen: list[int] = []
@@ -50,7 +50,7 @@ def test_the_threads_of_operators_are_the_workers_own(team: Team) -> None:
     assert (torch.get_num_threads(), seen) == (before, [before])
 
 
-def test_the_first_workers_error_is_raised_when_all_have_ended(team: Team) -> None:
+def test_the_first_workers_error_is_raised_when_all_have_ended(team: WorkerThreads) -> None:
     ended: list[int] = []
 
     def work(worker: int) -> None:
@@ -66,7 +66,9 @@ def test_the_first_workers_error_is_raised_when_all_have_ended(team: Team) -> No
     assert [done.value for done in team.each(lambda worker: worker, "step 8")] == [0, 1, 2]
 
 
-def test_who_only_gave_up_is_not_to_blame_and_errors_of_dure_stay_what_they_are(team: Team) -> None:
+def test_who_only_gave_up_is_not_to_blame_and_errors_of_dure_stay_what_they_are(
+    team: WorkerThreads,
+) -> None:
     def work(worker: int) -> None:
         raise (
             LossNotFiniteError(float("nan"), "worker 2", "step 1")
@@ -78,7 +80,9 @@ def test_who_only_gave_up_is_not_to_blame_and_errors_of_dure_stay_what_they_are(
         team.each(work, "step 1")
 
 
-def test_a_signal_that_another_thread_got_is_handled_while_the_workers_work(team: Team) -> None:
+def test_a_signal_that_another_thread_got_is_handled_while_the_workers_work(
+    team: WorkerThreads,
+) -> None:
     seen = threading.Event()
     before = signal.signal(signal.SIGUSR1, lambda number, frame: seen.set())
 

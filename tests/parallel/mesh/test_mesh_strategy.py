@@ -24,7 +24,7 @@ import dure
 from dure.contracts.strategy import RankContext
 from dure.parallel.mesh.mesh import Mesh
 from dure.parallel.mesh.strategy import Parallel, ParallelLearner
-from dure.parallel.pipeline import draws
+from dure.parallel.pipeline import rng
 from dure.record.checkpoint import tree_from_bytes, tree_to_bytes
 from dure.tasks.models import Transformer
 from small import check_all
@@ -152,8 +152,8 @@ def test_stages_of_divided_sequences_send_shards_and_draw_for_themselves_alike_i
 
     def program(place: RankContext) -> list[Any]:
         keys: list[tuple[Any, ...]] = []
-        derive = draws.derive
-        draws.derive = lambda seed, *key: (keys.append(key), derive(seed, *key))[1]
+        derive = rng.derive
+        rng.derive = lambda seed, *key: (keys.append(key), derive(seed, *key))[1]
         found = []
         for schedule in ("1f1b", "gpipe", "naive"):
             keys.clear()

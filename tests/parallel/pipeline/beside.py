@@ -25,7 +25,7 @@ from dure.parallel.mesh import strategy as combined
 from dure.parallel.mesh.mesh import Mesh
 from dure.parallel.mesh.strategy import Parallel, ParallelLearner
 from dure.parallel.pipeline.cut import CutModel
-from dure.parallel.pipeline.trace import Trace
+from dure.parallel.pipeline.trace import ModelTrace
 from dure.tasks.evaluation import evaluate
 
 CLOSE = 1e-10
@@ -157,7 +157,7 @@ def traced_once(make: Callable[[], nn.Module]) -> Iterator[None]:
     traces = {}
 
     class Traced(CutModel):
-        def _traced(self, examples: int, training: bool) -> Trace:
+        def _traced(self, examples: int, training: bool) -> ModelTrace:
             key = examples, training
             if key in traces:
                 self._traces[key] = traces[key]

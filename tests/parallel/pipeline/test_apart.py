@@ -11,16 +11,18 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from dure.parallel.pipeline.apart import Remaining, apart, now
-from dure.parallel.pipeline.draws import Stream
-from dure.parallel.pipeline.program import Program
+from dure.parallel.pipeline.program import StageProgram
+from dure.parallel.pipeline.rng import RandomStream
+from dure.parallel.pipeline.split_backward import DeferredGradients, compute_now, split_operation
 from dure.parallel.pipeline.stage import Microbatch, Stage
 from dure.tasks.loss_shares import Computed, Share
 
 aten = torch.ops.aten
 
 
-def gradients(operation: Any, arguments: list[Any], remaining: Remaining) -> list[Tensor | None]:
+def gradients(
+    operation: Any, arguments: list[Any], remaining: DeferredGradients
+) -> list[Tensor | None]:
     """Of all tensors among the arguments, twice added, as for two micro-batches."""
     leaves = [
         argument.detach().clone().requires_grad_()
@@ -42,13 +44,13 @@ def gradients(operation: Any, arguments: list[Any], remaining: Remaining) -> lis
 
 def agree(operation: Any, arguments: list[Any]) -> None:
     """Left for later, and computed when backward comes to it."""
-    remaining: Remaining = []
+    remaining: DeferredGradients = []
     expected = gradients(operation, arguments, [])
-    for later in (remaining.append, now):
-        place, deferred = apart(operation, later)
+    for later in (remaining.append, compute_now):
+        place, deferred = split_operation(operation, later)
         assert deferred is not None
         assert isinstance(arguments[place], Tensor)
-        found = gradients(deferred, arguments, remaining if later is not now else [])
+        found = gradients(deferred, arguments, remaining if later is not compute_now else [])
         for mine, right in zip(found, expected, strict=True):
             torch.testing.assert_close(mine, right, rtol=1e-12, atol=1e-12)
     assert len(remaining) in (0, 2)
@@ -115,10 +117,10 @@ def test_what_an_interrupted_step_has_left_is_not_added_to_the_next() -> None:
         def backward(ctx: Any, *gradients: Tensor) -> Any:
             raise ArithmeticError("in the middle")
 
-    remaining: Remaining = []
+    remaining: DeferredGradients = []
     first = nn.Linear(3, 3)
     second = nn.Linear(3, 3)
-    _, deferred = apart(aten.linear.default, remaining.append)
+    _, deferred = split_operation(aten.linear.default, remaining.append)
     assert deferred is not None
     fails = [True]
 
@@ -128,7 +130,7 @@ def test_what_an_interrupted_step_has_left_is_not_added_to_the_next() -> None:
             hidden = Fails.apply(hidden) if fails[0] else hidden  # type: ignore[no-untyped-call]
             return (deferred(hidden, second.weight, second.bias),)
 
-    program = Program(Module(), inputs=(0,), received=(), leaving=(), shapes=(None,))
+    program = StageProgram(Module(), inputs=(0,), received=(), leaving=(), shapes=(None,))
     structure = tree_flatten(torch.zeros(()))[1]
     stage = Stage(
         0,
@@ -136,7 +138,7 @@ def test_what_an_interrupted_step_has_left_is_not_added_to_the_next() -> None:
         program_for=lambda n: program,
         structure_for=lambda n: structure,
         loss=lambda out, *_: Computed(out.sum(), 2.0),
-        stream=Stream(0, False),
+        stream=RandomStream(0, False),
         remaining=remaining,
     )
     batch = Microbatch(2, Share(2.0, 2.0), lambda: (torch.ones(2, 3), None))
@@ -165,9 +167,9 @@ def test_weights_that_are_frozen_watched_or_saved_elsewhere_are_as_in_autograd(n
         "addmm": [(5,), (3, 4), (4, 5)],
         "conv1d": [(3, 4, 7), (5, 4, 2), (5,)],
     }
-    remaining: Remaining = []
-    for later in (now, remaining.append):
-        place, deferred = apart(getattr(aten, name).default, later)
+    remaining: DeferredGradients = []
+    for later in (compute_now, remaining.append):
+        place, deferred = split_operation(getattr(aten, name).default, later)
         assert deferred is not None
         tensors = [torch.randn(*shape, requires_grad=True) for shape in shapes[name]]
         weight = tensors[place]
@@ -195,4 +197,4 @@ def test_weights_that_are_frozen_watched_or_saved_elsewhere_are_as_in_autograd(n
 
 
 def test_other_operations_have_no_such_form() -> None:
-    assert apart(aten.relu.default, now)[1] is None
+    assert split_operation(aten.relu.default, compute_now)[1] is None

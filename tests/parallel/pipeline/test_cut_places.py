@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from dure.parallel.pipeline.aliasing import changed_by
 from dure.parallel.pipeline.balance import (
     SLACK,
     SPEED,
@@ -20,9 +21,8 @@ from dure.parallel.pipeline.balance import (
     costs_of,
     crossing_bytes,
 )
-from dure.parallel.pipeline.memory import changed_by
 from dure.parallel.pipeline.program import crossing, stages_of
-from dure.parallel.pipeline.trace import Trace
+from dure.parallel.pipeline.trace import ModelTrace
 
 
 @st.composite
@@ -89,10 +89,10 @@ def test_what_operations_are_estimated_to_cost_are_all_their_products(
     model: nn.Module, shape: tuple[int, ...]
 ) -> None:
     inputs = torch.randn(*shape)
-    trace = Trace(model, inputs)
+    trace = ModelTrace(model, inputs)
     with FlopCounterMode(display=False) as counter:
         model(inputs)
-    numbers = sum(node.meta["val"].numel() for node in trace.moving)
+    numbers = sum(node.meta["val"].numel() for node in trace.stage_operations)
     seconds = sum(costs_of(trace, "estimated", [inputs]).own)
     assert seconds * SPEED / 3 - WORK_OF_AN_ELEMENT * numbers == pytest.approx(
         counter.get_total_flops()
@@ -120,7 +120,7 @@ class Writing(nn.Module):
 
 
 def test_what_changes_memory_is_settled() -> None:
-    trace = Trace(Writing().train(), torch.randn(3, 4))
+    trace = ModelTrace(Writing().train(), torch.randn(3, 4))
     values = chain.from_iterable(map(changed_by, trace.operations))
     roots = {trace.root[value] for value in values}
     changed = {trace.names[root] for root in roots if root in trace.names}
@@ -128,20 +128,20 @@ def test_what_changes_memory_is_settled() -> None:
     assert not any(node.op == "placeholder" for node in trace.changed), (
         "inputs are copied before they change"
     )
-    zeros = next(node for node in trace.moving if "zeros" in str(node.target))
+    zeros = next(node for node in trace.stage_operations if "zeros" in str(node.target))
     assert trace.value(zeros).differentiable, "a gradient goes through what is written into them"
     (view,) = [
         changed_by(node)[0]
-        for node in trace.moving
+        for node in trace.stage_operations
         if changed_by(node) and "slice" in str(changed_by(node)[0])
     ]
-    assert trace.moving.index(view) + 1 in trace.inseparable
+    assert trace.stage_operations.index(view) + 1 in trace.inseparable
 
 
 def test_bytes_that_cross_are_those_of_the_messages() -> None:
-    trace = Trace(Writing().train(), torch.randn(3, 4))
+    trace = ModelTrace(Writing().train(), torch.randn(3, 4))
     at = crossing_bytes(trace)
-    for place in range(1, len(trace.moving)):
+    for place in range(1, len(trace.stage_operations)):
         if place not in trace.inseparable:
             (values,) = crossing(trace, stages_of(trace, [place]), 2)
             assert sum(trace.value(node).nbytes for node in values) == at[place]

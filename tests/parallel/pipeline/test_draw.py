@@ -7,14 +7,14 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 from dure.parallel.pipeline.builders import make
-from dure.parallel.pipeline.draw import gantt_svg, gantt_text
+from dure.parallel.pipeline.gantt import gantt_svg, gantt_text
 from dure.parallel.pipeline.schedule import Action
-from dure.parallel.pipeline.simulate import Span, Times, simulate
+from dure.parallel.pipeline.simulate import ActionSpan, Times, simulate
 
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def spans(name: str, ranks: int, m: int, v: int = 1) -> tuple[Span, ...]:
+def spans(name: str, ranks: int, m: int, v: int = 1) -> tuple[ActionSpan, ...]:
     schedule = make(name, ranks, m, v)
     return simulate(schedule, Times.uniform(schedule.stages)).spans
 
@@ -70,7 +70,9 @@ def test_the_picture_has_every_action_of_every_panel():
 def test_panels_share_one_axis_and_begin_with_their_first_action():
     action = Action("forward", 0, 0)
     root = ElementTree.fromstring(
-        gantt_svg([("late", [Span(0, action, 5, 6)]), ("long", [Span(0, action, 0, 2)])])
+        gantt_svg(
+            [("late", [ActionSpan(0, action, 5, 6)]), ("long", [ActionSpan(0, action, 0, 2)])]
+        )
     )
     late, long = [next(group.iter(f"{SVG}rect")) for group in root.iter(f"{SVG}g")]
     assert late.get("x") == long.get("x")
@@ -78,5 +80,7 @@ def test_panels_share_one_axis_and_begin_with_their_first_action():
 
 
 def test_transfers_are_not_drawn():
-    span = Span(0, Action("forward", 0, 0), 0, 1)
-    assert gantt_text([span, Span(0, Action("send_output", 0, 0), 1, 9)]) == gantt_text([span])
+    span = ActionSpan(0, Action("forward", 0, 0), 0, 1)
+    assert gantt_text([span, ActionSpan(0, Action("send_output", 0, 0), 1, 9)]) == gantt_text(
+        [span]
+    )

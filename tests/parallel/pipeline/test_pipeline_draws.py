@@ -17,7 +17,7 @@ from dure.contracts.strategy import RankContext
 from dure.parallel.mesh.mesh import Mesh
 from dure.parallel.mesh.strategy import Parallel
 from dure.parallel.pipeline.cut import CutModel
-from dure.parallel.pipeline.draws import STATE_BYTES
+from dure.parallel.pipeline.rng import STATE_BYTES
 from small import CLASSES, FEATURES, same_bits, small_task
 
 

@@ -18,9 +18,9 @@ from dure.contracts.strategy import RankContext
 from dure.data.batches import Batches
 from dure.parallel.mesh.mesh import Mesh
 from dure.parallel.mesh.strategy import Parallel, ParallelLearner
-from dure.parallel.pipeline.apart import LONG
 from dure.parallel.pipeline.builders import in_order, make
 from dure.parallel.pipeline.cut import CutModel
+from dure.parallel.pipeline.split_backward import LONG
 from dure.parallel.pipeline.zero_bubble_v import v_shaped
 from small import CLASSES, FEATURES, small_task
 

@@ -165,7 +165,7 @@ def cut_anywhere(seed: int, patch: pytest.MonkeyPatch) -> None:
     def choose(cut: CutModel, names: Any, balance: Any) -> list[int]:
         places = [
             place
-            for place in range(1, len(cut.reference.moving))
+            for place in range(1, len(cut.reference.stage_operations))
             if place not in cut.reference.inseparable
         ]
         return sorted(random.Random(seed).sample(places, cut.stages - 1))

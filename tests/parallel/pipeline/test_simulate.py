@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from dure.parallel.pipeline.builders import forward_only, make
 from dure.parallel.pipeline.schedule import Action, Schedule
-from dure.parallel.pipeline.simulate import Simulation, Span, Times, simulate
+from dure.parallel.pipeline.simulate import ActionSpan, ScheduleSimulation, Times, simulate
 from dure.parallel.pipeline.validate import ScheduleError
 from dure.parallel.pipeline.zero_bubble_v import V_TIMES
 
@@ -22,7 +22,7 @@ SECONDS = st.integers(1, 9)
 
 def simulated(
     name: str, ranks: int, m: int, v: int = 1, forward: float = 1, backward: float = 2
-) -> Simulation:
+) -> ScheduleSimulation:
     schedule = make(name, ranks, m, v)
     return simulate(schedule, Times.uniform(schedule.stages, forward, backward))
 
@@ -248,12 +248,16 @@ def _by_hand(schedule: Schedule, seconds: dict[Action, int]) -> dict[Action, flo
 
 def test_measured_spans_are_judged_as_simulated_ones_are():
     spans = (
-        Span(0, Action("forward", 0, 0), 10.0, 11.0),
-        Span(1, Action("forward", 1, 0), 11.0, 12.0),
+        ActionSpan(0, Action("forward", 0, 0), 10.0, 11.0),
+        ActionSpan(1, Action("forward", 1, 0), 11.0, 12.0),
     )
-    run = Simulation(2, spans, (1, 1))
+    run = ScheduleSimulation(2, spans, (1, 1))
     assert (run.makespan, run.bubble, run.bubble_over_ideal) == (2.0, 0.5, 1.0)
-    assert Simulation(1, (), (0,)).bubble == 0 == Simulation(1, (), (0,)).bubble_over_ideal
+    assert (
+        ScheduleSimulation(1, (), (0,)).bubble
+        == 0
+        == ScheduleSimulation(1, (), (0,)).bubble_over_ideal
+    )
 
 
 def test_times_of_too_few_stages_and_deadlocks_are_refused():

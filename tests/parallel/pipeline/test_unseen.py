@@ -13,8 +13,8 @@ from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
 
 from dure.parallel.mesh.pipeline import Pipeline
-from dure.parallel.pipeline.trace import Trace
-from dure.parallel.pipeline.unseen import unseen
+from dure.parallel.pipeline.side_effects import record_side_effects
+from dure.parallel.pipeline.trace import ModelTrace
 from small import CLASSES, FEATURES, check_all, small_task
 
 
@@ -95,7 +95,7 @@ def test_what_a_trace_keeps_is_not_refused(what: str) -> None:
 
 def test_what_another_thread_draws_meanwhile_is_not_said_of_the_model() -> None:
     model = nn.Linear(2, 2)
-    with unseen(model, torch.zeros(1, 2)) as found:
+    with record_side_effects(model, torch.zeros(1, 2)) as found:
         random.random()
     assert found == []
 
@@ -103,7 +103,7 @@ def test_what_another_thread_draws_meanwhile_is_not_said_of_the_model() -> None:
 @pytest.mark.parametrize("what", ["function", "hook", "reentrant"])
 def test_gradients_matter_in_training_alone(what: str) -> None:
     model = Strange(what).eval()
-    Trace(model, torch.zeros(2, FEATURES, dtype=torch.float64))
+    ModelTrace(model, torch.zeros(2, FEATURES, dtype=torch.float64))
     forward = reverse(torch.ones(1, requires_grad=True))
     forward.backward()  # type: ignore[no-untyped-call]
     assert not model._forward_hooks

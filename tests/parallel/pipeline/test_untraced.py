@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 import dure
 from dure.contracts.strategy import RankContext
 from dure.parallel.mesh.pipeline import Pipeline
-from dure.parallel.pipeline.trace import Trace
-from dure.parallel.pipeline.untraced import is_untraced
+from dure.parallel.pipeline.opaque_modules import is_untraced
+from dure.parallel.pipeline.trace import ModelTrace
 from small import CLASSES, FEATURES, check_all, same_bits, small_task
 
 WIDTH = 6
@@ -155,7 +155,7 @@ def decides(self: Any, hidden: Tensor) -> Tensor:
 
 def blocks_of(model: nn.Module) -> list[str]:
     """The names of the modules that are operations of a trace."""
-    trace = Trace(model.train(), torch.randn(4, FEATURES, dtype=torch.float64))
+    trace = ModelTrace(model.train(), torch.randn(4, FEATURES, dtype=torch.float64))
     assert sum(map(is_untraced, trace.operations)) == len(trace.blocks)
     return [block.call.name for block in trace.blocks]
 

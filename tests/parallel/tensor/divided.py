@@ -16,7 +16,7 @@ import dure
 from dure.collectives.group import Group
 from dure.contracts.strategy import RankContext
 from dure.parallel.tensor import (
-    Plan,
+    DivisionPlan,
     gradient_norm,
     load_whole,
     parallelize,
@@ -166,7 +166,7 @@ def compare(
     make: Callable[[], nn.Module],
     data: Sequence[tuple[Tensor, Tensor]],
     scores: Scores = own_scores,
-    plan: Plan | None = None,
+    plan: DivisionPlan | None = None,
     **options: Any,
 ) -> dict[str, float]:
     """How far the divided model is from the undivided one: gradients, losses, final weights.

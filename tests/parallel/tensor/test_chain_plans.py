@@ -20,9 +20,9 @@ import dure
 from dure.collectives.group import Group
 from dure.contracts.strategy import RankContext
 from dure.parallel.tensor import Column, Row, parallelize, prove_plan
+from dure.parallel.tensor.builtin_plans import plan_of
 from dure.parallel.tensor.chain_plans import MAKERS, chain_plan, chains_of, traced_chains
 from dure.parallel.tensor.dividing import check_plan
-from dure.parallel.tensor.ready import plan_of
 from dure.parallel.tensor.written_plan import NAMES, TensorPlan
 from dure.run.registry import decode_strategy, encode, parse_strategy
 from small import FEATURES, largest_difference, same_bits, small_task

@@ -25,12 +25,12 @@ from dure.parallel.tensor import (
     Attributes,
     Column,
     Cut,
+    DivisionPlan,
     Enter,
     Join,
     OnShards,
     Output,
     OwnDraws,
-    Plan,
     Row,
     Tensors,
     Vocabulary,
@@ -73,7 +73,7 @@ def t5_scores(model: nn.Module, symbols: Tensor) -> Tensor:
     return scores.transpose(1, 2)
 
 
-def t5_plan() -> Plan:
+def t5_plan() -> DivisionPlan:
     layer = "*.block.*.layer.*"
     heads = Attributes("n_heads", "inner_dim")
     plan: dict[str, Any] = {
@@ -108,7 +108,7 @@ def swin_scores(model: nn.Module, images: Tensor) -> Tensor:
     return scores
 
 
-def swin_plan() -> Plan:
+def swin_plan() -> DivisionPlan:
     if not IS_FIVE:
         return swin_plan_of_four()
     block = "swin.encoder.layers.*.blocks.*"
@@ -124,7 +124,7 @@ def swin_plan() -> Plan:
     return plan
 
 
-def swin_plan_of_four() -> Plan:
+def swin_plan_of_four() -> DivisionPlan:
     block = "swin.encoder.layers.*.blocks.*"
     own = (
         Attributes("num_attention_heads", "all_head_size"),
@@ -149,7 +149,7 @@ def phi3(dropout: float) -> nn.Module:
     return made("Phi3", "ForCausalLM", **SYMBOLS, **sizes, **lengths, **drops, use_cache=False)
 
 
-def phi3_plan() -> Plan:
+def phi3_plan() -> DivisionPlan:
     layer = "model.layers.*"
     return {
         "model.embed_tokens": Vocabulary(),
@@ -169,7 +169,7 @@ def bert(dropout: float) -> nn.Module:
     return made("Bert", "ForMaskedLM", **SYMBOLS, **sizes, **drops)
 
 
-def bert_plan() -> Plan:
+def bert_plan() -> DivisionPlan:
     layer = "bert.encoder.layer.*"
     return {
         "bert.embeddings.word_embeddings": Vocabulary(),
@@ -189,7 +189,7 @@ def albert(dropout: float) -> nn.Module:
     return made("Albert", "ForMaskedLM", **SYMBOLS, **sizes, **drops)
 
 
-def albert_plan() -> Plan:
+def albert_plan() -> DivisionPlan:
     layer = "albert.encoder.albert_layer_groups.*.albert_layers.*"
     plan: dict[str, Any] = {
         "albert.embeddings.word_embeddings": Vocabulary(),
@@ -211,7 +211,7 @@ def opt(dropout: float) -> nn.Module:
     return made("OPT", "ForCausalLM", **SYMBOLS, **sizes, **drops, use_cache=False)
 
 
-def opt_plan() -> Plan:
+def opt_plan() -> DivisionPlan:
     """Shards of sequences between the divided layers."""
     layer = "model.decoder.layers.*"
     plan: dict[str, Any] = {
@@ -238,7 +238,7 @@ def bloom(dropout: float) -> nn.Module:
     return made("Bloom", "ForCausalLM", **SYMBOLS, **sizes, **drops)
 
 
-def bloom_plan() -> Plan:
+def bloom_plan() -> DivisionPlan:
     layer = "transformer.h.*"
     return {
         "transformer.word_embeddings": Vocabulary(),
@@ -257,7 +257,7 @@ def images() -> list[tuple[Tensor, Tensor]]:
     return [(pictures, torch.randint(0, 3, (3,), generator=generator))]
 
 
-Model = tuple[Callable[[float], nn.Module], Callable[[], Plan], Any, Any]
+Model = tuple[Callable[[float], nn.Module], Callable[[], DivisionPlan], Any, Any]
 MODELS: dict[str, Model] = {
     "t5": (t5, t5_plan, t5_scores, texts(1)),
     "swin": (swin, swin_plan, swin_scores, images()),
@@ -286,7 +286,7 @@ class Scored(nn.Module):
 def prove_draws(
     group: Group,
     make: Callable[[float], nn.Module],
-    plan: Callable[[], Plan],
+    plan: Callable[[], DivisionPlan],
     scores: Any,
     data: Any,
 ) -> None:

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dure.collectives.group import Group
 from dure.contracts.strategy import RankContext
-from dure.parallel.tensor import ColumnParallel, RowParallel, own_draws
+from dure.parallel.tensor import ColumnParallel, RowParallel, per_rank_draws
 from dure.parallel.tensor import functions as between
 from dure.parallel.tensor.division import Division, sharers
 
@@ -133,7 +133,12 @@ def costs(group: Group) -> dict[str, tuple[int, int]]:
         "leave_sequence": (between.leave_sequence, whole, size * shard, size * whole),
         "scatter_sequence": (between.scatter_sequence, whole, shard, whole),
         "gather_sequence": (between.gather_sequence, shard, whole, shard),
-        "share": (partial(between.share, sharers=size), features, whole, size * features),
+        "share": (
+            partial(between.gather_shared_unit, sharers=size),
+            features,
+            whole,
+            size * features,
+        ),
     }
     found = {}
     for name, (function, given_, result, gradient) in cases.items():
@@ -249,7 +254,7 @@ def several(place: RankContext) -> None:
         odd(inputs[:, :3])
 
     torch.manual_seed(0)
-    with own_draws(group):
+    with per_rank_draws(group):
         own = torch.rand(8)
     common = torch.rand(8)
     rows = group.all_gather_values([*own.tolist(), *common.tolist()])

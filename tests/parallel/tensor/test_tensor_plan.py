@@ -40,7 +40,7 @@ from dure.parallel.tensor import (
     vocabulary_parallel_cross_entropy,
     whole_state_dict,
 )
-from dure.parallel.tensor.draws import mark_on_shards, modules_on_shards
+from dure.parallel.tensor.rng import mark_on_shards, modules_on_shards
 
 LAYERS = 2
 WIDTH = 16

@@ -33,7 +33,7 @@ from dure.parallel.tensor import (
     prove_plan,
     vocabulary_parallel_cross_entropy,
 )
-from dure.parallel.tensor.proof import said
+from dure.parallel.tensor.proof import plan_text_for
 
 
 class Interleaved(nn.Module):
@@ -441,12 +441,14 @@ def test_what_is_computed_in_half_precision_and_what_is_wrong_on_one_rank() -> N
 
 def test_what_a_plan_says_of_a_parameter() -> None:
     plan = {"blocks.*": (Attributes("heads"), OwnDraws()), "blocks.*.first": Column(blocks=3)}
-    assert said(plan, ["blocks.0.first.weight"]) == "the plan says Column(blocks=3)"
-    assert said(plan, ["tied", "blocks.0.first.weight"]) == "the plan says Column(blocks=3)"
-    assert said(plan, ["blocks.0.norm.bias"]) == (
+    assert plan_text_for(plan, ["blocks.0.first.weight"]) == "the plan says Column(blocks=3)"
+    assert (
+        plan_text_for(plan, ["tied", "blocks.0.first.weight"]) == "the plan says Column(blocks=3)"
+    )
+    assert plan_text_for(plan, ["blocks.0.norm.bias"]) == (
         "the plan says Attributes('heads') and OwnDraws() of blocks.0, and nothing of it"
     )
-    assert said(plan, ["output.weight"]) == "the plan says nothing of it"
+    assert plan_text_for(plan, ["output.weight"]) == "the plan says nothing of it"
 
 
 def test_a_model_that_cannot_be_copied_needs_another_one() -> None:

@@ -28,21 +28,21 @@ from dure.parallel.tensor import (
     Attributes,
     Column,
     Cut,
+    DivisionPlan,
     Enter,
     Join,
     Leave,
     OnShards,
     Output,
     OwnDraws,
-    Plan,
     Row,
     Tensors,
     Vocabulary,
     prove_plan,
 )
 from dure.parallel.tensor.dividing import check_lengths, check_plan
-from dure.parallel.tensor.draws import Draws
-from dure.parallel.tensor.kind import At
+from dure.parallel.tensor.plan_entry import DivisionContext
+from dure.parallel.tensor.rng import RngTracker
 from dure.parallel.tensor.written_plan import TensorPlan
 from small import largest_difference
 from test_docs import DOCS, FENCE
@@ -351,7 +351,7 @@ WRONG = {
 def test_wrong_plans_are_refused_by_name() -> None:
     inputs, targets = texts(1, SYMBOLS, LENGTH)[0]
 
-    def tried(model: nn.Module, plan: Plan, group: Group) -> str:
+    def tried(model: nn.Module, plan: DivisionPlan, group: Group) -> str:
         try:
             prove_plan(model, plan, inputs, loss_of(targets), group)
         except PlanError as error:
@@ -496,7 +496,7 @@ def test_a_number_in_what_a_module_holds_is_divided_for_that_module_alone(
     plan = {"0": (Attributes(name), Attributes("more"))}
     check_plan(model, plan, 2)
     assert read(first.held) == 4, "a check changes nothing"
-    at = At(group, None, Draws(group, torch.device("cpu")))
+    at = DivisionContext(group, None, RngTracker(group, torch.device("cpu")))
     for kind in plan["0"]:
         kind.change("0", first, at)()
     assert (read(first.held), read(second.held), read(holds)) == (2, 4, 4)
@@ -534,7 +534,7 @@ def test_several_columns_enter_a_region_once() -> None:
     """And after it all ranks draw alike again."""
 
     def program(place: RankContext) -> tuple[float, float, list[float]]:
-        draws = Draws(place.group, torch.device("cpu"))
+        draws = RngTracker(place.group, torch.device("cpu"))
         torch.manual_seed(1)
         draws.enter()
         draws.enter()

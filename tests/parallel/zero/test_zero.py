@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from dure.contracts.strategy import RankContext
 from dure.errors import PeerLostError
 from dure.parallel.zero import ZeroRedundancy
-from dure.parallel.zero.division import memory
+from dure.parallel.zero.partition_layout import memory
 
 STAGES = [{"stage": 1}, {"stage": 2}, {"stage": 3}, {"stage": 3, "in_place": False, "prefetch": 1}]
 OPTIMIZERS: list[Callable[..., torch.optim.Optimizer]] = [

@@ -27,7 +27,7 @@ from dure.collectives.shared_memory import rendezvous
 from dure.contracts.strategy import RankContext
 from dure.errors import PeerLostError
 from dure.parallel.zero import ZeroRedundancy
-from dure.parallel.zero.away import Away
+from dure.parallel.zero.partitioned_parameters import AbsentParameter
 
 LAG = 0.2
 """Seconds by which what rank 1 sends comes later than rank 0 goes on."""
@@ -85,7 +85,7 @@ def on_its_way(
     )
     step(model, optimizer, part(joint, place))
     optimizer.zero_grad()
-    assert all(type(parameter) is Away for parameter in model.parameters())
+    assert all(type(parameter) is AbsentParameter for parameter in model.parameters())
     return model, optimizer, zero
 
 
@@ -157,7 +157,7 @@ def test_what_needs_no_elements_waits_for_none() -> None:
             (parameter.shape, parameter.dtype, parameter.requires_grad)
             for parameter in model.parameters()
         ]
-        return [*told, all(type(parameter) is Away for parameter in model.parameters())]
+        return [*told, all(type(parameter) is AbsentParameter for parameter in model.parameters())]
 
     plain = network()
     told = [
@@ -229,7 +229,7 @@ def test_other_kinds_of_parameters_are_waited_for_at_once() -> None:
         zero.settle()
         return [
             rows,
-            not any(type(parameter) is Away for parameter in model.parameters()),
+            not any(type(parameter) is AbsentParameter for parameter in model.parameters()),
             distance(model, updated(joint)),
         ]
 
@@ -245,7 +245,7 @@ def test_without_a_link_between_hosts_a_step_waits_as_ever() -> None:
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         ZeroRedundancy(model, optimizer, 2, place.group, overlap_gather=True)
         step(model, optimizer, part(batches(1, 6)[0], place))
-        return any(type(parameter) is Away for parameter in model.parameters())
+        return any(type(parameter) is AbsentParameter for parameter in model.parameters())
 
     assert on_ranks(2, program, backend="gloo") == [False, False]
 

@@ -21,8 +21,8 @@ from torch.nn import functional as F
 from dure.contracts.strategy import RankContext
 from dure.errors import RunFolderError
 from dure.parallel.zero import ZeroRedundancy, read_whole
-from dure.parallel.zero.passes import Orders
-from dure.parallel.zero.sweep import Action
+from dure.parallel.zero.gather_order import GatherAction
+from dure.parallel.zero.passes import MessageOrders
 
 JOINT = batches(6, 12)
 
@@ -230,14 +230,14 @@ def test_what_version_1_wrote_is_read_and_what_a_later_one_writes_is_refused(
 
 
 def test_the_order_of_messages_is_taken_as_either_version_wrote_it() -> None:
-    def orders() -> Orders:
-        return Orders([[0], [2, 1]], set(), 1)
+    def orders() -> MessageOrders:
+        return MessageOrders([[0], [2, 1]], set(), 1)
 
     learned = orders()
     assert not learned.restore([])
     assert learned.restore([1, 0, 1, -1 - 1, 0, -1 - 0, -1 - 2])
     assert learned.units == [1, 0]
-    assert learned.events[:2] == [Action("gather", 1), Action("reduce", 1)]
+    assert learned.events[:2] == [GatherAction("gather", 1), GatherAction("reduce", 1)]
     again = orders()
     assert not again.restore(orders().state())
     assert again.restore(learned.state())

@@ -9,13 +9,21 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dure.parallel.zero.division import ALONE, Block, blocks_of, bytes_sent, memory
+from dure.parallel.zero.partition_layout import (
+    SEPARATE_BLOCK_ELEMENTS,
+    ParameterBlock,
+    blocks_of,
+    bytes_sent,
+    memory,
+)
 
 SHAPES = st.lists(st.lists(st.integers(1, 7), max_size=3).map(tuple), min_size=1, max_size=6)
 
 
-def block(*shapes: tuple[int, ...], ranks: int, dtype: torch.dtype = torch.float32) -> Block:
-    return Block(
+def block(
+    *shapes: tuple[int, ...], ranks: int, dtype: torch.dtype = torch.float32
+) -> ParameterBlock:
+    return ParameterBlock(
         tuple(f"p{i}" for i in range(len(shapes))), shapes, dtype, torch.float32, True, ranks
     )
 
@@ -39,7 +47,10 @@ def test_every_element_lies_with_one_rank(shapes: list[tuple[int, ...]], ranks: 
 
 
 def test_long_parameters_are_blocks_alone_and_the_rest_is_in_a_row_a_kind() -> None:
-    long, odd = torch.nn.Parameter(torch.empty(ALONE)), torch.nn.Parameter(torch.empty(ALONE + 1))
+    long, odd = (
+        torch.nn.Parameter(torch.empty(SEPARATE_BLOCK_ELEMENTS)),
+        torch.nn.Parameter(torch.empty(SEPARATE_BLOCK_ELEMENTS + 1)),
+    )
     short = [torch.nn.Parameter(torch.empty(3)) for _ in range(2)]
     half, frozen = (
         torch.nn.Parameter(torch.empty(3).half()),

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import dure
 from dure.errors import LossNotFiniteError
-from dure.parallel.zero.division import Stage
+from dure.parallel.zero.partition_layout import Stage
 from small import CLASSES, EXAMPLES, FEATURES, examples, largest_difference, same_bits, small_task
 
 ADAM = partial(torch.optim.AdamW, lr=0.01)

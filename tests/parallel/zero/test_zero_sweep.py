@@ -5,18 +5,25 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dure.parallel.zero.sweep import Action, Sweep, backward_order, completed, forward_order, guess
+from dure.parallel.zero.gather_order import (
+    GatherAction,
+    GatherSweep,
+    backward_order,
+    completed_events,
+    forward_order,
+    guessed_events,
+)
 
 UNITS = 4
 BLOCKS = [[0], [1, 2], [], [3]]
 
 
-def picture(order: list[Action]) -> str:
+def picture(order: list[GatherAction]) -> str:
     return " ".join(f"{action.kind[0]}{action.number}" for action in order)
 
 
 def test_the_order_that_is_guessed() -> None:
-    events = guess([0, 1, 2], [[0], [1], [2]], set())
+    events = guessed_events([0, 1, 2], [[0], [1], [2]], set())
     assert picture(backward_order(events, 0)) == "g2 r2 g1 r1 g0 r0"
     assert picture(backward_order(events, 1)) == "g2 g1 r2 g0 r1 r0"
     assert picture(backward_order(events, 9)) == "g2 g1 g0 r2 r1 r0"
@@ -24,34 +31,36 @@ def test_the_order_that_is_guessed() -> None:
 
 
 def test_units_around_others_are_gathered_first_and_reduced_last() -> None:
-    assert picture(guess([0, 1, 2], [[0], [1], [2]], {0})) == "g0 g2 r2 g1 r1 r0"
+    assert picture(guessed_events([0, 1, 2], [[0], [1], [2]], {0})) == "g0 g2 r2 g1 r1 r0"
 
 
 def test_what_was_not_seen_comes_behind_and_the_carrier_last() -> None:
-    everything = guess([0, 1], [[0], [1]], set())
-    seen = [Action("reduce", 0), Action("gather", 1), Action("gather", 1)]
-    assert picture(completed(seen, everything, 0)) == "g1 r1 g0 r0"
+    everything = guessed_events([0, 1], [[0], [1]], set())
+    seen = [GatherAction("reduce", 0), GatherAction("gather", 1), GatherAction("gather", 1)]
+    assert picture(completed_events(seen, everything, 0)) == "g1 r1 g0 r0"
 
 
-def started(order: list[Action], prefetch: int, ready: set[int]) -> tuple[Sweep, list[Action]]:
-    issued: list[Action] = []
-    sweep = Sweep(
+def started(
+    order: list[GatherAction], prefetch: int, ready: set[int]
+) -> tuple[GatherSweep, list[GatherAction]]:
+    issued: list[GatherAction] = []
+    sweep = GatherSweep(
         order,
         prefetch,
-        lambda unit: issued.append(Action("gather", unit)),
-        lambda block: issued.append(Action("reduce", block)),
+        lambda unit: issued.append(GatherAction("gather", unit)),
+        lambda block: issued.append(GatherAction("reduce", block)),
         ready.__contains__,
     )
     return sweep, issued
 
 
 @given(
-    st.permutations(guess(list(range(UNITS)), BLOCKS, {1})),
+    st.permutations(guessed_events(list(range(UNITS)), BLOCKS, {1})),
     st.integers(0, 3),
     st.lists(st.tuples(st.sampled_from(["need", "ready"]), st.integers(0, UNITS - 1)), max_size=12),
 )
 def test_every_rank_issues_the_same_messages_in_the_same_order(
-    events: list[Action], prefetch: int, happens: list[tuple[str, int]]
+    events: list[GatherAction], prefetch: int, happens: list[tuple[str, int]]
 ) -> None:
     order = backward_order(events, prefetch)
     ready: set[int] = set()
@@ -59,7 +68,7 @@ def test_every_rank_issues_the_same_messages_in_the_same_order(
     for what, number in happens:
         if what == "need":
             sweep.need(number)
-            assert Action("gather", number) in issued
+            assert GatherAction("gather", number) in issued
         else:
             ready.add(number)
             sweep.advance()
@@ -69,7 +78,7 @@ def test_every_rank_issues_the_same_messages_in_the_same_order(
 
 
 def test_a_rank_that_needs_a_unit_behind_a_reduction_sends_what_it_has() -> None:
-    order = backward_order(guess([0, 1, 2], [[0], [1], [2]], set()), 0)
+    order = backward_order(guessed_events([0, 1, 2], [[0], [1], [2]], set()), 0)
     sweep, issued = started(order, 0, set())
     sweep.need(0)
     assert picture(issued) == "g2 r2 g1 r1 g0"

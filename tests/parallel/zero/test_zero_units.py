@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from dure.parallel.zero.units import Units, plan_units
+from dure.parallel.zero.units import UnitSpec, plan_units
 
 
 def mlp() -> nn.Module:
@@ -27,7 +27,7 @@ class Vision(nn.Module):
         self.head = nn.Linear(8, 10)
 
 
-def modules(model: nn.Module, units: Units) -> list[list[str]]:
+def modules(model: nn.Module, units: UnitSpec) -> list[list[str]]:
     return [plan.modules for plan in plan_units(model, units)]
 
 
@@ -42,7 +42,7 @@ def modules(model: nn.Module, units: Units) -> list[list[str]]:
     ],
 )
 def test_small_neighbours_are_one_unit_and_large_modules_are_opened(
-    units: Units, expected: list[list[str]]
+    units: UnitSpec, expected: list[list[str]]
 ) -> None:
     assert modules(mlp(), units) == expected
 
@@ -81,7 +81,7 @@ def test_a_shared_parameter_belongs_to_the_nearest_module_around_its_users() -> 
     "units", [None, 1, 100, 400, 10**6, [nn.Linear], [nn.TransformerEncoderLayer]]
 )
 @pytest.mark.parametrize("make", [mlp, Vision])
-def test_every_parameter_is_in_one_unit(make: type[nn.Module], units: Units) -> None:
+def test_every_parameter_is_in_one_unit(make: type[nn.Module], units: UnitSpec) -> None:
     model = make()
     found = [name for plan in plan_units(model, units) for name in plan.parameters]
     assert sorted(found) == sorted(name for name, _ in model.named_parameters())

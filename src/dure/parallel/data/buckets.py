@@ -3,7 +3,7 @@
 Backward finishes gradients in turn, the last layer's first. Each message has a fixed
 cost, so small gradients share a message, a *bucket*; but a bucket is sent only when its last
 gradient is complete. A plan follows the order in which gradients finish: a bucket is closed as soon
-as it has `limit` bytes (`filled`).
+as it has `limit` bytes (`fill_buckets`).
 
 Plans are equal on all ranks, and buckets are sent in the order of the plan, whatever the order in
 which a rank computes.
@@ -29,14 +29,14 @@ LONG = 4 << 20
 LINE = 64
 """Bytes of a cache line."""
 
-ALL = 1 << 62
+NO_BYTE_LIMIT = 1 << 62
 """Limit above any possible number of bytes."""
 
 CARRIERS = (torch.float32, torch.float64)
 """Dtypes of buckets that can carry the trailer; half precision would round its numbers."""
 
 
-class Kind(NamedTuple):
+class GradientSpec(NamedTuple):
     """Size, dtype and device of a gradient, from which plans are computed."""
 
     numel: int
@@ -44,7 +44,7 @@ class Kind(NamedTuple):
     device: torch.device
 
     @classmethod
-    def of(cls, parameter: Tensor) -> Kind:
+    def of(cls, parameter: Tensor) -> GradientSpec:
         """Return the kind of a parameter's gradient."""
         return cls(parameter.numel(), parameter.dtype, parameter.device)
 
@@ -53,7 +53,7 @@ class Kind(NamedTuple):
         return self.numel * self.dtype.itemsize
 
 
-class Transfer(NamedTuple):
+class AllReduceTransfer(NamedTuple):
     """Completed all-reduce.
 
     number: the message's number in the plan. start, end: in seconds of `time.perf_counter`. If
@@ -77,7 +77,7 @@ class Bucket:
     alone: bool = False
 
     @classmethod
-    def of(cls, kinds: Sequence[Kind], members: Iterable[int]) -> Bucket:
+    def of(cls, kinds: Sequence[GradientSpec], members: Iterable[int]) -> Bucket:
         """Return a bucket whose gradients begin on cache lines, as far as possible.
 
         The bucket is a flat buffer. Gradients whose bytes are a multiple of a cache line come
@@ -88,7 +88,7 @@ class Bucket:
 
 
 @dataclass(frozen=True)
-class Plan:
+class BucketPlan:
     """Buckets in the order in which they are sent. Every gradient is in exactly one bucket.
 
     carries: whether the trailer is in the last bucket, after its gradients; otherwise the trailer,
@@ -102,7 +102,7 @@ class Plan:
         """Return the number of all-reduces of a step. tail: whether there is a trailer."""
         return len(self.buckets) + (tail and not self.carries)
 
-    def lengths(self, kinds: Sequence[Kind], tail: int = 0) -> list[int]:
+    def lengths(self, kinds: Sequence[GradientSpec], tail: int = 0) -> list[int]:
         """Return the elements of each message, in order. tail: numbers after the gradients."""
         lengths = []
         for bucket in self.buckets:
@@ -118,9 +118,9 @@ class Plan:
         return [member for bucket in self.buckets for member in bucket.members]
 
 
-def filled(
-    kinds: Sequence[Kind], order: Iterable[int], limit: int = LIMIT, long: int = LONG
-) -> Plan:
+def fill_buckets(
+    kinds: Sequence[GradientSpec], order: Iterable[int], limit: int = LIMIT, long: int = LONG
+) -> BucketPlan:
     """Return a plan of buckets of one dtype and device that are closed at `limit` bytes.
 
     kinds: of all gradients. order: their indices, as they finish. long: bytes from which on a
@@ -147,8 +147,8 @@ def filled(
     # a stable sort gives all ranks the same order; the last bucket may carry the trailer
     left.sort(key=lambda bucket: _can_carry(kinds, bucket))
     buckets += left
-    return Plan(tuple(buckets), carries=bool(buckets) and _can_carry(kinds, buckets[-1]))
+    return BucketPlan(tuple(buckets), carries=bool(buckets) and _can_carry(kinds, buckets[-1]))
 
 
-def _can_carry(kinds: Sequence[Kind], bucket: Bucket) -> bool:
+def _can_carry(kinds: Sequence[GradientSpec], bucket: Bucket) -> bool:
     return not bucket.alone and kinds[bucket.members[0]].dtype in CARRIERS

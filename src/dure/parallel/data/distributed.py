@@ -40,11 +40,11 @@ from dure.collectives.compression import parse as parse_compression
 from dure.collectives.group import Group
 from dure.collectives.roll_call import with_lost_rank_diagnosis
 from dure.collectives.trailer import Numbers, TrailerField, per_rank_field, summed_field
-from dure.parallel.alike import Alike
-from dure.parallel.data.how import NO_COMPRESSION, How, Overlap
-from dure.parallel.data.reducer import Reducer, check_alike
-from dure.parallel.first_weights import share_weights
-from dure.parallel.speaker import check_weights_stay, speaker_of
+from dure.parallel.buffer_broadcast import buffer_sync_of, check_forward_keeps_weights
+from dure.parallel.data.reducer import Reducer, check_same_shapes
+from dure.parallel.data.reduction_settings import NO_COMPRESSION, Overlap, ReductionSettings
+from dure.parallel.replica_consistency import ReplicaCheck
+from dure.parallel.weight_broadcast import share_weights
 from dure.tensors.buffers import Buffers
 
 
@@ -59,7 +59,8 @@ class DistributedDataParallel(nn.Module):
             `dure.collectives.all_reduce`.
         bucket_bytes: how many bytes of gradients share a message; None lets dure choose.
         overlap: all-reduces run "beside" backward, on a thread or stream, start and end separately
-            ("split-phase"), or run "after" backward; "auto" chooses (`dure.parallel.data.how`).
+            ("split-phase"), or run "after" backward; "auto" chooses
+            (`dure.parallel.data.reduction_settings`).
         compression: a class of `dure.collectives.compression`, such as TopK(0.01); None sends
             gradients uncompressed.
         find_unused_parameters: with False, a backward pass that does not use all parameters is an
@@ -78,7 +79,8 @@ class DistributedDataParallel(nn.Module):
 
     Raises ValueError for invalid arguments, for "native" with a backend that does not support
     tensors of the module's device, if the ranks' modules differ, and after a backward pass if their
-    weights differ (`dure.parallel.alike`). A `backward(create_graph=True)` raises RuntimeError.
+    weights differ (`dure.parallel.replica_consistency`). A `backward(create_graph=True)` raises
+    RuntimeError.
     """
 
     def __init__(
@@ -98,7 +100,7 @@ class DistributedDataParallel(nn.Module):
         super().__init__()
         if isinstance(compression, str):
             compression = parse_compression(compression)
-        how = How(
+        how = ReductionSettings(
             algorithm=all_reduce,
             op="avg",
             bucket_bytes=bucket_bytes,
@@ -118,10 +120,10 @@ class DistributedDataParallel(nn.Module):
             for device in {one.device for one in module.parameters() if one.requires_grad}:
                 check_carried(device, self.group)
         everything = [*module.parameters(), *module.buffers()]
-        check_weights_stay(module, self.group.size)
-        check_alike(everything, self.group)
+        check_forward_keeps_weights(module, self.group.size)
+        check_same_shapes(everything, self.group)
         share_weights(module, self.group)
-        self._speaking = speaker_of(module) if broadcast_buffers else None
+        self._speaking = buffer_sync_of(module) if broadcast_buffers else None
         self._buffers_at_start = Buffers(module)
         # with a static graph: the buffers that the first step has changed
         self._changed: list[bool] | None = None
@@ -131,7 +133,7 @@ class DistributedDataParallel(nn.Module):
         self._divides_by_those_here = False
         self._out = [False] * self.group.size  # the ranks that have run out of data
         self.reducer = Reducer(list(module.parameters()), self.group, how, self)
-        self._alike = Alike(module.named_parameters(), self.group)
+        self._alike = ReplicaCheck(module.named_parameters(), self.group)
 
     @property
     def hidden_share(self) -> float | None:

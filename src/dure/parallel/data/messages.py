@@ -1,10 +1,10 @@
 """Messages of a step: the memory of a plan's buckets, how it is filled and summed.
 
 All gradients of a bucket are copied into its flat buffer at once and become views of the buffer,
-unless they were computed there (`dure.parallel.direct`). If the user does not clear gradients
-between steps, autograd adds to the views and nothing is copied. The buffers are in shared memory if
-the ranks share memory; otherwise a long gradient that travels alone stays in autograd's memory,
-because a copy would help no rank.
+unless they were computed there (`dure.parallel.gradients_into_buckets`). If the user does not clear
+gradients between steps, autograd adds to the views and nothing is copied. The buffers are in shared
+memory if the ranks share memory; otherwise a long gradient that travels alone stays in autograd's
+memory, because a copy would help no rank.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from dure.collectives.all_reduce import all_reduce
 from dure.collectives.compression import Compressor
 from dure.collectives.group import Group
 from dure.collectives.operation import reduction as reduction_of
-from dure.parallel.data.buckets import Kind, Plan
-from dure.parallel.data.how import How
-from dure.parallel.gradients import Flat, as_dense, flat_view
+from dure.parallel.data.buckets import BucketPlan, GradientSpec
+from dure.parallel.data.reduction_settings import ReductionSettings
+from dure.parallel.gradients import FlatGradients, as_dense, flat_view
 from dure.randomness.seeds import derive
 
 OPERATION = "native all-reduce"
@@ -32,7 +32,7 @@ OPERATION = "native all-reduce"
 Value = TypeVar("Value")
 
 
-class Messages:
+class BucketMessages:
     """Messages of `plan`, for the gradients of `parameters`.
 
     Args:
@@ -53,10 +53,10 @@ class Messages:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: BucketPlan,
         parameters: Sequence[nn.Parameter],
         group: Group,
-        how: How,
+        how: ReductionSettings,
         *,
         tail: int,
         remembered: Sequence[Mapping[str, object]] = (),
@@ -66,7 +66,7 @@ class Messages:
         self.parameters = parameters
         self.group = group
         self.how = how
-        self.kinds = [Kind.of(parameter) for parameter in parameters]
+        self.kinds = [GradientSpec.of(parameter) for parameter in parameters]
         self.count = plan.messages(tail > 0)
         self.members = [len(bucket.members) for bucket in plan.buckets]
         self.bucket_of: dict[int, int] = {}
@@ -91,19 +91,19 @@ class Messages:
         for compressor, state in zip(self.compressors, remembered, strict=False):
             compressor.restore(state)
 
-    def _made(self, tail: int) -> list[Flat]:
+    def _made(self, tail: int) -> list[FlatGradients]:
         """Return the memory of each bucket, and of the trailer if it is a separate message."""
         flats = []
         for number, bucket in enumerate(self.plan.buckets):
             carries = self.plan.carries and number == len(self.plan.buckets) - 1
             members = [] if bucket.alone else [self.parameters[index] for index in bucket.members]
-            flats.append(Flat.of(members, self.group, tail if carries else 0))
+            flats.append(FlatGradients.of(members, self.group, tail if carries else 0))
         if not self.plan.carries:
             # half precision does not represent the numbers of a trailer exactly
             wide = any(kind.dtype == torch.float64 for kind in self.kinds)
             exact = torch.float64 if wide else torch.float32
             device = self.kinds[0].device if self.kinds else torch.device("cpu")
-            flats.append(Flat.of([], self.group, tail, dtype=exact, device=device))
+            flats.append(FlatGradients.of([], self.group, tail, dtype=exact, device=device))
         return flats
 
     def _compressor(self, number: int) -> Compressor:

@@ -31,23 +31,23 @@ from dure.collectives.group import Group
 from dure.collectives.handle import Handle
 from dure.collectives.trailer import Numbers, Trailer, TrailerField, summed_field
 from dure.errors import DureError
-from dure.parallel.data.buckets import Kind, Plan, Transfer
-from dure.parallel.data.how import (
-    WAYS,
-    How,
-    Way,
-    bits_follow_the_plan,
+from dure.parallel.data.buckets import AllReduceTransfer, BucketPlan, GradientSpec
+from dure.parallel.data.messages import BucketMessages
+from dure.parallel.data.reduction_settings import (
+    OVERLAP_MODES,
+    OverlapMode,
+    ReductionSettings,
+    bits_depend_on_buckets,
     needs_no_thread,
+    overlap_mode_of,
     plan_of,
     shares_memory,
-    way_of,
 )
-from dure.parallel.data.messages import Messages
-from dure.parallel.direct import Direct
+from dure.parallel.gradients_into_buckets import GradientsIntoBuckets
 from dure.record.meter import Counters
 
 
-class Owner(Protocol):
+class ReducerOwner(Protocol):
     """Object that has a reducer; the reducer does not keep it alive."""
 
     announces: bool
@@ -76,7 +76,11 @@ class Reducer:
     """
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], group: Group, how: How, owner: Owner
+        self,
+        parameters: Sequence[nn.Parameter],
+        group: Group,
+        how: ReductionSettings,
+        owner: ReducerOwner,
     ) -> None:
         self.all_parameters = list(parameters)
         self.group = group
@@ -89,7 +93,7 @@ class Reducer:
         self.computed = 0.0
         self.heard: dict[str, list[float]] = {}
         self.missing: dict[int, Tensor] = {}
-        self.transfers: list[Transfer] = []
+        self.transfers: list[AllReduceTransfer] = []
         # counters of this reducer alone: the meter counts all operations of its group
         self.hidden = Counters()
         self.order: list[int] | None = None  # as learned or restored
@@ -107,14 +111,16 @@ class Reducer:
         self.parameters = [
             parameter for parameter in self.all_parameters if parameter.requires_grad
         ]
-        self.kinds = [Kind.of(parameter) for parameter in self.parameters]
+        self.kinds = [GradientSpec.of(parameter) for parameter in self.parameters]
         # Until the plan is learned gradients only accumulate: the first pass sends at its end.
-        self.way: Way = "after"
+        self.way: OverlapMode = "after"
         self._at_once = False
         self._shares_memory = shares_memory(self.group, self.kinds)
         # without shared memory a long gradient is sent from autograd's memory
-        self._direct = Direct(self.parameters if self._shares_memory else [], self._place_of)
-        self.messages: Messages | None = None
+        self._direct = GradientsIntoBuckets(
+            self.parameters if self._shares_memory else [], self._place_of
+        )
+        self.messages: BucketMessages | None = None
         self.tail = Trailer([], self.group.rank, self.group.size)
         # how often a pass accumulates each gradient; more than once if a checkpoint nests backward
         self._times = [1] * len(self.parameters)
@@ -137,7 +143,7 @@ class Reducer:
         self._hooks = []
 
     @property
-    def owner(self) -> Owner:
+    def owner(self) -> ReducerOwner:
         """The owner, which is alive while its backward pass runs."""
         owner = self._owner()
         assert owner is not None
@@ -209,7 +215,7 @@ class Reducer:
         elif self.way != "after":
             self._may_leave(index, self.messages)
 
-    def _may_leave(self, index: int, messages: Messages) -> None:
+    def _may_leave(self, index: int, messages: BucketMessages) -> None:
         """Send the buckets that are complete now.
 
         A gradient is complete when it was accumulated as often as in the first pass: a checkpoint
@@ -267,7 +273,7 @@ class Reducer:
 
     # Sending.
 
-    def _leave(self, number: int, messages: Messages) -> None:
+    def _leave(self, number: int, messages: BucketMessages) -> None:
         """Send message `number` of the plan."""
         self.next = number + 1
         flat, views, missing = messages.fill(number)
@@ -293,7 +299,7 @@ class Reducer:
         return said
 
     def _transfer_beside(
-        self, messages: Messages, number: int, flat: Tensor, views: Sequence[Tensor]
+        self, messages: BucketMessages, number: int, flat: Tensor, views: Sequence[Tensor]
     ) -> None:
         """Run `_transfer` on a thread, and for a GPU on a stream, during backward."""
         transfer = partial(self._transfer, messages, number, flat, views)
@@ -308,7 +314,7 @@ class Reducer:
             self._handles.append(self.group.perform(name, transfer, flat, True))  # type: ignore[arg-type]
 
     def _transfer(
-        self, messages: Messages, number: int, flat: Tensor, views: Sequence[Tensor]
+        self, messages: BucketMessages, number: int, flat: Tensor, views: Sequence[Tensor]
     ) -> None:
         """Start an all-reduce and end the previous; the last message also ends itself.
 
@@ -318,7 +324,7 @@ class Reducer:
         self._end(int(number < messages.count - 1))
 
     def _begin(
-        self, messages: Messages, number: int, flat: Tensor, views: Sequence[Tensor]
+        self, messages: BucketMessages, number: int, flat: Tensor, views: Sequence[Tensor]
     ) -> None:
         entered = time.perf_counter()
         self._entered[number] = entered
@@ -336,9 +342,9 @@ class Reducer:
             begun = self.computed if self.way == "split-phase" else self._entered[earlier]
             # If several are in flight, the link is counted for one at a time.
             start = max(begun, self.transfers[-1].end if self.transfers else 0.0)
-            self.transfers.append(Transfer(earlier, start, max(start, ended)))
+            self.transfers.append(AllReduceTransfer(earlier, start, max(start, ended)))
 
-    def _arrived(self, messages: Messages) -> None:
+    def _arrived(self, messages: BucketMessages) -> None:
         """Decode the trailer, and set gradients of parameters that only other ranks have used."""
         self.heard = self.tail.decode(messages.tail.tolist())
         # A gradient that no rank has used stays None, so that the optimizer skips the parameter. A
@@ -351,14 +357,14 @@ class Reducer:
 
     # Planning.
 
-    def _learn(self) -> Messages:
+    def _learn(self) -> BucketMessages:
         """Create the plan after the first pass; all ranks call it together.
 
         Raises ValueError, on every rank, if their parameters differ.
         """
         # From here on sizes are assumed to be equal: a rank with other sizes would hang, or sum
         # unrelated elements.
-        check_alike(self.parameters, self.group)
+        check_same_shapes(self.parameters, self.group)
         self._times = [max(1, count) for count in self._count]
         if self.order is None:
             self.order = self._order_of_rank_0()
@@ -366,8 +372,8 @@ class Reducer:
             used = [float(parameter.grad is not None) for parameter in self.parameters]
             rows = self.group.all_gather_values(used)
             self._used = [any(flags) for flags in zip(*rows, strict=True)]
-        mine = float(WAYS.index(way_of(self.how, self.group, self.kinds)))
-        self.way = WAYS[max(int(row[0]) for row in self.group.all_gather_values([mine]))]
+        mine = float(OVERLAP_MODES.index(overlap_mode_of(self.how, self.group, self.kinds)))
+        self.way = OVERLAP_MODES[max(int(row[0]) for row in self.group.all_gather_values([mine]))]
         self._at_once = needs_no_thread(self.how, self.group, self.way)
         if self.way == "after" and self.owner.announces:
             self._unwatch()  # all messages are sent at the end: no hook is needed
@@ -377,7 +383,7 @@ class Reducer:
             self.order,
             self.way,
             shared=self._shares_memory,
-            follows=bits_follow_the_plan(self.how, self.group, self.kinds),
+            follows=bits_depend_on_buckets(self.how, self.group, self.kinds),
         )
         return self._follow(plan)
 
@@ -396,10 +402,10 @@ class Reducer:
         rows = self.group.all_gather_values([float(index) for index in order])
         return [int(index) for index in rows[0]]
 
-    def _follow(self, plan: Plan) -> Messages:
+    def _follow(self, plan: BucketPlan) -> BucketMessages:
         """Create the messages of `plan` and use them from now on."""
         self.tail = self._tail_for(plan.messages())
-        self.messages = Messages(
+        self.messages = BucketMessages(
             plan,
             self.parameters,
             self.group,
@@ -465,7 +471,7 @@ def _is_there(reducer: weakref.ref[Reducer], index: int, parameter: Tensor) -> N
         alive.is_there(index)
 
 
-def check_alike(parameters: Sequence[Tensor], group: Group) -> None:
+def check_same_shapes(parameters: Sequence[Tensor], group: Group) -> None:
     """Check that the parameters of all ranks have the same shapes and dtypes.
 
     Raises ValueError, on every rank, if they differ.

@@ -64,20 +64,25 @@ from dure.errors import LossNotFiniteError
 from dure.memory.formula import WHOLE, MemoryShares
 from dure.memory.offload.offload_setting import Offload, parse_offload
 from dure.memory.recompute_setting import Recompute, as_recompute
-from dure.parallel.alike import Alike
-from dure.parallel.data.how import NO_COMPRESSION, How, Overlap
+from dure.parallel.buffer_broadcast import buffer_sync_of, check_forward_keeps_weights
 from dure.parallel.data.reducer import Reducer
-from dure.parallel.first_weights import share_weights
-from dure.parallel.local.replicas import COMPILES_ALONE, ReplicasLearner
-from dure.parallel.local.single import SingleLearner, check_private
-from dure.parallel.offloaded import NO_OFFLOAD, Offloaded, check_offload, check_optimizer
-from dure.parallel.recomputing import (
+from dure.parallel.data.reduction_settings import NO_COMPRESSION, Overlap, ReductionSettings
+from dure.parallel.learner_offloading import (
+    NO_OFFLOAD,
+    LearnerOffloading,
+    check_offload,
+    check_optimizer,
+)
+from dure.parallel.learner_recomputation import (
     NO_RECOMPUTE,
-    Asked,
+    RecomputeRequest,
     check_recompute,
     prove_recompute,
 )
-from dure.parallel.speaker import check_weights_stay, speaker_of
+from dure.parallel.local.replicas import COMPILES_ALONE, ReplicasLearner
+from dure.parallel.local.single import SingleLearner, check_private
+from dure.parallel.replica_consistency import ReplicaCheck
+from dure.parallel.weight_broadcast import share_weights
 from dure.privacy import example_level
 from dure.privacy.dp_sgd import DPSGD, parse_dp_sgd
 from dure.privacy.example_level import Budget, ExampleLevel, Wanted
@@ -198,12 +203,12 @@ class DataParallel(Strategy):
         privacy = example_level.planned(self.privacy, budget, stop, examples, self.batch_size)
         return replace(self, privacy=privacy)
 
-    def how(self, seed: int = 0) -> How:
+    def how(self, seed: int = 0) -> ReductionSettings:
         """Return the settings of the sum of gradients.
 
         Raises ValueError for unsupported settings.
         """
-        return How(
+        return ReductionSettings(
             algorithm=self.all_reduce,
             op="sum",
             bucket_bytes=self.bucket_bytes,
@@ -227,9 +232,11 @@ class DataParallel(Strategy):
         )
         check_recompute(self.recompute, self.memory, self.name, self.privacy is not None)
 
-    def _again(self, task: Task, workers: int | None) -> Asked:
+    def _again(self, task: Task, workers: int | None) -> RecomputeRequest:
         part = largest_piece(self.batch_size, len(task.train), workers, self.accumulate)
-        return Asked(self.recompute, self.memory, part, WHOLE.without(self.offload.parts))
+        return RecomputeRequest(
+            self.recompute, self.memory, part, WHOLE.without(self.offload.parts)
+        )
 
     def _check_private(self, task: Task) -> None:
         if task.train.lies is not None:
@@ -246,7 +253,7 @@ class DataParallel(Strategy):
 
     def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
         """Check that replicas can train the model. Raises ValueError otherwise."""
-        check_weights_stay(model, workers)
+        check_forward_keeps_weights(model, workers)
         if self.privacy is not None:
             check_layers(model)
         check_optimizer(self.offload, task, model)
@@ -343,16 +350,18 @@ class DataParallelLearner(SingleLearner):
             seed,
             strategy.batch_size,
             wanted=strategy._wanted,
-            offloaded=Offloaded(strategy.offload, strategy.offload_folder, place, place.devices[0]),
+            offloaded=LearnerOffloading(
+                strategy.offload, strategy.offload_folder, place, place.devices[0]
+            ),
             again=strategy._again(task, place.group.size),
         )
         self.strategy = strategy
         check_lying(self.model, self.train_examples, strategy.batch_size, strategy.accumulate)
         share_weights(self.model, self.group)
-        self.speaking = speaker_of(self.model)
+        self.speaking = buffer_sync_of(self.model)
         how = strategy.how(seed)
         self.reducer = Reducer(list(self.model.parameters()), self.group, how, self)
-        self.alike = Alike(self.model.named_parameters(), self.group)
+        self.alike = ReplicaCheck(self.model.named_parameters(), self.group)
         # Compressors have residuals, which differ between ranks: a checkpoint then has a part for
         # each rank.
         self.parted = how.compresses

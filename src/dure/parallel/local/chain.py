@@ -27,7 +27,7 @@ from dure.contracts.task import Task
 from dure.data.examples import Examples
 from dure.errors import PlanError, described
 from dure.machine.devices import device_of_model, to_device
-from dure.parallel.local import parts
+from dure.parallel.local import batch_trees
 from dure.randomness.seeds import generators_state, restore_generators, seed_generators
 from dure.tasks.modes import in_mode
 from dure.tasks.perturbed import perturbed
@@ -63,7 +63,7 @@ def check_chain(task: Task, model: nn.Module, stages: int) -> None:
     try:
         # Layers may write into inputs: each pass has a copy.
         expected = _tried(whole, whole, copied(inputs))
-        found = _tried(chain, partial(run, layers), copied(inputs))
+        found = _tried(chain, partial(run_layers, layers), copied(inputs))
         if _same(expected.outputs, found.outputs):
             wrong = "" if _near(expected.gradients, found.gradients) else "give other gradients"
     except Exception as error:
@@ -131,7 +131,7 @@ def _check_nothing_is_shared(layers: Sequence[nn.Module], stages: int) -> None:
                 )
 
 
-def run(layers: Iterable[nn.Module], inputs: Any) -> Any:
+def run_layers(layers: Iterable[nn.Module], inputs: Any) -> Any:
     """Return the output of the layers, called in order."""
     for layer in layers:
         inputs = layer(inputs)
@@ -153,7 +153,7 @@ def counted_costs(layers: Sequence[nn.Module], examples: Examples) -> list[float
 
 
 @torch.no_grad()
-def writers(layers: Sequence[nn.Module], examples: Examples) -> list[bool]:
+def find_inplace_layers(layers: Sequence[nn.Module], examples: Examples) -> list[bool]:
     """Return which layers write into their inputs, in evaluation or by their `inplace` flags."""
     hidden = copied(_first(examples, 1, layers))
     found = []
@@ -188,14 +188,14 @@ def measured_costs(
                 outputs = layer(given)
                 ends = _tensors(outputs)
                 ones = [torch.ones_like(end) if end.requires_grad else None for end in ends]
-                parts.backward(outputs, ones)
+                batch_trees.backward(outputs, ones)
                 if device.type == "cuda":
                     # Kernels run asynchronously.
                     torch.cuda.synchronize(device)
                 seconds.append(time.perf_counter() - started)
         # The measurement must not leave gradients.
         layer.zero_grad(set_to_none=True)
-        hidden = parts.detached(outputs)
+        hidden = batch_trees.detached(outputs)
         costs.append(min(seconds))
     return costs
 

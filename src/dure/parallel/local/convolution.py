@@ -36,7 +36,7 @@ AT_ONCE = {"cpu": 1 << 20, "cuda": 1 << 26}
 """Elements of the columns that are computed at once; on a CPU few enough to stay in its cache."""
 
 
-class Window(NamedTuple):
+class ConvolutionWindow(NamedTuple):
     """Geometry of a convolution; each field is (vertical, horizontal)."""
 
     kernel: tuple[int, int]
@@ -78,13 +78,15 @@ class Window(NamedTuple):
                 yield i, j, rows, slice(j * dw, j * dw + (ow - 1) * sw + 1, sw)
 
 
-def window(kernel: Pair, stride: Pair = 1, padding: Pair = 0, dilation: Pair = 1) -> Window:
+def window(
+    kernel: Pair, stride: Pair = 1, padding: Pair = 0, dilation: Pair = 1
+) -> ConvolutionWindow:
     """Return a window from single numbers or pairs.
 
     Raises ValueError for a padding below 0, and for other values below 1.
     """
-    made = Window(*map(_pair, (kernel, stride, padding, dilation)))
-    for name, values, least in zip(Window._fields, made, (1, 1, 0, 1), strict=True):
+    made = ConvolutionWindow(*map(_pair, (kernel, stride, padding, dilation)))
+    for name, values, least in zip(ConvolutionWindow._fields, made, (1, 1, 0, 1), strict=True):
         if min(values) < least:
             raise ValueError(f"the {name} of a convolution is at least {least}, not {values}")
     return made
@@ -129,7 +131,7 @@ def col2im(
     return _col2im(columns, shape, window(kernel, stride, padding, dilation))
 
 
-def _im2col(images: Tensor, over: Window) -> Tensor:
+def _im2col(images: Tensor, over: ConvolutionWindow) -> Tensor:
     b, c, height, width = images.shape
     kh, kw = over.kernel
     oh, ow = over.outputs(height, width)
@@ -144,7 +146,7 @@ def _im2col(images: Tensor, over: Window) -> Tensor:
     return columns.view(c * kh * kw, b * oh * ow)
 
 
-def _col2im(columns: Tensor, shape: tuple[int, int, int, int], over: Window) -> Tensor:
+def _col2im(columns: Tensor, shape: tuple[int, int, int, int], over: ConvolutionWindow) -> Tensor:
     b, c, height, width = shape
     kh, kw = over.kernel
     oh, ow = over.outputs(height, width)
@@ -175,7 +177,7 @@ class _Convolution(torch.autograd.Function):
         images: Tensor,
         kernels: Tensor,
         bias: Tensor | None,
-        over: Window,
+        over: ConvolutionWindow,
         groups: int,
         at_once: int,
     ) -> Tensor:
@@ -278,7 +280,7 @@ def conv2d_im2col(
 
 
 def conv2d_flops(
-    images: tuple[int, int, int, int], kernels: tuple[int, int, int, int], over: Window
+    images: tuple[int, int, int, int], kernels: tuple[int, int, int, int], over: ConvolutionWindow
 ) -> int:
     """Return the operations of a forward pass; a multiplication and an addition are two operations.
 

@@ -52,7 +52,7 @@ from dure.errors import DureError, LossNotFiniteError, WorkerFailedError, descri
 from dure.machine.devices import to_cpu, to_device
 from dure.parallel.local.replicas import COMPILES_ALONE, refresh, replica
 from dure.parallel.local.single import SingleLearner
-from dure.parallel.local.team import Team, team_at
+from dure.parallel.local.worker_threads import WorkerThreads, worker_threads_at
 from dure.randomness.seeds import seed_generators
 from dure.record.meter import Meter
 from dure.tasks.batch_norm import check_pieces
@@ -127,7 +127,7 @@ class Hogwild(Strategy):
         return HogwildLearner(task, place, seed, self)
 
 
-class Ran(NamedTuple):
+class HogwildSteps(NamedTuple):
     """Result of some steps. total: sum over the steps of loss times denominator."""
 
     total: float
@@ -135,7 +135,7 @@ class Ran(NamedTuple):
     examples: float
 
 
-class Hog:
+class HogwildWorker:
     """Worker: a model that uses the shared weights, and a separate optimizer.
 
     number: the worker's number among all workers.
@@ -163,9 +163,9 @@ class Hog:
             order=learner.train_examples.order(),
         )
 
-    def run(self, first: int, end: int) -> Ran:
+    def run(self, first: int, end: int) -> HogwildSteps:
         """Make this worker's steps among the steps first … end-1."""
-        ran = Ran(0.0, 0.0, 0)
+        ran = HogwildSteps(0.0, 0.0, 0)
         # Steps are assigned in turn, so that two workers never take the same batch.
         for step in range(first + self.number, end, self.learner.size):
             try:
@@ -178,15 +178,15 @@ class Hog:
                 raise WorkerFailedError(
                     self.meter.name, f"step {step + 1}", described(error), traceback_of(error)
                 ) from error
-            ran = Ran(*map(operator.add, ran, made))
+            ran = HogwildSteps(*map(operator.add, ran, made))
             if self.learner.stopping():
                 break
         return ran
 
-    def _step(self, step: int) -> Ran:
+    def _step(self, step: int) -> HogwildSteps:
         learner = self.learner
         indices = self.batches.at(step)
-        if len(learner.hogs) == 1:
+        if len(learner.hogwild_workers) == 1:
             # Threads share the generators: only the single worker of a process can seed them.
             draws = learner.train_examples.draws
             seed_generators(learner.seed, "step", step, learner.group.rank, everything=draws)
@@ -206,7 +206,7 @@ class Hog:
         self.trimming.at(step)
         self.rates.at(step)
         self.optimizer.step()
-        return Ran(value * counted, counted, len(indices))
+        return HogwildSteps(value * counted, counted, len(indices))
 
     def _read(self, indices: Tensor) -> tuple[Any, Any]:
         learner = self.learner
@@ -230,22 +230,24 @@ class HogwildLearner(SingleLearner):
         self.round = 0
         # For processes this flag is in shared memory, so that it stops all ranks.
         self.stop = torch.zeros(1, dtype=torch.int64)
-        self.team: Team | None = None
+        self.team: WorkerThreads | None = None
         if place.kind == "threads":
             self.group.meter.name = "worker 0"
             self.group.meter.is_worker = True
             self.size = len(place.devices)
-            self.team = team_at(place, self.flops_per_step())
+            self.team = worker_threads_at(place, self.flops_per_step())
         else:
             self.size = self.group.size
             self.stop = share_weights(self.model, self.group)
         self.buffers = Buffers(self.model)
-        self.hogs = [Hog(self.group.rank, self, self.model, self.group.meter)]
+        self.hogwild_workers = [HogwildWorker(self.group.rank, self, self.model, self.group.meter)]
         # Replicas share the weights of the model (`refresh`); only gradients and buffers are
         # separate.
         for number in range(1, len(self.team or ())):
             own = replica(self.model, unused_copy(self.model, task, seed), self.device)
-            self.hogs.append(Hog(number, self, own, Meter(f"worker {number}", place.trace)))
+            self.hogwild_workers.append(
+                HogwildWorker(number, self, own, Meter(f"worker {number}", place.trace))
+            )
 
     def flops_per_step(self) -> float:
         return flops_per_step(self.model, self.train_examples, self.batches.batch_size)
@@ -282,23 +284,25 @@ class HogwildLearner(SingleLearner):
         # No rank begins before rank 0 has cleared the flag, and no rank writes weights that rank 0
         # is still saving.
         self.group.all_gather_values([0.0], "the start of a round")
-        if len(self.hogs) > 1:
+        if len(self.hogwild_workers) > 1:
             # once for all threads: the numbers that a thread draws depend on timing
             seed_generators(self.seed, "round", self.round, everything=self.train_examples.draws)
-            for hog in self.hogs[1:]:
+            for hog in self.hogwild_workers[1:]:
                 refresh(hog.model, self.model)
 
-    def _in_threads(self, team: Team, first: int, end: int) -> list[Ran]:
-        answers = team.each(lambda worker: self.hogs[worker].run(first, end), self.group.step)
+    def _in_threads(self, team: WorkerThreads, first: int, end: int) -> list[HogwildSteps]:
+        answers = team.each(
+            lambda worker: self.hogwild_workers[worker].run(first, end), self.group.step
+        )
         met = time.perf_counter()
-        for hog, done in zip(self.hogs, answers, strict=True):
+        for hog, done in zip(self.hogwild_workers, answers, strict=True):
             hog.meter.compute("training", done.start, done.end, self.round + 1)
             hog.meter.idle("wait for the others", done.end, met, self.round + 1)
         return [done.value for done in answers]
 
-    def _in_processes(self, first: int, end: int, wish: int) -> tuple[list[Ran], int]:
+    def _in_processes(self, first: int, end: int, wish: int) -> tuple[list[HogwildSteps], int]:
         started = time.perf_counter()
-        ran = self.hogs[0].run(first, end)
+        ran = self.hogwild_workers[0].run(first, end)
         ended = time.perf_counter()
         # Arrivals are sent in the time of rank 0's clock.
         told = [float(wish), ended + self.place.clock_offset, *map(float, ran)]
@@ -310,7 +314,7 @@ class HogwildLearner(SingleLearner):
         )
         # buffers of rank 0, such as batch-norm statistics
         self.group.broadcast_values(self.buffers.of(self.model))
-        return [Ran(*row[2:]) for row in rows], int(rows[0][0])
+        return [HogwildSteps(*row[2:]) for row in rows], int(rows[0][0])
 
     def evaluate(self) -> dict[str, float]:
         return evaluate(
@@ -326,18 +330,20 @@ class HogwildLearner(SingleLearner):
 
     def part(self) -> dict[str, Any]:
         """Return the optimizer states of the workers of this process."""
-        return {"optimizers": [to_cpu(hog.optimizer.state_dict()) for hog in self.hogs]}
+        return {"optimizers": [to_cpu(hog.optimizer.state_dict()) for hog in self.hogwild_workers]}
 
     def restore(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         load_weights(self.model, weights)
         load_passing_buffers(self.model, state["buffers"])
-        for hog, kept in zip(self.hogs, state["parts"][self.group.rank]["optimizers"], strict=True):
+        for hog, kept in zip(
+            self.hogwild_workers, state["parts"][self.group.rank]["optimizers"], strict=True
+        ):
             load_optimizer(hog.optimizer, kept)
         self.round = state["round"]
         self.step = state["step"]
 
     def meters(self) -> Sequence[Meter]:
-        return [hog.meter for hog in self.hogs]
+        return [hog.meter for hog in self.hogwild_workers]
 
 
 @torch.no_grad()

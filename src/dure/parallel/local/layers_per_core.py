@@ -19,7 +19,7 @@ therefore do not depend on the division either, if all stages are on one device.
 micro-batch.
 
 Transfers are counted as if memory were not shared: a stage sends its outputs forwards and the
-gradients of its inputs backwards, each once for every example (`handed_over`).
+gradients of its inputs backwards, each once for every example (`elements_between_stages`).
 
 Source: Huang et al. 2019, "GPipe: Efficient Training of Giant Neural Networks using Pipeline
 Parallelism", here without recomputation, within a process.
@@ -44,21 +44,21 @@ from dure.contracts.training_options import ALL, Part
 from dure.data.batches import check_batch_size
 from dure.errors import LossNotFiniteError
 from dure.machine.devices import to_device
-from dure.parallel.local import parts
+from dure.parallel.local import batch_trees
 from dure.parallel.local.chain import (
     check_chain,
     copied,
     counted_costs,
     divided_layers,
+    find_inplace_layers,
     layers_of,
     measured_costs,
-    run,
-    writers,
+    run_layers,
 )
-from dure.parallel.local.draws import Draws
 from dure.parallel.local.replicas import COMPILES_ALONE
 from dure.parallel.local.single import SingleLearner
-from dure.parallel.local.team import AbandonedError, TimeSheet, team_at
+from dure.parallel.local.thread_rng import ThreadDraws
+from dure.parallel.local.worker_threads import AbandonedError, WorkerTimeline, worker_threads_at
 from dure.randomness.seeds import derive
 from dure.record.meter import Meter
 from dure.tasks.batch_norm import check_pieces
@@ -69,8 +69,8 @@ from dure.tasks.trimming import computing
 
 Value = TypeVar("Value")
 
-Own = Callable[[int], AbstractContextManager[Any]]
-Draw = AbstractContextManager[Any]
+DrawContextFactory = Callable[[int], AbstractContextManager[Any]]
+DrawContext = AbstractContextManager[Any]
 
 
 @dataclass(frozen=True)
@@ -118,14 +118,14 @@ class LayersPerCore(Strategy):
         check_chain(task, model, workers or 1)
 
     def learner(self, task: Task, place: RankContext, seed: int) -> Learner:
-        return PipelineLearner(task, place, seed, self)
+        return LayersPerCoreLearner(task, place, seed, self)
 
 
 _FAILED = object()
 """Item that a failed stage puts into all queues, so that no other stage waits for it."""
 
 
-class Span(NamedTuple):
+class StageSpan(NamedTuple):
     """Work of a stage from `start` to `end`, in seconds of `time.perf_counter`."""
 
     name: str
@@ -134,13 +134,13 @@ class Span(NamedTuple):
 
 
 @dataclass
-class Work:
+class StageWork:
     """Record of a stage's part of a step: timed work, and bytes sent forwards and backwards.
 
     loss: in the last stage, the loss of the joint batch; None if its denominator is 0.
     """
 
-    spans: list[Span] = field(default_factory=list)
+    spans: list[StageSpan] = field(default_factory=list)
     handed_on: int = 0
     handed_back: int = 0
     loss: float | None = None
@@ -149,11 +149,11 @@ class Work:
         """Run `work`, and record its start and end."""
         started = time.perf_counter()
         value = work()
-        self.spans.append(Span(name, started, time.perf_counter()))
+        self.spans.append(StageSpan(name, started, time.perf_counter()))
         return value
 
 
-class Belt:
+class StageQueues:
     """Queues between the stages in a pass: outputs forwards, gradients backwards."""
 
     def __init__(self, stages: int) -> None:
@@ -179,7 +179,7 @@ class Belt:
             line.put(_FAILED)
 
 
-class Chain(nn.Module):
+class StageChain(nn.Module):
     """The stages in order, each on its device: the whole model for evaluation.
 
     writing: stages with layers that write into their inputs, which may be views of the stage's
@@ -207,10 +207,10 @@ class Chain(nn.Module):
     def stage(self, number: int, inputs: Any) -> Any:
         """Return the output of a stage's layers for `inputs`, which are on its device."""
         layers: Any = self.stages[number]
-        return run(layers, copied(inputs) if number in self.writing else inputs)
+        return run_layers(layers, copied(inputs) if number in self.writing else inputs)
 
 
-class PipelineLearner(SingleLearner):
+class LayersPerCoreLearner(SingleLearner):
     """SGD whose gradient is computed by threads, each with some of the layers."""
 
     def __init__(self, task: Task, place: RankContext, seed: int, strategy: LayersPerCore) -> None:
@@ -229,7 +229,7 @@ class PipelineLearner(SingleLearner):
             # on a micro-batch, because operators are less efficient on small batches
             costs = measured_costs(layers, self.train_examples, self.size)
         self.division = divided_layers(costs, stages)
-        writes = writers(layers, self.train_examples)
+        writes = find_inplace_layers(layers, self.train_examples)
         writing: set[int] = set()
         of_stages: list[list[nn.Module]] = []
         for stage, numbers in enumerate(self.division):
@@ -240,13 +240,13 @@ class PipelineLearner(SingleLearner):
             if any(writes[own]):
                 writing.add(stage)
         # The model's own modules, so that the optimizer and checkpoints are independent of stages.
-        self.chain = Chain(of_stages, place.devices, writing)
-        self.team = team_at(place, self.flops_per_step() / stages, "stage")
+        self.chain = StageChain(of_stages, place.devices, writing)
+        self.team = worker_threads_at(place, self.flops_per_step() / stages, "stage")
         self.sheets = [
-            TimeSheet(Meter(name_of(stage, numbers), place.trace), "the other stages")
+            WorkerTimeline(Meter(stage_name(stage, numbers), place.trace), "the other stages")
             for stage, numbers in enumerate(self.division)
         ]
-        self.draws = Draws(place.devices, [self.model])
+        self.draws = ThreadDraws(place.devices, [self.model])
 
     def flops_per_step(self) -> float:
         return flops_per_step(self.model, self.train_examples, self.batches.batch_size)
@@ -265,7 +265,7 @@ class PipelineLearner(SingleLearner):
         """Compute the joint batch's gradient in the stages and store it in the parameters."""
         inputs, targets = self.read(indices)
         sizes = [len(part) for part in indices.tensor_split(self.microbatches) if len(part)]
-        microbatches = parts.divided(inputs, sizes)
+        microbatches = batch_trees.split_examples(inputs, sizes)
         started = time.perf_counter()
         works = self.draws.run(lambda own: self._pass(microbatches, sizes, targets, own))
         self.group.meter.idle("wait for the stages", started, time.perf_counter(), self.step + 1)
@@ -273,12 +273,12 @@ class PipelineLearner(SingleLearner):
         return StepResult(works[-1].loss, len(indices), wish)
 
     def _pass(
-        self, microbatches: list[Any], sizes: list[int], targets: Any, own: Own
-    ) -> list[Work]:
+        self, microbatches: list[Any], sizes: list[int], targets: Any, own: DrawContextFactory
+    ) -> list[StageWork]:
         """Run all micro-batches forward and backward, and store the gradients in the parameters."""
-        # here, because a pass may run twice (`Draws.run`)
+        # here, because a pass may run twice (`ThreadDraws.run`)
         self.optimizer.zero_grad(set_to_none=True)
-        belt = Belt(len(self.division))
+        belt = StageQueues(len(self.division))
         # All micro-batches at once: the first stage never waits for the master.
         for microbatch in microbatches:
             belt.forwards[0].put(microbatch)
@@ -289,12 +289,12 @@ class PipelineLearner(SingleLearner):
         )
         return [one.value for one in done]
 
-    def _draws(self, microbatches: int, own: Own) -> list[list[Draw]]:
+    def _draws(self, microbatches: int, own: DrawContextFactory) -> list[list[DrawContext]]:
         """Return generators for each stage and micro-batch.
 
         Stages on the same device share them.
         """
-        of_device: dict[torch.device, list[Draw]] = {}
+        of_device: dict[torch.device, list[DrawContext]] = {}
         for place, device in enumerate(dict.fromkeys(self.chain.devices)):
             # With the same seed two GPUs would draw equal numbers, so later GPUs add their index.
             own_place = (place,) if place else ()
@@ -305,11 +305,16 @@ class PipelineLearner(SingleLearner):
         return [of_device[device] for device in self.chain.devices]
 
     def _stage(
-        self, stage: int, belt: Belt, draws: Sequence[Draw], sizes: list[int], targets: Any
-    ) -> Work:
+        self,
+        stage: int,
+        belt: StageQueues,
+        draws: Sequence[DrawContext],
+        sizes: list[int],
+        targets: Any,
+    ) -> StageWork:
         """Run a stage in a pass: all forward, the loss in the last stage, all backward."""
         try:
-            work = Work()
+            work = StageWork()
             begun = []
             # All forward, then all backward, as in GPipe: the graphs of all micro-batches are
             # stored in between.
@@ -330,7 +335,7 @@ class PipelineLearner(SingleLearner):
             raise
 
     def _forward(
-        self, stage: int, number: int, belt: Belt, work: Work, draw: Draw
+        self, stage: int, number: int, belt: StageQueues, work: StageWork, draw: DrawContext
     ) -> tuple[Any, Any]:
         """Run a micro-batch forward; return (inputs, where this stage's graph begins; outputs).
 
@@ -342,7 +347,7 @@ class PipelineLearner(SingleLearner):
             draw: Context of the micro-batch's generators, which continue from the previous stage.
         """
         # This stage's graph begins here: two threads must not run backward through the same graph.
-        leaves = parts.detached(belt.taken(belt.forwards[stage]))
+        leaves = batch_trees.detached(belt.taken(belt.forwards[stage]))
 
         def compute() -> Any:
             with draw, computing(self.task, self.chain.devices[stage]):
@@ -350,42 +355,46 @@ class PipelineLearner(SingleLearner):
 
         outputs = work.timed(f"forward of micro-batch {number}", compute)
         if stage + 1 < len(self.division):
-            work.handed_on += parts.nbytes(outputs)
+            work.handed_on += batch_trees.nbytes(outputs)
             # with its graph; the next stage detaches the outputs and begins a new graph
             belt.forwards[stage + 1].put(outputs)
         return leaves, outputs
 
-    def _loss(self, outputs: list[Any], sizes: list[int], targets: Any, work: Work) -> list[Any]:
+    def _loss(
+        self, outputs: list[Any], sizes: list[int], targets: Any, work: StageWork
+    ) -> list[Any]:
         """Compute the loss of the joint batch.
 
         Return the gradients of each micro-batch's outputs.
         """
-        leaves = [parts.detached(one) for one in outputs]
+        leaves = [batch_trees.detached(one) for one in outputs]
         device = self.chain.devices[-1]
         with computing(self.task, device):
             outcome = self.losses.mean(
-                parts.joined(leaves, sizes), to_device(targets, device), sum(sizes)
+                batch_trees.join_examples(leaves, sizes), to_device(targets, device), sum(sizes)
             )
         loss = float(outcome.loss.item())
         if not math.isfinite(loss):
             raise LossNotFiniteError(loss, self.where, f"step {self.step + 1}")
         work.loss = loss if outcome.counted else None
         outcome.loss.backward()  # type: ignore[no-untyped-call]
-        return [parts.gradients(leaf) for leaf in leaves]
+        return [batch_trees.gradients(leaf) for leaf in leaves]
 
     def _backward(
-        self, stage: int, number: int, graph: tuple[Any, Any], belt: Belt, work: Work
+        self, stage: int, number: int, graph: tuple[Any, Any], belt: StageQueues, work: StageWork
     ) -> None:
         """Run a micro-batch backward. graph: the result of `_forward`."""
         leaves, outputs = graph
         grads = belt.taken(belt.backwards[stage])
-        work.timed(f"backward of micro-batch {number}", lambda: parts.backward(outputs, grads))
+        work.timed(
+            f"backward of micro-batch {number}", lambda: batch_trees.backward(outputs, grads)
+        )
         if stage > 0:
-            back = parts.gradients(leaves)
-            work.handed_back += parts.nbytes(back)
+            back = batch_trees.gradients(leaves)
+            work.handed_back += batch_trees.nbytes(back)
             belt.backwards[stage - 1].put(back)
 
-    def _account(self, works: list[Work]) -> None:
+    def _account(self, works: list[StageWork]) -> None:
         """Report the work and the transfers of the stages to the meters."""
         for stage, (sheet, work) in enumerate(zip(self.sheets, works, strict=True)):
             for name, start, end in work.spans:
@@ -403,14 +412,14 @@ class PipelineLearner(SingleLearner):
         return [self.group.meter, *(sheet.meter for sheet in self.sheets)]
 
 
-def name_of(stage: int, layers: range) -> str:
+def stage_name(stage: int, layers: range) -> str:
     """Return a stage's name in reports: "stage 1, layers 2-4"."""
     if len(layers) == 1:
         return f"stage {stage}, layer {layers[0]}"
     return f"stage {stage}, layers {layers[0]}-{layers[-1]}"
 
 
-def handed_over(widths: Sequence[int], examples: int) -> list[int]:
+def elements_between_stages(widths: Sequence[int], examples: int) -> list[int]:
     """Return the elements that each stage sends in a step: outputs, and gradients of inputs.
 
     widths: elements of an example at each of the S-1 cuts.

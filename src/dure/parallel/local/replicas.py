@@ -19,8 +19,9 @@ worker's own part. The buffers of worker 0, which uses the model itself, are sav
 each step with a copy. Dropout is drawn from (seed, step, worker), as by ranks.
 
 Transfers are counted as if memory were not shared, for each worker: its inputs, and the gradients
-of its outputs, from the master; its outputs, and d gradients, to the master (`handed_over`). The
-buffers are counted for all workers except worker 0, and the weights for workers on other devices.
+of its outputs, from the master; its outputs, and d gradients, to the master
+(`elements_with_master`). The buffers are counted for all workers except worker 0, and the weights
+for workers on other devices.
 
 Source: the data-parallel scheme of torch.nn.DataParallel; Krizhevsky 2014, "One weird trick for
 parallelizing convolutional neural networks" (its section on data parallelism).
@@ -41,12 +42,12 @@ from dure.contracts.strategy import RankContext, StepResult, unused_copy
 from dure.contracts.task import Task
 from dure.errors import LossNotFiniteError
 from dure.machine.devices import to_device
-from dure.parallel.alike import Still
-from dure.parallel.local import parts
+from dure.parallel.local import batch_trees
 from dure.parallel.local.chain import copied
-from dure.parallel.local.draws import Draws
 from dure.parallel.local.single import SingleLearner
-from dure.parallel.local.team import TimeSheet, team_at
+from dure.parallel.local.thread_rng import ThreadDraws
+from dure.parallel.local.worker_threads import WorkerTimeline, worker_threads_at
+from dure.parallel.replica_consistency import MutationGuard
 from dure.randomness.seeds import derive
 from dure.record.meter import Meter
 from dure.tasks.flops import flops_per_step
@@ -57,7 +58,9 @@ COMPILES_ALONE = "torch's compiler works for one thread of a process, and here s
 """Reason why systems of threads do not compile."""
 
 
-def handed_over(inputs: int, outputs: int, parameters: int, workers: int) -> tuple[int, int]:
+def elements_with_master(
+    inputs: int, outputs: int, parameters: int, workers: int
+) -> tuple[int, int]:
     """Return the elements that the master sends to all workers in a step, and receives from them.
 
     inputs, outputs: elements of the joint batch; all outputs have a gradient. For models without
@@ -66,14 +69,14 @@ def handed_over(inputs: int, outputs: int, parameters: int, workers: int) -> tup
     return inputs + outputs, outputs + workers * parameters
 
 
-class Worker:
+class ReplicaWorker:
     """A worker's replica, its inputs and outputs, and its times, as used by the master."""
 
     def __init__(self, model: nn.Module, device: torch.device, meter: Meter) -> None:
         self.model = model
         self.device = device
         self.meter = meter
-        self.sheet = TimeSheet(meter, "the master")
+        self.sheet = WorkerTimeline(meter, "the master")
         self.inputs: Any = None
         self.outputs: Any = None
         self.leaves: Any = None
@@ -85,11 +88,11 @@ class Worker:
         """
         # A model may write into its inputs, which are views of the batch.
         self.outputs = self.model(copied(self.inputs))
-        self.leaves = parts.detached(self.outputs)
+        self.leaves = batch_trees.detached(self.outputs)
 
     def backward(self) -> None:
         """Compute the gradients of the replica's weights from the gradients of `leaves`."""
-        parts.backward(self.outputs, parts.gradients(self.leaves))
+        batch_trees.backward(self.outputs, batch_trees.gradients(self.leaves))
         # releases the graph
         self.inputs = self.outputs = self.leaves = None
 
@@ -108,19 +111,19 @@ class ReplicasLearner(SingleLearner):
         self.where = "master"
         # the largest number of examples of a worker
         self.share = -(-self.batches.batch_size // len(place.devices))
-        self.team = team_at(place, self.flops_per_step())
-        self.workers: list[Worker] = []
+        self.team = worker_threads_at(place, self.flops_per_step())
+        self.workers: list[ReplicaWorker] = []
         for number, device in enumerate(place.devices):
             # Worker 0 uses the model itself: no copy, and its gradients are in place.
             own = self.model
             if number > 0:
                 own = replica(self.model, unused_copy(self.model, task, seed), device)
             meter = Meter(f"worker {number}", place.trace)
-            self.workers.append(Worker(own, device, meter))
-        self.draws = Draws(place.devices, [worker.model for worker in self.workers])
+            self.workers.append(ReplicaWorker(own, device, meter))
+        self.draws = ThreadDraws(place.devices, [worker.model for worker in self.workers])
         # A single worker may change its weights in forward.
         models = [worker.model for worker in self.workers] if len(self.workers) > 1 else []
-        self.still = Still(named for model in models for named in model.named_parameters())
+        self.still = MutationGuard(named for model in models for named in model.named_parameters())
 
     def flops_per_step(self) -> float:
         return flops_per_step(self.model, self.train_examples, self.share)
@@ -142,7 +145,7 @@ class ReplicasLearner(SingleLearner):
         busy = self._scatter(inputs, sizes)
         self.still.begin()
         # around forward and loss only: backward uses the dtypes of forward; workers inherit the
-        # mode (`Team.each`)
+        # mode (`WorkerThreads.each`)
         with self.computing():
             # Forward may run twice, if it shows that the model draws; backward comes after it.
             self.draws.run(lambda own: self._forward_all(busy, own))
@@ -153,19 +156,19 @@ class ReplicasLearner(SingleLearner):
         self._reduce(busy)
         return StepResult(float(found.loss.item()) if found.counted else None, len(indices), wish)
 
-    def _scatter(self, inputs: Any, sizes: list[int]) -> list[Worker]:
+    def _scatter(self, inputs: Any, sizes: list[int]) -> list[ReplicaWorker]:
         """Send each worker its inputs and the weights; return the workers that got inputs."""
         started = time.perf_counter()
         # A small batch leaves the last workers without examples.
         busy = self.workers[: len(sizes)]
-        for worker, mine in zip(busy, parts.divided(inputs, sizes), strict=True):
+        for worker, mine in zip(busy, batch_trees.split_examples(inputs, sizes), strict=True):
             worker.inputs = to_device(mine, worker.device)
-            self._to(worker, refresh(worker.model, self.model) + parts.nbytes(mine))
+            self._to(worker, refresh(worker.model, self.model) + batch_trees.nbytes(mine))
         self._moved("scatter", started)
         return busy
 
     def _forward_all(
-        self, busy: list[Worker], own: Callable[[int], AbstractContextManager[Any]]
+        self, busy: list[ReplicaWorker], own: Callable[[int], AbstractContextManager[Any]]
     ) -> None:
         self._at_once("forward", busy, lambda number: self._forward(number, own))
 
@@ -174,7 +177,7 @@ class ReplicasLearner(SingleLearner):
         with own(derive(self.seed, "step", self.step, number)):
             self.workers[number].forward()
 
-    def _at_once(self, name: str, busy: list[Worker], work: Callable[[int], None]) -> None:
+    def _at_once(self, name: str, busy: list[ReplicaWorker], work: Callable[[int], None]) -> None:
         """Run `work` in the workers at the same time; the master waits."""
         started = time.perf_counter()
         done = self.team.each(work, self.group.step, range(len(busy)))
@@ -182,13 +185,15 @@ class ReplicasLearner(SingleLearner):
         for worker, one in zip(busy, done, strict=True):
             worker.sheet.did(name, one.start, one.end, self.step + 1)
 
-    def _loss(self, busy: list[Worker], sizes: list[int], targets: Any) -> Computed:
+    def _loss(self, busy: list[ReplicaWorker], sizes: list[int], targets: Any) -> Computed:
         """Gather the outputs, and return the loss of the batch."""
         started = time.perf_counter()
         for worker in busy:
-            self._from(worker, parts.nbytes(worker.leaves))
+            self._from(worker, batch_trees.nbytes(worker.leaves))
         # The loss sees the whole batch, in the order of its examples.
-        outputs = parts.joined([to_device(worker.leaves, self.device) for worker in busy], sizes)
+        outputs = batch_trees.join_examples(
+            [to_device(worker.leaves, self.device) for worker in busy], sizes
+        )
         gathered = self._moved("gather", started)
         found = self.losses.mean(outputs, targets, sum(sizes))
         value = float(found.loss.item())
@@ -197,20 +202,22 @@ class ReplicasLearner(SingleLearner):
         self.group.meter.compute("loss", gathered, time.perf_counter(), self.step + 1)
         return found
 
-    def _begin_backward(self, loss: Tensor, busy: list[Worker]) -> None:
+    def _begin_backward(self, loss: Tensor, busy: list[ReplicaWorker]) -> None:
         """Compute the gradients of the outputs and store them in the workers' `leaves`."""
         started = time.perf_counter()
         loss.backward()  # type: ignore[no-untyped-call]
         self.group.meter.compute("loss", started, time.perf_counter(), self.step + 1)
         for worker in busy:
-            self._to(worker, parts.nbytes(parts.gradients(worker.leaves)))
+            self._to(worker, batch_trees.nbytes(batch_trees.gradients(worker.leaves)))
 
     @torch.no_grad()
-    def _reduce(self, busy: list[Worker]) -> None:
+    def _reduce(self, busy: list[ReplicaWorker]) -> None:
         """Add the replicas' gradients to the gradients of the model, in order of worker."""
         started = time.perf_counter()
         for worker in busy:
-            self._from(worker, parts.nbytes([weight.grad for weight in worker.model.parameters()]))
+            self._from(
+                worker, batch_trees.nbytes([weight.grad for weight in worker.model.parameters()])
+            )
         # Worker 0 uses the model itself, whose gradients are in place.
         for worker in busy[1:]:
             weights = zip(self.model.parameters(), worker.model.parameters(), strict=True)
@@ -221,11 +228,11 @@ class ReplicasLearner(SingleLearner):
                     mine.grad = None
         self._moved("reduce", started)
 
-    def _to(self, worker: Worker, nbytes: int) -> None:
+    def _to(self, worker: ReplicaWorker, nbytes: int) -> None:
         self.group.meter.sent(nbytes)
         worker.meter.received(nbytes)
 
-    def _from(self, worker: Worker, nbytes: int) -> None:
+    def _from(self, worker: ReplicaWorker, nbytes: int) -> None:
         worker.meter.sent(nbytes)
         self.group.meter.received(nbytes)
 

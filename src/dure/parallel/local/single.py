@@ -9,8 +9,8 @@ that all cores supply data (`dure.data.prefetch`); the results are the same, bit
 
 With `privacy` the gradient is that of DP-SGD (`dure.privacy.example_level`). With `offload` memory
 that a step needs only at times is in files (`dure.memory.offload`). With `recompute` or `memory`
-modules are recomputed in backward (`dure.parallel.recomputing`). Neither changes a bit of the
-results.
+modules are recomputed in backward (`dure.parallel.learner_recomputation`). Neither changes a bit of
+the results.
 
 Source: Robbins and Monro 1951 (SGD); Cauchy 1847 (gradient descent).
 """
@@ -48,13 +48,18 @@ from dure.machine.devices import device_of, to_cpu, to_device
 from dure.memory.formula import WHOLE, MemoryShares
 from dure.memory.offload.offload_setting import PARTS, Offload, parse_offload
 from dure.memory.recompute_setting import Recompute, as_recompute
-from dure.parallel.offloaded import NO_OFFLOAD, Offloaded, check_offload, check_optimizer
-from dure.parallel.recomputing import (
+from dure.parallel.learner_offloading import (
+    NO_OFFLOAD,
+    LearnerOffloading,
+    check_offload,
+    check_optimizer,
+)
+from dure.parallel.learner_recomputation import (
     NO_RECOMPUTE,
-    NOT_ASKED,
-    Asked,
+    NO_RECOMPUTE_REQUEST,
+    RecomputeRequest,
     check_recompute,
-    install,
+    install_recompute,
     prove_recompute,
 )
 from dure.privacy import example_level
@@ -210,9 +215,11 @@ class SingleWorker(Strategy):
         )
         check_recompute(self.recompute, self.memory, self.name, self.privacy is not None)
 
-    def _again(self, task: Task) -> Asked:
+    def _again(self, task: Task) -> RecomputeRequest:
         part = largest_piece(self.batch_size, len(task.train), 1, self.accumulate)
-        return Asked(self.recompute, self.memory, part, WHOLE.without(self.offload.parts))
+        return RecomputeRequest(
+            self.recompute, self.memory, part, WHOLE.without(self.offload.parts)
+        )
 
     def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
         """Check that the model can train on batches of this size. Raises ValueError otherwise."""
@@ -238,7 +245,7 @@ class SingleWorker(Strategy):
             device=device,
             loaders=self.loaders,
             wanted=self._wanted,
-            offloaded=Offloaded(self.offload, self.offload_folder, place, device),
+            offloaded=LearnerOffloading(self.offload, self.offload_folder, place, device),
             again=self._again(task),
             accumulate=self.accumulate,
         )
@@ -279,8 +286,8 @@ class SingleLearner(Learner):
         device: torch.device | None = None,
         loaders: int = 0,
         wanted: Wanted | None = None,
-        offloaded: Offloaded | None = None,
-        again: Asked = NOT_ASKED,
+        offloaded: LearnerOffloading | None = None,
+        again: RecomputeRequest = NO_RECOMPUTE_REQUEST,
         accumulate: int = 1,
     ) -> None:
         self.accumulate = accumulate
@@ -288,10 +295,10 @@ class SingleLearner(Learner):
         self.seed = seed
         self.device = place.devices[0] if device is None else device
         self.task = task = task.on(self.device)
-        self.offloaded = offloaded or Offloaded(NO_OFFLOAD, None, place, self.device)
+        self.offloaded = offloaded or LearnerOffloading(NO_OFFLOAD, None, place, self.device)
         made = self.offloaded.model(lambda: place.model(task, seed).to(self.device))
         self.model = made.train()
-        self.again = install(again, task, self.model, place.check)
+        self.again = install_recompute(again, task, self.model, place.check)
         self.optimizer = self.offloaded.optimizer(task.optimizer(self.model.parameters()))
         self.rates = ScheduledRates(self.optimizer, task.lr_schedule) if task.lr_schedule else None
         self.trimming = Trimming(task, self.model.named_parameters())

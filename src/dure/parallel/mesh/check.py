@@ -13,11 +13,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dure.data.examples import Examples
-from dure.parallel.divisible import check_element_wise, check_parameter_wise
 from dure.parallel.mesh.mesh import Mesh
+from dure.parallel.optimizer_sharding import check_element_wise, check_parameter_wise
 from dure.parallel.pipeline.cut import CutModel
 from dure.parallel.tensor.dividing import check_lengths, check_plan
-from dure.parallel.tensor.plan import Plan, divides_sequences
+from dure.parallel.tensor.plan import DivisionPlan, divides_sequences
 from dure.randomness.seeds import generators_state, restore_generators
 
 EVALUATED = 2
@@ -37,7 +37,7 @@ def check_optimizer(optimizer: Optimizer, mesh: Mesh, zero: int) -> None:
 
 
 def check_layers(
-    model: nn.Module, plan: Plan, degree: int, examples: Sequence[Examples | None]
+    model: nn.Module, plan: DivisionPlan, degree: int, examples: Sequence[Examples | None]
 ) -> None:
     """Check that the plan fits the layers, and divided sequences the lengths of the examples."""
     check_plan(model, plan, degree)

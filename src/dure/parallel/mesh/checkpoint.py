@@ -20,7 +20,7 @@ from dure.collectives.group import Group
 from dure.collectives.tensor_transfer import gathered
 from dure.machine.devices import to_cpu
 from dure.memory.spill_store import SpillStore, spilled_copy
-from dure.parallel.mesh.held import Held
+from dure.parallel.mesh.rank_state import RankState
 from dure.parallel.tensor.division import Division
 from dure.parallel.tensor.functions import gathered as joined
 from dure.parallel.tensor.state import divisions
@@ -30,7 +30,7 @@ from dure.tensors.buffers import load_passing_buffers, passing_buffers
 from dure.tensors.optimizer_state import load_optimizer
 
 
-def weights_of(held: Held) -> Mapping[str, Tensor]:
+def weights_of(held: RankState) -> Mapping[str, Tensor]:
     """Return the undivided model's state_dict on rank 0; all ranks call this function together."""
     shelf = SpillStore(held.folder)
     found: dict[str, Leaf] = {}
@@ -42,7 +42,7 @@ def weights_of(held: Held) -> Mapping[str, Tensor]:
 
 
 @torch.no_grad()
-def _weights_here(held: Held, shelf: SpillStore) -> dict[str, Leaf]:
+def _weights_here(held: RankState, shelf: SpillStore) -> dict[str, Leaf]:
     """Return the entries of the undivided model's state_dict that this rank writes."""
     own: dict[str, Any] = held.model.state_dict(keep_vars=True)
     if held.zero is not None and held.zero.stage > 1:
@@ -77,23 +77,23 @@ def _joined(
     return spilled_copy(whole, shelf)
 
 
-def _writes(held: Held) -> bool:
+def _writes(held: RankState) -> bool:
     """Return whether this rank writes its stages' tensors, for all ranks with the same tensors."""
     return held.at.data == 0 and held.at.tensor == 0
 
 
-def _keeper(held: Held, name: str) -> int:
+def _keeper(held: RankState, name: str) -> int:
     """Return the pipeline rank from which an entry of the state_dict is taken."""
     # Extra state of a module is no parameter or buffer: all ranks have it.
     return held.keepers.get(held.first_name[name], [0])[0]
 
 
-def state_of(held: Held) -> dict[str, Any]:
+def state_of(held: RankState) -> dict[str, Any]:
     """Return the state that is equal on all ranks: step and buffers."""
     return {"step": held.step, "buffers": _passing_buffers(held)}
 
 
-def _passing_buffers(held: Held) -> dict[str, Tensor]:
+def _passing_buffers(held: RankState) -> dict[str, Tensor]:
     """Return all stages' buffers that a state_dict omits, on rank 0; all ranks call it together."""
     divided = divisions(held.model)
     own = {}
@@ -116,7 +116,7 @@ def _whole(tensor: Tensor, how: tuple[Division, Group] | None) -> Tensor:
     return joined(tensor, group.unmetered(), division)
 
 
-def part_of(held: Held) -> dict[str, Any]:
+def part_of(held: RankState) -> dict[str, Any]:
     """Return the optimizer's state of the parameters on this rank, by name."""
     if held.optimizer is None:
         return {"groups": [], "state": {}}
@@ -143,7 +143,7 @@ def part_of(held: Held) -> dict[str, Any]:
 
 
 def _state_joined(
-    held: Held,
+    held: RankState,
     state: Mapping[str, Any],
     shape: torch.Size,
     how: tuple[Division, Group] | None,
@@ -163,7 +163,7 @@ def _is_of(value: Any, shape: Sequence[int]) -> bool:
     return isinstance(value, (Tensor, OnDisk)) and tuple(value.shape) == tuple(shape)
 
 
-def _names_in_the_optimizer(held: Held) -> list[list[str]]:
+def _names_in_the_optimizer(held: RankState) -> list[list[str]]:
     """Return the parameters' names for each group of the optimizer, in the optimizer's order."""
     assert held.optimizer is not None
     names = {id(parameter): name for name, parameter in held.parameters.items()}
@@ -177,7 +177,7 @@ def _names_in_the_optimizer(held: Held) -> list[list[str]]:
 
 
 def _own_part(
-    held: Held,
+    held: RankState,
     name: str,
     state: Mapping[str, Any],
     how: tuple[Division, Group] | None,
@@ -215,7 +215,7 @@ def _part(whole: Tensor, how: tuple[Division, Group] | None) -> Tensor:
     return division.part(whole, group.rank, group.size)
 
 
-def restore(held: Held, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+def restore(held: RankState, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
     """Load this rank's part of a checkpoint of this mesh or another mesh."""
     _restore_weights(held, weights)
     divided = divisions(held.model)
@@ -229,7 +229,7 @@ def restore(held: Held, weights: Mapping[str, Tensor], state: Mapping[str, Any])
 
 
 @torch.no_grad()
-def _restore_weights(held: Held, weights: Mapping[str, Tensor]) -> None:
+def _restore_weights(held: RankState, weights: Mapping[str, Tensor]) -> None:
     own = held.model.state_dict(keep_vars=True)
     divided = divisions(held.model)
     leaves = leaves_of(weights)
@@ -257,7 +257,7 @@ def _restore_weights(held: Held, weights: Mapping[str, Tensor]) -> None:
         held.zero.load_state_dict(here)
 
 
-def _restore_optimizer(held: Held, parts: Sequence[Mapping[str, Any]]) -> None:
+def _restore_optimizer(held: RankState, parts: Sequence[Mapping[str, Any]]) -> None:
     """Load the state of this rank's parameters from the parts of all ranks of the earlier run."""
     if held.optimizer is None:
         return

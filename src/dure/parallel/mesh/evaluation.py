@@ -11,14 +11,14 @@ from torch import Tensor
 
 from dure.contracts.task import Task
 from dure.data.examples import Examples
-from dure.parallel.mesh.held import Held
+from dure.parallel.mesh.rank_state import RankState
 from dure.parallel.pipeline.evaluation import chunks_of, measure
 from dure.tasks.measurement import Measurement
 from dure.tasks.modes import in_mode
 
 
 @torch.no_grad()
-def evaluate(held: Held, task: Task, examples: Examples) -> dict[str, float]:
+def evaluate(held: RankState, task: Task, examples: Examples) -> dict[str, float]:
     """Return test_loss and test_<metric>, equal on every rank; all ranks call it together.
 
     The examples of a validation set are evaluated likewise, under that set's name.
@@ -30,7 +30,7 @@ def evaluate(held: Held, task: Task, examples: Examples) -> dict[str, float]:
     return found
 
 
-def _of_one(held: Held, task: Task, examples: Examples) -> dict[str, float]:
+def _of_one(held: RankState, task: Task, examples: Examples) -> dict[str, float]:
     """Return the loss and every metric over a single set of examples."""
     started = time.perf_counter()
     # Every rank computes all shares, so that it knows the other ranks' numbers of chunks.
@@ -57,7 +57,7 @@ def _of_one(held: Held, task: Task, examples: Examples) -> dict[str, float]:
 
 
 def _measure(
-    held: Held, examples: Examples, chunks: Sequence[Tensor], measurement: Measurement
+    held: RankState, examples: Examples, chunks: Sequence[Tensor], measurement: Measurement
 ) -> None:
     measure(
         measurement,

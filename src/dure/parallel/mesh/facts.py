@@ -22,12 +22,12 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
-from dure.parallel.mesh.held import Held
-from dure.parallel.pipeline.draws import STATE_BYTES
-from dure.parallel.zero.away import gradient_of
+from dure.parallel.mesh.rank_state import RankState
+from dure.parallel.pipeline.rng import STATE_BYTES
+from dure.parallel.zero.partitioned_parameters import gradient_of
 
 
-def facts_of(held: Held, batch_size: int, carried: bool) -> dict[str, Any]:
+def facts_of(held: RankState, batch_size: int, carried: bool) -> dict[str, Any]:
     """Return the facts of this rank, as JSON.
 
     batch_size: examples of a full step, over all data groups. carried: whether the state of a
@@ -57,7 +57,7 @@ def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
     return (tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,)
 
 
-def _bytes_held(held: Held) -> dict[str, int]:
+def _bytes_held(held: RankState) -> dict[str, int]:
     buffers = bytes_in_memory(
         buffer for name, buffer in held.model.named_buffers() if name in held.names
     )
@@ -87,7 +87,7 @@ def _bytes_held(held: Held) -> dict[str, int]:
     }
 
 
-def _stage(held: Held, number: int, batch_size: int, carried: bool) -> dict[str, Any]:
+def _stage(held: RankState, number: int, batch_size: int, carried: bool) -> dict[str, Any]:
     size = held.cut.sizes()[number]
     there, back = _crossing(held, number, batch_size, carried)
     return {
@@ -99,7 +99,7 @@ def _stage(held: Held, number: int, batch_size: int, carried: bool) -> dict[str,
     }
 
 
-def _crossing(held: Held, number: int, batch_size: int, carried: bool) -> tuple[int, int]:
+def _crossing(held: RankState, number: int, batch_size: int, carried: bool) -> tuple[int, int]:
     """Return the bytes of a full step over the boundary after a stage: values, gradients."""
     home = held.schedule.home
     if number + 1 >= len(home) or home[number] == home[number + 1]:

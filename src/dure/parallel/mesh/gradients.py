@@ -18,14 +18,14 @@ from torch import Tensor
 from dure.collectives.all_reduce import all_reduce
 from dure.collectives.group import Group
 from dure.parallel.gradients import as_dense
-from dure.parallel.mesh.held import Held
+from dure.parallel.mesh.rank_state import RankState
 from dure.parallel.mesh.zero import account, names_of
 from dure.parallel.tensor.state import divisions
-from dure.parallel.zero.away import gradient_of, set_gradient
+from dure.parallel.zero.partitioned_parameters import gradient_of, set_gradient
 
 
 @torch.no_grad()
-def sum_tied(held: Held) -> None:
+def sum_tied(held: RankState) -> None:
     """Sum gradients of parameters that several stages use; each of these stages gets the sum.
 
     Each rank with such a parameter sends its gradient to the other ranks with that parameter.
@@ -53,7 +53,7 @@ def sum_tied(held: Held) -> None:
 
 
 @torch.no_grad()
-def sum_over_replicas(held: Held) -> None:
+def sum_over_replicas(held: RankState) -> None:
     """Sum gradients over the data group; with ZeRO each rank gets the sums of its part."""
     group = held.groups.data
     if group.size == 1 or not held.parameters:
@@ -89,7 +89,7 @@ def _sum_flat(parameters: Sequence[Tensor], group: Group) -> None:
         parameter.grad = piece.view(parameter.shape)
 
 
-def share_buffers(held: Held) -> None:
+def share_buffers(held: RankState) -> None:
     """Copy buffers that a step changes, such as running statistics, from the first data group.
 
     All data groups then have equal buffers, although they have seen different examples.
@@ -112,7 +112,7 @@ def share_buffers(held: Held) -> None:
     )
 
 
-def clip(held: Held, largest: float) -> None:
+def clip(held: RankState, largest: float) -> None:
     """Scale the gradient so that its norm over the whole model is at most `largest`.
 
     Gradients that several stages or tensor neighbours share count once.
@@ -143,7 +143,7 @@ def _square(gradient: Tensor) -> float:
     return float((gradient.abs() if gradient.is_complex() else gradient).double().square().sum())
 
 
-def summed_gradients(held: Held) -> Iterator[tuple[str, Tensor]]:
+def summed_gradients(held: RankState) -> Iterator[tuple[str, Tensor]]:
     """Yield the gradients for the optimizer here, by name: with ZeRO this rank's parts."""
     if held.zero is None:
         for name, parameter in held.parameters.items():

@@ -28,11 +28,11 @@ from dure.contracts.training_options import Part
 from dure.data.sampling import JOINT_SAMPLING, SamplingRequest
 from dure.memory.formula import MemoryShares
 from dure.memory.offload.offload_setting import Offload, parse_offload
+from dure.parallel.learner_offloading import NO_OFFLOAD
 from dure.parallel.mesh.mesh import Mesh
 from dure.parallel.mesh.strategy import TRAINS_WITH, Parallel, ParallelLearner, cannot
-from dure.parallel.offloaded import NO_OFFLOAD
 from dure.parallel.pipeline.balance import Balance
-from dure.parallel.pipeline.schedule import Schedule, is_own
+from dure.parallel.pipeline.schedule import Schedule, is_user_defined
 from dure.parallel.pipeline.trace import TRACES
 from dure.settings import parse_fields
 
@@ -83,7 +83,9 @@ class Pipeline(Strategy):
     @property
     def label(self) -> str:
         strategy = self.on(1)
-        own = Schedule.parse(self.schedule).name if is_own(self.schedule) else self.schedule
+        own = (
+            Schedule.parse(self.schedule).name if is_user_defined(self.schedule) else self.schedule
+        )
         return f"pipeline {own}, {strategy.most} micro-batch{'' if strategy.most == 1 else 'es'}"
 
     @property

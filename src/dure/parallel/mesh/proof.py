@@ -21,10 +21,10 @@ from dure.machine.devices import to_device
 from dure.machine.memory import available_memory, trim_heap
 from dure.memory.file_backed_init import lies_in_files
 from dure.memory.mapped import WINDOW
-from dure.parallel.first_weights import share_weights
 from dure.parallel.mesh.mesh import Groups
-from dure.parallel.tensor.plan import Plan
+from dure.parallel.tensor.plan import DivisionPlan
 from dure.parallel.tensor.proof import prove_plan
+from dure.parallel.weight_broadcast import share_weights
 from dure.randomness.seeds import generators_state, restore_generators
 from dure.record.meter import reset_peak_memory
 from dure.tasks.loss_shares import CountedLoss
@@ -35,7 +35,7 @@ PROVEN = "divided by its plan, the model gives the loss and the gradients of the
 
 def prove_layers(
     model: nn.Module,
-    plan: Plan,
+    plan: DivisionPlan,
     task: Task,
     seed: int,
     *,

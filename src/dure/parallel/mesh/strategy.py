@@ -51,7 +51,17 @@ from dure.memory.formula import MemoryShares, divided_shares
 from dure.memory.offload.offload_setting import Offload, parse_offload
 from dure.memory.recomputation import recompute_modules
 from dure.memory.recompute_setting import ALL, Recompute
-from dure.parallel.first_weights import share_weights
+from dure.parallel.buffer_broadcast import BufferSync
+from dure.parallel.learner_offloading import NO_OFFLOAD, LearnerOffloading, check_offload
+from dure.parallel.learner_offloading import check_optimizer as check_steps_of
+from dure.parallel.learner_recomputation import (
+    NO_RECOMPUTE,
+    NO_RECOMPUTE_REQUEST,
+    RecomputeRequest,
+    check_recompute,
+    prove_recompute,
+    recompute_plan_for,
+)
 from dure.parallel.mesh.check import (
     EVALUATED,
     check_cut,
@@ -69,40 +79,30 @@ from dure.parallel.mesh.gradients import (
     sum_tied,
     summed_gradients,
 )
-from dure.parallel.mesh.held import hold, optimizer_of
 from dure.parallel.mesh.mesh import Mesh, groups_on
+from dure.parallel.mesh.microbatch_reader import MicrobatchReader
 from dure.parallel.mesh.proof import prove_layers
-from dure.parallel.mesh.reading import Reading
+from dure.parallel.mesh.rank_state import build_rank_state, optimizer_of
 from dure.parallel.mesh.zero import account, parts_changed, trained_parts, zero_of
 from dure.parallel.mesh.zero import check as check_zero
-from dure.parallel.offloaded import NO_OFFLOAD, Offloaded, check_offload
-from dure.parallel.offloaded import check_optimizer as check_steps_of
 from dure.parallel.pipeline import validate
-from dure.parallel.pipeline.apart import Remaining, now
 from dure.parallel.pipeline.balance import Balance
 from dure.parallel.pipeline.builders import in_order, make
 from dure.parallel.pipeline.cut import CutModel
-from dure.parallel.pipeline.draws import Stream
 from dure.parallel.pipeline.proof import prove_cut
-from dure.parallel.pipeline.runtime import Engine
-from dure.parallel.pipeline.schedule import Schedule, is_own
+from dure.parallel.pipeline.rng import RandomStream
+from dure.parallel.pipeline.runtime import PipelineEngine
+from dure.parallel.pipeline.schedule import Schedule, is_user_defined
+from dure.parallel.pipeline.single_stage import SingleStageModel
+from dure.parallel.pipeline.split_backward import DeferredGradients, compute_now
 from dure.parallel.pipeline.stage import Stage
 from dure.parallel.pipeline.trace import TRACES
-from dure.parallel.pipeline.uncut import UncutModel
-from dure.parallel.recomputing import (
-    NO_RECOMPUTE,
-    NOT_ASKED,
-    Asked,
-    check_recompute,
-    chosen,
-    prove_recompute,
-)
-from dure.parallel.speaker import Speaker
+from dure.parallel.tensor.builtin_plans import plan_of
 from dure.parallel.tensor.divided import draws_of
 from dure.parallel.tensor.dividing import divide
-from dure.parallel.tensor.draws import modules_on_shards
-from dure.parallel.tensor.ready import plan_of
+from dure.parallel.tensor.rng import modules_on_shards
 from dure.parallel.tensor.written_plan import TensorPlan
+from dure.parallel.weight_broadcast import share_weights
 from dure.randomness.seeds import derive, seed_generators
 from dure.record.meter import Meter
 from dure.settings import parse_fields
@@ -112,7 +112,7 @@ from dure.tasks.loss_shares import CountedLoss
 from dure.tensors.flat import check_apart
 from dure.tensors.optimizer_state import forget
 
-EVERY = (1 << 48) - 1
+ALL_VALUES = (1 << 48) - 1
 """Bit mask of all values that the last stage may receive: 48 bits, which a float64 represents."""
 
 TRAINS_WITH: frozenset[Part] = frozenset({"clip_norm", "ema", "unfreeze"})
@@ -212,7 +212,7 @@ class Parallel(Strategy):
         """Return the schedule for a number of micro-batches; raise ValueError if impossible."""
         # A smaller batch has fewer micro-batches than the user's list: it uses the same placement
         # of stages with all forwards first.
-        if is_own(self.schedule):
+        if is_user_defined(self.schedule):
             own = Schedule.parse(self.schedule)
             if own.ranks != self.mesh.pipeline:
                 raise ValueError(
@@ -246,7 +246,7 @@ class Parallel(Strategy):
     @property
     def most(self) -> int:
         """Number of micro-batches of a batch that is large enough."""
-        if is_own(self.schedule):
+        if is_user_defined(self.schedule):
             return Schedule.parse(self.schedule).microbatches
         return 1 if self.schedule == "naive" else self.microbatches
 
@@ -271,19 +271,19 @@ class Parallel(Strategy):
             why="for a rank computes with all that it holds, and sends gradients from memory",
         )
         check_recompute(NO_RECOMPUTE, self.memory, self.name)
-        if self.memory is not None and not self.uncut:
+        if self.memory is not None and not self.runs_untraced:
             raise ValueError(
                 f"memory {self.memory} chooses modules, and a pipeline computes traced stages: "
                 f"take recompute, or a mesh without a pipeline and microbatches 1"
             )
 
-    def again(self, task: Task) -> Asked:
+    def again(self, task: Task) -> RecomputeRequest:
         """Return the request for recomputation by modules; traced stages ignore it."""
         whole = Recompute((ALL,)) if self.recompute and self.memory is None else NO_RECOMPUTE
-        if not self.uncut:
-            return NOT_ASKED
+        if not self.runs_untraced:
+            return NO_RECOMPUTE_REQUEST
         shares = divided_shares(self.mesh.tensor, self.zero, self.mesh.data)
-        return Asked(whole, self.memory, self.examples(len(task.train)), shares)
+        return RecomputeRequest(whole, self.memory, self.examples(len(task.train)), shares)
 
     def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
         """Check the model on a copy: divide the copy and run it on a micro-batch."""
@@ -302,7 +302,7 @@ class Parallel(Strategy):
         if self.mesh.tensor > 1 or not self.plan.is_ready:
             plan = plan_of(model, self.sequence, self.plan)
             check_layers(model, plan, self.mesh.tensor, (train, test))
-        if not self.uncut:
+        if not self.runs_untraced:
             return self._checked_cut(model, train, test)
         if self.cut:
             raise ValueError(
@@ -354,7 +354,7 @@ class Parallel(Strategy):
         return Proof(what, time.perf_counter() - started)
 
     @property
-    def uncut(self) -> bool:
+    def runs_untraced(self) -> bool:
         """Whether the model is computed in a single stage, without a trace."""
         # Recomputation by modules needs modules, which a trace does not have. With a single
         # micro-batch both draw the same random numbers.
@@ -395,7 +395,7 @@ class ParallelLearner(Learner):
         place: RankContext,
         seed: int,
         strategy: Parallel,
-        again: Asked | None = None,
+        again: RecomputeRequest | None = None,
     ) -> None:
         self.task = task
         self.group = place.group
@@ -416,29 +416,30 @@ class ParallelLearner(Learner):
             drop_last=self.train_examples.sampling.drop_last,
         )
         self.examples = self.batches.visited
-        self.offloaded = Offloaded(
+        self.offloaded = LearnerOffloading(
             strategy.offload, strategy.offload_folder, place, self.device, divided=True
         )
         # Choose on the undivided model, so that all ranks make the same choice.
         asked = strategy.again(task) if again is None else again
-        chosen_again = chosen(asked, task, model, place.check)
-        # Parts of layers are in files too, until `hold` decides which of them this rank stores.
+        chosen_again = recompute_plan_for(asked, task, model, place.check)
+        # Parts of layers are in files too, until `build_rank_state` decides which of them this rank
+        # stores.
         with in_files_like(model):
             self._divide_layers(model, place.check)
         if chosen_again is not None:
             recompute_modules(model, chosen_again.choice.names)
         self._draws = draws_of(model)
         self.units_per_epoch = self.batches.steps_per_epoch
-        # Before `hold`, which frees the parameters of other stages. A forward pass counts the
-        # operations, and its messages are not part of training.
+        # Before `build_rank_state`, which frees the parameters of other stages. A forward pass
+        # counts the operations, and its messages are not part of training.
         with self.groups.tensor.uncounted():
             self._flops = (
                 flops_per_step(model, self.train_examples, self._share()) / strategy.mesh.pipeline
             )
         # The schedule of a full batch; smaller batches have separate engines (`_engine`).
         self.schedule = strategy.list_for(strategy.most)
-        self.stream = Stream(derive(seed, "draws", self.at.data), False, self._own_draws)
-        self.held = hold(
+        self.stream = RandomStream(derive(seed, "draws", self.at.data), False, self._own_draws)
+        self.held = build_rank_state(
             mesh=strategy.mesh,
             group=self.group,
             groups=self.groups,
@@ -450,13 +451,13 @@ class ParallelLearner(Learner):
         self.held.folder = place.folder
         self._trained_from = trained_from(task, self.held.parameters)
         self.stages = self._stages()
-        self._engines: dict[int, Engine] = {}
+        self._engines: dict[int, PipelineEngine] = {}
         self._without: dict[int, list[str]] = {}
         self._make_optimizer()
-        if strategy.uncut:
+        if strategy.runs_untraced:
             # Without a trace, changed buffers are found by comparing values.
-            self.held.speaking = Speaker(model)
-        self.reading = Reading(
+            self.held.speaking = BufferSync(model)
+        self.reading = MicrobatchReader(
             examples=self.train_examples,
             losses=self.losses,
             seed=seed,
@@ -499,9 +500,9 @@ class ParallelLearner(Learner):
             share_weights(model, self.groups.tensor)
         divide(model, plan, self.groups.tensor)
 
-    def _cut(self, model: nn.Module) -> CutModel | UncutModel:
+    def _cut(self, model: nn.Module) -> CutModel | SingleStageModel:
         """Return the model with rank 0's cut, because measured times differ between ranks."""
-        kind = UncutModel if self.strategy.uncut else CutModel
+        kind = SingleStageModel if self.strategy.runs_untraced else CutModel
         cut = kind(
             model,
             sample=self._sample,
@@ -522,7 +523,7 @@ class ParallelLearner(Learner):
         strategy = self.strategy
         # Several micro-batches draw at the same time, and so do ranks that divide a sequence: each
         # operation then has a number and its own seed.
-        on_shards = bool(modules_on_shards(held.model)) and not strategy.uncut
+        on_shards = bool(modules_on_shards(held.model)) and not strategy.runs_untraced
         numbered = strategy.most > 1 or on_shards
         self.stream.carried = not numbered and held.cut.draws
         # The loss may draw too; -1 is a number that no operation of the model has.
@@ -530,8 +531,8 @@ class ParallelLearner(Learner):
         self._loss = self.stream.drawing(part, -1) if numbered else part
         # A schedule with separate weight gradients defers them to this list; otherwise they are
         # computed at once.
-        self.remaining: Remaining | None = [] if self.schedule.parts_gradients else None
-        self.later = now if self.remaining is None else self.remaining.append
+        self.remaining: DeferredGradients | None = [] if self.schedule.parts_gradients else None
+        self.later = compute_now if self.remaining is None else self.remaining.append
         stages = {number: self._stage(number) for number in held.own}
         examples = strategy.examples(len(self.train_examples))
         written: set[str] = set()
@@ -665,11 +666,11 @@ class ParallelLearner(Learner):
         numbers = range(len(batches))
         return sum(last.losses[n] for n in numbers), sum(last.counts[n] for n in numbers)
 
-    def _engine(self, microbatches: int) -> Engine:
+    def _engine(self, microbatches: int) -> PipelineEngine:
         """Return the engine for this number of micro-batches, made at first use."""
         if microbatches not in self._engines:
             schedule = self.strategy.list_for(microbatches)
-            self._engines[microbatches] = Engine(
+            self._engines[microbatches] = PipelineEngine(
                 self.groups.pipeline,
                 schedule,
                 stages=self.stages,
@@ -695,12 +696,12 @@ class ParallelLearner(Learner):
     def _missed(self) -> int:
         """Return a bit mask of the values that the last stage received and that got no gradient.
 
-        The mask is `EVERY` on a rank that does not know. A loss may not depend on all outputs.
+        The mask is `ALL_VALUES` on a rank that does not know. A loss may not depend on all outputs.
         """
         last = self.stages.get(self.schedule.stages - 1)
         if last is None or not last.losses or self.schedule.stages == 1:
-            return EVERY
-        return EVERY & ~sum(1 << place for place in last.reached)
+            return ALL_VALUES
+        return ALL_VALUES & ~sum(1 << place for place in last.reached)
 
     def _drop_gradients(self, missed: int) -> None:
         """Drop gradients of zeros for parameters that have no gradient on a single worker.
@@ -710,7 +711,11 @@ class ParallelLearner(Learner):
         """
         cut = self.held.cut
         # With ZeRO the divided state is updated as a whole, so single gradients cannot be dropped.
-        if isinstance(cut, UncutModel) or self.schedule.stages == 1 or self.held.zero is not None:
+        if (
+            isinstance(cut, SingleStageModel)
+            or self.schedule.stages == 1
+            or self.held.zero is not None
+        ):
             return
         if missed not in self._without:
             self._without[missed] = cut.without_gradient(missed)
@@ -757,8 +762,8 @@ class ParallelLearner(Learner):
     def restore(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         restore(self.held, weights, state)
         self.offloaded.restored()
-        if self.strategy.uncut:
-            self.held.speaking = Speaker(self.held.model)
+        if self.strategy.runs_untraced:
+            self.held.speaking = BufferSync(self.held.model)
 
     def facts(self) -> dict[str, Any]:
         """Return the facts of this rank for the report: see `dure.parallel.mesh.facts`."""

@@ -29,10 +29,15 @@ from dure.data.sampling import JOINT_SAMPLING, SamplingRequest
 from dure.memory.formula import MemoryShares
 from dure.memory.offload.offload_setting import Offload, parse_offload
 from dure.memory.recompute_setting import Recompute, as_recompute
+from dure.parallel.learner_offloading import NO_OFFLOAD
+from dure.parallel.learner_recomputation import (
+    NO_RECOMPUTE,
+    RecomputeRequest,
+    check_recompute,
+    prove_recompute,
+)
 from dure.parallel.mesh.mesh import Mesh
 from dure.parallel.mesh.strategy import TRAINS_WITH, Parallel, ParallelLearner, cannot
-from dure.parallel.offloaded import NO_OFFLOAD
-from dure.parallel.recomputing import NO_RECOMPUTE, Asked, check_recompute, prove_recompute
 from dure.parallel.tensor.written_plan import TensorPlan
 from dure.settings import parse_fields
 
@@ -112,7 +117,7 @@ class TensorParallel(Strategy):
     def shares(self, workers: int | None) -> MemoryShares | None:
         return self.on(1 if workers is None else workers).shares(workers)
 
-    def _again(self, task: Task, workers: int | None) -> Asked:
+    def _again(self, task: Task, workers: int | None) -> RecomputeRequest:
         return self.on(workers or 1).again(task)._replace(recompute=self.recompute)
 
     def check(self, task: Task, workers: int | None) -> None:

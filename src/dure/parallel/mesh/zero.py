@@ -24,16 +24,16 @@ from typing import Literal
 
 from torch import nn
 
-from dure.parallel.mesh.held import Held
+from dure.parallel.buffer_broadcast import check_forward_keeps_weights
 from dure.parallel.mesh.mesh import Mesh
-from dure.parallel.speaker import check_weights_stay
+from dure.parallel.mesh.rank_state import RankState
 from dure.parallel.zero.redundancy import ZeroRedundancy
 
-Stage = Literal[0, 1, 2, 3]
+ZeroStage = Literal[0, 1, 2, 3]
 """Stage of ZeRO; 0 divides nothing."""
 
 
-def check(stage: Stage, mesh: Mesh, stages: int, model: nn.Module) -> None:
+def check(stage: ZeroStage, mesh: Mesh, stages: int, model: nn.Module) -> None:
     """Raise ValueError if ZeRO does not fit the mesh or the model.
 
     stages: the number of stages of the cut model.
@@ -47,10 +47,10 @@ def check(stage: Stage, mesh: Mesh, stages: int, model: nn.Module) -> None:
             f"zero is {stage}, but in a pipeline the gradients of all micro-batches add up before "
             "they are divided: zero=1 there, or one stage"
         )
-    check_weights_stay(model, mesh.data)
+    check_forward_keeps_weights(model, mesh.data)
 
 
-def zero_of(held: Held, stage: Stage) -> ZeroRedundancy | None:
+def zero_of(held: RankState, stage: ZeroStage) -> ZeroRedundancy | None:
     """Divide this rank's trained parameters in place; return None if nothing is divided."""
     group = held.groups.data
     # A data group of size 1 cannot divide.
@@ -61,7 +61,7 @@ def zero_of(held: Held, stage: Stage) -> ZeroRedundancy | None:
     return ZeroRedundancy(divided, held.optimizer, stage, group, reduce="sum", prefetch=0)
 
 
-def names_of(held: Held) -> dict[str, str]:
+def names_of(held: RankState) -> dict[str, str]:
     """Return the model's parameter names by ZeRO's names, which are list indices in stage 1."""
     assert held.zero is not None
     names = list(held.parameters)
@@ -70,7 +70,7 @@ def names_of(held: Held) -> dict[str, str]:
     return dict(zip(known, names, strict=True))
 
 
-def trained_parts(held: Held) -> dict[str, nn.Parameter]:
+def trained_parts(held: RankState) -> dict[str, nn.Parameter]:
     """Return the tensors updated on this rank, by the model's names: parameters or their parts."""
     if held.zero is None:
         return held.parameters
@@ -79,7 +79,7 @@ def trained_parts(held: Held) -> dict[str, nn.Parameter]:
 
 
 @contextmanager
-def parts_changed(held: Held) -> Iterator[None]:
+def parts_changed(held: RankState) -> Iterator[None]:
     """Context manager for a change of `trained_parts` on all ranks; transfers do not count."""
     if held.zero is None:
         yield
@@ -89,7 +89,7 @@ def parts_changed(held: Held) -> Iterator[None]:
 
 
 @contextmanager
-def whole(held: Held) -> Iterator[None]:
+def gathered_parameters(held: RankState) -> Iterator[None]:
     """Context manager: parameters are whole, except for their division over the tensor group."""
     if held.zero is None or held.zero.stage == 1:
         yield
@@ -98,7 +98,7 @@ def whole(held: Held) -> Iterator[None]:
         yield
 
 
-def account(held: Held, computing: bool) -> None:
+def account(held: RankState, computing: bool) -> None:
     """Report the traffic since the last call to the meter.
 
     computing: whether the meter has counted the waits as computing time; they are then subtracted.

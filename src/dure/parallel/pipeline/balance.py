@@ -33,9 +33,9 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
-from dure.parallel.pipeline.trace import Trace, origin_of, takes_apart
-from dure.parallel.pipeline.untraced import block_of, in_place_of, is_untraced
-from dure.parallel.tensor.opaque import behind, is_opaque, opens
+from dure.parallel.pipeline.opaque_modules import block_of, in_place_of, is_untraced
+from dure.parallel.pipeline.trace import ModelTrace, is_unpacking, origin_of
+from dure.parallel.tensor.opaque import function_behind, is_opaque, opens
 from dure.randomness.seeds import generators_state, restore_generators
 
 Balance = Literal["estimated", "measured", "memory"]
@@ -52,7 +52,7 @@ SLACK = 1.02
 
 @dataclass(frozen=True)
 class Costs:
-    """Costs of each operation of `Trace.moving`.
+    """Costs of each operation of `ModelTrace.stage_operations`.
 
     own: cost of each operation. crossing: bytes that would travel if the model were cut before the
     operation. link: cost of a byte of a message.
@@ -67,7 +67,7 @@ IMPOSSIBLE = 1 << 60
 """Bytes that stand for a position at which the model must not be cut."""
 
 
-def costs_of(trace: Trace, balance: Balance, inputs: Sequence[Any]) -> Costs:
+def costs_of(trace: ModelTrace, balance: Balance, inputs: Sequence[Any]) -> Costs:
     """Return the costs of a trace's operations.
 
     inputs: the leaves of a micro-batch's inputs; only "measured" uses them.
@@ -77,16 +77,16 @@ def costs_of(trace: Trace, balance: Balance, inputs: Sequence[Any]) -> Costs:
     own = (
         measured(trace, inputs)
         if balance == "measured"
-        else [_estimated(trace, node) for node in trace.moving]
+        else [_estimated(trace, node) for node in trace.stage_operations]
     )
     return Costs(tuple(own), tuple(crossing_bytes(trace)), 1 / LINK)
 
 
-def crossing_bytes(trace: Trace) -> list[int]:
+def crossing_bytes(trace: ModelTrace) -> list[int]:
     """Return for each position in `trace.moving` the bytes made before and used from there on."""
-    place = {node: index for index, node in enumerate(trace.moving)}
+    place = {node: index for index, node in enumerate(trace.stage_operations)}
     last: dict[fx.Node, int] = {}
-    for node in trace.moving:
+    for node in trace.stage_operations:
         for source in node.all_input_nodes:
             if source in place:
                 last[source] = place[node]
@@ -110,11 +110,11 @@ def crossing_bytes(trace: Trace) -> list[int]:
     return [IMPOSSIBLE if here else nbytes for here, nbytes in zip(never, crossing, strict=True)]
 
 
-def inside_divided(trace: Trace) -> list[bool]:
+def inside_divided(trace: ModelTrace) -> list[bool]:
     """Return for each position in `trace.moving` whether a cut there is inside a divided region."""
     inside = []
     open_ = False
-    for node in trace.moving:
+    for node in trace.stage_operations:
         inside.append(open_)
         change = opens(node)
         # An operation that neither opens nor closes a region leaves the state unchanged.
@@ -122,14 +122,14 @@ def inside_divided(trace: Trace) -> list[bool]:
     return inside
 
 
-def _estimated(trace: Trace, node: fx.Node) -> float:
+def _estimated(trace: ModelTrace, node: fx.Node) -> float:
     """Return the estimated seconds of an operation, forward and backward."""
     elements = sum(leaf.numel() for leaf in _tensors(node.meta["val"]))
     # Backward computes two products for each product of forward, so three in all.
     return 3 * (_flops(trace, node) + WORK_OF_AN_ELEMENT * elements) / SPEED
 
 
-def _flops(trace: Trace, node: fx.Node) -> float:
+def _flops(trace: ModelTrace, node: fx.Node) -> float:
     """Return the floating-point operations of an operation's forward."""
 
     def without_data(leaf: Any) -> Any:
@@ -147,7 +147,7 @@ def _flops(trace: Trace, node: fx.Node) -> float:
         return block_of(node, trace.blocks).call.flops
     factors: list[fx.Node] = []
     fx.node.map_arg((node.args, dict(node.kwargs)), factors.append)
-    if takes_apart(node) or len(factors) < 2:
+    if is_unpacking(node) or len(factors) < 2:
         # A product has two factors, which may be the same node; nothing else is worth counting.
         return 0.0
     try:
@@ -160,7 +160,7 @@ def _flops(trace: Trace, node: fx.Node) -> float:
         return _products(trace, node)
 
 
-def _products(trace: Trace, node: fx.Node) -> float:
+def _products(trace: ModelTrace, node: fx.Node) -> float:
     """Return the floating-point operations of products of an operation's weights with its rows."""
     used = map(trace.tensor, trace.attributes(node))
     weights = [tensor for tensor in used if isinstance(tensor, nn.Parameter)]
@@ -172,18 +172,18 @@ def _products(trace: Trace, node: fx.Node) -> float:
     return 2 * rows * sum(weight.numel() for weight in weights if weight.dim() > 1)
 
 
-def measured(trace: Trace, inputs: Sequence[Any], repeats: int = 3) -> list[float]:
+def measured(trace: ModelTrace, inputs: Sequence[Any], repeats: int = 3) -> list[float]:
     """Return the seconds of each operation, forward and backward: the best of `repeats` runs."""
     before = generators_state()
     # Measuring must change nothing: neither buffers nor generators.
     buffers = {name: buffer.clone() for name, buffer in trace.module.named_buffers()}
-    best = [float("inf")] * len(trace.moving)
+    best = [float("inf")] * len(trace.stage_operations)
     for _ in range(repeats):
         timer = _Timer(trace)
         with torch.no_grad():
             # The inputs are leaves already, so skip the trace's flattening of inputs and outputs.
             timer.run(*inputs, enable_io_processing=False)
-        seconds = [timer.seconds[node] for node in trace.moving]
+        seconds = [timer.seconds[node] for node in trace.stage_operations]
         best = list(map(min, best, seconds))
     with torch.no_grad():
         for name, buffer in trace.module.named_buffers():
@@ -195,7 +195,7 @@ def measured(trace: Trace, inputs: Sequence[Any], repeats: int = 3) -> list[floa
 class _Timer(fx.Interpreter):
     """Interpreter of a trace that times each operation separately, forward and backward."""
 
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, trace: ModelTrace) -> None:
         super().__init__(trace.module)
         self.layers = trace.layers
         self.blocks = trace.blocks
@@ -203,13 +203,13 @@ class _Timer(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         """Run and time an operation, forward and backward, on copies; no gradient is left."""
-        if n.op != "call_function" or takes_apart(n):
+        if n.op != "call_function" or is_unpacking(n):
             self.seconds[n] = 0.0
             return super().run_node(n)
         args, kwargs = tree_map(_alone, self.fetch_args_kwargs_from_env(n))
         operation: Any = n.target
         if is_opaque(n):
-            operation = behind(n, self.layers)
+            operation = function_behind(n, self.layers)
         elif is_untraced(n):
             operation = in_place_of(n, self.blocks)
         with torch.enable_grad():
@@ -236,16 +236,16 @@ def _alone(leaf: Any) -> Any:
     return leaf.detach().clone().requires_grad_().mul(1)
 
 
-def _memory(trace: Trace) -> list[float]:
+def _memory(trace: ModelTrace) -> list[float]:
     """Return the bytes that each operation adds to its stage, as the module describes."""
     counted: set[fx.Node] = set()
     costs = []
-    for node in trace.moving:
+    for node in trace.stage_operations:
         # A parameter that several operations use is stored once; its first operation is charged.
         new = [source for source in trace.attributes(node) if source not in counted]
         counted.update(new)
         weights = sum(t.nbytes for t in map(trace.tensor, new) if isinstance(t, nn.Parameter))
-        made = [] if takes_apart(node) else _tensors(node.meta["val"])
+        made = [] if is_unpacking(node) else _tensors(node.meta["val"])
         outputs = sum(leaf.numel() * leaf.dtype.itemsize for leaf in made)
         costs.append(float(4 * weights + outputs))
     return costs

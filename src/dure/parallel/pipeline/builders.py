@@ -33,7 +33,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from dure.parallel.pipeline.schedule import Action, Computing, Schedule, with_transfers
+from dure.parallel.pipeline.schedule import Action, ComputeActions, Schedule, with_transfers
 from dure.parallel.pipeline.zero_bubble_v import v_shaped, zero_bubble_v
 from dure.settings import suggestion
 
@@ -58,7 +58,7 @@ def _alternating(
     return [*actions, *backwards[len(forwards) - warm_up :]]
 
 
-def gpipe(ranks: int, microbatches: int) -> Computing:
+def gpipe(ranks: int, microbatches: int) -> ComputeActions:
     """Return GPipe: all forwards, then all backwards in reverse order of micro-batches."""
     return [
         [*_forwards(rank, microbatches), *reversed(_backwards(rank, microbatches))]
@@ -66,7 +66,7 @@ def gpipe(ranks: int, microbatches: int) -> Computing:
     ]
 
 
-def one_f_one_b(ranks: int, microbatches: int) -> Computing:
+def one_f_one_b(ranks: int, microbatches: int) -> ComputeActions:
     """Return 1F1B: p - rank - 1 forwards to warm up, then a forward and a backward in turn.
 
     A rank stores at most p - rank activations.
@@ -79,7 +79,7 @@ def one_f_one_b(ranks: int, microbatches: int) -> Computing:
     ]
 
 
-def interleaved(ranks: int, microbatches: int, stages_per_rank: int) -> Computing:
+def interleaved(ranks: int, microbatches: int, stages_per_rank: int) -> ComputeActions:
     """Return 1F1B with v stages a rank: stage s on rank s mod p, each for p micro-batches in turn.
 
     A rank warms up with 2(p-rank-1) + (v-1)p forwards. If p does not divide m, the schedule is that
@@ -109,7 +109,7 @@ def interleaved(ranks: int, microbatches: int, stages_per_rank: int) -> Computin
     return computing
 
 
-def zero_bubble(ranks: int, microbatches: int) -> Computing:
+def zero_bubble(ranks: int, microbatches: int) -> ComputeActions:
     """Return ZB-H1: 1F1B with I in place of B, and each W `rank` micro-batches later.
 
     The gradient that the previous rank waits for leaves earlier by the time of W. The deferred W
@@ -181,7 +181,7 @@ SCHEDULES: dict[str, str] = {
 }
 """Schedules: name to summary."""
 
-_ONE_STAGE: dict[str, Callable[[int, int], Computing]] = {
+_ONE_STAGE: dict[str, Callable[[int, int], ComputeActions]] = {
     # with a single micro-batch GPipe is the naive schedule
     "naive": gpipe,
     "gpipe": gpipe,

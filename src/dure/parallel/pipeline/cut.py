@@ -18,20 +18,20 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import TreeSpec
 
 from dure.parallel.gradients import is_dense
-from dure.parallel.pipeline.apart import Later
 from dure.parallel.pipeline.balance import Balance, Costs, best_starts, costs_of, inside_divided
-from dure.parallel.pipeline.draws import Stream
+from dure.parallel.pipeline.leaf_modules import LeafModules
 from dure.parallel.pipeline.program import (
-    Program,
+    StageProgram,
     check_buffers,
     crossing,
     parameters_of,
     program,
     stages_of,
 )
-from dure.parallel.pipeline.trace import Trace, leaves_of, origin_of, owner_of
-from dure.parallel.pipeline.whole import Untraced
-from dure.parallel.zero.away import unwatched
+from dure.parallel.pipeline.rng import RandomStream
+from dure.parallel.pipeline.split_backward import GradientHandler
+from dure.parallel.pipeline.trace import ModelTrace, leaves_of, origin_of, owner_of
+from dure.parallel.zero.partitioned_parameters import without_gradient_checks
 from dure.randomness.seeds import generators_state, restore_generators
 from dure.tasks.modes import in_mode
 
@@ -52,14 +52,14 @@ class StageSize:
     message: int
 
 
-def named_starts(trace: Trace, names: Sequence[str]) -> list[int]:
+def named_starts(trace: ModelTrace, names: Sequence[str]) -> list[int]:
     """Return the positions of the first operations of stages that begin with these modules.
 
     Raises ValueError for a module that computes nothing, or modules that are not in the order of
     their computation.
     """
     starts: list[int] = []
-    owners = [owner_of(node) for node in trace.moving]
+    owners = [owner_of(node) for node in trace.stage_operations]
     for name in names:
         # operations of the module itself, or of a module inside
         places = [
@@ -97,15 +97,15 @@ def named_starts(trace: Trace, names: Sequence[str]) -> list[int]:
     return starts
 
 
-def kinds_of(trace: Trace) -> list[tuple[str, list[str]]]:
+def kinds_of(trace: ModelTrace) -> list[tuple[str, list[str]]]:
     """Return each operation's target and the names of the parameters and buffers that it uses.
 
     Two traces with equal results can be cut at the same positions.
     """
-    return [(str(node.target), _names_used(trace, node)) for node in trace.moving]
+    return [(str(node.target), _names_used(trace, node)) for node in trace.stage_operations]
 
 
-def _names_used(trace: Trace, node: fx.Node) -> list[str]:
+def _names_used(trace: ModelTrace, node: fx.Node) -> list[str]:
     """Return the names of the parameters and buffers that an operation uses."""
     return [trace.names[source] for source in trace.attributes(node) if source in trace.names]
 
@@ -138,15 +138,15 @@ class CutModel:
         self.examples = examples
         self._sample = sample
         self._test = test or sample
-        self._traces: dict[tuple[int, bool], Trace] = {}
+        self._traces: dict[tuple[int, bool], ModelTrace] = {}
         self._homes: dict[tuple[int, bool], dict[fx.Node, int]] = {}
-        self._programs: dict[tuple[int, int, bool], Program] = {}
-        self._untraced = Untraced()
+        self._programs: dict[tuple[int, int, bool], StageProgram] = {}
+        self._untraced = LeafModules()
         self.costs: Costs | None = None
         # the trace on which the cut is made; all others follow it
         self.reference = self._traced(examples, True)
 
-    def trace(self, examples: int, training: bool) -> Trace:
+    def trace(self, examples: int, training: bool) -> ModelTrace:
         """Return the trace of a micro-batch of `examples` examples.
 
         Raises ValueError if the model cannot be traced with them, for example a single example if
@@ -167,7 +167,7 @@ class CutModel:
         # Examples of evaluation may have other shapes.
         return (self._sample if training else self._test)(examples)
 
-    def _traced(self, examples: int, training: bool) -> Trace:
+    def _traced(self, examples: int, training: bool) -> ModelTrace:
         key = (examples, training)
         if key not in self._traces:
             before = generators_state()
@@ -179,9 +179,9 @@ class CutModel:
                 with (
                     in_mode(self.model, training),
                     torch.enable_grad(),
-                    unwatched(self.model.parameters()),
+                    without_gradient_checks(self.model.parameters()),
                 ):
-                    self._traces[key] = Trace(self.model, inputs, self._untraced)
+                    self._traces[key] = ModelTrace(self.model, inputs, self._untraced)
             finally:
                 restore_generators(before)
         return self._traces[key]
@@ -200,9 +200,9 @@ class CutModel:
                 )
             return named_starts(self.reference, names)
         self.costs = costs_of(self.reference, balance, leaves_of(self._sample(self.examples)))
-        if len(self.reference.moving) < self.stages:
+        if len(self.reference.stage_operations) < self.stages:
             raise ValueError(
-                f"a model of {len(self.reference.moving)} operations cannot be cut into "
+                f"a model of {len(self.reference.stage_operations)} operations cannot be cut into "
                 f"{self.stages} stages{self._untraced.said()}"
             )
         return best_starts(self.costs, self.stages)
@@ -218,7 +218,7 @@ class CutModel:
         if empty:
             raise ValueError(
                 f"stage {empty[0]} would have no operations: there are "
-                f"{len(self.reference.moving)}, some of which cannot be parted, "
+                f"{len(self.reference.stage_operations)}, some of which cannot be parted, "
                 f"for {self.stages} stages{self._untraced.said()}"
             )
         self._homes[self.examples, True] = homes
@@ -243,8 +243,13 @@ class CutModel:
         return self._homes[key]
 
     def program(
-        self, stage: int, examples: int, training: bool, stream: Stream, later: Later | None
-    ) -> Program:
+        self,
+        stage: int,
+        examples: int,
+        training: bool,
+        stream: RandomStream,
+        later: GradientHandler | None,
+    ) -> StageProgram:
         """Return the program of a stage for micro-batches of `examples` examples."""
         key = (stage, examples, training)
         if key not in self._programs:
@@ -306,7 +311,7 @@ class CutModel:
 
     def sizes(self) -> list[StageSize]:
         """Return the sizes of the stages, for a table."""
-        moving = self.reference.moving
+        moving = self.reference.stage_operations
         # A cut by names has needed no costs: then shares are nan.
         costs = self.costs.own if self.costs is not None else []
         total = sum(costs)
@@ -331,7 +336,9 @@ class CutModel:
         return sizes
 
 
-def stages_by_parameters(trace: Trace, holders: Mapping[str, Sequence[int]]) -> dict[fx.Node, int]:
+def stages_by_parameters(
+    trace: ModelTrace, holders: Mapping[str, Sequence[int]]
+) -> dict[fx.Node, int]:
     """Return the stages of another trace's operations: each goes to its parameters' stage.
 
     Stages are in ascending order; an operation without parameters goes to the stage of the
@@ -339,7 +346,7 @@ def stages_by_parameters(trace: Trace, holders: Mapping[str, Sequence[int]]) -> 
     """
     stage_of: dict[fx.Node, int] = {}
     stage = 0
-    for place, node in enumerate(trace.moving):
+    for place, node in enumerate(trace.stage_operations):
         names = _names_used(trace, node)
         homes = {name: holders[name] for name in names if name in holders}
         # Advance to the next stage that has this parameter, until the stage has all parameters of
@@ -359,7 +366,7 @@ def stages_by_parameters(trace: Trace, holders: Mapping[str, Sequence[int]]) -> 
     return stage_of
 
 
-def forget(model: nn.Module, names: Sequence[str]) -> None:
+def release_tensors(model: nn.Module, names: Sequence[str]) -> None:
     """Free the memory of these parameters and buffers; names, shapes and strides stay.
 
     The values are zeros from then on. Strides must equal those on the ranks that keep the tensors;

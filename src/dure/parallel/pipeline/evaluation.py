@@ -16,10 +16,10 @@ from dure.data.examples import Examples
 from dure.machine.devices import to_device
 from dure.parallel.pipeline.builders import forward_only
 from dure.parallel.pipeline.cut import CutModel
-from dure.parallel.pipeline.draws import Stream
-from dure.parallel.pipeline.runtime import Engine
+from dure.parallel.pipeline.rng import RandomStream
+from dure.parallel.pipeline.runtime import PipelineEngine
+from dure.parallel.pipeline.single_stage import SingleStageModel
 from dure.parallel.pipeline.stage import Microbatch, Stage
-from dure.parallel.pipeline.uncut import UncutModel
 from dure.tasks.loss_shares import NOTHING, Computed, Share
 from dure.tasks.measurement import Measurement
 
@@ -39,7 +39,7 @@ def measure(
     measurement: Measurement,
     examples: Examples,
     chunks: Sequence[Tensor],
-    cut: CutModel | UncutModel,
+    cut: CutModel | SingleStageModel,
     home: Sequence[int],
     group: Group,
 ) -> None:
@@ -63,7 +63,7 @@ def measure(
 
     device = next((parameter.device for parameter in cut.model.parameters()), torch.device("cpu"))
     # Evaluation draws no random numbers, so any seed will do.
-    stream = Stream(0, carried=False)
+    stream = RandomStream(0, carried=False)
     mine = [stage for stage, rank in enumerate(home) if rank == group.rank]
     # Round by round, so that the values of all test examples are never in memory together.
     for start in range(0, len(chunks), ROUND):
@@ -76,7 +76,7 @@ def measure(
             schedule = forward_only(home, len(batches))
             stages = {stage: _stage(stage, cut, stream, add) for stage in mine}
             # unmetered, since an evaluation is part of the measurement
-            engine = Engine(
+            engine = PipelineEngine(
                 group.unmetered(), schedule, stages=stages, stream=stream, device=device
             )
             engine.run(0, batches)
@@ -87,7 +87,7 @@ def _read(examples: Examples, indices: Tensor, device: torch.device) -> tuple[An
     return content
 
 
-def _stage(number: int, cut: CutModel | UncutModel, stream: Stream, add: Any) -> Stage:
+def _stage(number: int, cut: CutModel | SingleStageModel, stream: RandomStream, add: Any) -> Stage:
     return Stage(
         number,
         last=number == cut.stages - 1,

@@ -18,17 +18,17 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from dure.parallel.pipeline.apart import Later, apart, pays
-from dure.parallel.pipeline.draws import Stream
-from dure.parallel.pipeline.memory import changed_by
-from dure.parallel.pipeline.trace import Trace, Value, origin_of
-from dure.parallel.pipeline.untraced import in_place_of, is_untraced
-from dure.parallel.tensor.opaque import behind, is_opaque
+from dure.parallel.pipeline.aliasing import changed_by
+from dure.parallel.pipeline.opaque_modules import in_place_of, is_untraced
+from dure.parallel.pipeline.rng import RandomStream
+from dure.parallel.pipeline.split_backward import GradientHandler, pays, split_operation
+from dure.parallel.pipeline.trace import ModelTrace, ValueSpec, origin_of
+from dure.parallel.tensor.opaque import function_behind, is_opaque
 from dure.tensors.hooks import has_hooks
 
 
 @dataclass
-class Program:
+class StageProgram:
     """A single stage of a trace.
 
     module: called with the received values and the inputs, as a list of tensors; returns a tuple.
@@ -38,15 +38,15 @@ class Program:
 
     module: nn.Module
     inputs: tuple[int, ...]
-    received: tuple[Value, ...]
-    leaving: tuple[Value, ...]
+    received: tuple[ValueSpec, ...]
+    leaving: tuple[ValueSpec, ...]
     written: tuple[str, ...] = ()
     """Names of the buffers that the stage changes."""
     shapes: tuple[torch.Size | None, ...] = ()
     """Shapes of inputs for which alone the program is valid; empty if any shape is valid."""
 
 
-def stages_of(trace: Trace, starts: Sequence[int]) -> dict[fx.Node, int]:
+def stages_of(trace: ModelTrace, starts: Sequence[int]) -> dict[fx.Node, int]:
     """Return the stage of every operation that is not constant.
 
     starts: the positions in `trace.moving` at which stages 1 … begin; a stage begins later if the
@@ -54,7 +54,7 @@ def stages_of(trace: Trace, starts: Sequence[int]) -> dict[fx.Node, int]:
     """
     stage_of: dict[fx.Node, int] = {}
     stage = 0
-    for place, node in enumerate(trace.moving):
+    for place, node in enumerate(trace.stage_operations):
         # Several stages may begin at the same position if operations are inseparable; such stages
         # are empty, and `CutModel.decide` rejects them.
         while stage < len(starts) and place >= starts[stage] and place not in trace.inseparable:
@@ -63,10 +63,12 @@ def stages_of(trace: Trace, starts: Sequence[int]) -> dict[fx.Node, int]:
     return stage_of
 
 
-def parameters_of(trace: Trace, stage_of: Mapping[fx.Node, int], stages: int) -> list[list[str]]:
+def parameters_of(
+    trace: ModelTrace, stage_of: Mapping[fx.Node, int], stages: int
+) -> list[list[str]]:
     """Return the names of the parameters and buffers that each stage uses."""
     names: list[dict[str, None]] = [{} for _ in range(stages)]
-    for node in trace.moving:
+    for node in trace.stage_operations:
         for source in trace.attributes(node):
             if source in trace.names:
                 names[stage_of[node]][trace.names[source]] = None
@@ -77,11 +79,11 @@ def parameters_of(trace: Trace, stage_of: Mapping[fx.Node, int], stages: int) ->
     return [list(own) for own in names]
 
 
-def check_buffers(trace: Trace, stage_of: Mapping[fx.Node, int]) -> None:
+def check_buffers(trace: ModelTrace, stage_of: Mapping[fx.Node, int]) -> None:
     """Raise ValueError if a stage changes a buffer or parameter that another stage uses."""
     users: dict[str, set[int]] = {}
     changed: set[str] = set()
-    for node in trace.moving:
+    for node in trace.stage_operations:
         roots = [trace.root[value] for value in node.all_input_nodes]
         for source in [*trace.attributes(node), *roots]:
             if source in trace.names:
@@ -97,10 +99,12 @@ def check_buffers(trace: Trace, stage_of: Mapping[fx.Node, int]) -> None:
             )
 
 
-def crossing(trace: Trace, stage_of: Mapping[fx.Node, int], stages: int) -> list[list[fx.Node]]:
+def crossing(
+    trace: ModelTrace, stage_of: Mapping[fx.Node, int], stages: int
+) -> list[list[fx.Node]]:
     """Return the values that travel from each stage s to s+1, in order of creation."""
     last_use: dict[fx.Node, int] = {}
-    for node in trace.moving:
+    for node in trace.stage_operations:
         for source in _moving_sources(trace, node):
             last_use[source] = max(last_use.get(source, 0), stage_of[node])
     for leaf in trace.outputs:
@@ -108,25 +112,25 @@ def crossing(trace: Trace, stage_of: Mapping[fx.Node, int], stages: int) -> list
             # The last stage returns the model's outputs, whichever stage made them.
             last_use[leaf] = stages - 1
     crossed: list[list[fx.Node]] = [[] for _ in range(stages - 1)]
-    for node in trace.moving:
+    for node in trace.stage_operations:
         # over every boundary between the stage that makes the value and its last user
         for boundary in range(stage_of[node], last_use.get(node, 0)):
             crossed[boundary].append(node)
     return crossed
 
 
-def _moving_sources(trace: Trace, node: fx.Node) -> Iterable[fx.Node]:
+def _moving_sources(trace: ModelTrace, node: fx.Node) -> Iterable[fx.Node]:
     return (s for s in node.all_input_nodes if s.op == "call_function" and s not in trace.constant)
 
 
 def program(
-    trace: Trace,
+    trace: ModelTrace,
     stage_of: Mapping[fx.Node, int],
     stages: int,
     stage: int,
-    stream: Stream,
-    later: Later | None = None,
-) -> Program:
+    stream: RandomStream,
+    later: GradientHandler | None = None,
+) -> StageProgram:
     """Return the program of `stage`.
 
     Args:
@@ -140,7 +144,7 @@ def program(
     over = crossing(trace, stage_of, stages)
     received = over[stage - 1] if stage > 0 else []
     leaving = over[stage] if stage < stages - 1 else []
-    own = [node for node in trace.moving if stage_of[node] == stage]
+    own = [node for node in trace.stage_operations if stage_of[node] == stage]
     last = stage == stages - 1
     outputs = [leaf for leaf in trace.outputs if isinstance(leaf, fx.Node)]
     return _Builder(trace, stream, later).build(
@@ -161,7 +165,9 @@ def _shape(placeholder: fx.Node) -> torch.Size | None:
 class _Builder:
     """Builder that copies operations of a trace into a separate graph."""
 
-    def __init__(self, trace: Trace, stream: Stream, later: Later | None) -> None:
+    def __init__(
+        self, trace: ModelTrace, stream: RandomStream, later: GradientHandler | None
+    ) -> None:
         self.trace = trace
         self.stream = stream
         self.later = later
@@ -178,7 +184,7 @@ class _Builder:
         leaving: Sequence[fx.Node],
         results: Sequence[fx.Node],
         last: bool,
-    ) -> Program:
+    ) -> StageProgram:
         """Return the program of these operations.
 
         Args:
@@ -194,7 +200,7 @@ class _Builder:
         # A result may be constant: then it is computed here, with the operations of its company.
         ends = [node for node in results if node in trace.constant]
         for node in list(ends):
-            ends += trace.company.get(node, [])
+            ends += trace.colocated.get(node, [])
         needed = {*trace.ancestors([*own, *ends]), *ends, *results}
         # only the inputs that this stage reads; a rank may read none
         inputs = [index for index, node in enumerate(trace.placeholders) if node in needed]
@@ -225,7 +231,7 @@ class _Builder:
         # The parameters themselves, not copies, so that the model's parameters get the gradients.
         module = fx.GraphModule(self.attributes, graph)
         own_names = [value for value in changed if value in trace.names]
-        return Program(
+        return StageProgram(
             module=module,
             inputs=tuple(inputs),
             received=tuple(trace.value(node) for node in received),
@@ -248,7 +254,7 @@ class _Builder:
         self.copies[node] = copy
         # the divided layer itself replaces the operation that represents it in the trace
         if is_opaque(node):
-            copy.target = behind(node, self.trace.layers)
+            copy.target = function_behind(node, self.trace.layers)
             return
         if is_untraced(node):
             copy.target = in_place_of(node, self.trace.blocks)
@@ -258,9 +264,9 @@ class _Builder:
         elif self.later is not None:
             copy.target = self._apart(node, copy.target, self.later)
 
-    def _apart(self, node: fx.Node, target: Any, later: Later) -> Any:
+    def _apart(self, node: fx.Node, target: Any, later: GradientHandler) -> Any:
         """Return the operation, with a split weight gradient if that is possible and pays."""
-        place, deferred = apart(target, later)
+        place, deferred = split_operation(target, later)
         # An operation whose weight is not at the expected position stays unchanged.
         if deferred is None or place >= len(node.args) or node.kwargs:
             return target

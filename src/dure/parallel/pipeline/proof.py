@@ -12,7 +12,7 @@ on the same examples with the same random numbers:
 
 The model must repeat itself: Python state that differs after two equal passes is state that a trace
 does not have (`dure.tensors.kept`). The stages must reproduce the model's outputs, gradients,
-parameters and buffers up to rounding (`dure.parallel.proof`).
+parameters and buffers up to rounding (`dure.parallel.tensor_comparison`).
 
 The gradients are those of a sum of the outputs with random weights: each output contributes, and
 the task's loss is not called.
@@ -38,19 +38,19 @@ from torch.utils._pytree import (
 )
 
 from dure.errors import first_line
-from dure.parallel.pipeline.apart import Remaining, now
 from dure.parallel.pipeline.cut import CutModel
-from dure.parallel.pipeline.draws import Stream
-from dure.parallel.pipeline.foreign import first_foreign
-from dure.parallel.pipeline.place import place_of
+from dure.parallel.pipeline.model_location import place_of
+from dure.parallel.pipeline.rng import RandomStream
+from dure.parallel.pipeline.split_backward import DeferredGradients, compute_now
 from dure.parallel.pipeline.stage import Microbatch, Stage
+from dure.parallel.pipeline.trace_mismatch import first_mismatch
 from dure.parallel.pipeline.without_cache import without_cache
-from dure.parallel.proof import (
-    Difference,
+from dure.parallel.tensor_comparison import (
+    TensorDifference,
     first_difference,
-    once_more,
-    same_operations,
     tolerance_of,
+    tolerance_same_code,
+    tolerance_same_operations,
 )
 from dure.randomness.seeds import generators_state, restore_generators, seed_generators
 from dure.tasks.loss_shares import Computed, Share
@@ -59,7 +59,7 @@ from dure.tensors.kept import first_change, kept_by
 ADVICE = "or trust the trace with check=False (--no-check)"
 
 
-class On(NamedTuple):
+class PassInputs(NamedTuple):
     """Inputs and conditions of a pass.
 
     when: the pass in words, for messages. inputs: the model's inputs. examples: the number of
@@ -74,7 +74,7 @@ class On(NamedTuple):
     draws: int
 
 
-class Given(NamedTuple):
+class PassOutputs(NamedTuple):
     """Result of a pass: the leaves of the outputs, the structure of the outputs, and gradients."""
 
     leaves: Sequence[Any]
@@ -101,11 +101,11 @@ def prove_cut(
         recompute: whether the stages will recompute activations.
     """
     count = cut.examples
-    first = On("training", cut.inputs(count, True), count, True, 0)
-    last = On("a later step of training", others, count, True, 2)
+    first = PassInputs("training", cut.inputs(count, True), count, True, 0)
+    last = PassInputs("a later step of training", others, count, True, 2)
     tests = None
     if evaluation:
-        tests = On("evaluation", cut.inputs(evaluation, False), evaluation, False, 1)
+        tests = PassInputs("evaluation", cut.inputs(evaluation, False), evaluation, False, 1)
     before = generators_state()
     try:
         with torch.enable_grad():
@@ -114,7 +114,9 @@ def prove_cut(
         restore_generators(before)
 
 
-def _prove(whole: _Whole, stages: _Stages, first: On, tests: On | None, last: On) -> None:
+def _prove(
+    whole: _Whole, stages: _Stages, first: PassInputs, tests: PassInputs | None, last: PassInputs
+) -> None:
     """Run the passes of the model, then of the stages; raise ValueError at a difference."""
     # The model runs first, so that its first pass really is its first. All its passes precede those
     # of the stages, because the stages keep the initial weights until they run.
@@ -129,7 +131,7 @@ def _prove(whole: _Whole, stages: _Stages, first: On, tests: On | None, last: On
         if on is last:
             _update(stages.cut.model)
         # In evaluation, without gradients, torch may fuse several operations.
-        outputs = same_operations if on.training else tolerance_of
+        outputs = tolerance_same_operations if on.training else tolerance_of
         tried = stages.run(on, descends=bool(right.gradients))
         found = _difference(right, tried, outputs)
         if found is not None:
@@ -160,7 +162,7 @@ class _Whole:
         self._untouched = kept_by(model, self._known)
         _copy_weights(self.cut.model, model)
 
-    def run(self, on: On, descends: bool = False) -> Given:
+    def run(self, on: PassInputs, descends: bool = False) -> PassOutputs:
         """Run a pass; with gradients of the parameters if it `descends`.
 
         Records the buffers' values from before the pass, and the Python state after the pass.
@@ -173,9 +175,9 @@ class _Whole:
                 end.backward()  # type: ignore[no-untyped-call]
         gradients = _taken_gradients(self.model) if descends else {}
         self.kept = kept_by(self.model, self._known)
-        return Given([_detached(leaf) for leaf in leaves], structure, gradients)
+        return PassOutputs([_detached(leaf) for leaf in leaves], structure, gradients)
 
-    def repeat(self, on: On, before: Given) -> None:
+    def repeat(self, on: PassInputs, before: PassOutputs) -> None:
         """Raise ValueError if a repetition of pass `before` gives other results or state."""
         # A backward pass may change buffers too, by recomputing forward. It is not repeated, so
         # save the present values here and restore them below.
@@ -194,7 +196,7 @@ class _Whole:
                 f"in {on.when} each forward pass changes {changed}, which a trace has as it was "
                 "when it was made; keep it in a buffer, by operations on tensors"
             )
-        found = _difference(before, again, once_more)
+        found = _difference(before, again, tolerance_same_code)
         if found is not None:
             keeps = first_change(self._untouched, self.kept)
             raise self.refusal(
@@ -210,17 +212,17 @@ class _Whole:
         """Return the error that rejects the model for the reason `why`, with advice."""
         return ValueError(f"a {type(self.model).__name__} cannot be cut, for {why}, {ADVICE}")
 
-    def foreign(self, on: On) -> str:
+    def foreign(self, on: PassInputs) -> str:
         """Return the first module that differs from the trace, as ", first in …"; "" if none."""
         _copy_weights(self.cut.model, self.model)
         self.model.train(on.training)
         seed_generators(0, "proof", on.draws, everything=True)
         trace = self.cut.trace(on.examples, on.training)
         with without_cache(self.model):
-            module = first_foreign(self.model, trace, _fresh(on.inputs))
+            module = first_mismatch(self.model, trace, _fresh(on.inputs))
         return f", first in {module}" if module else ""
 
-    def _outputs(self, on: On) -> tuple[list[Any], TreeSpec]:
+    def _outputs(self, on: PassInputs) -> tuple[list[Any], TreeSpec]:
         """Return the model's outputs for seeded random numbers, as leaves and their structure."""
         seed_generators(0, "proof", on.draws, everything=True)
         try:
@@ -246,15 +248,15 @@ class _Stages:
         self.cut = cut
         self._recompute = recompute
         # A single generator serves all stages, so the stages draw the numbers that the model draws.
-        self._stream = Stream(0, carried=True)
-        self._remaining: Remaining | None = [] if parts_gradients else None
+        self._stream = RandomStream(0, carried=True)
+        self._remaining: DeferredGradients | None = [] if parts_gradients else None
         self._stages = {training: self._all(training) for training in (True, False)}
 
     def _all(self, training: bool) -> list[Stage]:
         return [self._one(number, training) for number in range(self.cut.stages)]
 
     def _one(self, number: int, training: bool) -> Stage:
-        later = now if self._remaining is None else self._remaining.append
+        later = compute_now if self._remaining is None else self._remaining.append
         return Stage(
             number,
             last=number == self.cut.stages - 1,
@@ -269,7 +271,7 @@ class _Stages:
             trains=training,
         )
 
-    def run(self, on: On, descends: bool) -> Given:
+    def run(self, on: PassInputs, descends: bool) -> PassOutputs:
         """Run a pass; with gradients of the parameters if it `descends`."""
         self._returns = False
         stages = self._stages[on.training]
@@ -284,7 +286,7 @@ class _Stages:
                 for stage in reversed(stages):
                     values = stage.backward(0, batch, values)
         gradients = _taken_gradients(self.cut.model) if descends else {}
-        return Given([_detached(leaf) for leaf in self._leaves], self._structure, gradients)
+        return PassOutputs([_detached(leaf) for leaf in self._leaves], self._structure, gradients)
 
     def _end(self, outputs: Any, targets: Any, examples: int, share: Share) -> Computed:
         """Return the random weighted sum of the outputs, in place of the last stage's loss."""
@@ -350,7 +352,9 @@ def _update(model: nn.Module) -> None:
             parameter.data.mul_(factors.to(parameter.device).view_as(parameter))
 
 
-def _difference(right: Given, tried: Given, outputs: Callable[[torch.dtype], float]) -> str | None:
+def _difference(
+    right: PassOutputs, tried: PassOutputs, outputs: Callable[[torch.dtype], float]
+) -> str | None:
     """Return the first difference of two results, in words; None without a difference.
 
     outputs: the tolerance of outputs, by dtype.
@@ -389,5 +393,5 @@ def _state_difference(model: nn.Module, cut: nn.Module) -> str | None:
     return None
 
 
-def _by(found: Difference) -> str:
+def _by(found: TensorDifference) -> str:
     return f"by {found.share:.0e} of its largest value"

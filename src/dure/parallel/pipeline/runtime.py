@@ -10,7 +10,7 @@ the same rank pass tensors directly. The lists decide everything else
 A message over the boundary after stage s holds the values that cross the boundary, in their order,
 and on the way back a gradient for each differentiable value. So a micro-batch costs 4 b e bytes in
 each direction, for b examples and e float32 numbers per example; STATE_BYTES are added on the way
-forward if the generator's state travels (`dure.parallel.pipeline.draws`).
+forward if the generator's state travels (`dure.parallel.pipeline.rng`).
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ import torch
 from torch import Tensor
 
 from dure.collectives.group import Group, done_already
-from dure.parallel.pipeline.draws import STATE_BYTES, Stream
-from dure.parallel.pipeline.program import Program
+from dure.parallel.pipeline.program import StageProgram
+from dure.parallel.pipeline.rng import STATE_BYTES, RandomStream
 from dure.parallel.pipeline.schedule import RECEIVES, Action, Schedule
 from dure.parallel.pipeline.stage import Microbatch, Stage
-from dure.parallel.pipeline.trace import Value
+from dure.parallel.pipeline.trace import ValueSpec
 
 AHEAD = 3
 """Number of receives that are in progress while a rank waits for the first of them."""
 
-Place = tuple[int, int]
+StageMicrobatch = tuple[int, int]
 """Stage and micro-batch."""
 
 
-class Engine:
+class PipelineEngine:
     """The stages of this rank, driven by the rank's list of actions.
 
     Args:
@@ -53,7 +53,7 @@ class Engine:
         group: Group,
         schedule: Schedule,
         stages: Mapping[int, Stage],
-        stream: Stream,
+        stream: RandomStream,
         device: torch.device,
     ) -> None:
         self.group = group
@@ -73,9 +73,9 @@ class Engine:
         self._step = step
         self._batches = batches
         # Values and gradients that arrived, until they are used; and results, until they are sent.
-        self._inputs: dict[Place, list[Tensor]] = {}
-        self._gradients: dict[Place, list[Tensor]] = {}
-        self._results: dict[Place, list[Tensor]] = {}
+        self._inputs: dict[StageMicrobatch, list[Tensor]] = {}
+        self._gradients: dict[StageMicrobatch, list[Tensor]] = {}
+        self._results: dict[StageMicrobatch, list[Tensor]] = {}
         self._sends: list[Callable[[], None]] = []
         # Receives that have not begun, and receives in progress: both in the order of the list,
         # which is the order of the senders.
@@ -114,7 +114,7 @@ class Engine:
         else:
             self._compute(action, place)
 
-    def _compute(self, action: Action, place: Place) -> None:
+    def _compute(self, action: Action, place: StageMicrobatch) -> None:
         """Compute a micro-batch in a stage, and pass the result on within this rank."""
         kind, number, microbatch = action
         stage = self.stages[number]
@@ -124,7 +124,7 @@ class Engine:
             received = self._inputs.pop(place, [])
             # The generator state of the preceding stage is the last tensor of its message.
             if self._stream.carried and number > 0:
-                self._stream.go_on_from(received.pop())
+                self._stream.resume_from(received.pop())
             results = stage.forward(microbatch, batch, received)
             if self._stream.carried:
                 # also in the last stage, whose results `_hand_over` drops
@@ -143,7 +143,11 @@ class Engine:
         self.group.meter.compute(name, started, ended, self._step + 1)
 
     def _hand_over(
-        self, place: Place, to: int, results: list[Tensor], inboxes: dict[Place, list[Tensor]]
+        self,
+        place: StageMicrobatch,
+        to: int,
+        results: list[Tensor],
+        inboxes: dict[StageMicrobatch, list[Tensor]],
     ) -> None:
         if not 0 <= to < self.schedule.stages:
             return
@@ -153,7 +157,7 @@ class Engine:
         else:
             self._results[place] = results
 
-    def _program(self, number: int, microbatch: int) -> Program:
+    def _program(self, number: int, microbatch: int) -> StageProgram:
         return self.stages[number].program_for(self._batches[microbatch].examples)
 
     # Messages: a generator's state may travel after the values.
@@ -196,7 +200,7 @@ class Engine:
         with self.group.during(_words(action)):
             self.group.transfer([], receives)
 
-    def _values(self, action: Action) -> Sequence[Value]:
+    def _values(self, action: Action) -> Sequence[ValueSpec]:
         """Return descriptions of the values in a message."""
         program = self._program(action.stage, action.microbatch)
         if action.kind == "receive_input":

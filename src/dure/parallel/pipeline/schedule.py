@@ -100,11 +100,11 @@ class Action(NamedTuple):
         return Action(kind, self.stage + offset, self.microbatch)
 
 
-Computing = Sequence[Sequence[Action]]
+ComputeActions = Sequence[Sequence[Action]]
 """Computations of each rank, in order, without transfers."""
 
 
-def foreign(home: Sequence[int], stage: int, other: int) -> bool:
+def on_other_rank(home: Sequence[int], stage: int, other: int) -> bool:
     """Return whether both stages exist on different ranks, so that they exchange messages."""
     return 0 <= other < len(home) and home[stage] != home[other]
 
@@ -113,9 +113,9 @@ def send_after(action: Action, home: Sequence[int]) -> Action | None:
     """Return the send that follows an action; None if the action makes no message."""
     kind, stage, microbatch = action
     # A weight gradient makes no message: no other stage needs it.
-    if kind == "forward" and foreign(home, stage, stage + 1):
+    if kind == "forward" and on_other_rank(home, stage, stage + 1):
         return Action("send_output", stage, microbatch)
-    if kind in ("backward", "input_gradient") and foreign(home, stage, stage - 1):
+    if kind in ("backward", "input_gradient") and on_other_rank(home, stage, stage - 1):
         return Action("send_gradient", stage, microbatch)
     return None
 
@@ -123,9 +123,9 @@ def send_after(action: Action, home: Sequence[int]) -> Action | None:
 def receive_before(action: Action, home: Sequence[int]) -> Action | None:
     """Return the receive that an action needs first; None if the action needs no message."""
     kind, stage, microbatch = action
-    if kind == "forward" and foreign(home, stage, stage - 1):
+    if kind == "forward" and on_other_rank(home, stage, stage - 1):
         return Action("receive_input", stage, microbatch)
-    if kind in ("backward", "input_gradient") and foreign(home, stage, stage + 1):
+    if kind in ("backward", "input_gradient") and on_other_rank(home, stage, stage + 1):
         return Action("receive_gradient", stage, microbatch)
     return None
 
@@ -207,7 +207,7 @@ class Schedule:
         return _of_fields(fields)
 
 
-def is_own(schedule: str) -> bool:
+def is_user_defined(schedule: str) -> bool:
     """Return whether a setting is a user-defined schedule as text: names have no colon."""
     return ":" in schedule
 
@@ -246,7 +246,7 @@ def _of_fields(fields: dict[str, str]) -> Schedule:
 
 
 def with_transfers(
-    name: str, home: Sequence[int], microbatches: int, computing: Computing
+    name: str, home: Sequence[int], microbatches: int, computing: ComputeActions
 ) -> Schedule:
     """Return the schedule of these computations, with the messages that they need.
 

@@ -28,7 +28,7 @@ from dure.parallel.pipeline.validate import running_order
 from dure.record.idleness import over_busy
 
 
-class Span(NamedTuple):
+class ActionSpan(NamedTuple):
     """Action that computed, with its rank, from start to end in seconds."""
 
     rank: int
@@ -98,7 +98,7 @@ class Times:
 
 
 @dataclass(frozen=True)
-class Simulation:
+class ScheduleSimulation:
     """Result of a simulation, or of a measured run.
 
     spans: spans of the actions that compute. peak_activations: for each rank, the largest number of
@@ -106,7 +106,7 @@ class Simulation:
     """
 
     ranks: int
-    spans: tuple[Span, ...]
+    spans: tuple[ActionSpan, ...]
     peak_activations: tuple[int, ...]
 
     @property
@@ -145,7 +145,7 @@ class Simulation:
         return (self.makespan - self.ideal) / self.ideal if self.ideal else 0.0
 
 
-def simulate(schedule: Schedule, times: Times) -> Simulation:
+def simulate(schedule: Schedule, times: Times) -> ScheduleSimulation:
     """Simulate a schedule that has passed `check`.
 
     Raises ScheduleError at a deadlock, and ValueError if times are missing.
@@ -170,10 +170,10 @@ def simulate(schedule: Schedule, times: Times) -> Simulation:
             start = max(start, arrivals[action.counterpart])
         clocks[rank] = start + times.of(action)
         if action.computes:
-            spans.append(Span(rank, action, start, clocks[rank]))
+            spans.append(ActionSpan(rank, action, start, clocks[rank]))
     # by time, independent of the order of ranks in the loop
     spans.sort(key=lambda span: (span.start, span.rank))
-    return Simulation(schedule.ranks, tuple(spans), tuple(map(peak_of, schedule.actions)))
+    return ScheduleSimulation(schedule.ranks, tuple(spans), tuple(map(peak_of, schedule.actions)))
 
 
 def peak_of(actions: Sequence[Action]) -> int:

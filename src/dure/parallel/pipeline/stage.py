@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
-from dure.parallel.pipeline.apart import Remaining
-from dure.parallel.pipeline.draws import Stream
-from dure.parallel.pipeline.program import Program
+from dure.parallel.pipeline.program import StageProgram
+from dure.parallel.pipeline.rng import RandomStream
+from dure.parallel.pipeline.split_backward import DeferredGradients
 from dure.parallel.pipeline.trace import leaves_of
 from dure.tasks.loss_shares import Computed, Share
 from dure.tensors.backward import backward_from
@@ -89,11 +89,11 @@ class Stage:
         self,
         number: int,
         last: bool,
-        program_for: Callable[[int], Program],
+        program_for: Callable[[int], StageProgram],
         structure_for: Callable[[int], TreeSpec],
         loss: Callable[[Any, Any, int, Share], Computed],
-        stream: Stream,
-        remaining: Remaining | None,
+        stream: RandomStream,
+        remaining: DeferredGradients | None,
         recompute: bool = False,
         trains: bool = True,
     ) -> None:
@@ -162,7 +162,7 @@ class Stage:
         return [end.detach() for end in ends]
 
     def _run(
-        self, program: Program, number: int, batch: Microbatch, values: Sequence[Tensor]
+        self, program: StageProgram, number: int, batch: Microbatch, values: Sequence[Tensor]
     ) -> list[Tensor]:
         inputs = [batch.inputs[index] for index in program.inputs] if program.inputs else []
         # A trace is valid for a single shape; for another shape it may compute wrong values without
@@ -224,7 +224,9 @@ class Stage:
             self._weights[number] = list(self._remaining)
             self._remaining.clear()
 
-    def _compute_again(self, kept: _Kept, number: int, batch: Microbatch, program: Program) -> None:
+    def _compute_again(
+        self, kept: _Kept, number: int, batch: Microbatch, program: StageProgram
+    ) -> None:
         """Recompute forward with the buffers and the random numbers of the first forward.
 
         Buffers and generators are restored afterwards.
@@ -235,10 +237,10 @@ class Stage:
         for name, buffer in buffers.items():
             buffer.data.copy_(kept.buffers[name])
         if kept.state is not None:
-            self._stream.go_on_from(kept.state)
+            self._stream.resume_from(kept.state)
         self._stream.at(self.step, number)
         kept.ends = self._run(program, number, batch, kept.received)
-        self._stream.go_on_from(before)
+        self._stream.resume_from(before)
         for name, buffer in buffers.items():
             # Write through `data`, which autograd does not track: otherwise a backward pass that
             # saved the buffer would fail because the buffer changed.

@@ -6,13 +6,14 @@ on shapes, tuples, dicts, attention masks, skip connections and shared weights: 
 of operations in which values flow forward only. So the model can be cut at any position in the
 list.
 
-Operations that change memory are rewritten first (`dure.parallel.pipeline.memory`).
+Operations that change memory are rewritten first (`dure.parallel.pipeline.aliasing`).
 
-A module that cannot be traced is a single operation (`dure.parallel.pipeline.whole`).
+A module that cannot be traced is a single operation (`dure.parallel.pipeline.leaf_modules`).
 
 A trace is valid for the shapes and the mode (training or evaluation) in which it was made. It
 contains operations and no other effects. If such an effect is detected
-(`dure.parallel.pipeline.unseen`), the module becomes a single operation, or the model is rejected.
+(`dure.parallel.pipeline.side_effects`), the module becomes a single operation, or the model is
+rejected.
 
     random     operations that draw: dropout, attention and recurrent layers with dropout, …
     constant   operations whose ancestors contain no parameters and inputs, such as positions and
@@ -36,23 +37,28 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
 
 from dure.errors import first_line
-from dure.parallel.pipeline.memory import (
+from dure.parallel.pipeline.aliasing import (
+    alias_roots,
     attribute,
     changed_by,
-    company,
-    families,
+    colocated_operations,
     inseparable,
-    part_of,
-    settle,
+    rewrite_mutations,
+    subgraph_of,
 )
-from dure.parallel.pipeline.place import modules_of, place_in, place_of
-from dure.parallel.pipeline.unseen import unseen
-from dure.parallel.pipeline.untraced import Block, UntraceableError, draws_of, is_untraced
-from dure.parallel.pipeline.whole import Untraced
+from dure.parallel.pipeline.leaf_modules import LeafModules
+from dure.parallel.pipeline.model_location import modules_of, place_in, place_of
+from dure.parallel.pipeline.opaque_modules import (
+    OpaqueBlock,
+    UntraceableError,
+    draws_of,
+    is_untraced,
+)
+from dure.parallel.pipeline.side_effects import record_side_effects
 from dure.parallel.pipeline.without_cache import without_cache
-from dure.parallel.tensor.draws import modules_on_shards
 from dure.parallel.tensor.functions import LengthError
-from dure.parallel.tensor.opaque import Layers, hidden
+from dure.parallel.tensor.opaque import OpaqueFunctions, opaque_layers
+from dure.parallel.tensor.rng import modules_on_shards
 from dure.randomness.seeds import generators_state, restore_generators
 
 TRACES = "torch.export._trace"
@@ -65,7 +71,7 @@ PLAIN = (Tensor, int, float, bool, type(None))
 
 
 @dataclass(frozen=True)
-class Value:
+class ValueSpec:
     """Shape and type of a tensor without its data. differentiable: whether it may get a gradient.
 
     order: its dimensions in the order of memory in this trace, the fastest last. Some views of a
@@ -79,7 +85,7 @@ class Value:
     order: tuple[int, ...]
 
     @classmethod
-    def of(cls, tensor: Tensor, differentiable: bool) -> Value:
+    def of(cls, tensor: Tensor, differentiable: bool) -> ValueSpec:
         """Return the value of a tensor, which may be without data."""
         return cls(tuple(tensor.shape), tensor.dtype, differentiable, _order(tensor))
 
@@ -113,20 +119,20 @@ def _order(tensor: Tensor) -> tuple[int, ...]:
     return tuple(order)
 
 
-class Trace:
+class ModelTrace:
     """Operations of `model` for inputs like `inputs`, in the model's present mode.
 
     untraced: the modules that are a single operation; more are added if the model cannot be traced
     otherwise. Raises ValueError if the model cannot be traced.
     """
 
-    def __init__(self, model: nn.Module, inputs: Any, untraced: Untraced | None = None) -> None:
-        self.module, self.layers, self.blocks = traced(model, inputs, untraced or Untraced())
+    def __init__(self, model: nn.Module, inputs: Any, untraced: LeafModules | None = None) -> None:
+        self.module, self.layers, self.blocks = traced(model, inputs, untraced or LeafModules())
         # First, because it rewrites the graph that all following lines read.
-        settle(self.module)
+        rewrite_mutations(self.module)
         self._on_shards = modules_on_shards(model)
         nodes = list(self.module.graph.nodes)
-        self.root = families(self.module.graph)
+        self.root = alias_roots(self.module.graph)
         self.changed: set[fx.Node] = set()
         for node in nodes:
             # Memory that an operation changes, by the value that owns the memory.
@@ -137,7 +143,7 @@ class Trace:
         self.structure: TreeSpec = self.module.graph._codegen.pytree_info.out_spec  # type: ignore[attr-defined]
         self.outputs: list[Any] = list(self.module.graph.output_node().args[0])  # type: ignore[arg-type]
         self.names = names_of(model, self.module, nodes)
-        self.company = company(self.operations, self.root)
+        self.colocated = colocated_operations(self.operations, self.root)
         self._find_constants()
 
     def _find_constants(self) -> None:
@@ -158,7 +164,7 @@ class Trace:
             before = len(constant)
             for node in self.operations:
                 # A value that other operations write into is constant only if they are.
-                needed = [*node.all_input_nodes, *self.company[node]]
+                needed = [*node.all_input_nodes, *self.colocated[node]]
                 if node in constant and not all(source in constant for source in needed):
                     constant.remove(node)
         self.constant = frozenset(constant)
@@ -168,14 +174,14 @@ class Trace:
         return attribute(node)
 
     @cached_property
-    def moving(self) -> list[fx.Node]:
+    def stage_operations(self) -> list[fx.Node]:
         """Operations that belong to a single stage: all but constants."""
         return [node for node in self.operations if node not in self.constant]
 
     @cached_property
     def inseparable(self) -> frozenset[int]:
-        """Positions in `moving` at which no stage may begin."""
-        return inseparable(self.moving, self.root, self.outputs)
+        """Positions in `stage_operations` at which no stage may begin."""
+        return inseparable(self.stage_operations, self.root, self.outputs)
 
     @cached_property
     def _differentiable(self) -> frozenset[fx.Node]:
@@ -228,9 +234,9 @@ class Trace:
         wanted = self._wanted(self._differentiable, ends)
         return frozenset(self.names[node] for node in wanted if node in self.names)
 
-    def value(self, node: fx.Node) -> Value:
+    def value(self, node: fx.Node) -> ValueSpec:
         """Return the value of a node with a single tensor."""
-        return Value.of(node.meta["val"], node in self._differentiable)
+        return ValueSpec.of(node.meta["val"], node in self._differentiable)
 
     def attributes(self, node: fx.Node) -> list[fx.Node]:
         """Return the get_attr nodes that an operation reads, directly or through constants."""
@@ -248,7 +254,7 @@ class Trace:
             if source not in seen:
                 seen[source] = None
                 if source in self.constant and source.op == "call_function":
-                    stack += [*source.all_input_nodes, *self.company[source]]
+                    stack += [*source.all_input_nodes, *self.colocated[source]]
         return list(seen)
 
     def is_on_shards(self, node: fx.Node) -> bool:
@@ -267,8 +273,8 @@ def leaves_of(inputs: Any) -> list[Any]:
 
 
 def traced(
-    model: nn.Module, inputs: Any, untraced: Untraced
-) -> tuple[fx.GraphModule, Layers, list[Block]]:
+    model: nn.Module, inputs: Any, untraced: LeafModules
+) -> tuple[fx.GraphModule, OpaqueFunctions, list[OpaqueBlock]]:
     """Return the graph, the layers behind its opaque operations, and its untraced modules.
 
     A module that prevents tracing becomes a single operation.
@@ -283,7 +289,7 @@ def traced(
             raise error
 
 
-def _widened(untraced: Untraced, model: nn.Module, inputs: Any, error: UntraceableError) -> bool:
+def _widened(untraced: LeafModules, model: nn.Module, inputs: Any, error: UntraceableError) -> bool:
     """Return whether another module was made a single operation, found by running the model."""
     try:
         with without_cache(model):
@@ -300,8 +306,8 @@ def _widened(untraced: Untraced, model: nn.Module, inputs: Any, error: Untraceab
 
 
 def exported(
-    model: nn.Module, inputs: Any, untraced: Untraced, places: bool = False
-) -> tuple[fx.GraphModule, Layers, list[Block]]:
+    model: nn.Module, inputs: Any, untraced: LeafModules, places: bool = False
+) -> tuple[fx.GraphModule, OpaqueFunctions, list[OpaqueBlock]]:
     """Return the result of `traced` with the present set of untraced modules.
 
     places: whether each operation has a "stack_trace", the lines from which it was called. Raises
@@ -315,9 +321,9 @@ def exported(
             warnings.simplefilter("ignore")
             with (
                 without_cache(model),
-                hidden(model) as layers,
+                opaque_layers(model) as layers,
                 untraced.hidden(model, inputs) as blocks,
-                unseen(model, inputs) as lost,
+                record_side_effects(model, inputs) as lost,
             ):
                 module = torch.export.export(model, (inputs,), strict=False).module()
     # These errors have a complete message, and callers distinguish them from the rest.
@@ -340,7 +346,7 @@ def exported(
 
 
 def _check_numbers(
-    module: fx.GraphModule, model: nn.Module, inputs: Any, untraced: Untraced
+    module: fx.GraphModule, model: nn.Module, inputs: Any, untraced: LeafModules
 ) -> None:
     """Raise UntraceableError if an operation returns a number that depends on the data.
 
@@ -364,7 +370,7 @@ def _is_plain(leaf: Any) -> bool:
     return isinstance(leaf, PLAIN)
 
 
-def _place_of(node: fx.Node, model: nn.Module, inputs: Any, untraced: Untraced) -> str:
+def _place_of(node: fx.Node, model: nn.Module, inputs: Any, untraced: LeafModules) -> str:
     """Return the position in the model's code at which an operation was called."""
     module, _, _ = exported(model, inputs, untraced, places=True)
     twins = [other for other in module.graph.nodes if other.name == node.name]
@@ -455,7 +461,7 @@ def draws(node: fx.Node) -> bool:
         return draws_of(node)
     if not isinstance(node.target, torch._ops.OpOverload):
         # an operation with a graph inside draws if an operation in the graph does
-        inside = part_of(node)
+        inside = subgraph_of(node)
         return inside is not None and any(map(draws, inside[0].nodes))
     schema = node.target._schema
     given = dict(node.kwargs)
@@ -481,14 +487,14 @@ def _modules_around(node: fx.Node) -> list[str]:
     return [str(path) for path, _ in stack.values()]
 
 
-def takes_apart(node: fx.Node) -> bool:
+def is_unpacking(node: fx.Node) -> bool:
     """Return whether an operation selects a value from an operation with several results."""
     return node.target is operator.getitem
 
 
 def origin_of(node: fx.Node) -> fx.Node:
     """Return the operation, or for a selected result the operation that made that result."""
-    source = node.args[0] if takes_apart(node) else node
+    source = node.args[0] if is_unpacking(node) else node
     return origin_of(source) if isinstance(source, fx.Node) and source is not node else node
 
 

@@ -24,7 +24,7 @@ from dure.parallel.pipeline.schedule import (
     SENDS,
     Action,
     Schedule,
-    foreign,
+    on_other_rank,
     receive_before,
 )
 
@@ -108,7 +108,7 @@ def _stranger(schedule: Schedule, rank: int, action: Action) -> str | None:
         return f"is of a micro-batch that is not there: there are {schedule.microbatches}"
     if home[action.stage] != rank:
         return f"is on a foreign rank: stage {action.stage} is on rank {home[action.stage]}"
-    if not action.computes and not foreign(home, action.stage, action.counterpart.stage):
+    if not action.computes and not on_other_rank(home, action.stage, action.counterpart.stage):
         return f"has nothing to transfer: {_neighbour(action, home)}; take it out"
     return None
 

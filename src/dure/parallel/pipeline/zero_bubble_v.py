@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from heapq import heappop, heappush
 
-from dure.parallel.pipeline.schedule import Action, Computing, Kind
+from dure.parallel.pipeline.schedule import Action, ComputeActions, Kind
 
 V_TIMES: dict[Kind, int] = {"forward": 5, "input_gradient": 6, "weight_gradient": 4}
 """Times of actions for which `zero_bubble_v` is built. They are close to those of a transformer's
@@ -28,7 +28,7 @@ def v_shaped(ranks: int) -> tuple[int, ...]:
     return (*range(ranks), *reversed(range(ranks)))
 
 
-def zero_bubble_v(ranks: int, microbatches: int) -> Computing:
+def zero_bubble_v(ranks: int, microbatches: int) -> ComputeActions:
     """Return ZB-V: two stages a rank, down the ranks and up again; at most 2p activations a rank.
 
     The schedule is the result of a simulation in which actions take `V_TIMES`. A free rank takes

@@ -8,9 +8,9 @@
     optimizer.step()                              # of this rank's parameters
 
     `division`    the slice of a parameter on each rank, as data
-    `rooms`       memory in which the ranks of a host sum
+    `buffers`       memory in which the ranks of a host sum
     `functions`   communication between divided layers, with the derivative of each
-    `draws`       dropout that differs between ranks inside divided regions, and not outside
+    `rng`       dropout that differs between ranks inside divided regions, and not outside
     `divided`     the interface of divided layers, and the layers that can be divided
     `layers`      linear layers divided by columns and by rows
     `embedding`   embedding divided by columns
@@ -22,7 +22,7 @@
     `tied`        parameters that several modules share stay shared
     `proof`       comparison of a plan with the undivided model
     `chain_plans` plans for chains of linear layers: by rows, by columns, alternating
-    `ready`       plans for models whose layers are known
+    `builtin_plans`       plans for models whose layers are known
     `state`       the state dict of the whole model, and the norm of its gradient
 
 The strategy for `dure.train` is `dure.parallel.mesh.tensor_parallel`.
@@ -33,6 +33,7 @@ Models".
 """
 
 from dure.parallel.tensor.attributes import Attributes
+from dure.parallel.tensor.builtin_plans import plan_for
 from dure.parallel.tensor.changes import (
     Cut,
     Enter,
@@ -43,12 +44,11 @@ from dure.parallel.tensor.changes import (
     Tensors,
 )
 from dure.parallel.tensor.dividing import parallelize
-from dure.parallel.tensor.draws import own_draws
 from dure.parallel.tensor.embedding import ColumnEmbedding
 from dure.parallel.tensor.layers import ColumnParallel, RowParallel
-from dure.parallel.tensor.plan import Column, Output, Plan, Row, Vocabulary
+from dure.parallel.tensor.plan import Column, DivisionPlan, Output, Row, Vocabulary
 from dure.parallel.tensor.proof import prove_plan
-from dure.parallel.tensor.ready import plan_for
+from dure.parallel.tensor.rng import per_rank_draws
 from dure.parallel.tensor.state import (
     clip_gradients,
     divided_parameters,
@@ -69,13 +69,13 @@ __all__ = [
     "ColumnEmbedding",
     "ColumnParallel",
     "Cut",
+    "DivisionPlan",
     "Enter",
     "Join",
     "Leave",
     "OnShards",
     "Output",
     "OwnDraws",
-    "Plan",
     "Row",
     "RowParallel",
     "Tensors",
@@ -86,8 +86,8 @@ __all__ = [
     "divided_parameters",
     "gradient_norm",
     "load_whole",
-    "own_draws",
     "parallelize",
+    "per_rank_draws",
     "plan_for",
     "prove_plan",
     "replicated_parameters",

@@ -18,11 +18,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dure.parallel.tensor.kind import At, Checked, Positive
+from dure.parallel.tensor.plan_entry import DivisionContext, Positive, ValidatedEntry
 
 
 @dataclass(frozen=True)
-class Attributes(Checked):
+class Attributes(ValidatedEntry):
     """Plan entry: integers of a module are divided.
 
     names: names of the attributes, with dots for an attribute of an object that the module holds.
@@ -39,7 +39,7 @@ class Attributes(Checked):
         object.__setattr__(self, "units", units)
         self.__post_init__()
 
-    def change(self, name: str, module: nn.Module, at: At) -> Callable[[], None]:
+    def change(self, name: str, module: nn.Module, at: DivisionContext) -> Callable[[], None]:
         """Check the integers of a module, and return a function that divides them.
 
         Raises ValueError for a missing integer, or an integer that the divisor does not divide.

@@ -44,7 +44,7 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 from dure.parallel.tensor.divided import is_transposed
-from dure.parallel.tensor.plan import Column, Kind, Plan, Row
+from dure.parallel.tensor.plan import Column, DivisionPlan, PlanEntry, Row
 
 ELEMENT_WISE = (
     nn.ReLU,
@@ -177,28 +177,28 @@ def is_linear(layer: nn.Module) -> bool:
     return True
 
 
-def pairs(chain: Chain) -> dict[str, Kind]:
+def pairs(chain: Chain) -> dict[str, PlanEntry]:
     """Return layers by columns and by rows in turn; the last layer of an odd number stays whole."""
-    plan: dict[str, Kind] = {}
+    plan: dict[str, PlanEntry] = {}
     for first, second in zip(chain[::2], chain[1::2], strict=False):
         plan[first] = Column()
         plan[second] = Row()
     return plan
 
 
-def columns(chain: Chain) -> dict[str, Kind]:
+def columns(chain: Chain) -> dict[str, PlanEntry]:
     """Return every layer by columns."""
     last = chain[-1]
     return {name: Column(gather_output=name == last, features=name != chain[0]) for name in chain}
 
 
-def rows(chain: Chain) -> dict[str, Kind]:
+def rows(chain: Chain) -> dict[str, PlanEntry]:
     """Return every layer by rows."""
     last = chain[-1]
     return {name: Row(input_is_parallel=name != chain[0], features=name != last) for name in chain}
 
 
-def alternating(chain: Chain) -> dict[str, Kind]:
+def alternating(chain: Chain) -> dict[str, PlanEntry]:
     """Return the plan of `pairs`, with the last layer of an odd number by columns."""
     plan = pairs(chain)
     if len(chain) % 2:
@@ -206,7 +206,7 @@ def alternating(chain: Chain) -> dict[str, Kind]:
     return plan
 
 
-MAKERS: dict[str, Callable[[Chain], dict[str, Kind]]] = {
+MAKERS: dict[str, Callable[[Chain], dict[str, PlanEntry]]] = {
     "columns": columns,
     "rows": rows,
     "alternating": alternating,
@@ -214,7 +214,7 @@ MAKERS: dict[str, Callable[[Chain], dict[str, Kind]]] = {
 """Functions that make the plans, by name."""
 
 
-def chain_plan(name: str, model: nn.Module) -> Plan:
+def chain_plan(name: str, model: nn.Module) -> DivisionPlan:
     """Return the plan of that name for all chains of a model.
 
     Raises ValueError if the model has no linear layer, or if `torch.fx` cannot trace it.
@@ -223,7 +223,7 @@ def chain_plan(name: str, model: nn.Module) -> Plan:
         chains = chains_of(model)
     else:
         chains = traced_chains(model)
-    plan: dict[str, Kind] = {}
+    plan: dict[str, PlanEntry] = {}
     for chain in chains:
         plan |= MAKERS[name](chain)
     if not plan:

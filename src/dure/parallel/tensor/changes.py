@@ -20,9 +20,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from dure.collectives.group import Group
-from dure.parallel.tensor.divided import Divided, own_parameter
+from dure.parallel.tensor.divided import DividedLayer, rank_parameter
 from dure.parallel.tensor.division import Division, check_even
-from dure.parallel.tensor.draws import Draws, mark_on_shards
 from dure.parallel.tensor.functions import (
     check_is_sequence,
     enter,
@@ -34,14 +33,15 @@ from dure.parallel.tensor.functions import (
     scatter_sequence,
     summed,
 )
-from dure.parallel.tensor.kind import At, Checked, Positive
+from dure.parallel.tensor.io_hooks import USUAL_ARGUMENT, on_input, on_output
 from dure.parallel.tensor.opaque import is_tracing, opaque
-from dure.parallel.tensor.passing import USUAL, on_input, on_output
+from dure.parallel.tensor.plan_entry import DivisionContext, Positive, ValidatedEntry
+from dure.parallel.tensor.rng import RngTracker, mark_on_shards
 from dure.tensors.hooks import has_hooks
 
 
 @dataclass(frozen=True)
-class Tensors(Checked):
+class Tensors(ValidatedEntry):
     """Plan entry: parameters and buffers of the module itself are divided.
 
     names: names of the tensors. dim: the dimension that is divided. blocks, unit: as in `Column`.
@@ -59,12 +59,14 @@ class Tensors(Checked):
         object.__setattr__(self, "unit", unit)
         self.__post_init__()
 
-    def parts(self, name: str, module: nn.Module, at: At) -> dict[str, tuple[Tensor, Division]]:
+    def parts(
+        self, name: str, module: nn.Module, at: DivisionContext
+    ) -> dict[str, tuple[Tensor, Division]]:
         """Return this rank's part of each tensor, and its division.
 
         Raises ValueError if a tensor is missing, has hooks, or cannot be divided evenly.
         """
-        if isinstance(module, Divided):
+        if isinstance(module, DividedLayer):
             raise ValueError(f"{name} is a layer that the plan divides: leave Tensors out")
         return {own: self._part(name, module, own, at.group) for own in self.names}
 
@@ -91,12 +93,12 @@ class Tensors(Checked):
         check_even(f"{where} of shape {list(whole.shape)}", blocks, group.size, self.unit)
         division = Division(dim, blocks)
         if isinstance(whole, nn.Parameter):
-            return own_parameter(whole, division, group), division
+            return rank_parameter(whole, division, group), division
         return division.part(whole.detach(), group.rank, group.size), division
 
 
 @dataclass(frozen=True)
-class Enter(Checked):
+class Enter(ValidatedEntry):
     """Plan entry: an input of a module enters the divided region.
 
     sequence: the dimension along which the input is a shard, and along which all shards are
@@ -105,9 +107,9 @@ class Enter(Checked):
     """
 
     sequence: int | None = None
-    argument: str = USUAL
+    argument: str = USUAL_ARGUMENT
 
-    def change(self, name: str, module: nn.Module, at: At) -> Callable[[], None]:
+    def change(self, name: str, module: nn.Module, at: DivisionContext) -> Callable[[], None]:
         """Return a function that installs the hook on the module's input."""
         group = at.group
         draws = at.draws
@@ -133,7 +135,7 @@ class Enter(Checked):
 
 
 @dataclass(frozen=True)
-class Leave(Checked):
+class Leave(ValidatedEntry):
     """Plan entry: the ranks' outputs are summed, for a module that ends with `Row(leaves=False)`.
 
     sequence: the dimension of the output along which each rank gets a shard of the sum; None gives
@@ -142,7 +144,7 @@ class Leave(Checked):
 
     sequence: int | None = None
 
-    def change(self, name: str, module: nn.Module, at: At) -> Callable[[], None]:
+    def change(self, name: str, module: nn.Module, at: DivisionContext) -> Callable[[], None]:
         """Return a function that installs the hook on the module's output."""
         group = at.group
         sequence = self.sequence
@@ -162,7 +164,7 @@ class Leave(Checked):
 
 
 @dataclass(frozen=True)
-class Cut(Checked):
+class Cut(ValidatedEntry):
     """Plan entry: a module takes a shard of an input.
 
     dim: the dimension that is cut. argument: as in `Enter`. units: if `dim` consists of runs of
@@ -171,10 +173,10 @@ class Cut(Checked):
     """
 
     dim: int = 1
-    argument: str = USUAL
+    argument: str = USUAL_ARGUMENT
     units: Positive | None = None
 
-    def change(self, name: str, module: nn.Module, at: At) -> Callable[[], None]:
+    def change(self, name: str, module: nn.Module, at: DivisionContext) -> Callable[[], None]:
         """Return a function that installs the hook on the module's input.
 
         Raises ValueError if the degree does not divide `units`.
@@ -200,12 +202,12 @@ class Cut(Checked):
 
 
 @dataclass(frozen=True)
-class Join(Checked):
+class Join(ValidatedEntry):
     """Plan entry: a module's output shards are joined. dim: the dimension of the shards."""
 
     dim: int = 1
 
-    def change(self, name: str, module: nn.Module, at: At) -> Callable[[], None]:
+    def change(self, name: str, module: nn.Module, at: DivisionContext) -> Callable[[], None]:
         """Return a function that installs the hook on the module's output."""
         group = at.group
         dim = self.dim
@@ -219,7 +221,7 @@ class Join(Checked):
 
 
 @dataclass(frozen=True)
-class OnShards(Checked):
+class OnShards(ValidatedEntry):
     """Plan entry: a module computes on shards, so ranks sum its parameters' gradients.
 
     names: parameters of the module itself; empty: all parameters, including those of submodules.
@@ -232,7 +234,7 @@ class OnShards(Checked):
         object.__setattr__(self, "names", names)
         self.__post_init__()
 
-    def change(self, name: str, module: nn.Module, at: At) -> Callable[[], None]:
+    def change(self, name: str, module: nn.Module, at: DivisionContext) -> Callable[[], None]:
         """Return a function that installs hooks on the module's parameters.
 
         Raises ValueError for an unknown parameter.
@@ -282,10 +284,10 @@ class _OverRanks:
 class OwnDraws:
     """Plan entry: each rank draws different random numbers inside the module."""
 
-    def change(self, name: str, module: nn.Module, at: At) -> Callable[[], None]:
+    def change(self, name: str, module: nn.Module, at: DivisionContext) -> Callable[[], None]:
         """Return a function that installs hooks around the module's forward."""
         # a separate object: the row-parallel layers inside leave `at.draws`
-        draws = Draws(at.group, at.draws.device)
+        draws = RngTracker(at.group, at.draws.device)
 
         def before(module: nn.Module, inputs: Any) -> None:
             if module.training and not is_tracing():

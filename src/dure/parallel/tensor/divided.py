@@ -18,7 +18,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from dure.collectives.group import Group
 from dure.parallel.tensor.division import Division
-from dure.parallel.tensor.draws import Draws
+from dure.parallel.tensor.rng import RngTracker
 from dure.tensors.hooks import has_hooks
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 HOOKS = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
 
 
-class Divided(nn.Module):
+class DividedLayer(nn.Module):
     """Layer with divided parameters.
 
     divisions: divisions by parameter name; all other parameters are whole on every rank. draws: the
@@ -38,7 +38,7 @@ class Divided(nn.Module):
         super().__init__()
         self.group = Group.of(process_group)
         self.divisions: dict[str, Division] = {}
-        self.draws: Draws | None = None
+        self.draws: RngTracker | None = None
 
     def divide(self, name: str, whole: Tensor | None, division: Division | None) -> None:
         """Register this rank's part of a parameter; if `whole` is None, register None.
@@ -50,7 +50,7 @@ class Divided(nn.Module):
             return
         if division is not None:
             self.divisions[name] = division
-        self.register_parameter(name, own_parameter(whole, division, self.group))
+        self.register_parameter(name, rank_parameter(whole, division, self.group))
 
     @property
     def opens(self) -> int:
@@ -73,32 +73,32 @@ class Divided(nn.Module):
 
 
 @dataclass(frozen=True)
-class Parts:
+class DividedTensors:
     """Divided tensors of a module that is not a divided layer (`Tensors`)."""
 
     divisions: Mapping[str, Division]
     group: Group
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Parts:
+    def __deepcopy__(self, memo: dict[int, Any]) -> DividedTensors:
         # The object is immutable, and a group of processes cannot be copied.
         return self
 
 
-def mark_parts(module: nn.Module, parts: Parts) -> None:
+def mark_parts(module: nn.Module, parts: DividedTensors) -> None:
     """Record the divided tensors of a module, in addition to those recorded before."""
     before = module.__dict__.get("_parts")
     known = before.divisions if before is not None else {}
-    module.__dict__["_parts"] = Parts({**known, **parts.divisions}, parts.group)
+    module.__dict__["_parts"] = DividedTensors({**known, **parts.divisions}, parts.group)
 
 
-def parts_of(module: nn.Module) -> Parts | None:
+def parts_of(module: nn.Module) -> DividedTensors | None:
     """Return the divided tensors of a module itself; None if there are none."""
-    if isinstance(module, Divided):
-        return Parts(module.divisions, module.group)
+    if isinstance(module, DividedLayer):
+        return DividedTensors(module.divisions, module.group)
     return module.__dict__.get("_parts")
 
 
-def own_parameter(whole: Tensor, division: Division | None, group: Group) -> nn.Parameter:
+def rank_parameter(whole: Tensor, division: Division | None, group: Group) -> nn.Parameter:
     """Return a copy of this rank's part of a parameter; if `division` is None, of all of it."""
     if division is None:
         own = whole.detach().clone()
@@ -110,13 +110,13 @@ def own_parameter(whole: Tensor, division: Division | None, group: Group) -> nn.
     return made
 
 
-def draws_of(model: nn.Module) -> set[Draws]:
+def draws_of(model: nn.Module) -> set[RngTracker]:
     """Return the random draws of the divided layers of a model."""
-    layers = [module for module in model.modules() if isinstance(module, Divided)]
+    layers = [module for module in model.modules() if isinstance(module, DividedLayer)]
     return {layer.draws for layer in layers if layer.draws is not None}
 
 
-def cast(*tensors: Any) -> Any:
+def autocast_inputs(*tensors: Any) -> Any:
     """Return the tensors in autocast's dtype: autocast does not convert inputs of a `Function`."""
     kind = tensors[0].device.type
     if not torch.is_autocast_enabled(kind):

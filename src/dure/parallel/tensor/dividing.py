@@ -23,20 +23,20 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dure.collectives.group import Group
-from dure.parallel.first_weights import share_weights
 from dure.parallel.tensor.changes import Tensors
-from dure.parallel.tensor.divided import Divided, Parts, mark_parts, parts_of
-from dure.parallel.tensor.draws import Draws
+from dure.parallel.tensor.divided import DividedLayer, DividedTensors, mark_parts, parts_of
 from dure.parallel.tensor.functions import LengthError
-from dure.parallel.tensor.kind import At
-from dure.parallel.tensor.opaque import hidden
-from dure.parallel.tensor.plan import Change, Kind, Plan, Replacement, several
-from dure.parallel.tensor.tied import OwnParts, share
+from dure.parallel.tensor.opaque import opaque_layers
+from dure.parallel.tensor.plan import Change, DivisionPlan, PlanEntry, Replacement, entries_of
+from dure.parallel.tensor.plan_entry import DivisionContext
+from dure.parallel.tensor.rng import RngTracker
+from dure.parallel.tensor.tied import OwnParts, share_tied
+from dure.parallel.weight_broadcast import share_weights
 
 
 def parallelize(
     model: nn.Module,
-    plan: Plan,
+    plan: DivisionPlan,
     process_group: Group | dist.ProcessGroup | None = None,
     *,
     overlap: bool | None = None,
@@ -59,15 +59,19 @@ def parallelize(
     group = Group.of(process_group)
     found = _found(model, plan)
     share_weights(model, group)
-    _divide(model, found, At(group, overlap, Draws(group, _device_of(model))))
+    _divide(model, found, DivisionContext(group, overlap, RngTracker(group, _device_of(model))))
 
 
-def divide(model: nn.Module, plan: Plan, group: Group) -> None:
+def divide(model: nn.Module, plan: DivisionPlan, group: Group) -> None:
     """Divide a model like `parallelize`, without the broadcast: all ranks have equal models."""
-    _divide(model, _found(model, plan), At(group, None, Draws(group, _device_of(model))))
+    _divide(
+        model,
+        _found(model, plan),
+        DivisionContext(group, None, RngTracker(group, _device_of(model))),
+    )
 
 
-def _divide(model: nn.Module, found: Sequence[tuple[str, Kind]], at: At) -> None:
+def _divide(model: nn.Module, found: Sequence[tuple[str, PlanEntry]], at: DivisionContext) -> None:
     """Apply the plan to the modules that were found."""
     layers, changes = _made(model, found, at)
     for change in changes:
@@ -80,7 +84,7 @@ def _divide(model: nn.Module, found: Sequence[tuple[str, Kind]], at: At) -> None
     _leave_at_the_end(model, at.draws)
 
 
-def check_plan(model: nn.Module, plan: Plan, degree: int) -> None:
+def check_plan(model: nn.Module, plan: DivisionPlan, degree: int) -> None:
     """Raise ValueError if `parallelize` would raise it for this number of ranks.
 
     Nothing changes, and no other rank is needed.
@@ -88,7 +92,7 @@ def check_plan(model: nn.Module, plan: Plan, degree: int) -> None:
     _made(model, _found(model, plan), _alone(model, degree))
 
 
-def check_lengths(model: nn.Module, plan: Plan, degree: int, inputs: Any) -> None:
+def check_lengths(model: nn.Module, plan: DivisionPlan, degree: int, inputs: Any) -> None:
     """Raise LengthError if `inputs` have sequences that this number of ranks cannot divide.
 
     A copy of the model is divided, and runs on tensors without data; no other rank is needed. If
@@ -97,7 +101,7 @@ def check_lengths(model: nn.Module, plan: Plan, degree: int, inputs: Any) -> Non
     try:
         copied = copy.deepcopy(model)
         _divide(copied, _found(copied, plan), _alone(copied, degree))
-        with torch.no_grad(), hidden(copied), FakeTensorMode(allow_non_fake_inputs=True):
+        with torch.no_grad(), opaque_layers(copied), FakeTensorMode(allow_non_fake_inputs=True):
             copied(inputs)
     except LengthError:
         raise
@@ -106,35 +110,35 @@ def check_lengths(model: nn.Module, plan: Plan, degree: int, inputs: Any) -> Non
         return
 
 
-def _alone(model: nn.Module, degree: int) -> At:
+def _alone(model: nn.Module, degree: int) -> DivisionContext:
     """Return the context of the first of `degree` ranks, without communication."""
     # A group of one rank with a larger size: parts are cut by the size, and nothing is sent.
     group = Group()
     group.size = degree
-    return At(group, False, Draws(group, _device_of(model)))
+    return DivisionContext(group, False, RngTracker(group, _device_of(model)))
 
 
 def _device_of(model: nn.Module) -> torch.device:
     return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 
-def _found(model: nn.Module, plan: Plan) -> list[tuple[str, Kind]]:
+def _found(model: nn.Module, plan: DivisionPlan) -> list[tuple[str, PlanEntry]]:
     """Return the modules that match a plan's patterns, by name, with their entries."""
     if any(parts_of(module) is not None for module in model.modules()):
         raise ValueError(
             "this model is divided already: divide a new one, and load_whole a state into it"
         )
-    found: list[tuple[str, Kind]] = []
+    found: list[tuple[str, PlanEntry]] = []
     for pattern, kinds in plan.items():
         found += _matches(model, pattern, kinds)
     return found
 
 
 def _made(
-    model: nn.Module, found: Sequence[tuple[str, Kind]], at: At
-) -> tuple[dict[int, Divided], list[Callable[[], None]]]:
+    model: nn.Module, found: Sequence[tuple[str, PlanEntry]], at: DivisionContext
+) -> tuple[dict[int, DividedLayer], list[Callable[[], None]]]:
     """Return divided layers, by the id of the replaced layer, and changes of other modules."""
-    layers: dict[int, Divided] = {}
+    layers: dict[int, DividedLayer] = {}
     said: dict[int, Replacement] = {}
     # By module, so that a module with several names is changed once.
     changes: dict[tuple[int, Change], Callable[[], None]] = {}
@@ -168,7 +172,7 @@ def _made(
                 kind.parts(name, layer, at)  # raises ValueError
             else:
                 changes.setdefault((id(module), kind), kind.change(name, layer, at))
-    names = share(model, layers, parts)
+    names = share_tied(model, layers, parts)
     own = [
         _installing(module, parts[id(module)], at.group)
         for module in model.modules()
@@ -191,20 +195,22 @@ def _installing(module: nn.Module, parts: OwnParts, group: Group) -> Callable[[]
         for own, (part, _) in parts.items():
             # setattr preserves the kind: parameter, buffer or plain tensor
             setattr(module, own, part)
-        mark_parts(module, Parts({own: division for own, (_, division) in parts.items()}, group))
+        mark_parts(
+            module, DividedTensors({own: division for own, (_, division) in parts.items()}, group)
+        )
 
     return install
 
 
 def _matches(
-    model: nn.Module, pattern: str, kinds: Kind | Sequence[Kind]
-) -> list[tuple[str, Kind]]:
+    model: nn.Module, pattern: str, kinds: PlanEntry | Sequence[PlanEntry]
+) -> list[tuple[str, PlanEntry]]:
     names = [name for name, _ in model.named_modules(remove_duplicate=False) if fits(name, pattern)]
     if not names:
         raise ValueError(f"the plan's {pattern!r} matches no module of this {type(model).__name__}")
-    each = several(kinds)
+    each = entries_of(kinds)
     for kind in each:
-        if not isinstance(kind, Kind):
+        if not isinstance(kind, PlanEntry):
             raise ValueError(
                 f"the plan says {kind!r} for {pattern!r}, which is none of the kinds that there are"
             )
@@ -218,7 +224,7 @@ def fits(name: str, pattern: str) -> bool:
     return len(names) == len(patterns) and all(map(fnmatchcase, names, patterns))
 
 
-def _leave_at_the_end(model: nn.Module, draws: Draws) -> None:
+def _leave_at_the_end(model: nn.Module, draws: RngTracker) -> None:
     """Make all ranks draw equal numbers after every forward pass, also after a failed pass."""
 
     def before(module: nn.Module, inputs: Any) -> None:

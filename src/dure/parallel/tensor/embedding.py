@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dure.collectives.group import Group
-from dure.parallel.tensor.divided import Divided, embedding_of
+from dure.parallel.tensor.divided import DividedLayer, embedding_of
 from dure.parallel.tensor.division import Division, check_even
 from dure.parallel.tensor.functions import gather_features
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-class ColumnEmbedding(Divided):
+class ColumnEmbedding(DividedLayer):
     """nn.Embedding with divided columns.
 
     Args:

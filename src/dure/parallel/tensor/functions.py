@@ -40,8 +40,8 @@ from dure.collectives.all_gather import all_gather
 from dure.collectives.all_reduce import all_reduce
 from dure.collectives.group import Group
 from dure.collectives.reduce_scatter import reduce_scatter
+from dure.parallel.tensor.buffers import shared_buffer
 from dure.parallel.tensor.division import Division
-from dure.parallel.tensor.rooms import room
 
 Value = TypeVar("Value")
 
@@ -67,7 +67,7 @@ def summed(tensor: Tensor, group: Group) -> Tensor:
     if group.size == 1:
         return tensor
     # in shared memory if possible, so that peers read it without a copy
-    return reduced_in_place(room(tensor.shape, tensor, group).copy_(tensor), group)
+    return reduced_in_place(shared_buffer(tensor.shape, tensor, group).copy_(tensor), group)
 
 
 def gathered(tensor: Tensor, group: Group, division: Division) -> Tensor:
@@ -284,7 +284,7 @@ def enter_sequence(tensor: Tensor, group: Group, dim: int = 1) -> Tensor:
     return entered
 
 
-def share(tensor: Tensor, group: Group, sharers: int) -> Tensor:
+def gather_shared_unit(tensor: Tensor, group: Group, sharers: int) -> Tensor:
     """Return the unit that this rank shares with neighbours; backward sums their gradients.
 
     sharers: the number of ranks that share a unit.

@@ -41,23 +41,23 @@ from torch.autograd.function import once_differentiable
 from dure.collectives.all_reduce import all_reduce
 from dure.collectives.group import Group
 from dure.machine.cores import available_cores
-from dure.parallel.tensor.divided import Divided, cast, is_transposed
+from dure.parallel.tensor.buffers import shared_buffer
+from dure.parallel.tensor.divided import DividedLayer, autocast_inputs, is_transposed
 from dure.parallel.tensor.division import Division, check_even, sharers
 from dure.parallel.tensor.functions import (
     along,
     check_is_sequence,
     check_sequence,
     gather_features,
+    gather_shared_unit,
     gathered,
     of_shard,
     of_whole,
     reduce_scattered,
     reduced_in_place,
     scatter_features,
-    share,
     timed,
 )
-from dure.parallel.tensor.rooms import room
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -152,7 +152,7 @@ def _begin_input(
         inputs = torch.mm(gradient, matrix)
         return lambda: inputs.view(shape)
     # computed directly in shared memory, so that the sum needs no copy
-    inputs = room((gradient.shape[0], matrix.shape[1]), gradient, group)
+    inputs = shared_buffer((gradient.shape[0], matrix.shape[1]), gradient, group)
     torch.mm(gradient, matrix, out=inputs)
     if how.shards is not None:
         dim = how.shards
@@ -189,7 +189,7 @@ class _Row(Function):
             # The later sum of the products must contain the bias once: only the first rank adds it.
             once = bias if group.rank == 0 else None
             return _product(rows, matrix, once).view(*tensor.shape[:-1], -1)
-        outputs = room((rows.shape[0], matrix.shape[1]), rows, group)
+        outputs = shared_buffer((rows.shape[0], matrix.shape[1]), rows, group)
         torch.mm(rows, matrix, out=outputs)
         if how.shards is not None:
             # restore the sequence dimension
@@ -232,7 +232,7 @@ class _Row(Function):
         return of_input, of_weight, of_bias, None
 
 
-class DividedLinear(Divided):
+class DividedLinear(DividedLayer):
     """Base class of the two kinds of divided linear layers, with a weight and a bias."""
 
     in_features: int
@@ -371,14 +371,14 @@ class ColumnParallel(DividedLinear):
         """Return this rank's outputs, its unit's, or all, for an input of shape (..., inputs)."""
         if self._how.enters:
             check_is_sequence(self.called, tensor.dim(), self._sequence)
-        tensor, weight, bias = cast(tensor, self.weight, self.bias)
+        tensor, weight, bias = autocast_inputs(tensor, self.weight, self.bias)
         outputs: Tensor = _Column.apply(tensor, weight, bias, self._how)  # type: ignore[no-untyped-call]
         # After the product: the following operations are divided, and each rank draws different
         # numbers until the row-parallel layer.
         if self.draws is not None and self.training and not self.gather_output:
             self.draws.enter()
         if self.sharers > 1:
-            return share(outputs, self.group, self.sharers)
+            return gather_shared_unit(outputs, self.group, self.sharers)
         if self.gather_output:
             # The input's features were parts: the divided region ends here.
             if self.draws is not None:
@@ -472,7 +472,7 @@ class RowParallel(DividedLinear):
         # All ranks have the whole input: each takes the columns that match its rows of A.
         if not self.input_is_parallel:
             tensor = scatter_features(tensor, self.group)
-        tensor, weight, bias = cast(tensor, self.weight, self.bias)
+        tensor, weight, bias = autocast_inputs(tensor, self.weight, self.bias)
         outputs: Tensor = _Row.apply(tensor, weight, bias, self._how)  # type: ignore[no-untyped-call]
         # The following operations have parts of the features, and each rank draws different numbers
         # until the features are whole again.

@@ -21,12 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from dure.parallel.tensor.divided import Divided
+from dure.parallel.tensor.divided import DividedLayer
 
-Layers = list[Callable[[Tensor], Tensor]]
+OpaqueFunctions = list[Callable[[Tensor], Tensor]]
 """Functions behind the opaque operations of a trace, by number."""
 
-_under_way: list[Layers] = []
+_under_way: list[OpaqueFunctions] = []
 """Functions of the traces in progress, the innermost trace last."""
 
 
@@ -47,7 +47,7 @@ def _(tensor: Tensor, weights: list[Tensor], number: int, shape: list[int], open
 
 
 def is_tracing() -> bool:
-    """Return whether `hidden` is active, that is, whether dure traces a model."""
+    """Return whether `opaque_layers` is active, that is, whether dure traces a model."""
     return bool(_under_way)
 
 
@@ -86,7 +86,7 @@ def opens(node: fx.Node) -> int:
     return int(str(node.args[4])) if is_opaque(node) else 0
 
 
-def behind(node: fx.Node, layers: Layers) -> Callable[..., Tensor]:
+def function_behind(node: fx.Node, layers: OpaqueFunctions) -> Callable[..., Tensor]:
     """Return the function behind an opaque operation. layers: the functions of its trace."""
     function = layers[int(str(node.args[2]))]
 
@@ -97,11 +97,11 @@ def behind(node: fx.Node, layers: Layers) -> Callable[..., Tensor]:
 
 
 @contextmanager
-def hidden(model: nn.Module) -> Iterator[Layers]:
+def opaque_layers(model: nn.Module) -> Iterator[OpaqueFunctions]:
     """Context manager: a model's divided layers are opaque operations; yields their functions."""
-    found: Layers = []
+    found: OpaqueFunctions = []
     _under_way.append(found)
-    layers = [module for module in model.modules() if isinstance(module, Divided)]
+    layers = [module for module in model.modules() if isinstance(module, DividedLayer)]
     for layer in layers:
         # on the instance, which hides the class's forward until the attribute is deleted
         layer.forward = _stub(layer)
@@ -113,7 +113,7 @@ def hidden(model: nn.Module) -> Iterator[Layers]:
             del layer.forward
 
 
-def _stub(layer: Divided) -> Callable[[Tensor], Tensor]:
+def _stub(layer: DividedLayer) -> Callable[[Tensor], Tensor]:
     # the class's forward, bound to the layer: not the stub
     function = type(layer).forward.__get__(layer)
 

@@ -26,7 +26,7 @@ of `fnmatch`, applied to each segment of a name (`*` does not cross a dot).
 
 Between a Column and the Row after it each rank draws different random numbers in training.
 Elsewhere all ranks draw equal numbers, if they have seeded torch's generator equally
-(`dure.parallel.tensor.draws`).
+(`dure.parallel.tensor.rng`).
 
 Sources: Shoeybi et al. 2019, "Megatron-LM"; Korthikanti et al. 2022, "Reducing Activation
 Recomputation in Large Transformer Models" (shards of a sequence).
@@ -51,15 +51,15 @@ from dure.parallel.tensor.changes import (
     OwnDraws,
     Tensors,
 )
-from dure.parallel.tensor.divided import Divided, is_transposed
+from dure.parallel.tensor.divided import DividedLayer, is_transposed
 from dure.parallel.tensor.embedding import ColumnEmbedding
-from dure.parallel.tensor.kind import At, Checked, Positive
 from dure.parallel.tensor.layers import ColumnParallel, RowParallel
+from dure.parallel.tensor.plan_entry import DivisionContext, Positive, ValidatedEntry
 from dure.parallel.tensor.vocabulary import VocabularyEmbedding, VocabularyOutput
 
 
 @dataclass(frozen=True)
-class Column(Checked):
+class Column(ValidatedEntry):
     """Plan entry: a linear layer becomes a `ColumnParallel`, an embedding a `ColumnEmbedding`.
 
     blocks: the number of equal blocks of the outputs, or their lengths. unit, gather_output,
@@ -74,7 +74,7 @@ class Column(Checked):
     shares: bool = False
     features: bool = False
 
-    def make(self, name: str, module: nn.Module, at: At) -> Divided:
+    def make(self, name: str, module: nn.Module, at: DivisionContext) -> DividedLayer:
         """Return the divided layer that replaces a linear layer or an embedding."""
         if isinstance(module, nn.Embedding):
             return self._embedding(name, module, at)
@@ -98,7 +98,7 @@ class Column(Checked):
             layer.draws = at.draws
         return layer
 
-    def _embedding(self, name: str, module: nn.Embedding, at: At) -> Divided:
+    def _embedding(self, name: str, module: nn.Embedding, at: DivisionContext) -> DividedLayer:
         if self.sequence is not None or self.shares or self.features:
             raise ValueError(
                 f"{name} is an embedding, whose input is symbols: leave sequence, shares and "
@@ -125,7 +125,7 @@ class Column(Checked):
 
 
 @dataclass(frozen=True)
-class Row(Checked):
+class Row(ValidatedEntry):
     """Plan entry: a linear layer becomes a `RowParallel`.
 
     unit, input_is_parallel, sequence, leaves, features: as in `RowParallel`.
@@ -137,7 +137,7 @@ class Row(Checked):
     leaves: bool = True
     features: bool = False
 
-    def make(self, name: str, module: nn.Module, at: At) -> Divided:
+    def make(self, name: str, module: nn.Module, at: DivisionContext) -> DividedLayer:
         """Return the divided layer that replaces a linear layer."""
         layer = RowParallel.from_linear(
             linear_of(name, module),
@@ -154,12 +154,12 @@ class Row(Checked):
 
 
 @dataclass(frozen=True)
-class Vocabulary(Checked):
+class Vocabulary(ValidatedEntry):
     """Plan entry: an embedding is divided by symbols. sequence: as in `VocabularyEmbedding`."""
 
     sequence: int | None = None
 
-    def make(self, name: str, module: nn.Module, at: At) -> Divided:
+    def make(self, name: str, module: nn.Module, at: DivisionContext) -> DividedLayer:
         """Return the divided embedding that replaces an embedding."""
         return VocabularyEmbedding.from_embedding(
             module, at.group, sequence=self.sequence, name=name
@@ -167,7 +167,7 @@ class Vocabulary(Checked):
 
 
 @dataclass(frozen=True)
-class Output(Checked):
+class Output(ValidatedEntry):
     """Plan entry: an output layer is divided by symbols.
 
     gather: whether every rank gets all scores; False leaves each rank its part for
@@ -178,7 +178,7 @@ class Output(Checked):
     enters: bool = True
     sequence: int | None = None
 
-    def make(self, name: str, module: nn.Module, at: At) -> Divided:
+    def make(self, name: str, module: nn.Module, at: DivisionContext) -> DividedLayer:
         """Return the divided layer that replaces an output layer."""
         return VocabularyOutput.from_linear(
             linear_of(name, module),
@@ -193,21 +193,21 @@ class Output(Checked):
 
 Replacement: TypeAlias = Column | Row | Vocabulary | Output
 Change: TypeAlias = Attributes | Enter | Leave | Cut | Join | OnShards | OwnDraws
-Kind: TypeAlias = Replacement | Tensors | Change
-Plan: TypeAlias = Mapping[str, Kind | Sequence[Kind]]
+PlanEntry: TypeAlias = Replacement | Tensors | Change
+DivisionPlan: TypeAlias = Mapping[str, PlanEntry | Sequence[PlanEntry]]
 
 
-def several(kinds: Kind | Sequence[Kind]) -> Sequence[Any]:
+def entries_of(kinds: PlanEntry | Sequence[PlanEntry]) -> Sequence[Any]:
     """Return the entries of a pattern, a single entry or several in order, as a sequence."""
     return kinds if isinstance(kinds, tuple | list) else [kinds]
 
 
-def divides_sequences(plan: Plan) -> bool:
+def divides_sequences(plan: DivisionPlan) -> bool:
     """Return whether a plan has entries that shard sequences."""
-    return any(map(_divides_sequence, chain.from_iterable(map(several, plan.values()))))
+    return any(map(_divides_sequence, chain.from_iterable(map(entries_of, plan.values()))))
 
 
-def _divides_sequence(kind: Kind) -> bool:
+def _divides_sequence(kind: PlanEntry) -> bool:
     if isinstance(kind, Column | Row | Vocabulary | Output | Enter | Leave):
         return kind.sequence is not None
     return isinstance(kind, Cut | Join)

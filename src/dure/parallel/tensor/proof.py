@@ -9,9 +9,9 @@
 Every rank compares its own tensors, and all ranks agree on the outcome: the first parameter in the
 model's order that is wrong on any rank, even on a single rank.
 
-Random draws return constants during the comparison (`dure.parallel.settled`), because ranks draw
-different numbers for their parts. The manner of drawing is compared nevertheless: all ranks must
-draw equal numbers for whole tensors, and different numbers for parts.
+Random draws return constants during the comparison (`dure.parallel.deterministic_draws`), because
+ranks draw different numbers for their parts. The manner of drawing is compared nevertheless: all
+ranks must draw equal numbers for whole tensors, and different numbers for parts.
 
 The model itself does not change, because copies of it run. In addition a rank needs memory for its
 part of the weights and of the gradients, and for the activations of the undivided model. The meter
@@ -34,37 +34,37 @@ from torch import Tensor, nn
 from dure.collectives.all_reduce import all_reduce
 from dure.collectives.group import Group
 from dure.errors import DureError, PlanError, described
-from dure.parallel.first_weights import share_weights
-from dure.parallel.proof import SMALL, first_difference, tolerance_of
-from dure.parallel.settled import Drawn
+from dure.parallel.deterministic_draws import RecordedDraw
 from dure.parallel.tensor.dividing import divide, fits
-from dure.parallel.tensor.plan import Plan, several
-from dure.parallel.tensor.state import divisions, gradient_norm
-from dure.parallel.tensor.trial import (
-    Examples,
+from dure.parallel.tensor.plan import DivisionPlan, entries_of
+from dure.parallel.tensor.proof_pass import (
     LossOf,
-    Make,
-    Passed,
-    Twins,
-    generators_kept,
+    ModelCopies,
+    ModelFactory,
+    ProofExamples,
+    ProofPass,
     outputs_of,
-    passed,
+    preserved_generators,
+    run_pass,
 )
-from dure.parallel.tensor.written_plan import written
+from dure.parallel.tensor.state import divisions, gradient_norm
+from dure.parallel.tensor.written_plan import entry_text
+from dure.parallel.tensor_comparison import SMALL, first_difference, tolerance_of
+from dure.parallel.weight_broadcast import share_weights
 
 ADVICE = "correct the plan, or train by it as it is with check=False (--no-check)"
 
 
 def prove_plan(
     model: nn.Module,
-    plan: Plan,
+    plan: DivisionPlan,
     inputs: Any,
     loss: LossOf,
     process_group: Group | dist.ProcessGroup | None = None,
     *,
     divided_loss: LossOf | None = None,
     evaluates: bool = True,
-    make: Make | None = None,
+    make: ModelFactory | None = None,
     agreeing: Group | None = None,
 ) -> None:
     """Check that a model computes the same if the ranks of a group divide it by a plan.
@@ -93,9 +93,9 @@ def prove_plan(
     """
     group = Group.of(process_group).unmetered()
     share_weights(model, group)
-    with generators_kept(model):
-        twins = Twins(model, make)
-        examples = Examples(inputs, evaluates)
+    with preserved_generators(model):
+        twins = ModelCopies(model, make)
+        examples = ProofExamples(inputs, evaluates)
         trial = _Trial(twins, plan, examples, loss, divided_loss, group)
         if twins.put_back():
             # A forward pass had written into parameters that both models shared.
@@ -125,9 +125,9 @@ class _Trial:
 
     def __init__(
         self,
-        twins: Twins,
-        plan: Plan,
-        examples: Examples,
+        twins: ModelCopies,
+        plan: DivisionPlan,
+        examples: ProofExamples,
         loss: LossOf,
         divided_loss: LossOf | None,
         group: Group,
@@ -143,7 +143,7 @@ class _Trial:
         self.parts = divisions(divided)
         self.squares: dict[str, float] = {}
         undivided = twins.one()
-        self.right = passed(undivided, examples, loss, self._own_part)
+        self.right = run_pass(undivided, examples, loss, self._own_part)
         self.names = _names(undivided)
         self.tried = self._passed(divided, examples, divided_loss or loss)
         for name, parameter in divided.named_parameters():
@@ -163,14 +163,14 @@ class _Trial:
             return whole
         return self.parts[name][0].part(whole, self.group.rank, self.group.size)
 
-    def _passed(self, divided: nn.Module, examples: Examples, loss: LossOf) -> Passed:
+    def _passed(self, divided: nn.Module, examples: ProofExamples, loss: LossOf) -> ProofPass:
         try:
-            return passed(divided, examples, loss)
+            return run_pass(divided, examples, loss)
         except DureError:
             raise
         except Exception as error:
             name = _module_that_failed(divided, error)
-            where = "" if name is None else f" in {name} ({said(self.plan, [f'{name}.'])})"
+            where = "" if name is None else f" in {name} ({plan_text_for(self.plan, [f'{name}.'])})"
             raise PlanError(
                 f"divided by the plan, the model fails{where}, which it does not undivided: "
                 f"{described(error)}: {ADVICE}"
@@ -333,7 +333,7 @@ class _Trial:
         return words + self._where(agreeing)
 
     def _said(self, name: str) -> str:
-        return f"{name}: {said(self.plan, self.names[name])}"
+        return f"{name}: {plan_text_for(self.plan, self.names[name])}"
 
     def _where(self, agreeing: Group) -> str:
         """Return the first module with a different output; all ranks search together."""
@@ -352,7 +352,10 @@ class _Trial:
             return ""
         key = keys[int(first)]
         name = key.partition(",")[0]
-        return f"; the first output that differs is that of {key} ({said(self.plan, [f'{name}.'])})"
+        return (
+            f"; the first output that differs is that of {key} "
+            f"({plan_text_for(self.plan, [f'{name}.'])})"
+        )
 
     def _losses(self) -> str:
         return f"{float(self.tried.loss):.6g} in the place of {float(self.right.loss):.6g}"
@@ -391,7 +394,7 @@ class _Trial:
         return "OnShards() of its module" if alone else f"OnShards({own!r}) of its module"
 
     def _of_draw(self, place: int) -> str:
-        whole: Drawn = self.right.settled.drawn[place]
+        whole: RecordedDraw = self.right.settled.drawn[place]
         mine = self.tried.settled.drawn[place]
         if whole.shape == mine.shape:
             return (
@@ -426,7 +429,7 @@ def _names(model: nn.Module) -> dict[str, list[str]]:
     return {names[0]: names for names in found.values()}
 
 
-def said(plan: Plan, names: Sequence[str]) -> str:
+def plan_text_for(plan: DivisionPlan, names: Sequence[str]) -> str:
     """Return the plan's entries for a parameter, or for the nearest enclosing module.
 
     names: all names of the parameter.
@@ -437,10 +440,10 @@ def said(plan: Plan, names: Sequence[str]) -> str:
     while modules:
         for module in modules:
             kinds = [
-                written(kind)
+                entry_text(kind)
                 for pattern, each in plan.items()
                 if fits(module, pattern)
-                for kind in several(each)
+                for kind in entries_of(each)
             ]
             if kinds:
                 of = "" if own else f" of {module or 'the model'}, and nothing of it"

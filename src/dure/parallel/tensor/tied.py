@@ -14,7 +14,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from dure.parallel.tensor.divided import Divided
+from dure.parallel.tensor.divided import DividedLayer
 from dure.parallel.tensor.division import Division
 
 OwnParts = dict[str, tuple[Tensor, Division]]
@@ -35,8 +35,8 @@ class _Shared:
     modules: list[nn.Module]
 
 
-def share(
-    model: nn.Module, layers: Mapping[int, Divided], parts: Mapping[int, OwnParts]
+def share_tied(
+    model: nn.Module, layers: Mapping[int, DividedLayer], parts: Mapping[int, OwnParts]
 ) -> list[Callable[[], None]]:
     """Make shared parameters a single object in the modules that replace others.
 
@@ -79,7 +79,7 @@ def share(
 
 
 def _become(
-    module: nn.Module, own: str, layers: Mapping[int, Divided], parts: Mapping[int, OwnParts]
+    module: nn.Module, own: str, layers: Mapping[int, DividedLayer], parts: Mapping[int, OwnParts]
 ) -> tuple[nn.Parameter, Division | None] | None:
     """Return the new parameter and its division for a parameter of a module; None if it stays."""
     layer = layers.get(id(module))

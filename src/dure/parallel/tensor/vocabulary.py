@@ -33,7 +33,8 @@ from torch.nn import functional as F
 
 from dure.collectives.arguments import lengths_of
 from dure.collectives.group import Group
-from dure.parallel.tensor.divided import Divided, embedding_of
+from dure.parallel.tensor.buffers import shared_buffer
+from dure.parallel.tensor.divided import DividedLayer, embedding_of
 from dure.parallel.tensor.division import Division
 from dure.parallel.tensor.functions import (
     check_is_sequence,
@@ -43,13 +44,12 @@ from dure.parallel.tensor.functions import (
     reduced_in_place,
 )
 from dure.parallel.tensor.layers import ColumnParallel
-from dure.parallel.tensor.rooms import room
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-class VocabularyEmbedding(Divided):
+class VocabularyEmbedding(DividedLayer):
     """nn.Embedding with divided rows; its output is the whole embedding, on every rank.
 
     Args:
@@ -158,7 +158,7 @@ class _CrossEntropy(Function):
     ) -> Tensor:
         """Return the loss of each position, 0 if ignored, for scores (n, this rank's symbols)."""
         positions, symbols = scores.shape
-        maximum = room((positions,), scores, group)
+        maximum = shared_buffer((positions,), scores, group)
         # amax refuses an empty dimension; -inf loses against every rank that has symbols
         if symbols:
             torch.amax(scores, 1, out=maximum)
@@ -167,7 +167,7 @@ class _CrossEntropy(Function):
         if group.size > 1:
             reduced_in_place(maximum, group, "max")
         # Both sums travel in a single message.
-        numbers = room((2, positions), scores, group)
+        numbers = shared_buffer((2, positions), scores, group)
         # After subtracting the maximum no exponential overflows, and their sum is at least 1.
         shares = (scores - maximum[:, None]).exp_()
         torch.sum(shares, 1, out=numbers[0])

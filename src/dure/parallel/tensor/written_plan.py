@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from dure.settings import suggestion
 
 if TYPE_CHECKING:
-    from dure.parallel.tensor.plan import Kind, Plan
+    from dure.parallel.tensor.plan import DivisionPlan, PlanEntry
 
 READY = "ready"
 """Text of the built-in plan, the default."""
@@ -32,7 +32,7 @@ def _known() -> dict[str, Any]:
     # Not at the top of this file: most runs have no plan, and plan.py imports all divided layers.
     from dure.parallel.tensor import plan
 
-    return {kind.__name__: kind for kind in get_args(plan.Kind)}
+    return {kind.__name__: kind for kind in get_args(plan.PlanEntry)}
 
 
 @dataclasses.dataclass(frozen=True, init=False)
@@ -43,15 +43,15 @@ class TensorPlan:
     for each model: ready, rows, columns or alternating; otherwise empty.
     """
 
-    entries: tuple[tuple[str, tuple[Kind, ...]], ...]
+    entries: tuple[tuple[str, tuple[PlanEntry, ...]], ...]
     named: str
 
-    def __init__(self, written: Plan | str | TensorPlan | None = None) -> None:
+    def __init__(self, written: DivisionPlan | str | TensorPlan | None = None) -> None:
         """Take a plan, or the text of a plan; None is the built-in plan.
 
         Raises ValueError for any other value, and for a plan without a text form.
         """
-        entries: tuple[tuple[str, tuple[Kind, ...]], ...] = ()
+        entries: tuple[tuple[str, tuple[PlanEntry, ...]], ...] = ()
         named = ""
         if isinstance(written, TensorPlan):
             entries = written.entries
@@ -76,7 +76,7 @@ class TensorPlan:
             raise ValueError(f"the plan {self} cannot be written as text: leave ; out of its words")
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> DivisionPlan:
         """Plan for `parallelize`; `ready.plan_of` makes a plan by name for a model."""
         return dict(self.entries)
 
@@ -99,7 +99,7 @@ class TensorPlan:
         return f", {self.named}" if self.named else ", own plan"
 
     def __str__(self) -> str:
-        texts = (f"{pattern}={'+'.join(map(written, kinds))}" for pattern, kinds in self.entries)
+        texts = (f"{pattern}={'+'.join(map(entry_text, kinds))}" for pattern, kinds in self.entries)
         return self.named or "; ".join(texts)
 
 
@@ -112,7 +112,7 @@ def _pattern(pattern: Any) -> str:
     )
 
 
-def _several(pattern: str, kinds: Any) -> tuple[Kind, ...]:
+def _several(pattern: str, kinds: Any) -> tuple[PlanEntry, ...]:
     each: tuple[Any, ...] = tuple(kinds) if isinstance(kinds, (tuple, list)) else (kinds,)
     if not each:
         raise ValueError(f"the plan says nothing of {pattern!r}: leave it out")
@@ -124,7 +124,7 @@ def _several(pattern: str, kinds: Any) -> tuple[Kind, ...]:
     return each
 
 
-def written(kind: Any) -> str:
+def entry_text(kind: Any) -> str:
     """Return the Python call that makes an entry, without default arguments."""
     name = type(kind).__name__
     values = {
@@ -136,8 +136,8 @@ def written(kind: Any) -> str:
     return f"{name}({', '.join(words)})"
 
 
-def _read(text: str) -> tuple[tuple[str, tuple[Kind, ...]], ...]:
-    entries: dict[str, tuple[Kind, ...]] = {}
+def _read(text: str) -> tuple[tuple[str, tuple[PlanEntry, ...]], ...]:
+    entries: dict[str, tuple[PlanEntry, ...]] = {}
     # A semicolon at the end leaves an empty entry, which is dropped.
     for entry in filter(None, (part.strip() for part in text.split(";"))):
         pattern, equals, kinds = (part.strip() for part in entry.partition("="))
@@ -160,7 +160,7 @@ def _read(text: str) -> tuple[tuple[str, tuple[Kind, ...]], ...]:
     return tuple(entries.items())
 
 
-def _kinds(tree: ast.expr) -> list[Kind]:
+def _kinds(tree: ast.expr) -> list[PlanEntry]:
     """Return the entries of an expression `A() + B(1)`."""
     if isinstance(tree, ast.BinOp) and isinstance(tree.op, ast.Add):
         return [*_kinds(tree.left), *_kinds(tree.right)]

@@ -16,7 +16,7 @@ _BYTES = 1000
 
 
 @contextmanager
-def agreed(group: Group, operation: str) -> Iterator[None]:
+def raise_on_all_ranks(group: Group, operation: str) -> Iterator[None]:
     """Context manager: an error of any rank is raised on all ranks. All ranks enter it.
 
     The body must not send messages. A rank that failed raises its own error at the end. The other

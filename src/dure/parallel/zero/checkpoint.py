@@ -25,9 +25,9 @@ from torch import Tensor, nn
 
 from dure.collectives.group import Group
 from dure.errors import RunFolderError, described
-from dure.parallel.zero.agreement import agreed
-from dure.parallel.zero.optimizer import Division
-from dure.parallel.zero.shares import Share
+from dure.parallel.zero.agreement import raise_on_all_ranks
+from dure.parallel.zero.optimizer import PartitionedOptimizer
+from dure.parallel.zero.shares import ParameterShare
 from dure.record.checkpoint import pack_tree, unpack_tree
 from dure.record.disk import Summed, write_atomically
 from dure.record.inside import LARGE, contents, pinned
@@ -48,7 +48,11 @@ def file_of(rank: int, ranks: int) -> str:
 
 
 def save(
-    folder: Path, model: nn.Module, shares: Sequence[Share], division: Division, group: Group
+    folder: Path,
+    model: nn.Module,
+    shares: Sequence[ParameterShare],
+    division: PartitionedOptimizer,
+    group: Group,
 ) -> None:
     """Write this rank's part of a checkpoint to a folder that all ranks share. All ranks call it.
 
@@ -57,7 +61,7 @@ def save(
     raise.
     """
     # Rank 0 may name the parts in an index only when all of them are there.
-    with agreed(group, "waiting for all parts of a checkpoint"):
+    with raise_on_all_ranks(group, "waiting for all parts of a checkpoint"):
         folder.mkdir(parents=True, exist_ok=True)
         pieces = Summed(_part(shares, division))
         write_atomically(_new(folder, file_of(group.rank, group.size)), pieces)
@@ -65,7 +69,7 @@ def save(
     told = group.all_gather_values([float(int(pieces.checksum, 16))], "checksums of a checkpoint")
     sums = [f"{int(one):08x}" for (one,) in told]
     # No rank ends, or begins the next checkpoint, before this checkpoint is complete.
-    with agreed(group, "waiting for the index of a checkpoint"):
+    with raise_on_all_ranks(group, "waiting for the index of a checkpoint"):
         if group.rank == 0:
             _write_index(folder, model, shares, division, sums)
 
@@ -75,7 +79,7 @@ def _new(folder: Path, name: str) -> Path:
     return folder / f"{name}.new"
 
 
-def _part(shares: Sequence[Share], division: Division) -> TensorFile:
+def _part(shares: Sequence[ParameterShare], division: PartitionedOptimizer) -> TensorFile:
     """Return the content of this rank's file."""
     tensors: dict[str, Tensor] = {}
     runs: dict[str, dict[str, int]] = {}
@@ -101,8 +105,8 @@ def _part(shares: Sequence[Share], division: Division) -> TensorFile:
 def _write_index(
     folder: Path,
     model: nn.Module,
-    shares: Sequence[Share],
-    division: Division,
+    shares: Sequence[ParameterShare],
+    division: PartitionedOptimizer,
     sums: Sequence[str],
 ) -> None:
     """Write the tensors that are not divided, and the index.
@@ -369,7 +373,11 @@ class Checkpoint:
 
 @torch.no_grad()
 def load(
-    folder: Path, model: nn.Module, shares: Sequence[Share], division: Division, group: Group
+    folder: Path,
+    model: nn.Module,
+    shares: Sequence[ParameterShare],
+    division: PartitionedOptimizer,
+    group: Group,
 ) -> None:
     """Load this rank's pieces from a checkpoint of the same model. Every rank calls it.
 
@@ -378,7 +386,7 @@ def load(
     changes.
     """
     with ExitStack() as stack:
-        with agreed(group, "reading a checkpoint"):
+        with raise_on_all_ranks(group, "reading a checkpoint"):
             checkpoint = stack.enter_context(Checkpoint(folder, group.rank, group.size))
             _check_model(model, checkpoint, folder)
             division.check_groups(checkpoint.groups)
@@ -405,7 +413,9 @@ def load(
         )
 
 
-def _check_weights(model: nn.Module, shares: Sequence[Share], checkpoint: Checkpoint) -> None:
+def _check_weights(
+    model: nn.Module, shares: Sequence[ParameterShare], checkpoint: Checkpoint
+) -> None:
     """Check that the files have all weights that this rank loads.
 
     Raises RunFolderError otherwise.

@@ -10,8 +10,8 @@ from torch.optim import Optimizer
 
 from dure.collectives.group import Group
 from dure.machine.cores import available_cores
-from dure.parallel.zero.dividing import PRECISIONS
-from dure.parallel.zero.division import Stage
+from dure.parallel.zero.partition_layout import Stage
+from dure.parallel.zero.partitioning import PRECISIONS
 
 
 def prefetch_of(group: Group, device: torch.device) -> int:

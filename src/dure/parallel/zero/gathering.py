@@ -1,11 +1,11 @@
 """Stage 3: units are gathered just before they are used, and freed after use.
 
 A unit is gathered into a buffer, and its parameters become views of the buffer; after the unit is
-freed they are `Away`. For views of parameters that autograd saves for backward, an offset in the
-unit is stored instead of memory, and read from the unit's buffer of that time (torch's saved-tensor
-hooks). A unit is freed in backward when all its gradients are complete and nothing in the graph
-needs it; before that time some of its modules may run again, such as a part whose activations are
-recomputed.
+freed they are `AbsentParameter`. For views of parameters that autograd saves for backward, an
+offset in the unit is stored instead of memory, and read from the unit's buffer of that time
+(torch's saved-tensor hooks). A unit is freed in backward when all its gradients are complete and
+nothing in the graph needs it; before that time some of its modules may run again, such as a part
+whose activations are recomputed.
 
 A unit is in use from the first call of its modules to the end of the last call. The output of a
 module may be a view of a parameter; the unit then stays until the forward pass ends.
@@ -23,13 +23,13 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dure.collectives.handle import Handle
 from dure.memory.mapped import release_pages
-from dure.parallel.zero.away import bring_back, send_away
-from dure.parallel.zero.changes import Changes
-from dure.parallel.zero.shares import Pool, Share
-from dure.parallel.zero.wire import Wire
+from dure.parallel.zero.change_detection import ParameterChanges
+from dure.parallel.zero.chunk_collectives import ChunkCollectives
+from dure.parallel.zero.partitioned_parameters import remove_elements, restore_elements
+from dure.parallel.zero.shares import BufferPool, ParameterShare
 
 
-class Unit:
+class GatherUnit:
     """Shares that are gathered together.
 
     calls: calls of its modules in this forward pass. saved: views of its parameters that autograd
@@ -39,11 +39,11 @@ class Unit:
     gathered or on its way. handles: transfers while the unit is on its way.
     """
 
-    def __init__(self, number: int, modules: list[nn.Module], shares: list[Share]) -> None:
+    def __init__(self, number: int, modules: list[nn.Module], shares: list[ParameterShare]) -> None:
         self.number = number
         self.modules = modules
         self.shares = shares
-        # the classes to give back, before the parameters become `Away`
+        # the classes to give back, before the parameters become `AbsentParameter`
         self.kinds = [[type(parameter) for parameter in share.parameters] for share in shares]
         self.calls = 0
         self.saved = 0
@@ -65,7 +65,7 @@ class Unit:
         for parameter, kind, own in zip(
             self.shares[share].parameters, self.kinds[share], elements, strict=True
         ):
-            bring_back(parameter, kind, own)
+            restore_elements(parameter, kind, own)
 
     @property
     def frozen(self) -> bool:
@@ -91,7 +91,9 @@ class _Saved:
 
     __slots__ = ("gathering", "number", "offset", "share", "size", "stride", "unit")
 
-    def __init__(self, gathering: Gathering, unit: Unit, share: int, view: Tensor) -> None:
+    def __init__(
+        self, gathering: UnitGathering, unit: GatherUnit, share: int, view: Tensor
+    ) -> None:
         self.gathering = gathering
         self.unit = unit
         self.number = share
@@ -107,7 +109,7 @@ class _Saved:
             self.gathering.unneeded(self.unit)
 
 
-class Keeper(Protocol):
+class SavedTensorStore(Protocol):
     """Interface that replaces the activations which autograd saves, such as by files."""
 
     def pack(self, tensor: Tensor) -> Any:
@@ -117,27 +119,33 @@ class Keeper(Protocol):
         """Return the tensor of an object that `pack` returned."""
 
 
-class Gathering:
+class UnitGathering:
     """All units of a model on this rank, which are gathered and freed.
 
-    need: called with a unit that a module needs; set by `Passes`. changes: detects whether a pass
-    has changed gathered parameters. here: whether all parameters are available, so that no unit
-    needs to be gathered (`dure.parallel.zero.in_place`).
+    need: called with a unit that a module needs; set by `ZeROPasses`. changes: detects whether a
+    pass has changed gathered parameters. here: whether all parameters are available, so that no
+    unit needs to be gathered (`dure.parallel.zero.in_place`).
     """
 
     in_place = False
     here = False
 
-    def __init__(self, units: list[Unit], wire: Wire, pool: Pool, changes: Changes) -> None:
+    def __init__(
+        self,
+        units: list[GatherUnit],
+        wire: ChunkCollectives,
+        pool: BufferPool,
+        changes: ParameterChanges,
+    ) -> None:
         self.units = units
         self.wire = wire
         self.pool = pool
         self.changes = changes
         self.in_backward = False
         # by address of a buffer's storage: the unit and share in this buffer
-        self._where: dict[int, tuple[Unit, int]] = {}
+        self._where: dict[int, tuple[GatherUnit, int]] = {}
         self.need: Any = None
-        self.keeper: Keeper | None = None
+        self.keeper: SavedTensorStore | None = None
         """Replacement of saved tensors other than parameters; None leaves them to autograd."""
         for unit in units:
             self.send_away(unit)
@@ -145,7 +153,7 @@ class Gathering:
     def bring(self) -> None:
         """Make all parameters available from now on, if they are `in_place`."""
 
-    def issue(self, unit: Unit) -> None:
+    def issue(self, unit: GatherUnit) -> None:
         """Start the all-gathers of a unit."""
         assert unit.whole is None
         unit.whole = [
@@ -156,7 +164,7 @@ class Gathering:
             for whole, share in zip(unit.whole, unit.shares, strict=True)
         ]
 
-    def arrive(self, unit: Unit) -> None:
+    def arrive(self, unit: GatherUnit) -> None:
         """Wait for the all-gathers of a unit, and set the elements of its parameters."""
         if unit.handles is None:
             return
@@ -172,7 +180,7 @@ class Gathering:
                 self._where[whole.untyped_storage().data_ptr()] = unit, number
                 unit.give(number, share.views(whole))
 
-    def free(self, unit: Unit) -> None:
+    def free(self, unit: GatherUnit) -> None:
         """Free the buffers of a unit that is gathered or on its way."""
         if unit.whole is None:
             return
@@ -196,7 +204,7 @@ class Gathering:
         for unit in self.units:
             self.free(unit)
 
-    def send_away(self, unit: Unit) -> None:
+    def send_away(self, unit: GatherUnit) -> None:
         """Remove the elements of a unit's parameters."""
 
         def fetch(parameter: nn.Parameter) -> None:
@@ -208,9 +216,9 @@ class Gathering:
         with torch.inference_mode(False), torch.no_grad():
             for share in unit.shares:
                 for parameter in share.parameters:
-                    send_away(parameter, fetch, self.in_place)
+                    remove_elements(parameter, fetch, self.in_place)
 
-    def lies_in(self, tensor: Tensor) -> tuple[Unit, int] | None:
+    def lies_in(self, tensor: Tensor) -> tuple[GatherUnit, int] | None:
         """Return the unit, and the share's index, whose buffer a tensor is in.
 
         None for other tensors.
@@ -225,7 +233,7 @@ class Gathering:
         ):  # tensors without their own memory, such as nested or fake tensors
             return None
 
-    def called(self, unit: Unit, outputs: Any) -> None:
+    def called(self, unit: GatherUnit, outputs: Any) -> None:
         """Record that a module of the unit has returned in forward; free the unit if possible."""
         unit.calls += 1
         for output in tensors_in(outputs):
@@ -286,14 +294,14 @@ class Gathering:
                 unit.comes_again or any(share.block.trained for share in unit.shares)
             )
 
-    def unneeded(self, unit: Unit) -> None:
+    def unneeded(self, unit: GatherUnit) -> None:
         """Free a unit that autograd no longer needs, in backward, if its gradients are complete."""
         # Outside backward the end of a graph frees nothing: the forward pass may still use the
         # unit.
         if self.in_backward and unit.complete and unit.handles is None and not unit.stays:
             self.free(unit)
 
-    def complete(self, unit: Unit) -> None:
+    def complete(self, unit: GatherUnit) -> None:
         """Record that all gradients of the unit are complete; free the unit if possible."""
         unit.complete = True
         if not unit.saved and not (unit.stays and unit.frozen):

@@ -13,19 +13,25 @@ from typing import Any
 
 from torch import nn
 
-from dure.parallel.zero.away import Away
-from dure.parallel.zero.changes import Changes
-from dure.parallel.zero.gathering import Gathering, Unit
-from dure.parallel.zero.shares import Pool
-from dure.parallel.zero.wire import Wire
+from dure.parallel.zero.change_detection import ParameterChanges
+from dure.parallel.zero.chunk_collectives import ChunkCollectives
+from dure.parallel.zero.gathering import GatherUnit, UnitGathering
+from dure.parallel.zero.partitioned_parameters import AbsentParameter
+from dure.parallel.zero.shares import BufferPool
 
 
-class InPlace(Gathering):
+class InPlaceUnits(UnitGathering):
     """All units of a model on this rank, in memory that all ranks read."""
 
     in_place = True
 
-    def __init__(self, units: list[Unit], wire: Wire, pool: Pool, changes: Changes) -> None:
+    def __init__(
+        self,
+        units: list[GatherUnit],
+        wire: ChunkCollectives,
+        pool: BufferPool,
+        changes: ParameterChanges,
+    ) -> None:
         # Before the parent class removes the elements: from then on their memory stays, and only
         # the class of the parameters changes.
         for unit in units:
@@ -51,9 +57,9 @@ class InPlace(Gathering):
             self.changes.compare()
             self.here = False
             for parameter, _ in self._kinds:
-                parameter.__class__ = Away
+                parameter.__class__ = AbsentParameter
 
-    def called(self, unit: Unit, outputs: Any) -> None:
+    def called(self, unit: GatherUnit, outputs: Any) -> None:
         """Do nothing: units stay until the end of the pass."""
 
     def count(self) -> None:
@@ -75,5 +81,5 @@ class InPlace(Gathering):
         """Begin a backward pass; units need no preparation, because they stay."""
         self.in_backward = True
 
-    def complete(self, unit: Unit) -> None:
+    def complete(self, unit: GatherUnit) -> None:
         """Do nothing: units stay until the end of the pass."""

@@ -2,7 +2,7 @@
 
 An optimizer is divided by replacing the parameters of its groups with the pieces. Its settings, and
 objects that refer to the optimizer (such as a scheduler of learning rates), stay as they are. This
-is right for element-wise optimizers; others are refused (`dure.parallel.divisible`).
+is right for element-wise optimizers; others are refused (`dure.parallel.optimizer_sharding`).
 
 The whole state has the form of `Optimizer.state_dict()` over the undivided parameters. It therefore
 loads into the same optimizer of one process, of DataParallel, and of ZeRO on any number of ranks.
@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from dure.collectives.group import Group
 from dure.collectives.tensor_transfer import gathered
 from dure.memory.spill_store import IN_MEMORY, SpillStore
-from dure.parallel.zero.shares import Held, Share
+from dure.parallel.zero.shares import OptimizerPiece, ParameterShare
 from dure.record.checkpoint import tree_from_bytes, tree_to_bytes
 from dure.record.on_disk import (
     Form,
@@ -35,13 +35,13 @@ from dure.record.on_disk import (
 from dure.tensors.optimizer_state import load_optimizer
 
 
-class Division:
+class PartitionedOptimizer:
     """An optimizer whose parameter groups have this rank's pieces.
 
     original: the undivided parameters of each group, in order.
     """
 
-    def __init__(self, optimizer: Optimizer, shares: Sequence[Share]) -> None:
+    def __init__(self, optimizer: Optimizer, shares: Sequence[ParameterShare]) -> None:
         self.optimizer = optimizer
         self.shares = list(shares)
         held = {id(share.parameters[part.place]): part for share in shares for part in share.held}
@@ -157,7 +157,9 @@ class Division:
             )
 
 
-def _divided(state: Mapping[str, Any], shape: Sequence[int], held: Held) -> dict[str, Any]:
+def _divided(
+    state: Mapping[str, Any], shape: Sequence[int], held: OptimizerPiece
+) -> dict[str, Any]:
     """Return the state of a piece, from the state of its parameter.
 
     Tensors of the parameter's shape are cut; other values stay as they are.
@@ -184,7 +186,7 @@ class _Rows:
     start name".
     """
 
-    def __init__(self, division: Division) -> None:
+    def __init__(self, division: PartitionedOptimizer) -> None:
         self.rows: list[list[Any]] = []
         self.tensors: dict[str, Tensor] = {}
         number_of = {id(parameter): n for n, parameter in enumerate(division.parameters)}

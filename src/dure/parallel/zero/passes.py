@@ -19,16 +19,23 @@ from torch.utils._pytree import tree_leaves
 from dure.collectives.group import Group
 from dure.errors import RunFolderError
 from dure.machine.compiler import excluded_from_compilation
-from dure.parallel.direct import Direct
-from dure.parallel.zero.gathering import Gathering, Unit
-from dure.parallel.zero.reducing import Reducing
-from dure.parallel.zero.sweep import Action, Sweep, backward_order, completed, forward_order, guess
+from dure.parallel.gradients_into_buckets import GradientsIntoBuckets
+from dure.parallel.zero.gather_order import (
+    GatherAction,
+    GatherSweep,
+    backward_order,
+    completed_events,
+    forward_order,
+    guessed_events,
+)
+from dure.parallel.zero.gathering import GatherUnit, UnitGathering
+from dure.parallel.zero.gradient_reduction import GradientReduction
 
 VERSION = 2
-"""Version of the state of `Orders`."""
+"""Version of the state of `MessageOrders`."""
 
 
-class Orders:
+class MessageOrders:
     """Order of the messages of a pass, equal on all ranks: a guess first, then rank 0's order.
 
     blocks: for each unit, its blocks that have gradients. around: units that contain other units.
@@ -42,14 +49,14 @@ class Orders:
         self.units = list(range(len(blocks)))
         # Used until the first pass has been observed; a wrong guess costs late gradients or waits,
         # but never a wrong sum.
-        self.events = guess(self.units, blocks, around)
+        self.events = guessed_events(self.units, blocks, around)
         self.everything = list(self.events)
 
-    def forward(self) -> list[Action]:
+    def forward(self) -> list[GatherAction]:
         """Return the order of the gathers of a forward pass."""
         return forward_order(self.units)
 
-    def backward(self, gathers: bool, reduces: bool) -> list[Action]:
+    def backward(self, gathers: bool, reduces: bool) -> list[GatherAction]:
         """Return the order of a backward pass.
 
         Gathers, reduces: the kinds of messages that are sent.
@@ -60,7 +67,11 @@ class Orders:
         return backward_order(events, self.prefetch)
 
     def learn(
-        self, group: Group, needed: Sequence[int], events: Sequence[Action], carrier: int | None
+        self,
+        group: Group,
+        needed: Sequence[int],
+        events: Sequence[GatherAction],
+        carrier: int | None,
     ) -> None:
         """Adopt the order that rank 0 has observed. The meter does not count the exchange.
 
@@ -72,7 +83,7 @@ class Orders:
         """
         # Units that rank 0 did not need come last: other ranks may need them.
         units = list(dict.fromkeys([*needed, *self.units]))
-        actions = completed(events, self.everything, carrier)
+        actions = completed_events(events, self.everything, carrier)
         # Every rank sends equally many numbers; only rank 0's numbers are used.
         mine = [float(number) for number in (*units, *map(_coded, actions))]
         numbers = [int(number) for number in group.all_gather_values(mine, "order")[0]]
@@ -110,7 +121,7 @@ class Orders:
         if not state["learned"] or sizes != (len(self.units), len(self.everything)):
             return False
         self.units = list(state["units"])
-        self.events = [Action(event["kind"], event["number"]) for event in state["events"]]
+        self.events = [GatherAction(event["kind"], event["number"]) for event in state["events"]]
         self.learned = True
         return True
 
@@ -122,17 +133,17 @@ class Orders:
         self.learned = True
 
 
-def _coded(action: Action) -> int:
+def _coded(action: GatherAction) -> int:
     """Return an action as a number: a gather as its unit, a reduction of block b as -1 - b."""
     return action.number if action.kind == "gather" else -1 - action.number
 
 
-def _decoded(number: int) -> Action:
+def _decoded(number: int) -> GatherAction:
     """Return the action of a number, the inverse of `_coded`."""
-    return Action("gather", number) if number >= 0 else Action("reduce", -1 - number)
+    return GatherAction("gather", number) if number >= 0 else GatherAction("reduce", -1 - number)
 
 
-class Passes:
+class ZeROPasses:
     """Passes of a model on this rank.
 
     Args:
@@ -142,7 +153,7 @@ class Passes:
         reducing: Sends gradients.
         orders: Order of the messages.
         direct: Computes large gradients in their buffers.
-        hurried: Whether gradients are sent during backward (stages 2 and 3).
+        sends_in_backward: Whether gradients are sent during backward (stages 2 and 3).
 
     Attributes:
         sends: Whether gradients are sent in this pass.
@@ -153,26 +164,26 @@ class Passes:
         self,
         model: nn.Module,
         group: Group,
-        gathering: Gathering | None,
-        reducing: Reducing,
-        orders: Orders,
-        direct: Direct,
-        hurried: bool,
+        gathering: UnitGathering | None,
+        reducing: GradientReduction,
+        orders: MessageOrders,
+        direct: GradientsIntoBuckets,
+        sends_in_backward: bool,
     ) -> None:
         self.model = model
         self.group = group
         self.gathering = gathering
         self.reducing = reducing
         self.orders = orders
-        self.hurried = hurried
+        self.sends_in_backward = sends_in_backward
         self.sends = True
         self.rests = False
         self._blocks = (
             dict(zip(gathering.units, orders.blocks, strict=True)) if gathering is not None else {}
         )
         self._unit_of = {block: unit for unit, blocks in self._blocks.items() for block in blocks}
-        self.forward: Sweep | None = None
-        self.backward: Sweep | None = None
+        self.forward: GatherSweep | None = None
+        self.backward: GatherSweep | None = None
         # the outermost module of the running forward pass; its depth of recursive calls
         self.scope: nn.Module | None = None
         self._depth = 0
@@ -180,25 +191,25 @@ class Passes:
         # open during a forward pass: autograd saves offsets instead of views
         self._saving = ExitStack()
         self._needed: list[int] = []
-        self._events: list[Action] = []
+        self._events: list[GatherAction] = []
         self._set_carrier()
         self._direct = direct
         if gathering is not None:
             gathering.need = self.need
             self._watch_modules(gathering)
-        elif hurried:
+        elif sends_in_backward:
             model.register_forward_pre_hook(
                 excluded_from_compilation(self._before_forward), prepend=True
             )
         model.register_forward_hook(excluded_from_compilation(self._look_at))
-        if hurried:
+        if sends_in_backward:
             self._watch_gradients()
 
     def _set_carrier(self) -> None:
         # The block with the trailer goes last: used and late parameters are known only then.
         carrier = self.reducing.choose_carrier(self.orders.events)
         self.reducing.carrier = carrier
-        self.orders.events = completed(self.orders.events, [], carrier)
+        self.orders.events = completed_events(self.orders.events, [], carrier)
 
     def restore_order(self, state: Mapping[str, Any] | Sequence[int]) -> None:
         """Adopt the learned order of a checkpoint of a model with the same units."""
@@ -207,9 +218,9 @@ class Passes:
 
     # Hooks.
 
-    def _watch_modules(self, gathering: Gathering) -> None:
+    def _watch_modules(self, gathering: UnitGathering) -> None:
         # The model itself always has hooks: it begins and ends a pass.
-        units: dict[nn.Module, list[Unit]] = {self.model: []}
+        units: dict[nn.Module, list[GatherUnit]] = {self.model: []}
         for unit in gathering.units:
             for module in unit.modules:
                 units.setdefault(module, []).append(unit)
@@ -227,7 +238,7 @@ class Passes:
         if not self.in_backward():
             self.abandon()
 
-    def _before(self, units: list[Unit], gathering: Gathering) -> Callable[..., None]:
+    def _before(self, units: list[GatherUnit], gathering: UnitGathering) -> Callable[..., None]:
         def before(module: nn.Module, inputs: Any) -> None:
             if self.rests:
                 return
@@ -247,7 +258,7 @@ class Passes:
 
         return excluded_from_compilation(before)
 
-    def _after(self, units: list[Unit], gathering: Gathering) -> Callable[..., Any]:
+    def _after(self, units: list[GatherUnit], gathering: UnitGathering) -> Callable[..., Any]:
         def after(module: nn.Module, inputs: Any, outputs: Any) -> Any:
             if self.scope is None:  # recomputed, or failed before it began
                 return None
@@ -298,7 +309,7 @@ class Passes:
             if self.sends:
                 # The event is recorded when the gradients are complete, not when they are sent: the
                 # order is learned from these events.
-                self._events.append(Action("reduce", number))
+                self._events.append(GatherAction("reduce", number))
                 sweep.advance()
             unit = self._unit_of.get(number)
             # A unit has several blocks if dtypes differ or parameters are long; it is complete with
@@ -329,12 +340,12 @@ class Passes:
             self.forward = self._forward_sweep()
         self._saving.enter_context(self.gathering.saving())
 
-    def _forward_sweep(self) -> Sweep:
+    def _forward_sweep(self) -> GatherSweep:
         order = self.orders.forward()
         return self._sweep(order)
 
-    def _sweep(self, order: Sequence[Action]) -> Sweep:
-        return Sweep(
+    def _sweep(self, order: Sequence[GatherAction]) -> GatherSweep:
+        return GatherSweep(
             order,
             self.orders.prefetch,
             gather=self._gather,
@@ -363,19 +374,19 @@ class Passes:
         if unit.whole is None:
             self.gathering.issue(unit)
 
-    def _make_room(self, action: Action) -> None:
+    def _make_room(self, action: GatherAction) -> None:
         """Free units gathered at the end of a pass: this rank does not need them."""
         if self.gathering is not None and action.kind == "gather":
             self.gathering.free_all()
 
-    def need(self, unit: Unit) -> None:
+    def need(self, unit: GatherUnit) -> None:
         """Make a unit available now: gather it, or wait for it."""
         assert self.gathering is not None
-        sweep: Sweep | None = None
+        sweep: GatherSweep | None = None
         if self.in_backward():
             sweep = self._backward()
             if not self.orders.learned:
-                self._events.append(Action("gather", unit.number))
+                self._events.append(GatherAction("gather", unit.number))
         elif self.scope is None:
             raise RuntimeError(
                 "this parameter is divided over the ranks, and whole only while the model runs: "
@@ -409,7 +420,7 @@ class Passes:
         # autograd numbers its passes; -1 means none
         return torch._C._current_graph_task_id() != -1
 
-    def _backward(self) -> Sweep:
+    def _backward(self) -> GatherSweep:
         """Return the order of the running backward pass; begin the pass if needed."""
         if self.backward is None:
             self._begin_backward()
@@ -441,7 +452,7 @@ class Passes:
         if self.sends:
             self.reducing.finish()
             # Stage 1 sends all gradients at once, before the step: any order will do.
-            if self.hurried and not self.orders.learned and self.group.size > 1:
+            if self.sends_in_backward and not self.orders.learned and self.group.size > 1:
                 self.orders.learn(self.group, self._needed, self._events, self.reducing.carrier)
                 self._set_carrier()
         # last, after all messages of the pass: an error must not leave other ranks waiting
@@ -466,7 +477,7 @@ class Passes:
                 # that it receives.
                 self._forward_sweep().finish(self._make_room)
                 self.gathering.free_all()
-        if backward and self.hurried:
+        if backward and self.sends_in_backward:
             self.reduce()
 
     def abandon(self) -> None:

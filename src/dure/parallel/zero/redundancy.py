@@ -18,32 +18,43 @@ from dure.collectives.algorithms.native import check_carried
 from dure.collectives.all_gather import all_gather
 from dure.collectives.group import Group
 from dure.memory.spill_store import IN_MEMORY, SpillStore
-from dure.parallel.alike import Alike
-from dure.parallel.direct import WORTH_IT, Direct
-from dure.parallel.divisible import check_element_wise
-from dure.parallel.first_weights import share_weights
-from dure.parallel.speaker import check_weights_stay
+from dure.parallel.buffer_broadcast import check_forward_keeps_weights
+from dure.parallel.gradients_into_buckets import WORTH_IT, GradientsIntoBuckets
+from dure.parallel.optimizer_sharding import check_element_wise
+from dure.parallel.replica_consistency import ReplicaCheck
+from dure.parallel.weight_broadcast import share_weights
 from dure.parallel.zero import checkpoint
-from dure.parallel.zero.arriving import Arriving, check_reads
-from dure.parallel.zero.away import watch_gradient
-from dure.parallel.zero.changes import Changes
+from dure.parallel.zero.change_detection import ParameterChanges
 from dure.parallel.zero.checks import check_model, check_settings, prefetch_of
-from dure.parallel.zero.dividing import Cut, Precision, divide, shorten_numbers
-from dure.parallel.zero.division import ALONE, Block, Memory, Stage, bytes_sent
-from dure.parallel.zero.gathering import Gathering, Keeper, Unit
-from dure.parallel.zero.in_place import InPlace
-from dure.parallel.zero.optimizer import Division
-from dure.parallel.zero.passes import Orders, Passes
-from dure.parallel.zero.reducing import Reducing, Rider
-from dure.parallel.zero.shares import Pool
-from dure.parallel.zero.structure import Structure
-from dure.parallel.zero.units import Units
-from dure.parallel.zero.whole import Whole
-from dure.parallel.zero.wire import Algorithm, Wire
+from dure.parallel.zero.chunk_collectives import Algorithm, ChunkCollectives
+from dure.parallel.zero.gathering import GatherUnit, SavedTensorStore, UnitGathering
+from dure.parallel.zero.gradient_reduction import GradientReduction, PiggybackFields
+from dure.parallel.zero.in_place import InPlaceUnits
+from dure.parallel.zero.optimizer import PartitionedOptimizer
+from dure.parallel.zero.overlapped_gather import OverlappedGather, check_not_compiled
+from dure.parallel.zero.partition_layout import (
+    SEPARATE_BLOCK_ELEMENTS,
+    ParameterBlock,
+    Stage,
+    ZeROMemory,
+    bytes_sent,
+)
+from dure.parallel.zero.partitioned_parameters import watch_gradient
+from dure.parallel.zero.partitioning import (
+    PartitionedUnit,
+    Precision,
+    cast_to_bfloat16,
+    partition_model,
+)
+from dure.parallel.zero.passes import MessageOrders, ZeROPasses
+from dure.parallel.zero.shares import BufferPool
+from dure.parallel.zero.structure import ModelStructure
+from dure.parallel.zero.units import UnitSpec
+from dure.parallel.zero.whole_model import UndividedModel
 from dure.record.meter import Meter
 from dure.tensors.flat import check_apart
 
-NO_RIDER = Rider()
+NO_PIGGYBACK_FIELDS = PiggybackFields()
 
 
 class ZeroRedundancy:
@@ -101,17 +112,17 @@ class ZeroRedundancy:
         *,
         reduce: Literal["mean", "sum"] = "mean",
         precision: Precision = "full",
-        units: Units = None,
+        units: UnitSpec = None,
         prefetch: int | None = None,
         algorithm: Algorithm = "native",
         in_place: bool = True,
         overlap_gather: bool = False,
         memory: Callable[[int, torch.dtype], Tensor] | None = None,
-        rider: Rider = NO_RIDER,
+        rider: PiggybackFields = NO_PIGGYBACK_FIELDS,
     ) -> None:
         check_settings(stage, precision, prefetch, overlap_gather, reduce=reduce)
         if overlap_gather:
-            check_reads(model)
+            check_not_compiled(model)
         self.model = model
         self.stage = stage
         self.group = Group.of(process_group)
@@ -122,12 +133,12 @@ class ZeroRedundancy:
         if algorithm == "native":
             check_carried(self.device, self.group)
         check_element_wise(self.optimizer)
-        check_weights_stay(model, self.group.size)
+        check_forward_keeps_weights(model, self.group.size)
         # A share has separate memory: another tensor in the same memory would no longer follow.
         check_apart(model)
         # `prefetch_of` is collective: either all ranks call it, or none does.
         prefetch = prefetch_of(self.group, self.device) if prefetch is None else prefetch
-        self.wire = Wire(
+        self.wire = ChunkCollectives(
             self.group,
             algorithm,
             beside=prefetch > 0,
@@ -136,7 +147,7 @@ class ZeroRedundancy:
         )
         share_weights(self.model, self.group)
         # From here on the shares own the parameters; the optimizer gets pieces of them.
-        cuts = divide(
+        cuts = partition_model(
             model,
             stage,
             self.group,
@@ -145,31 +156,33 @@ class ZeroRedundancy:
             common=in_place and algorithm == "native" and memory is None,
             memory=memory,
             # in split-phase shorter gradients are copied into a message either way
-            alone=WORTH_IT // 4 if self.wire.split_phase else ALONE,
+            alone=WORTH_IT // 4 if self.wire.split_phase else SEPARATE_BLOCK_ELEMENTS,
         )
         self.shares = [share for cut in cuts for share in cut.shares]
         self.trained = [share for share in self.shares if share.block.trained]
-        self.division = Division(self.optimizer, self.trained)
+        self.division = PartitionedOptimizer(self.optimizer, self.trained)
         # In split-phase other ranks read messages in place.
-        self._pool = Pool(self.device, shared=self.wire.split_phase)
+        self._pool = BufferPool(self.device, shared=self.wire.split_phase)
         under_way = prefetch + 1 + self.wire.split_phase
-        self.reducing = Reducing(
+        self.reducing = GradientReduction(
             self.trained, self.wire, self._pool, stage=stage, most=under_way, rider=rider
         )
         for share in self.trained:
             for parameter in share.parameters:
                 watch_gradient(parameter, self._gradients_are_divided)
         # before the units are created, which record the classes of parameters
-        self._changes = Changes(self._lent())
+        self._changes = ParameterChanges(self._lent())
         self.passes = self._passes(cuts, prefetch)
         self._changes.rests = lambda: self.passes.rests
-        self.arriving = Arriving(model, self.trained, self.wire)
+        self.arriving = OverlappedGather(model, self.trained, self.wire)
         if precision == "bf16":
-            shorten_numbers(model, lambda: self.passes.rests)
+            cast_to_bfloat16(model, lambda: self.passes.rests)
         # the same group with a separate meter: bookkeeping is not counted
         self._quiet = copy.copy(self.group)
         self._quiet.meter = Meter(self.group.meter.name)
-        self._whole = Whole(model, self.shares, self.passes, group=self._quiet, algorithm=algorithm)
+        self._whole = UndividedModel(
+            model, self.shares, self.passes, group=self._quiet, algorithm=algorithm
+        )
         self._whole.meet()
         # whether stage 1 has sent the gradients of this step; whether this rank has taken part in
         # the step without examples; number of passes at the last step
@@ -177,9 +190,9 @@ class ZeroRedundancy:
         self._took_part = False
         self._stepped = 0
         trained = [parameter for share in self.trained for parameter in share.parameters]
-        self._structure = Structure(model, self.optimizer, trained, self._parts())
+        self._structure = ModelStructure(model, self.optimizer, trained, self._parts())
         # in stage 3 no rank has a whole parameter
-        self._alike = Alike(model.named_parameters() if stage < 3 else (), self._quiet)
+        self._alike = ReplicaCheck(model.named_parameters() if stage < 3 else (), self._quiet)
         self._accept()
         self._stand_by_the_loop()
 
@@ -224,37 +237,37 @@ class ZeroRedundancy:
         self.optimizer.zero_grad = self.zero_grad  # type: ignore[method-assign]
         self.model.zero_grad = self.zero_grad  # type: ignore[method-assign]
 
-    def _passes(self, cuts: list[Cut], prefetch: int) -> Passes:
+    def _passes(self, cuts: list[PartitionedUnit], prefetch: int) -> ZeROPasses:
         own = [parameter for share in self.trained for parameter in share.parameters]
-        direct = Direct(own, self.reducing.place_of)
+        direct = GradientsIntoBuckets(own, self.reducing.place_of)
         gathering = None
         if self.stage == 3:
             # All or none: the shares are in a single piece of common memory.
             in_place = all(share.common for share in self.shares)
-            kind = InPlace if in_place else Gathering
+            kind = InPlaceUnits if in_place else UnitGathering
             gathering = kind(self._units(cuts), self.wire, self._pool, self._changes)
         else:
             for share in self.shares:
                 share.install()
         around = {unit for unit, cut in enumerate(cuts) if cut.around}
-        return Passes(
+        return ZeROPasses(
             self.model,
             self.group,
             gathering=gathering,
             reducing=self.reducing,
-            orders=Orders(self._blocks_of(cuts), around, prefetch),
+            orders=MessageOrders(self._blocks_of(cuts), around, prefetch),
             direct=direct,
-            hurried=self.stage > 1,
+            sends_in_backward=self.stage > 1,
         )
 
-    def _units(self, cuts: list[Cut]) -> list[Unit]:
+    def _units(self, cuts: list[PartitionedUnit]) -> list[GatherUnit]:
         units = []
         for number, cut in enumerate(cuts):
             modules = [self.model.get_submodule(name) for name in cut.modules]
-            units.append(Unit(number, modules, cut.shares))
+            units.append(GatherUnit(number, modules, cut.shares))
         return units
 
-    def _blocks_of(self, cuts: list[Cut]) -> list[list[int]]:
+    def _blocks_of(self, cuts: list[PartitionedUnit]) -> list[list[int]]:
         """Return for each unit the numbers of its blocks that have gradients."""
         number = {id(share): number for number, share in enumerate(self.trained)}
         blocks = []
@@ -266,7 +279,7 @@ class ZeroRedundancy:
     # Costs.
 
     @property
-    def blocks(self) -> list[Block]:
+    def blocks(self) -> list[ParameterBlock]:
         """Blocks of the division, as data."""
         return [share.block for share in self.shares]
 
@@ -276,7 +289,7 @@ class ZeroRedundancy:
         own = [share.own for share in self.shares]
         return [*(own if self.stage == 3 else self.model.parameters()), *self.model.buffers()]
 
-    def keep_activations(self, keeper: Keeper) -> None:
+    def keep_activations(self, keeper: SavedTensorStore) -> None:
         """Make `keeper` store tensors other than parameters that autograd saves in stage 3."""
         if self.passes.gathering is not None:
             self.passes.gathering.keeper = keeper
@@ -295,7 +308,7 @@ class ZeroRedundancy:
             self.blocks, self.stage, numbers, self.trained[carrier].block.dtype.itemsize
         )
 
-    def memory(self) -> Memory:
+    def memory(self) -> ZeROMemory:
         """Return the bytes of this rank's memory now, by use.
 
         The masters of mixed precision count as optimizer state; buffers are for messages and units.
@@ -315,7 +328,7 @@ class ZeroRedundancy:
         own = {gradient.untyped_storage().data_ptr() for gradient in gradients}
         divided = {id(parameter) for share in self.shares for parameter in share.parameters}
         whole = [parameter for parameter in self.model.parameters() if id(parameter) not in divided]
-        return Memory(
+        return ZeROMemory(
             _nbytes([*whole, *(share.own for share in self.shares if not share.common)])
             # Common memory is a single storage for all shares: a rank counts only its own chunks.
             + sum(share.own.nbytes for share in self.shares if share.common),

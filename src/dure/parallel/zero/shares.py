@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from dure.collectives.shared_memory.pool import empty_shared
-from dure.parallel.zero.away import elements_of, set_elements
-from dure.parallel.zero.division import Block, Piece
+from dure.parallel.zero.partition_layout import ChunkPiece, ParameterBlock
+from dure.parallel.zero.partitioned_parameters import elements_of, set_elements
 
 
-class Held(NamedTuple):
+class OptimizerPiece(NamedTuple):
     """Piece of a parameter that this rank updates.
 
     place: the parameter's index in the block. part: the tensor that the optimizer updates; it has
@@ -22,11 +22,11 @@ class Held(NamedTuple):
     """
 
     place: int
-    piece: Piece
+    piece: ChunkPiece
     part: nn.Parameter
 
 
-class Share:
+class ParameterShare:
     """Share of a block on rank `rank`, which takes over the parameters.
 
     own: the chunk, in the dtype in which it is gathered. whole: memory of all chunks that stays
@@ -38,7 +38,7 @@ class Share:
 
     def __init__(
         self,
-        block: Block,
+        block: ParameterBlock,
         parameters: Sequence[nn.Parameter],
         rank: int,
         memory: Tensor,
@@ -70,21 +70,23 @@ class Share:
         mixed = block.dtype != block.master
         self.master = torch.empty_like(self.own, dtype=block.master) if mixed else self.own
         self.take([elements_of(parameter) for parameter in parameters])
-        self.held: list[Held] = []
+        self.held: list[OptimizerPiece] = []
         if block.trained:
             for index in range(len(parameters)):
                 piece = block.piece(index, rank)
                 if piece is not None:
                     self.held.append(
-                        Held(index, piece, nn.Parameter(self.part(self.master, index, piece)))
+                        OptimizerPiece(
+                            index, piece, nn.Parameter(self.part(self.master, index, piece))
+                        )
                     )
 
     @staticmethod
-    def of(chunk: Tensor, piece: Piece) -> Tensor:
+    def of(chunk: Tensor, piece: ChunkPiece) -> Tensor:
         """Return the elements of a piece in a chunk."""
         return chunk[piece.at : piece.at + piece.stop - piece.start]
 
-    def part(self, chunk: Tensor, index: int, piece: Piece) -> Tensor:
+    def part(self, chunk: Tensor, index: int, piece: ChunkPiece) -> Tensor:
         """Return the elements of a piece for the optimizer, in shape () for a single number."""
         elements = self.of(chunk, piece)
         return elements if self.block.shapes[index] else elements.view(())
@@ -154,7 +156,7 @@ class Share:
                 held.part.grad = gradient
 
 
-class Pool:
+class BufferPool:
     """Reused buffers, so that a step allocates no memory.
 
     The smallest free buffer that is large enough is taken; if there is none, a larger buffer is

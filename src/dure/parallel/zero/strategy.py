@@ -2,7 +2,7 @@
 
 The joint batch is divided as in data parallelism (`dure.parallel.data.strategy`), so N ranks
 compute the same weights as one worker. Values that all ranks have to agree on travel in the trailer
-of a step's last message (`dure.collectives.trailer`, `dure.parallel.zero.reducing`):
+of a step's last message (`dure.collectives.trailer`, `dure.parallel.zero.gradient_reduction`):
 
     wish      of rank 0        control flags: stop, or write a checkpoint
     loss      of each rank     its share of the mean loss
@@ -41,15 +41,20 @@ from dure.memory.formula import MemoryShares, divided_shares
 from dure.memory.offload.offload_setting import Offload, parse_offload
 from dure.memory.recompute_setting import Recompute, as_recompute
 from dure.memory.spill_store import SpillStore
+from dure.parallel.buffer_broadcast import buffer_sync_of, check_forward_keeps_weights
+from dure.parallel.learner_offloading import NO_OFFLOAD, LearnerOffloading, check_offload
+from dure.parallel.learner_recomputation import (
+    NO_RECOMPUTE,
+    RecomputeRequest,
+    check_recompute,
+    prove_recompute,
+)
 from dure.parallel.local.single import SingleLearner
-from dure.parallel.offloaded import NO_OFFLOAD, Offloaded, check_offload
-from dure.parallel.recomputing import NO_RECOMPUTE, Asked, check_recompute, prove_recompute
-from dure.parallel.speaker import check_weights_stay, speaker_of
 from dure.parallel.zero.checks import check_settings
-from dure.parallel.zero.division import Stage
-from dure.parallel.zero.reducing import Rider
+from dure.parallel.zero.chunk_collectives import ALGORITHMS, Algorithm
+from dure.parallel.zero.gradient_reduction import PiggybackFields
+from dure.parallel.zero.partition_layout import Stage
 from dure.parallel.zero.redundancy import ZeroRedundancy
-from dure.parallel.zero.wire import ALGORITHMS, Algorithm
 from dure.settings import parse_fields
 from dure.tasks.batch_norm import check_lying, check_pieces
 from dure.tasks.evaluation import evaluate
@@ -145,9 +150,11 @@ class ZeRO(Strategy):
         )
         check_recompute(self.recompute, self.memory, self.name)
 
-    def _again(self, task: Task, workers: int | None) -> Asked:
+    def _again(self, task: Task, workers: int | None) -> RecomputeRequest:
         part = largest_piece(self.batch_size, len(task.train), workers, self.accumulate)
-        return Asked(self.recompute, self.memory, part, divided_shares(1, self.stage, workers or 1))
+        return RecomputeRequest(
+            self.recompute, self.memory, part, divided_shares(1, self.stage, workers or 1)
+        )
 
     def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
         """Check that replicas can train the model and that no tensors overlap.
@@ -155,7 +162,7 @@ class ZeRO(Strategy):
         Raises ValueError if not.
         """
         check_apart(model)
-        check_weights_stay(model, workers)
+        check_forward_keeps_weights(model, workers)
         check_pieces(task, model, self.batch_size, workers, self.accumulate)
 
     def prove(self, task: Task, model: nn.Module, workers: int | None) -> Proof | None:
@@ -182,7 +189,7 @@ class ZeROLearner(SingleLearner):
             place,
             seed,
             strategy.batch_size,
-            offloaded=Offloaded(
+            offloaded=LearnerOffloading(
                 strategy.offload,
                 strategy.offload_folder,
                 place,
@@ -210,7 +217,7 @@ class ZeROLearner(SingleLearner):
             algorithm=strategy.algorithm,
             overlap_gather=strategy.overlap_gather,
             memory=self.offloaded.memory,
-            rider=Rider(
+            rider=PiggybackFields(
                 [
                     summed_field("wish"),
                     per_rank_field("loss"),
@@ -226,7 +233,7 @@ class ZeROLearner(SingleLearner):
         # Memory that the division needed must not count in training.
         trim_heap()
         self._watch_passes()
-        self.speaking = speaker_of(self.model)
+        self.speaking = buffer_sync_of(self.model)
         self.started = common_start(self.group, place.clock_offset)
         self._wish = 0
         self._loss = 0.0
@@ -384,5 +391,5 @@ class ZeROLearner(SingleLearner):
         self.offloaded.restored()
         self.zero.passes.restore_order(state["order"])
         # A new instance: all ranks now have the loaded buffers.
-        self.speaking = speaker_of(self.model)
+        self.speaking = buffer_sync_of(self.model)
         self.step = state["step"]

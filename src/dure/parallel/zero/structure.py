@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 
-class Structure:
+class ModelStructure:
     """Recorded structure of a model and its optimizer.
 
     trained: the model's parameters whose gradients are divided. parts: tensors that the optimizer

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-UNIT = 1 << 20
+UNIT_ELEMENTS = 1 << 20
 """Default number of elements of a unit: 4 MiB in float32."""
 
 _OWN = 0.25
@@ -23,7 +23,7 @@ _OWN = 0.25
 
 
 @dataclass
-class Plan:
+class UnitPlan:
     """Plan of a unit.
 
     modules: names of the modules that need the unit. parameters: by name, in order. around: whether
@@ -36,13 +36,13 @@ class Plan:
     around: bool = False
 
 
-Units = int | Iterable[type[nn.Module]] | None
+UnitSpec = int | Iterable[type[nn.Module]] | None
 """Division of a model into units: the largest number of elements of a unit, or the classes of
 modules that are units; None chooses.
 """
 
 
-def plan_units(model: nn.Module, units: Units = None) -> list[Plan]:
+def plan_units(model: nn.Module, units: UnitSpec = None) -> list[UnitPlan]:
     """Return the units of a model, in the order of its modules.
 
     Every parameter is in exactly one unit. Raises ValueError for a unit size below 1.
@@ -53,12 +53,12 @@ def plan_units(model: nn.Module, units: Units = None) -> list[Plan]:
 
 
 class _Planner:
-    def __init__(self, model: nn.Module, units: Units) -> None:
+    def __init__(self, model: nn.Module, units: UnitSpec) -> None:
         self.names = {id(parameter): name for name, parameter in model.named_parameters()}
         self.lengths = {name: parameter.numel() for name, parameter in model.named_parameters()}
         self.modules = dict(model.named_modules())
         self.kinds: tuple[type[nn.Module], ...] = ()
-        self.limit = UNIT if units is None else 0
+        self.limit = UNIT_ELEMENTS if units is None else 0
         if isinstance(units, int):
             if units < 1:
                 raise ValueError(
@@ -80,7 +80,7 @@ class _Planner:
     def size(self, parameters: Iterable[str]) -> int:
         return sum(self.lengths[name] for name in parameters)
 
-    def open(self, name: str, module: nn.Module) -> list[Plan]:
+    def open(self, name: str, module: nn.Module) -> list[UnitPlan]:
         """Return the units inside a module."""
         inside = self.inside(module)
         direct = self.direct(module)
@@ -88,16 +88,16 @@ class _Planner:
             return []
         # No module inside is of the requested classes: the unit is needed by the whole model.
         if self.kinds and not any(isinstance(part, self.kinds) for part in module.modules()):
-            return [Plan([""], inside, around=True)]
+            return [UnitPlan([""], inside, around=True)]
         parts = [
             (f"{name}.{part}" if name else part, child) for part, child in module.named_children()
         ]
         # Activations and the like have nothing to gather.
         parts = [(part, child) for part, child in parts if self.inside(child)]
         if self._is_unit(module, inside, direct) or not parts:
-            return [Plan([name], inside)]
+            return [UnitPlan([name], inside)]
         plans = [plan for part, child in parts for plan in self.open(part, child)]
-        return ([Plan([name], direct, around=True)] if direct else []) + self._merged(plans)
+        return ([UnitPlan([name], direct, around=True)] if direct else []) + self._merged(plans)
 
     def _is_unit(self, module: nn.Module, inside: Sequence[str], direct: Sequence[str]) -> bool:
         if self.kinds:
@@ -107,9 +107,9 @@ class _Planner:
         # gathered as long as it runs.
         return size <= self.limit or self.size(direct) >= _OWN * size
 
-    def _merged(self, plans: list[Plan]) -> list[Plan]:
+    def _merged(self, plans: list[UnitPlan]) -> list[UnitPlan]:
         """Merge small neighbouring units, up to the limit of elements."""
-        merged: list[Plan] = []
+        merged: list[UnitPlan] = []
         for plan in plans:
             last = merged[-1] if merged else None
             if (
@@ -124,7 +124,7 @@ class _Planner:
                 merged.append(plan)
         return merged
 
-    def settle_shared(self, plans: list[Plan]) -> list[Plan]:
+    def settle_shared(self, plans: list[UnitPlan]) -> list[UnitPlan]:
         """Merge the units around the same module, and assign every parameter to exactly one unit.
 
         A parameter that several units use is assigned to the nearest module around them.
@@ -136,7 +136,7 @@ class _Planner:
                 around[plan.modules[0]].parameters += plan.parameters
                 plan.parameters = []
         # A tied parameter is inside several modules, and was put into the unit of each.
-        users: dict[str, list[Plan]] = {}
+        users: dict[str, list[UnitPlan]] = {}
         for plan in plans:
             for parameter in dict.fromkeys(plan.parameters):
                 users.setdefault(parameter, []).append(plan)
@@ -148,7 +148,7 @@ class _Planner:
             home = _common([module for plan in using for module in plan.modules])
             if not any(plan.around and plan.modules == [home] for plan in plans):
                 # before its users, in whose forward passes it is needed first
-                plans.insert(min(map(plans.index, using)), Plan([home], [], around=True))
+                plans.insert(min(map(plans.index, using)), UnitPlan([home], [], around=True))
             next(
                 plan for plan in plans if plan.around and plan.modules == [home]
             ).parameters.append(parameter)

@@ -39,9 +39,9 @@ from dure.collectives.roll_call import with_lost_rank_diagnosis
 from dure.contracts.lr_schedule import LRSchedule, check_schedule, factor_at
 from dure.contracts.strategy import RankContext
 from dure.errors import PeerLostError, described
-from dure.parallel.data.reducer import check_alike
-from dure.parallel.first_weights import share_weights
-from dure.parallel.zero.agreement import agreed
+from dure.parallel.data.reducer import check_same_shapes
+from dure.parallel.weight_broadcast import share_weights
+from dure.parallel.zero.agreement import raise_on_all_ranks
 from dure.parameter_server.embeddings import check_no_tables
 from dure.parameter_server.holding import Standing
 from dure.parameter_server.manager import Manager
@@ -123,13 +123,13 @@ def join(
         compression=NoCompression(),
         accumulate=1,
     )
-    with agreed(group, "the checks of the parameter server"):
+    with raise_on_all_ranks(group, "the checks of the parameter server"):
         _check(plan, group, deadline)
         _check_optimizer(model, optimizer, lr_schedule)
         plan.layout(model)
         terms = _terms(plan, model, optimizer, lr_schedule)
     everything = [*model.parameters(), *model.buffers()]
-    check_alike(everything, group)
+    check_same_shapes(everything, group)
     _check_same(plan, terms.recipe, group)
     share_weights(model, group)
     port = meet(group, plan, model)

@@ -22,9 +22,9 @@ from dure.contracts.lr_schedule import check_schedule
 from dure.contracts.task import Task
 from dure.data.examples import Examples
 from dure.errors import described, first_line
-from dure.parallel.divisible import check_parameter_wise
 from dure.parallel.mesh.check import sample
-from dure.parallel.pipeline.place import place_of
+from dure.parallel.optimizer_sharding import check_parameter_wise
+from dure.parallel.pipeline.model_location import place_of
 from dure.randomness.seeds import generators_state, restore_generators, seed_generators
 from dure.split.apart.form import Form, dtype_of, flatten, form_of
 from dure.split.optimizer_settings import check_settings

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten
 
-from dure.parallel.pipeline.trace import Value
+from dure.parallel.pipeline.trace import ValueSpec
 from dure.split.leakage.guard import Crossing
 
 
@@ -62,13 +62,13 @@ class Tensors(msgspec.Struct, frozen=True):
         """Return the tensor in this memory layout, on which the last bits of sums may depend."""
         if tensor.ndim != len(self.order):
             return tensor.contiguous()
-        value = Value(tuple(tensor.shape), tensor.dtype, self.differentiable, self.order)
+        value = ValueSpec(tuple(tensor.shape), tensor.dtype, self.differentiable, self.order)
         return value.laid_out(tensor)
 
     @classmethod
     def of(cls, few: Tensor, many: Tensor) -> Tensors:
         """Return the form of a tensor from its values for both batch sizes."""
-        value = Value.of(few, few.requires_grad)
+        value = ValueSpec.of(few, few.requires_grad)
         name = _name(few.dtype)
         return cls(name, value.shape, tuple(many.shape), value.order, value.differentiable)
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from dure.contracts.strategy import Proof, examples_for, unused_copy
 from dure.errors import first_line
 from dure.parallel.pipeline.stage import Microbatch
-from dure.parallel.proof import first_difference, same_operations
+from dure.parallel.tensor_comparison import first_difference, tolerance_same_operations
 from dure.randomness.seeds import generators_state, restore_generators
 from dure.split.apart.sides import Apart
 from dure.split.apart.stage import seed_part
@@ -134,7 +134,7 @@ def _difference(right: Given, tried: Given) -> str | None:
         ("buffer ", right.buffers, tried.buffers),
     )
     for what, one, other in pairs:
-        found = first_difference(one, other, tolerance=same_operations)
+        found = first_difference(one, other, tolerance=tolerance_same_operations)
         if found is not None:
             return f"another {what}{found.name} (by {found.share:.0e} of its largest value)"
     for name, gradient in right.gradients.items():

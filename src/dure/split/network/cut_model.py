@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from dure.collectives.compression import Compression
 from dure.parallel.pipeline.cut import CutModel
-from dure.parallel.pipeline.draws import Stream
+from dure.parallel.pipeline.rng import RandomStream
 from dure.parallel.pipeline.stage import Microbatch, Stage
 from dure.split.across import AcrossTheCut
 from dure.split.batching import values_at
@@ -110,11 +110,11 @@ class Forward:
             number,
             last=number == self._cut.stages - 1,
             program_for=lambda examples: self._cut.program(
-                number, examples, training=False, stream=Stream(0, carried=False), later=None
+                number, examples, training=False, stream=RandomStream(0, carried=False), later=None
             ),
             structure_for=lambda examples: self._cut.structure(examples, False),
             loss=self._keep,
-            stream=Stream(0, carried=False),
+            stream=RandomStream(0, carried=False),
             remaining=None,
             trains=False,
         )
