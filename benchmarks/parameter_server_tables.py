@@ -30,7 +30,7 @@ from torch import Tensor
 
 from dure.parameter_server.digests import digest_of
 from dure.parameter_server.first_rows import first_rows, key_of
-from dure.parameter_server.tables import Table, TableRows, rule_of
+from dure.parameter_server.tables import EmbeddingTable, TableRows, rule_of
 
 ROWS = 1_000_000
 RULES: Mapping[str, tuple[Any, Mapping[str, Any]]] = {
@@ -109,7 +109,7 @@ def served(rule: str, dim: int, rows: int = ROWS) -> TableRows:
         return torch.from_numpy(first_rows(key, wanted.numpy(), dim))
 
     rule_ = rule_of(kind, settings, "table")
-    return TableRows(Table("table", rows, dim, torch.float32, rule_, first), 0, rows)
+    return TableRows(EmbeddingTable("table", rows, dim, torch.float32, rule_, first), 0, rows)
 
 
 def _subtract(values: Any, rows: Any, gradient: Any) -> None:

@@ -177,13 +177,13 @@ def _port(name: str, address: str) -> tuple[Any, dict[str, Any]]:
     """A port, and the cards of both ends."""
     import msgspec
 
-    from dure.parameter_server.processes.memory import Card, own_card
-    from dure.parameter_server.processes.port import Port
+    from dure.parameter_server.processes.endpoint import Endpoint
+    from dure.parameter_server.processes.memory import RankInfo, own_card
 
-    port = Port(name, b"of this benchmark", 16 * MOST, address)
+    port = Endpoint(name, b"of this benchmark", 16 * MOST, address)
     mine = own_card(name, port.address)
     tell(msgspec.to_builtins(mine))
-    other = msgspec.convert(told(), Card)
+    other = msgspec.convert(told(), RankInfo)
     return port, {mine.name: mine, other.name: other}
 
 
@@ -199,19 +199,19 @@ def _spin(port: Any, cards: dict[str, Any]) -> None:
 def dure_server(way: str, address: str) -> None:
     from dure.collectives.group import Group
     from dure.contracts.strategy import RankContext
-    from dure.parameter_server.keys import Range
+    from dure.parameter_server.keys import KeyRange
     from dure.parameter_server.messages import MANAGER, Snapshot
-    from dure.parameter_server.optimizer import Recipe
+    from dure.parameter_server.optimizer import OptimizerRecipe
     from dure.parameter_server.processes.serving import serve
-    from dure.parameter_server.server import Server
+    from dure.parameter_server.server import ShardServer
     from dure.parameter_server.shard import Shard, Terms
 
     parameters = [nn.Parameter(torch.empty(count)) for count in SIZES.values()]
-    recipe = Recipe.of(torch.optim.SGD(parameters, lr=LR), [[one] for one in parameters])
+    recipe = OptimizerRecipe.of(torch.optim.SGD(parameters, lr=LR), [[one] for one in parameters])
     terms = Terms(recipe, staleness=None)
-    server = Server(0, _layout(), terms, beat=None)
+    server = ShardServer(0, _layout(), terms, beat=None)
     for number, count in enumerate(SIZES.values()):
-        first = Shard(number, Range(number, 0, count), torch.zeros(count), terms).state()
+        first = Shard(number, KeyRange(number, 0, count), torch.zeros(count), terms).state()
         server.receive(MANAGER, Snapshot(number, 0, 0, first), 0.0)
     port, cards = _port("server 0", address)
     port.meet(cards, [])
@@ -223,17 +223,17 @@ class Dure:
     """A worker's end of dure for a vector of so many elements."""
 
     def __init__(self, port: Any, shard: int, count: int) -> None:
-        from dure.parameter_server.keys import Range
-        from dure.parameter_server.processes.rooms import Outbox, Slots
-        from dure.parameter_server.worker import WorkerSide
+        from dure.parameter_server.keys import KeyRange
+        from dure.parameter_server.processes.buffers import GradientBuffers, WeightBuffers
+        from dure.parameter_server.worker import WorkerProtocol
         from dure.tensors.flat import FlatParameters
 
         self.port = port
         self.model = nn.ParameterList([torch.zeros(count)])
         flat = FlatParameters(self.model)
-        self.slots = Slots(flat, [Range(0, 0, count)])
-        self.outbox = Outbox(flat.buffers)
-        self.side = WorkerSide(
+        self.slots = WeightBuffers(flat, [KeyRange(0, 0, count)])
+        self.outbox = GradientBuffers(flat.buffers)
+        self.side = WorkerProtocol(
             0,
             _layout(),
             [(shard, 0, count)],

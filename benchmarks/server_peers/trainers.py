@@ -56,22 +56,22 @@ class Steps:
 
     def __init__(self, task: dure.Task, worker: int) -> None:
         from dure.contracts.strategy import seeded_model
-        from dure.parameter_server.gradients import Gradients
+        from dure.parameter_server.gradients import GradientComputation
 
         self.worker = worker
         model = seeded_model(task, 0).train()
-        self.gradients = Gradients(task, model, 0, BATCH, bulk=False, skips=True)
+        self.gradients = GradientComputation(task, model, 0, BATCH, bulk=False, skips=True)
         (self.weights,) = self.gradients.flat.buffers
         self.room = torch.empty_like(self.weights)
         self.batch = 0
 
     def seconds(self, steps: int, exchange: Callable[[Tensor], Tensor] | None) -> float:
         """Of so many steps; exchange None: this worker is alone."""
-        from dure.parameter_server.scheduler import Work
+        from dure.parameter_server.scheduler import BatchPart
 
         started = time.perf_counter()
         for _ in range(steps):
-            work = Work(self.batch, self.worker, 2)
+            work = BatchPart(self.batch, self.worker, 2)
             self.batch += 1
             found = self.gradients.of(work, 0, "worker", out=[self.room])
             if exchange is None:

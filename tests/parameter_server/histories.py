@@ -18,19 +18,19 @@ from torch import Tensor, nn
 
 from dure.collectives.compression import Compression, NoCompression
 from dure.fleet.virtual_network import MessageFaults, NodeLink, VirtualNetwork, arrives
-from dure.parameter_server.at_work import Worker
-from dure.parameter_server.compressed import Coding, compressors_of
-from dure.parameter_server.keys import Range, Vector, divide
-from dure.parameter_server.layout import Layout, Owed
+from dure.parameter_server.compressed import PushCoding, compressors_of
+from dure.parameter_server.keys import KeyRange, VectorSize, divide
+from dure.parameter_server.layout import ReassignedWork, ShardLayout
 from dure.parameter_server.manager import Manager, first_layout
 from dure.parameter_server.messages import MANAGER, Message, Snapshot, server, worker
-from dure.parameter_server.optimizer import Recipe
-from dure.parameter_server.scheduler import Scheduler, Work
-from dure.parameter_server.server import Server
+from dure.parameter_server.optimizer import OptimizerRecipe
+from dure.parameter_server.scheduler import BatchPart, Scheduler
+from dure.parameter_server.server import ShardServer
 from dure.parameter_server.shard import Shard, Terms
 from dure.parameter_server.table_shard import TableShard
-from dure.parameter_server.tables import Rows, Table, apart, rule_of
-from dure.parameter_server.worker import WorkerSide
+from dure.parameter_server.tables import EmbeddingTable, SparseRows, rule_of, split_rows
+from dure.parameter_server.worker import WorkerProtocol
+from dure.parameter_server.worker_node import WorkerNode
 
 Optimizer = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
 SGD: Optimizer = partial(torch.optim.SGD, lr=0.1)
@@ -89,8 +89,8 @@ class History:
 
     def __post_init__(self) -> None:
         start = nn.Parameter(torch.ones(self.keys, dtype=torch.float64))
-        recipe = Recipe.of(self.optimizer([start]), [[start]])
-        coding = Coding(self.compression, [start]) if self.compression.compresses else None
+        recipe = OptimizerRecipe.of(self.optimizer([start]), [[start]])
+        coding = PushCoding(self.compression, [start]) if self.compression.compresses else None
         self.terms = Terms(
             recipe,
             self.staleness,
@@ -101,10 +101,10 @@ class History:
         )
         self.weighted = torch.zeros(self.keys, dtype=torch.float64)
         """The sum of all gradients that were computed, times their weights."""
-        by_server = divide([Vector(self.keys, 8)], self.servers)
+        by_server = divide([VectorSize(self.keys, 8)], self.servers)
         self.shards = [keys for ranges in by_server for keys in ranges]
         owners = [number for number, ranges in enumerate(by_server) for _ in ranges]
-        of_table = divide([Vector(self.rows, 8)], self.servers)
+        of_table = divide([VectorSize(self.rows, 8)], self.servers)
         self.table_shards = [keys for ranges in of_table for keys in ranges]
         owners += [number for number, ranges in enumerate(of_table) for _ in ranges]
         layout = first_layout(owners, self.servers, self.groups, self.replicas)
@@ -112,7 +112,7 @@ class History:
         self.network = VirtualNetwork(self.fate)
         self.network.add(MANAGER, self.manager)
         self.nodes = [
-            Server(number, layout, self.terms, beat=0.25, patience=self.again)
+            ShardServer(number, layout, self.terms, beat=0.25, patience=self.again)
             for number in range(self.servers)
         ]
         for node in self.nodes:
@@ -125,7 +125,7 @@ class History:
             said = self.nodes[owners[number]].receive(MANAGER, snapshot, self.network.now)
             self.network.send(to, said)
         self.workers = {
-            who: Worker(
+            who: WorkerNode(
                 own=self.side(who, layout, clock=self.begun),
                 next=self._next,
                 compute=self._compute,
@@ -139,23 +139,23 @@ class History:
         for who, one in self.workers.items():
             self.network.add(worker(who), one)
 
-    def _tables(self) -> list[Table]:
+    def _tables(self) -> list[EmbeddingTable]:
         if not self.rows:
             return []
         made = self.optimizer([nn.Parameter(torch.ones(self.rows, 1))])
         rule = rule_of(type(made), made.param_groups[0], "table")
-        return [Table("table", self.rows, 1, torch.float64, rule, first_of)]
+        return [EmbeddingTable("table", self.rows, 1, torch.float64, rule, first_of)]
 
-    def _first(self, number: int, keys: Range) -> Shard:
+    def _first(self, number: int, keys: KeyRange) -> Shard:
         if number >= len(self.shards):
             return TableShard(number, keys, self.terms)
         return Shard(number, keys, torch.ones(len(keys), dtype=torch.float64), self.terms)
 
-    def side(self, who: int, layout: Layout, **options: Any) -> WorkerSide:
+    def side(self, who: int, layout: ShardLayout, **options: Any) -> WorkerProtocol:
         shards = enumerate([*self.shards, *self.table_shards])
         portions = [(n, keys.start, keys.stop) for n, keys in shards]
         again = self._again if self.terms.recipe.plain and self.staleness != 0 else None
-        return WorkerSide(
+        return WorkerProtocol(
             who,
             layout,
             portions,
@@ -164,20 +164,20 @@ class History:
             **{"beat": 0.25, "patience": self.again, **options},
         )
 
-    def _other(self, owed: Owed, layout: Layout) -> WorkerSide:
+    def _other(self, owed: ReassignedWork, layout: ShardLayout) -> WorkerProtocol:
         return self.side(owed.worker, layout, clock=owed.first, beat=None)
 
     def _again(self, shard: int, start: int, values: Tensor, push: Tensor, weight: float) -> None:
         values.sub_(push * weight, alpha=0.1)
 
-    def _next(self, side: WorkerSide, asked: Work | None) -> Work | None:
+    def _next(self, side: WorkerProtocol, asked: BatchPart | None) -> BatchPart | None:
         members = side.layout.groups[side.layout.group_of(side.number)]
         # Without a bound too each worker has its part at every clock, so that all is known.
         scheduler = Scheduler(members, bounded=True)
         scheduler.until = self.clocks
         return scheduler.next(side.number, side.clock)
 
-    def _reads(self, side: WorkerSide, work: Work) -> list[Tensor]:
+    def _reads(self, side: WorkerProtocol, work: BatchPart) -> list[Tensor]:
         """The rows of the table that a part reads, by shard."""
         if not self.rows:
             return []
@@ -185,10 +185,10 @@ class History:
         return [rows[(keys.start <= rows) & (rows < keys.stop)] for keys in self.table_shards]
 
     def _compute(
-        self, side: WorkerSide, work: Work, values: Sequence[Tensor | Rows]
-    ) -> tuple[Sequence[Tensor | Rows], float]:
+        self, side: WorkerProtocol, work: BatchPart, values: Sequence[Tensor | SparseRows]
+    ) -> tuple[Sequence[Tensor | SparseRows], float]:
         """A batch of twelve is divided as evenly as its parts allow."""
-        dense, tables = apart(values)
+        dense, tables = split_rows(values)
         points = examples_at(work.batch, self.keys).tensor_split(work.parts)[work.part]
         gradient = torch.cat(dense) - points.mean(dim=0)
         share = len(points) / BATCH
@@ -198,7 +198,7 @@ class History:
         for rows, weights in tables:
             reads = reads_at(work.batch, self.rows).tensor_split(work.parts)[work.part]
             often = (reads == rows.unsqueeze(1)).double().mean(dim=1, keepdim=True)
-            pulled.append(Rows(rows, (weights - towards(rows, work.batch)) * often))
+            pulled.append(SparseRows(rows, (weights - towards(rows, work.batch)) * often))
         return [*gradient.split([len(keys) for keys in self.shards]), *pulled], weight
 
     @property

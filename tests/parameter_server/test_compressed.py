@@ -30,14 +30,14 @@ from dure.collectives.compression import (
 )
 from dure.contracts.strategy import seeded_model
 from dure.data.batches import Batches
-from dure.parameter_server.compressed import Coding, pieces_of
-from dure.parameter_server.keys import Range
-from dure.parameter_server.layout import Layout, Placed
-from dure.parameter_server.members import Members
+from dure.parameter_server.compressed import PushCoding, pieces_of
+from dure.parameter_server.keys import KeyRange
+from dure.parameter_server.layout import ShardLayout, ShardLocation
+from dure.parameter_server.members import WorkerMembers
 from dure.parameter_server.messages import Push, server
-from dure.parameter_server.optimizer import Recipe
+from dure.parameter_server.optimizer import OptimizerRecipe
 from dure.parameter_server.shard import Shard, Terms
-from dure.parameter_server.worker import WorkerSide
+from dure.parameter_server.worker import WorkerProtocol
 from small import check_all, largest_difference, same_bits, small_task
 
 REMEMBERING: list[Compression] = [TopK(0.2), OneBit(), Sign()]
@@ -155,8 +155,8 @@ def test_without_compression_and_with_one_that_leaves_nothing_out_it_is_as_befor
 def test_numbers_of_32_bits_are_what_casts_of_them_are_up_to_rounding() -> None:
     def gradient(compression: Compression) -> Tensor:
         vector = torch.linspace(-3, 5, 50)
-        coding = Coding(compression, [nn.Parameter(torch.empty(50))])
-        keys = Range(0, 0, 50)
+        coding = PushCoding(compression, [nn.Parameter(torch.empty(50))])
+        keys = KeyRange(0, 0, 50)
         message = coding.compressors(0, 0, [keys])[0].encode(vector, 0.25, 0)
         return coding.sum_of(keys, [message])
 
@@ -201,8 +201,8 @@ def test_what_was_sent_and_what_was_not_are_all_gradients(
     codec: Compression, dtype: torch.dtype, weights: list[float], seed: int
 ) -> None:
     parameter = nn.Parameter(torch.empty(5, 7, dtype=dtype))
-    keys = Range(0, 3, 30)
-    (compressor,) = Coding(codec, [parameter]).compressors(0, 0, [keys])
+    keys = KeyRange(0, 3, 30)
+    (compressor,) = PushCoding(codec, [parameter]).compressors(0, 0, [keys])
     bucket = compressor.codec.bucket
     drawn = torch.Generator().manual_seed(seed)
     expected, sent = bucket.zeros(), bucket.zeros()
@@ -220,19 +220,19 @@ def test_what_was_sent_and_what_was_not_are_all_gradients(
 def test_a_gradient_that_is_not_finite_leaves_no_trace_in_what_was_left_out(
     codec: Compression,
 ) -> None:
-    coding = Coding(codec, [nn.Parameter(torch.empty(20))])
-    (compressor,) = coding.compressors(0, 0, [Range(0, 0, 20)])
+    coding = PushCoding(codec, [nn.Parameter(torch.empty(20))])
+    (compressor,) = coding.compressors(0, 0, [KeyRange(0, 0, 20)])
     compressor.encode(torch.linspace(-1, 2, 20), 1.0, 0)
     assert compressor.unsent is not None
     before = compressor.unsent.clone()
     message = compressor.encode(torch.full((20,), math.nan), 1.0, 1)
-    assert not coding.sum_of(Range(0, 0, 20), [message]).isfinite().any() or codec == TopK(0.2)
+    assert not coding.sum_of(KeyRange(0, 0, 20), [message]).isfinite().any() or codec == TopK(0.2)
     assert torch.equal(compressor.unsent, before)
 
 
 def test_rounding_at_random_is_another_for_each_worker_shard_and_push() -> None:
-    coding = Coding(QSGD(), [nn.Parameter(torch.empty(40))])
-    shards = [Range(0, 0, 20), Range(0, 20, 40)]
+    coding = PushCoding(QSGD(), [nn.Parameter(torch.empty(40))])
+    shards = [KeyRange(0, 0, 20), KeyRange(0, 20, 40)]
     gradient = torch.linspace(-1, 2, 20)
 
     def messages() -> list[Tensor]:
@@ -307,10 +307,10 @@ def test_the_others_go_on_when_a_worker_dies_with_what_it_had_not_sent(staleness
 
 
 def test_the_same_bytes_are_said_again() -> None:
-    coding = Coding(TopK(0.2), [nn.Parameter(torch.empty(10))])
-    layout = Layout(0, (Placed(0, None),), (Members.of([0]),))
-    side = WorkerSide(
-        0, layout, [(0, 0, 10)], compressors=coding.compressors(0, 0, [Range(0, 0, 10)])
+    coding = PushCoding(TopK(0.2), [nn.Parameter(torch.empty(10))])
+    layout = ShardLayout(0, (ShardLocation(0, None),), (WorkerMembers.of([0]),))
+    side = WorkerProtocol(
+        0, layout, [(0, 0, 10)], compressors=coding.compressors(0, 0, [KeyRange(0, 0, 10)])
     )
     [(_, first)] = side.push([torch.arange(10.0)], 1.0, 0.0)
     [unsent] = side.unsent
@@ -322,16 +322,16 @@ def test_the_same_bytes_are_said_again() -> None:
 
 def test_a_push_that_is_no_message_of_the_codec_is_refused() -> None:
     start = nn.Parameter(torch.ones(10))
-    recipe = Recipe.of(torch.optim.SGD([start], lr=0.1), [[start]])
-    coding = Coding(TopK(0.2), [start])
-    layout = Layout(0, (Placed(0, None),), (Members.of([0]),))
+    recipe = OptimizerRecipe.of(torch.optim.SGD([start], lr=0.1), [[start]])
+    coding = PushCoding(TopK(0.2), [start])
+    layout = ShardLayout(0, (ShardLocation(0, None),), (WorkerMembers.of([0]),))
 
-    def push(message: Tensor, encoded: int | None, coding: Coding | None = coding) -> None:
-        shard = Shard(0, Range(0, 0, 10), torch.ones(10), Terms(recipe, coding=coding))
+    def push(message: Tensor, encoded: int | None, coding: PushCoding | None = coding) -> None:
+        shard = Shard(0, KeyRange(0, 0, 10), torch.ones(10), Terms(recipe, coding=coding))
         one = Push(0, 0, 0, 0, 0, 0, message, weight=1.0, version=0, encoded=encoded)
         shard.push(one, layout)
 
-    push(coding.compressors(0, 0, [Range(0, 0, 10)])[0].encode(torch.ones(10), 1.0, 0), 10)
+    push(coding.compressors(0, 0, [KeyRange(0, 0, 10)])[0].encode(torch.ones(10), 1.0, 0), 10)
     with pytest.raises(ValueError, match="is compressed, or the shard's run is, and not both"):
         push(torch.ones(10), None)
     with pytest.raises(ValueError, match="is compressed, or the shard's run is, and not both"):

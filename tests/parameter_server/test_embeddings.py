@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import dure
 from dure.parameter_server.embeddings import Tables, check_no_tables, tables_of
-from dure.parameter_server.keys import Range
-from dure.parameter_server.tables import Rows
+from dure.parameter_server.keys import KeyRange
+from dure.parameter_server.tables import SparseRows
 from small import small_task
 
 OFFSETS = torch.tensor([0, 3], dtype=torch.int32)
@@ -44,13 +44,13 @@ def test_rows_that_were_pulled_do_what_the_whole_table_does(kind: Any, padding: 
     model = nn.Sequential(kind(9, 2, sparse=True, padding_idx=padding).double())
     model.load_state_dict({"0.weight": whole.weight.detach().clone()})
     ids = torch.tensor([7, 3, 7, 0, 5], dtype=torch.int32)
-    shards = [Range(0, 0, 4), Range(0, 4, 9)]
+    shards = [KeyRange(0, 0, 4), KeyRange(0, 4, 9)]
     task: dure.Task = small_task(model=lambda: model)
     tables = Tables(model, tables_of(task, model, 0), shards)
     forward = partial(call, model[0], ids)
     wanted = tables.by_shard(tables.asked(forward))
     assert [rows.tolist() for rows in wanted] == [[0] if padding else [0, 3], [5, 7]]
-    values = [Rows(rows, whole.weight.detach()[rows]) for rows in wanted]
+    values = [SparseRows(rows, whole.weight.detach()[rows]) for rows in wanted]
     with tables.holding(values) as gradients:
         found = forward()
         (found.square().sum()).backward()

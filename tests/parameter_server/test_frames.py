@@ -12,24 +12,24 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dure.parameter_server.messages import Made, Pull, Push, Replicate, Step, Values
+from dure.parameter_server.messages import AppliedPush, Pull, Push, Replicate, ShardStep, Values
 from dure.parameter_server.processes.frames import (
     HEAD,
     MOST_HEADER,
-    Decoder,
-    Encoder,
-    FrameError,
-    Place,
+    BufferRange,
+    EndpointFrameError,
+    FrameDecoder,
+    FrameEncoder,
 )
 from dure.parameter_server.processes.incoming import Incoming
-from dure.parameter_server.processes.said import Said, Shipped
+from dure.parameter_server.processes.messages import ProcessMessage, SerialisedSnapshot
 from dure.tensors.blocks import Blocks
 
 MEMORY = torch.arange(256, dtype=torch.uint8)
 MOST = 1 << 12
 
 
-def look(place: Place, dtype: torch.dtype, count: int) -> Tensor | None:
+def look(place: BufferRange, dtype: torch.dtype, count: int) -> Tensor | None:
     """256 bytes that "server 0" has shown."""
     size = count * dtype.itemsize
     inside = 0 <= place.offset <= len(MEMORY) - size and place.offset % dtype.itemsize == 0
@@ -42,15 +42,15 @@ def push(gradient: Tensor) -> Push:
     return Push(1, 2, 3, 0, 5, 7, gradient, 0.5, 9)
 
 
-def wire(message: Said) -> bytes:
-    frame = Encoder().encode(message, None)
+def wire(message: ProcessMessage) -> bytes:
+    frame = FrameEncoder().encode(message, None)
     return frame.head + b"".join(frame.data)
 
 
-def come(content: bytes, sizes: list[int]) -> list[Said]:
+def come(content: bytes, sizes: list[int]) -> list[ProcessMessage]:
     """The messages of bytes that come in pieces of these sizes, again and again."""
     incoming = Incoming(MOST, Blocks())
-    decoder = Decoder(look)
+    decoder = FrameDecoder(look)
     found = []
     turn = 0
     while content:
@@ -74,7 +74,7 @@ tensors = st.builds(
 said = st.one_of(
     st.builds(push, tensors),
     st.builds(lambda t: Values(1, 2, 3, t, 4, 5, None, 6), tensors),
-    st.builds(lambda t: Replicate(1, 2, 3, Step(4, t, (Made(1, 2),), 0.5)), tensors),
+    st.builds(lambda t: Replicate(1, 2, 3, ShardStep(4, t, (AppliedPush(1, 2),), 0.5)), tensors),
     st.just(Pull(1, 2, 3, 0, 5, 6, 7, clock=2)),
 )
 
@@ -93,7 +93,7 @@ def same(one: Any, other: Any) -> bool:
 @given(st.lists(said, max_size=5), st.lists(st.integers(1, 700), min_size=1, max_size=4))
 @settings(deadline=None)
 def test_messages_come_out_as_they_went_in_however_their_bytes_arrive(
-    messages: list[Said], sizes: list[int]
+    messages: list[ProcessMessage], sizes: list[int]
 ) -> None:
     found = come(b"".join(map(wire, messages)), sizes)
     assert len(found) == len(messages)
@@ -101,7 +101,7 @@ def test_messages_come_out_as_they_went_in_however_their_bytes_arrive(
 
 
 def test_a_long_header_and_the_frame_after_it_arrive() -> None:
-    long = Shipped(0, 0, 0, ["x" * 200_000], [], [])
+    long = SerialisedSnapshot(0, 0, 0, ["x" * 200_000], [], [])
     found = come(wire(long) + wire(push(torch.ones(3))), [5_000])
     assert same(found[0], long)
     assert same(found[1], push(torch.ones(3)))
@@ -112,14 +112,14 @@ def test_a_frame_that_is_too_long_is_refused_before_it_is_there(header: int, dat
     incoming = Incoming(MOST, Blocks())
     incoming.room()[: HEAD.size] = HEAD.pack(header, data)
     if header > MOST_HEADER or data > MOST:
-        with pytest.raises(FrameError, match="longer than any"):
+        with pytest.raises(EndpointFrameError, match="longer than any"):
             incoming.came(HEAD.size)
     else:
         incoming.came(HEAD.size)
 
 
-def decoded(header: bytes, data: bytes) -> Said:
-    return Decoder(look).decode(
+def decoded(header: bytes, data: bytes) -> ProcessMessage:
+    return FrameDecoder(look).decode(
         header, torch.frombuffer(bytearray(data + b"-"), dtype=torch.uint8)[:-1]
     )
 
@@ -127,9 +127,9 @@ def decoded(header: bytes, data: bytes) -> Said:
 @given(said, st.data())
 @settings(deadline=None)
 def test_bytes_that_are_missing_added_or_wrong_are_refused_or_read_as_some_message(
-    message: Said, data: st.DataObject
+    message: ProcessMessage, data: st.DataObject
 ) -> None:
-    frame = Encoder().encode(message, None)
+    frame = FrameEncoder().encode(message, None)
     header = bytearray(frame.head[HEAD.size :])
     content = b"".join(frame.data)
     change = data.draw(st.sampled_from(["cut header", "cut data", "more data", "change"]))
@@ -142,17 +142,17 @@ def test_bytes_that_are_missing_added_or_wrong_are_refused_or_read_as_some_messa
         content += data.draw(st.binary(min_size=1, max_size=20))
     else:
         header[data.draw(st.integers(0, len(header) - 1))] = data.draw(st.integers(0, 255))
-        with suppress(FrameError):
+        with suppress(EndpointFrameError):
             decoded(bytes(header), content)
         return
-    with pytest.raises(FrameError):
+    with pytest.raises(EndpointFrameError):
         decoded(bytes(header), content)
 
 
 @given(st.binary(max_size=300), st.binary(max_size=30))
 @settings(deadline=None)
 def test_any_bytes_are_refused(header: bytes, content: bytes) -> None:
-    with pytest.raises(FrameError):
+    with pytest.raises(EndpointFrameError):
         decoded(header, content)
 
 
@@ -181,7 +181,7 @@ def test_a_tensor_that_is_not_there_is_refused(description: Any) -> None:
         return  # no number of MessagePack
     try:
         found = decoded(header, b"")
-    except FrameError:
+    except EndpointFrameError:
         return
     # Nothing, or within what was shown.
     assert isinstance(found, Push)
@@ -205,7 +205,7 @@ def test_a_tensor_that_is_not_there_is_refused(description: Any) -> None:
     ],
 )
 def test_a_tensor_of_another_kind_or_place_is_refused(description: Any) -> None:
-    with pytest.raises(FrameError):
+    with pytest.raises(EndpointFrameError):
         decoded(described_as(description), b"")
 
 

@@ -14,14 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dure.parameter_server.holding import Holding, owed_until
-from dure.parameter_server.layout import Layout
+from dure.parameter_server.graceful_stop import GracefulStop, owed_until
+from dure.parameter_server.layout import ShardLayout
 from dure.parameter_server.manager import first_layout
-from dure.parameter_server.members import Members
+from dure.parameter_server.members import WorkerMembers
 from dure.parameter_server.messages import Acknowledged, Envelope, Pull, Push, Values, worker
-from dure.parameter_server.replica import Pace, Replica
-from dure.parameter_server.scheduler import Scheduler, Work
-from dure.parameter_server.worker import WorkerSide
+from dure.parameter_server.replica import DownpourReplica, Pace
+from dure.parameter_server.scheduler import BatchPart, Scheduler
+from dure.parameter_server.worker import WorkerProtocol
 
 
 def alive(history: History) -> list[int]:
@@ -31,7 +31,7 @@ def alive(history: History) -> list[int]:
 def stopped(history: History) -> int:
     """Stops a history where it is; the clock before which all workers have stopped then."""
     begun = {who: one.own.clock for who, one in history.workers.items()}
-    holding = Holding(history.groups)
+    holding = GracefulStop(history.groups)
     for who in alive(history):
         holding.held(who, history.workers[who].hold())
     # Whoever is given up meanwhile is waited for.
@@ -120,10 +120,10 @@ def test_a_worker_that_died_takes_part_again_where_the_others_have_stopped(first
 def test_each_part_is_done_once_though_what_was_dealt_came_back(
     workers: int, batches: int, turns: list[tuple[int, int, bool]]
 ) -> None:
-    scheduler = Scheduler(Members.of(range(workers)), bounded=False)
+    scheduler = Scheduler(WorkerMembers.of(range(workers)), bounded=False)
     scheduler.until = batches
-    done: list[Work] = []
-    has: dict[int, list[Work]] = {who: [] for who in range(workers)}
+    done: list[BatchPart] = []
+    has: dict[int, list[BatchPart]] = {who: [] for who in range(workers)}
     for who, count, asks in turns:
         who %= workers
         if asks:
@@ -137,7 +137,7 @@ def test_each_part_is_done_once_though_what_was_dealt_came_back(
         assert scheduler.deal(who) == ()
         scheduler.back(who, works)
     assert scheduler.idle
-    again = Scheduler(Members.of(range(workers)), bounded=False)
+    again = Scheduler(WorkerMembers.of(range(workers)), bounded=False)
     again.resume(*scheduler.undone())
     again.until = batches
     while works := again.deal(0):
@@ -145,12 +145,12 @@ def test_each_part_is_done_once_though_what_was_dealt_came_back(
             again.done(0, work)
         done += works
     assert again.idle
-    expected = [Work(b, p, workers) for b in range(batches) for p in range(workers)]
+    expected = [BatchPart(b, p, workers) for b in range(batches) for p in range(workers)]
     assert sorted(done, key=lambda work: (work.batch, work.part)) == expected
 
 
 def test_teams_go_to_the_furthest_of_their_own() -> None:
-    holding = Holding([(0, 1), (2, 3)])
+    holding = GracefulStop([(0, 1), (2, 3)])
     for who, until in enumerate([4, 6, 9, 2]):
         assert not holding.decide(range(4), lambda who: 0)
         assert holding.awaited(range(4)) == [*range(who, 4)]
@@ -161,8 +161,8 @@ def test_teams_go_to_the_furthest_of_their_own() -> None:
 
 
 def test_who_was_given_up_takes_part_until_its_end_and_no_further_than_was_granted() -> None:
-    members = Members.of((0, 1, 2)).without(1, 7)
-    assert owed_until(Members.of((0, 1)), 10) == 0
+    members = WorkerMembers.of((0, 1, 2)).without(1, 7)
+    assert owed_until(WorkerMembers.of((0, 1)), 10) == 0
     assert owed_until(members, 10) == 7
     assert owed_until(members, 5) == 5
 
@@ -174,7 +174,7 @@ class Server:
         self.weights = torch.ones(1, dtype=torch.float64)
         self.pushes = 0
 
-    def answer(self, said: Sequence[Envelope], replica: Replica) -> None:
+    def answer(self, said: Sequence[Envelope], replica: DownpourReplica) -> None:
         """Answers what a replica has said, and what it says to that."""
         for to, message in said:
             if isinstance(message, Pull):
@@ -211,9 +211,9 @@ def test_a_replica_whose_part_is_empty_moves_the_clock_and_no_weights() -> None:
     def compute(step: int, weights: Sequence[Tensor], now: float) -> Now:
         return Now(torch.zeros(1, dtype=torch.float64), ready=True, is_empty=True)
 
-    layout: Layout = first_layout([0], 1, [(0,)])
-    side = WorkerSide(0, layout, [(0, 0, 1)], patience=math.inf, beat=None)
-    replica = Replica(side, Pace(1, 1, False), [Server().weights], compute, lambda *_: None)
+    layout: ShardLayout = first_layout([0], 1, [(0,)])
+    side = WorkerProtocol(0, layout, [(0, 0, 1)], patience=math.inf, beat=None)
+    replica = DownpourReplica(side, Pace(1, 1, False), [Server().weights], compute, lambda *_: None)
     replica.grant(1)
     server = Server()
     server.answer(replica.tick(0.0), replica)
@@ -235,10 +235,10 @@ def steps(server: Server, first: int, count: int, begun: bool, push_every: int) 
     def move(weights: Sequence[Tensor], gradients: Sequence[Tensor], step: int) -> None:
         weights[0].sub_(gradients[0], alpha=0.1)
 
-    layout: Layout = first_layout([0], 1, [(0,)])
-    side = WorkerSide(0, layout, [(0, 0, 1)], clock=server.pushes, patience=math.inf, beat=None)
+    layout: ShardLayout = first_layout([0], 1, [(0,)])
+    side = WorkerProtocol(0, layout, [(0, 0, 1)], clock=server.pushes, patience=math.inf, beat=None)
     pace = Pace(1000, push_every, overlap=False)
-    replica = Replica(side, pace, [server.weights], compute, move, done=first)
+    replica = DownpourReplica(side, pace, [server.weights], compute, move, done=first)
     replica.grant(100)
     server.answer(replica.tick(0.0), replica)
     for _ in range(count - begun):

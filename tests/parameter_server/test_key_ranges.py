@@ -5,16 +5,16 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dure.parameter_server.keys import Range, Vector, divide
+from dure.parameter_server.keys import KeyRange, VectorSize, divide
 
 vectors = st.lists(
-    st.builds(Vector, st.integers(0, 1000), st.sampled_from([2, 4, 8])), min_size=1, max_size=3
+    st.builds(VectorSize, st.integers(0, 1000), st.sampled_from([2, 4, 8])), min_size=1, max_size=3
 )
 
 
 @given(vectors, st.integers(1, 9))
 def test_each_key_is_in_one_range_and_ranges_are_in_order(
-    vectors: list[Vector], servers: int
+    vectors: list[VectorSize], servers: int
 ) -> None:
     found = [keys for ranges in divide(vectors, servers) for keys in ranges]
     assert found == sorted(found)
@@ -25,7 +25,7 @@ def test_each_key_is_in_one_range_and_ranges_are_in_order(
 
 @given(vectors, st.integers(1, 9))
 def test_servers_own_as_many_bytes_to_within_an_element(
-    vectors: list[Vector], servers: int
+    vectors: list[VectorSize], servers: int
 ) -> None:
     total = sum(vector.elements * vector.itemsize for vector in vectors)
     for ranges in divide(vectors, servers):
@@ -35,8 +35,8 @@ def test_servers_own_as_many_bytes_to_within_an_element(
 
 
 def test_a_server_may_have_two_ranges_and_one_may_have_none() -> None:
-    assert divide([Vector(2, 8), Vector(8, 4)], 2) == [
-        [Range(0, 0, 2), Range(1, 0, 2)],
-        [Range(1, 2, 8)],
+    assert divide([VectorSize(2, 8), VectorSize(8, 4)], 2) == [
+        [KeyRange(0, 0, 2), KeyRange(1, 0, 2)],
+        [KeyRange(1, 2, 8)],
     ]
-    assert sorted(map(len, divide([Vector(1, 4)], 3))) == [0, 0, 1]
+    assert sorted(map(len, divide([VectorSize(1, 4)], 3))) == [0, 0, 1]

@@ -16,10 +16,10 @@ from histories import History, careless
 from torch import Tensor
 
 from dure.parameter_server.messages import MANAGER, worker
-from dure.parameter_server.scheduler import Work
+from dure.parameter_server.scheduler import BatchPart
 from dure.parameter_server.shard import Shard
-from dure.parameter_server.tables import Rows, apart
-from dure.parameter_server.worker import WorkerSide
+from dure.parameter_server.tables import SparseRows, split_rows
+from dure.parameter_server.worker import WorkerProtocol
 
 
 def point(who: int, clock: int, keys: int) -> Tensor:
@@ -37,13 +37,13 @@ class OwnLoops(History):
         super().__post_init__()
         self.manager.inherits = False
 
-    def _next(self, side: WorkerSide, asked: Work | None) -> Work | None:
-        return Work(side.clock, 0, 1) if side.clock < self.leaves[side.number] else None
+    def _next(self, side: WorkerProtocol, asked: BatchPart | None) -> BatchPart | None:
+        return BatchPart(side.clock, 0, 1) if side.clock < self.leaves[side.number] else None
 
     def _compute(
-        self, side: WorkerSide, work: Work, values: Sequence[Tensor | Rows]
-    ) -> tuple[Sequence[Tensor | Rows], float]:
-        dense, _ = apart(values)
+        self, side: WorkerProtocol, work: BatchPart, values: Sequence[Tensor | SparseRows]
+    ) -> tuple[Sequence[Tensor | SparseRows], float]:
+        dense, _ = split_rows(values)
         gradient = torch.cat(dense) - point(side.number, side.clock, self.keys)
         weight = 1.0 + side.number
         return gradient.split([len(keys) for keys in self.shards]), weight

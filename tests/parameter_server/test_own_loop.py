@@ -26,7 +26,7 @@ import dure
 import dure.parameter_server as ps
 from dure.contracts.strategy import RankContext
 from dure.errors import PeerLostError
-from dure.parameter_server.processes import own_worker
+from dure.parameter_server.processes import user_loop_worker
 from small import CLASSES, FEATURES, network
 from test_docs import DOCS, FENCE
 
@@ -281,7 +281,7 @@ def without_a_leader(place: RankContext) -> Any:
     (leader,) = place.group.all_gather_values([float(os.getpid())])[0]
     model = model_of()
     optimizer = SGD(model.parameters())
-    own_worker.VERDICT_SECONDS = 1.0
+    user_loop_worker.VERDICT_SECONDS = 1.0
     try:
         worker = ps.join(model, optimizer, process_group=place.group, deadline=1.0)
         assert worker is not None

@@ -22,14 +22,14 @@ from dure.collectives.shared_memory.pool import empty_shared
 from dure.contracts.strategy import RankContext as Surroundings
 from dure.parameter_server.manager import first_layout
 from dure.parameter_server.messages import Pull, Push, Values
-from dure.parameter_server.optimizer import Recipe
-from dure.parameter_server.processes.frames import Place
-from dure.parameter_server.processes.greeting import NONCE, Caller, call
-from dure.parameter_server.processes.memory import Memory, own_card
-from dure.parameter_server.processes.port import Gone, Port
-from dure.parameter_server.processes.said import Over
+from dure.parameter_server.optimizer import OptimizerRecipe
+from dure.parameter_server.processes.endpoint import Disconnected, Endpoint
+from dure.parameter_server.processes.frames import BufferRange
+from dure.parameter_server.processes.handshake import NONCE, Caller, call
+from dure.parameter_server.processes.memory import RankMemory, own_card
+from dure.parameter_server.processes.messages import RunEnded
 from dure.parameter_server.processes.serving import serve
-from dure.parameter_server.server import Server
+from dure.parameter_server.server import ShardServer
 from dure.parameter_server.shard import Terms
 
 TOKEN = b"a token of this job"
@@ -38,7 +38,7 @@ TOKEN = b"a token of this job"
 class Listening(threading.Thread):
     """Has a port listen until it is closed; what it hears."""
 
-    def __init__(self, port: Port, answer: Callable[[str, Any], Any] = lambda who, what: None):
+    def __init__(self, port: Endpoint, answer: Callable[[str, Any], Any] = lambda who, what: None):
         super().__init__(daemon=True)
         self.port = port
         self.answer = answer
@@ -58,9 +58,9 @@ class Listening(threading.Thread):
 @contextmanager
 def two(
     answer: Callable[[str, Any], Any] = lambda who, what: None, token: bytes = TOKEN
-) -> Iterator[tuple[Listening, Port]]:
+) -> Iterator[tuple[Listening, Endpoint]]:
     """A server that listens in a thread, and a worker that has not called it yet."""
-    server, worker = Port("server 0", TOKEN, 1 << 24), Port("worker 0", token, 1 << 24)
+    server, worker = Endpoint("server 0", TOKEN, 1 << 24), Endpoint("worker 0", token, 1 << 24)
     cards = {port.name: own_card(port.name, port.address) for port in (server, worker)}
     server.meet(cards, [])
     listening = Listening(server, answer)
@@ -81,7 +81,7 @@ def soon(condition: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
-def heard(port: Port) -> Any:
+def heard(port: Endpoint) -> Any:
     """The next that a port hears."""
     until = time.monotonic() + 30
     while time.monotonic() < until:
@@ -146,9 +146,9 @@ def test_memory_that_was_seen_is_read_after_its_owner_has_died(
 
     gradient = empty_shared(3).fill_(7)
     cards = {name: own_card(name, ("127.0.0.1", 1)) for name in ("worker 0", "server 0")}
-    place = Memory("worker 0", cards).place_of(gradient)
+    place = RankMemory("worker 0", cards).place_of(gradient)
     assert place is not None
-    server, late = Memory("server 0", cards), Memory("server 0", cards)
+    server, late = RankMemory("server 0", cards), RankMemory("server 0", cards)
     server.see(cards)
     monkeypatch.setattr("dure.parameter_server.processes.memory.open_of", died)
     found = server.look(place, torch.float32, 3)
@@ -160,15 +160,15 @@ def test_memory_that_was_seen_is_read_after_its_owner_has_died(
 @given(st.integers(-(1 << 62), 1 << 62), st.integers(1, 1 << 62))
 def test_only_what_is_in_the_memory_of_a_process_can_be_looked_at(offset: int, count: int) -> None:
     card = own_card("worker 0", ("127.0.0.1", 1))
-    memory = Memory("worker 0", {"worker 0": card})
-    found = memory.look(Place("worker 0", offset), torch.float64, count)
+    memory = RankMemory("worker 0", {"worker 0": card})
+    found = memory.look(BufferRange("worker 0", offset), torch.float64, count)
     inside = offset >= 0 and offset + 8 * count <= card.nbytes and offset % 8 == 0
     assert (found is not None) == inside
-    assert memory.look(Place("worker 1", 0), torch.float64, 1) is None
+    assert memory.look(BufferRange("worker 1", 0), torch.float64, 1) is None
 
 
 def test_a_port_that_was_closed_can_be_woken() -> None:
-    port = Port("server 0", TOKEN, 1 << 16)
+    port = Endpoint("server 0", TOKEN, 1 << 16)
     port.wake()
     port.close()
     port.wake()
@@ -187,9 +187,9 @@ def strangers(address: tuple[str, int], said: Sequence[bytes]) -> list[socket.so
 def test_strangers_hold_up_nobody() -> None:
     silent = [b""] * 70
     talking = [b"\xff" * 100, b"\x08\x00worker 0" + b"x" * 48, b"\x02", b"GET / HTTP/1.1\r\n\r\n"]
-    server = Port("server 0", TOKEN, 1 << 16)
+    server = Endpoint("server 0", TOKEN, 1 << 16)
     calling = strangers(server.address, [*silent, *talking])
-    worker = Port("worker 0", TOKEN, 1 << 16)
+    worker = Endpoint("worker 0", TOKEN, 1 << 16)
     cards = {port.name: own_card(port.name, port.address) for port in (server, worker)}
     server.meet(cards, [])
     listening = Listening(server)
@@ -222,8 +222,8 @@ def test_one_who_sends_no_frame_is_gone_and_the_port_goes_on() -> None:
     with two(back) as (listening, worker):
         worker._lines["server 0"].socket.sendall(b"\xff" * 64)
         soon(lambda: bool(listening.heard))
-        assert isinstance(listening.heard[0][1], Gone)
-        assert isinstance(heard(worker), Gone)
+        assert isinstance(listening.heard[0][1], Disconnected)
+        assert isinstance(heard(worker), Disconnected)
         # It calls again when it has something to say.
         worker.say("server 0", push(torch.ones(3)))
         assert heard(worker).values.tolist() == [1, 1, 1]
@@ -252,10 +252,10 @@ def test_a_stranger_that_says_a_byte_now_and_then_does_not_hold_up_a_call() -> N
 def test_a_server_calls_the_one_again_whose_copies_it_has() -> None:
     """The other may not call it, and would wait for it without end."""
     start = nn.Parameter(torch.zeros(3))
-    terms = Terms(Recipe.of(torch.optim.SGD([start], lr=0.1), [[start]]))
-    follower = Server(1, first_layout([0], 2, [[0]], replicas=1), terms, beat=0.02)
-    leader, owner = Port("manager", TOKEN, 1 << 24), Port("server 0", TOKEN, 1 << 24)
-    copy = Port("server 1", TOKEN, 1 << 10)
+    terms = Terms(OptimizerRecipe.of(torch.optim.SGD([start], lr=0.1), [[start]]))
+    follower = ShardServer(1, first_layout([0], 2, [[0]], replicas=1), terms, beat=0.02)
+    leader, owner = Endpoint("manager", TOKEN, 1 << 24), Endpoint("server 0", TOKEN, 1 << 24)
+    copy = Endpoint("server 1", TOKEN, 1 << 10)
     cards = {port.name: own_card(port.name, port.address) for port in (leader, owner, copy)}
     leader.meet(cards, [])
     owner.meet(cards, [])
@@ -266,7 +266,7 @@ def test_a_server_calls_the_one_again_whose_copies_it_has() -> None:
 
     def gone() -> bool:
         list(leader.hear(0.001))
-        return any(isinstance(said, Gone) for _, said in owner.hear(0.001))
+        return any(isinstance(said, Disconnected) for _, said in owner.hear(0.001))
 
     def reached() -> bool:
         gone()
@@ -279,7 +279,7 @@ def test_a_server_calls_the_one_again_whose_copies_it_has() -> None:
     owner.say("server 1", push(torch.zeros(1 << 10)))
     soon(gone)
     soon(reached)
-    leader.say("server 1", Over(""))
+    leader.say("server 1", RunEnded(""))
     leader.close()
     life.join()
     copy.close()

@@ -10,20 +10,20 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from torch import Tensor, nn
 
-from dure.parameter_server.keys import Range
-from dure.parameter_server.layout import Layout, Placed
-from dure.parameter_server.members import Members
+from dure.parameter_server.keys import KeyRange
+from dure.parameter_server.layout import ShardLayout, ShardLocation
+from dure.parameter_server.members import WorkerMembers
 from dure.parameter_server.messages import Acknowledged, Envelope, Pull, Values
-from dure.parameter_server.processes.rooms import Outbox, Slots
-from dure.parameter_server.worker import WorkerSide
+from dure.parameter_server.processes.buffers import GradientBuffers, WeightBuffers
+from dure.parameter_server.worker import WorkerProtocol
 from dure.tensors.flat import FlatParameters
 
-SHARDS = [Range(0, 0, 3), Range(0, 3, 8)]
+SHARDS = [KeyRange(0, 0, 3), KeyRange(0, 3, 8)]
 
 
-def layout(version: int, owners: tuple[int, int], epochs: tuple[int, int]) -> Layout:
-    placed = (Placed(o, None, e) for o, e in zip(owners, epochs, strict=True))
-    return Layout(version, tuple(placed), (Members.of([0]),))
+def layout(version: int, owners: tuple[int, int], epochs: tuple[int, int]) -> ShardLayout:
+    placed = (ShardLocation(o, None, e) for o, e in zip(owners, epochs, strict=True))
+    return ShardLayout(version, tuple(placed), (WorkerMembers.of([0]),))
 
 
 class Pulling(RuleBasedStateMachine):
@@ -37,12 +37,12 @@ class Pulling(RuleBasedStateMachine):
         super().__init__()
         self.model = nn.Linear(7, 1)
         self.flat = FlatParameters(self.model)
-        self.slots = Slots(self.flat, SHARDS)
+        self.slots = WeightBuffers(self.flat, SHARDS)
         self.owners = [0, 1]
         self.epochs = [0, 0]
         self.version = 0
         portions = [(n, keys.start, keys.stop) for n, keys in enumerate(SHARDS)]
-        self.side = WorkerSide(
+        self.side = WorkerProtocol(
             0, self.layout(), portions, patience=1.0, beat=None, into=lambda: self.slots.ask(0)
         )
         self.told: dict[str, list[Pull]] = {}
@@ -51,7 +51,7 @@ class Pulling(RuleBasedStateMachine):
         self.taken = 0
         self.replaced = 0
 
-    def layout(self) -> Layout:
+    def layout(self) -> ShardLayout:
         owners, epochs = self.owners, self.epochs
         return layout(self.version, (owners[0], owners[1]), (epochs[0], epochs[1]))
 
@@ -125,7 +125,7 @@ TestPulling.settings = settings(max_examples=150, stateful_step_count=40, deadli
 
 
 def test_rooms_alternate() -> None:
-    slots = Slots(FlatParameters(nn.Linear(7, 1)), SHARDS)
+    slots = WeightBuffers(FlatParameters(nn.Linear(7, 1)), SHARDS)
     places = []
     for number in range(1, 7):
         parts = slots.ask(0)
@@ -140,7 +140,7 @@ def test_rooms_alternate() -> None:
 
 
 def test_a_room_that_a_replaced_server_was_told_of_is_never_given_out_again() -> None:
-    slots = Slots(FlatParameters(nn.Linear(7, 1)), SHARDS)
+    slots = WeightBuffers(FlatParameters(nn.Linear(7, 1)), SHARDS)
     lost = slots.ask(0)
     slots.said("server 0", Pull(0, 0, 0, 0, 1, 0, 3, into=lost[0]))
     for number in range(2, 6):
@@ -151,8 +151,8 @@ def test_a_room_that_a_replaced_server_was_told_of_is_never_given_out_again() ->
 
 
 def test_a_gradient_lies_where_it_is_until_every_server_has_acknowledged_it() -> None:
-    side = WorkerSide(0, layout(0, (0, 1), (0, 0)), [(0, 0, 3), (1, 3, 8)], beat=None)
-    outbox = Outbox([torch.zeros(8)])
+    side = WorkerProtocol(0, layout(0, (0, 1), (0, 0)), [(0, 0, 3), (1, 3, 8)], beat=None)
+    outbox = GradientBuffers([torch.zeros(8)])
 
     def push() -> int:
         (room,) = outbox.room(side)

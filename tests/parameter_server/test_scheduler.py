@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dure.parameter_server.members import Members
-from dure.parameter_server.scheduler import Scheduler, Work
+from dure.parameter_server.members import WorkerMembers
+from dure.parameter_server.scheduler import BatchPart, Scheduler
 
 
 @given(
@@ -17,10 +17,10 @@ from dure.parameter_server.scheduler import Scheduler, Work
 def test_each_part_is_done_once_whoever_asks_and_whoever_dies(
     workers: int, batches: int, turns: list[tuple[int, bool]]
 ) -> None:
-    scheduler = Scheduler(Members.of(range(workers)), bounded=False)
+    scheduler = Scheduler(WorkerMembers.of(range(workers)), bounded=False)
     scheduler.until = batches
     alive = set(range(workers))
-    done: list[Work] = []
+    done: list[BatchPart] = []
     for who, dies in [*turns, *[(who, False) for who in range(workers)] * 400]:
         who %= workers
         if who not in alive:
@@ -36,12 +36,12 @@ def test_each_part_is_done_once_whoever_asks_and_whoever_dies(
             scheduler.done(who, work)
         done += works
     assert scheduler.idle
-    expected = [Work(b, p, workers) for b in range(batches) for p in range(workers)]
+    expected = [BatchPart(b, p, workers) for b in range(batches) for p in range(workers)]
     assert sorted(done, key=lambda w: (w.batch, w.part)) == expected
 
 
 def test_many_parts_are_dealt_at_a_time_and_single_ones_near_the_end() -> None:
-    scheduler = Scheduler(Members.of((0, 1)), bounded=False)
+    scheduler = Scheduler(WorkerMembers.of((0, 1)), bounded=False)
     scheduler.until = 1000
     dealt = []
     while works := scheduler.deal(0):
@@ -56,7 +56,7 @@ def test_many_parts_are_dealt_at_a_time_and_single_ones_near_the_end() -> None:
 
 
 def test_batches_keep_their_parts_when_a_worker_dies_before_its_first_push() -> None:
-    scheduler = Scheduler(Members.of([0, 1]), bounded=False)
+    scheduler = Scheduler(WorkerMembers.of([0, 1]), bounded=False)
     scheduler.until = 2
     had = scheduler.next(1, 0)
     scheduler.members = scheduler.members.without(1, 0)

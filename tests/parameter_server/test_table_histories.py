@@ -11,8 +11,8 @@ from histories import SGD, History, Optimizer, careless, joint, joint_table
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dure.parameter_server.digests import Lists
-from dure.parameter_server.messages import Message, Pull, Push, Refused, server, worker
+from dure.parameter_server.digests import KnownRowLists
+from dure.parameter_server.messages import Message, Pull, Push, PushRefused, server, worker
 from dure.parameter_server.table_shard import TableShard
 
 ADAGRAD: Optimizer = partial(torch.optim.Adagrad, lr=0.1)
@@ -112,11 +112,11 @@ def test_lists_that_were_forgotten_are_sent_again() -> None:
         for node in history.nodes:
             for one in node.owned.values():
                 if isinstance(one.shard, TableShard):
-                    one.shard.lists = Lists()
+                    one.shard.lists = KnownRowLists()
         return [0.0]
 
     history = History(rows=7, servers=1, groups=((0,),), clocks=6, staleness=0)
     history.network.fate = forgets
     history.run()
     assert learned(history)
-    assert any(isinstance(one, Refused) and one.reason == "rows" for one in said)
+    assert any(isinstance(one, PushRefused) and one.reason == "rows" for one in said)

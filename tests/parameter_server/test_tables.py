@@ -11,7 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from dure.parameter_server.tables import Rows, Table, TableRows, joined, rule_of, summed
+from dure.parameter_server.tables import (
+    EmbeddingTable,
+    SparseRows,
+    TableRows,
+    joined,
+    rule_of,
+    summed,
+)
 
 ROWS, DIM = 12, 3
 SGD = partial(torch.optim.SGD, lr=0.1)
@@ -20,17 +27,17 @@ ADAM = partial(torch.optim.SparseAdam, lr=0.05, betas=(0.8, 0.95))
 FIRST = torch.randn(ROWS, DIM, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
 
 
-def table(optimizer: Any) -> Table:
+def table(optimizer: Any) -> EmbeddingTable:
     weight = nn.Parameter(FIRST.clone())
     made = optimizer([weight])
     rule = rule_of(type(made), made.param_groups[0], "emb.weight")
-    return Table("emb.weight", ROWS, DIM, torch.float64, rule, lambda rows: FIRST[rows])
+    return EmbeddingTable("emb.weight", ROWS, DIM, torch.float64, rule, lambda rows: FIRST[rows])
 
 
-def updates(draws: list[list[int]]) -> list[Rows]:
+def updates(draws: list[list[int]]) -> list[SparseRows]:
     """Gradients of these rows, of which each leaves a mark of its own."""
     return [
-        Rows(
+        SparseRows(
             torch.tensor(rows, dtype=torch.int64),
             torch.sin(torch.arange(len(rows) * DIM, dtype=torch.float64) + 3 * step).view(-1, DIM),
         )
@@ -107,7 +114,7 @@ def test_only_rows_that_were_changed_have_memory() -> None:
 
     rule = rule_of(torch.optim.SGD, {"lr": 0.5}, "emb.weight")
     rows = 2**30
-    part = TableRows(Table("emb.weight", rows, 4, torch.float32, rule, first), 0, rows)
+    part = TableRows(EmbeddingTable("emb.weight", rows, 4, torch.float32, rule, first), 0, rows)
     assert part.pull(torch.tensor([0, rows - 1])).tolist() == [[1.0] * 4] * 2
     assert part.count == 0
     part.push(torch.tensor([7, rows - 1]), torch.ones(2, 4))
@@ -118,8 +125,8 @@ def test_only_rows_that_were_changed_have_memory() -> None:
 
 
 def test_workers_are_joined_in_their_order_whatever_rows_they_have() -> None:
-    first = Rows(torch.tensor([1, 4]), torch.tensor([[1.0], [2.0]]))
-    second = Rows(torch.tensor([4, 4, 0]), torch.tensor([[10.0], [20.0], [5.0]]))
+    first = SparseRows(torch.tensor([1, 4]), torch.tensor([[1.0], [2.0]]))
+    second = SparseRows(torch.tensor([4, 4, 0]), torch.tensor([[10.0], [20.0], [5.0]]))
     rows, values = joined([first, second], [0.5, 0.1])
     assert rows.tolist() == [0, 1, 4]
     torch.testing.assert_close(values, torch.tensor([[0.5], [0.5], [4.0]]))

@@ -23,7 +23,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from dure.parameter_server.messages import Pull
-from dure.parameter_server.processes.greeting import call
+from dure.parameter_server.processes.handshake import call
 from dure.wire.signatures import Key, Signer, digest_of
 
 sys.path.insert(0, str(Path(__file__).parent))

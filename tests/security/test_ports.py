@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 import dure
 from dure.errors import PeerLostError
 from dure.parameter_server.messages import Pull
+from dure.parameter_server.processes.endpoint import _MOST_CALLERS, Disconnected
 from dure.parameter_server.processes.frames import HEAD, MOST_HEADER
-from dure.parameter_server.processes.greeting import NONCE, call
+from dure.parameter_server.processes.handshake import NONCE, call
 from dure.parameter_server.processes.incoming import Incoming
 from dure.parameter_server.processes.meeting import _check_keys
 from dure.parameter_server.processes.memory import own_card
-from dure.parameter_server.processes.port import _MOST_CALLERS, Gone
 from dure.tensors.blocks import Blocks
 from small import small_task
 
@@ -100,9 +100,9 @@ def test_a_peer_that_sends_what_is_no_message_is_gone_by_name() -> None:
     with two() as (listening, _):
         link = call(listening.port.address, "worker 0", "server 0", TOKEN, SECONDS)
         link.sendall(HEAD.pack(0, 1 << 40))
-        soon(lambda: any(isinstance(said, Gone) for _, said in listening.heard))
+        soon(lambda: any(isinstance(said, Disconnected) for _, said in listening.heard))
         assert "longer than any" in next(
-            said.reason for _, said in listening.heard if isinstance(said, Gone)
+            said.reason for _, said in listening.heard if isinstance(said, Disconnected)
         )
         link.close()
 

@@ -22,23 +22,23 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dure.parameter_server.messages import Norms, Step
+from dure.parameter_server.messages import Norms, ShardStep
 
 PATIENCE = 1.0
 """Seconds between requests of processes for missing norms."""
 
 
-class At(NamedTuple):
+class GroupClock(NamedTuple):
     """Clock of a group; identifies a step."""
 
     group: int
     clock: int
 
 
-class Unclipped(NamedTuple):
+class PendingClip(NamedTuple):
     """Step that waits for norms, and the squared norm of its own gradient."""
 
-    step: Step
+    step: ShardStep
     square: float
 
 
@@ -65,27 +65,27 @@ class NormExchange:
     """A server's squared norms of waiting steps, and the steps whose norms it has sent."""
 
     def __init__(self) -> None:
-        self._known: dict[At, dict[int, float]] = {}
-        self._told: set[At] = set()
+        self._known: dict[GroupClock, dict[int, float]] = {}
+        self._told: set[GroupClock] = set()
         self.sent = math.inf
         """Time of the last request for norms; infinity if none are missing."""
 
-    def note(self, at: At, squares: Mapping[int, float]) -> None:
+    def note(self, at: GroupClock, squares: Mapping[int, float]) -> None:
         """Store squared norms of some shards."""
         self._known.setdefault(at, {}).update(squares)
 
-    def of(self, at: At) -> Mapping[int, float]:
+    def of(self, at: GroupClock) -> Mapping[int, float]:
         """Return the known squared norms of a step, by shard."""
         return self._known.get(at, {})
 
-    def is_new(self, at: At) -> bool:
+    def is_new(self, at: GroupClock) -> bool:
         """Return whether the norms of a step were not sent yet, and mark them as sent."""
         if at in self._told:
             return False
         self._told.add(at)
         return True
 
-    def keep(self, waiting: Collection[At], over: Mapping[int, int]) -> None:
+    def keep(self, waiting: Collection[GroupClock], over: Mapping[int, int]) -> None:
         """Drop all norms except those of waiting steps and of clocks after a group's last step."""
         self._told &= set(waiting)
         self._known = {
@@ -95,6 +95,6 @@ class NormExchange:
         }
 
 
-def norms_at(at: At, squares: Mapping[int, float], asks: bool = False) -> Norms:
+def norms_at(at: GroupClock, squares: Mapping[int, float], asks: bool = False) -> Norms:
     """Return the message with these norms."""
     return Norms(at.group, at.clock, dict(squares), asks)

@@ -33,19 +33,19 @@ from torch import Tensor, nn
 
 from dure.collectives.compression import Codec, Compression, ErrorFeedback
 from dure.collectives.compression.bucket import CompressionBucket
-from dure.parameter_server.keys import Range
+from dure.parameter_server.keys import KeyRange
 from dure.randomness.seeds import derive
 from dure.tensors.flat import by_dtype
 
 
-class Layer(NamedTuple):
+class VectorShapes(NamedTuple):
     """Dtype and shapes of the tensors of a vector, in the order of their keys."""
 
     dtype: torch.dtype
     shapes: tuple[torch.Size, ...]
 
 
-class Coding:
+class PushCoding:
     """Encoder and decoder of gradients of key ranges.
 
     Args:
@@ -60,19 +60,19 @@ class Coding:
         self.compression = compression
         self.waits = waits
         self._layers = [
-            Layer(dtype, tuple(parameter.shape for parameter in vector))
+            VectorShapes(dtype, tuple(parameter.shape for parameter in vector))
             for dtype, vector in by_dtype(parameters).items()
         ]
-        self._codecs: dict[Range, Codec] = {}
+        self._codecs: dict[KeyRange, Codec] = {}
 
-    def codec(self, keys: Range) -> Codec:
+    def codec(self, keys: KeyRange) -> Codec:
         """Return the codec of these keys. Raises ValueError if the compression has none."""
         found = self._codecs.get(keys)
         if found is None:
             found = self._codecs[keys] = self.compression.codec(self._bucket(keys))
         return found
 
-    def _bucket(self, keys: Range) -> CompressionBucket:
+    def _bucket(self, keys: KeyRange) -> CompressionBucket:
         layer = self._layers[keys.vector]
         shapes = pieces_of(layer.shapes, keys.start, keys.stop)
         # Uninitialised memory, only for shapes; freed at once.
@@ -82,7 +82,9 @@ class Coding:
             [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
         )
 
-    def compressors(self, seed: int, worker: int, shards: Sequence[Range]) -> list[PushCompressor]:
+    def compressors(
+        self, seed: int, worker: int, shards: Sequence[KeyRange]
+    ) -> list[PushCompressor]:
         """Return the compressors of a worker's pushes, one for each shard.
 
         `seed` seeds random rounding, which differs by worker, shard and push.
@@ -98,7 +100,7 @@ class Coding:
             for keys in shards
         ]
 
-    def check(self, keys: Range, message: Tensor) -> None:
+    def check(self, keys: KeyRange, message: Tensor) -> None:
         """Check that bytes are a message about these keys; raises ValueError if not."""
         codec = self.codec(keys)
         if message.dtype != torch.uint8 or message.shape != (codec.nbytes,):
@@ -109,7 +111,7 @@ class Coding:
         codec.check(message)
 
     @torch.no_grad()
-    def sum_of(self, keys: Range, messages: Sequence[Tensor], scale: float = 1.0) -> Tensor:
+    def sum_of(self, keys: KeyRange, messages: Sequence[Tensor], scale: float = 1.0) -> Tensor:
         """Return the sum of decoded messages, in their order, times `scale`: a gradient."""
         codec = self.codec(keys)
         total = codec.bucket.zeros()
@@ -206,7 +208,7 @@ class PushCompressor:
 
 
 def compressors_of(
-    coding: Coding | None, seed: int, worker: int, shards: Sequence[Range]
+    coding: PushCoding | None, seed: int, worker: int, shards: Sequence[KeyRange]
 ) -> list[PushCompressor]:
     """Return a worker's compressors, one for each shard; empty without compression."""
     if coding is None:
@@ -214,7 +216,7 @@ def compressors_of(
     return coding.compressors(derive(seed, "compression"), worker, shards)
 
 
-def push_bytes(coding: Coding | None, shards: Sequence[Range]) -> list[int] | None:
+def push_bytes(coding: PushCoding | None, shards: Sequence[KeyRange]) -> list[int] | None:
     """Return bytes of a compressed push, by shard; None without compression."""
     return None if coding is None else [coding.codec(keys).nbytes for keys in shards]
 

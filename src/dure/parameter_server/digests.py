@@ -29,7 +29,7 @@ def digest_of(rows: Tensor | None) -> Tensor | None:
     return torch.tensor([int.from_bytes(value, "little", signed=True)])
 
 
-class Lists:
+class KnownRowLists:
     """Cache of the row lists that a shard has received."""
 
     def __init__(self) -> None:

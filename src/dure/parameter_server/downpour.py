@@ -48,7 +48,7 @@ from dure.parameter_server.plan import (
     check_unfreeze,
     check_world,
 )
-from dure.parameter_server.processes.learner import ProcessesLearner, assist
+from dure.parameter_server.processes.learner import ProcessesLearner, run_server_or_worker
 from dure.parameter_server.replica import Pace
 from dure.parameter_server.simulated_replicas import SimulatedReplicas
 from dure.settings import parse_fields
@@ -233,7 +233,7 @@ class Downpour(Strategy):
         return describe(self.partition, parts, train.labels(), train.classes)
 
     def run_assistant(self, task: Task, place: RankContext, seed: int) -> str:
-        return assist(task, place, seed, self.plan)
+        return run_server_or_worker(task, place, seed, self.plan)
 
     def learner(self, task: Task, place: RankContext, seed: int) -> Learner:
         if place.kind == "clients":

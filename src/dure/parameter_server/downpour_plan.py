@@ -15,19 +15,19 @@ from dure.data.client_part import ClientExamples, divide
 from dure.data.examples import Examples
 from dure.data.partition import Partition
 from dure.parameter_server.adagrad import DownpourAdagrad
-from dure.parameter_server.gradients import Gradients
-from dure.parameter_server.keys import Range
+from dure.parameter_server.gradients import GradientComputation
+from dure.parameter_server.keys import KeyRange
 from dure.parameter_server.local_step import LocalStep
-from dure.parameter_server.optimizer import Recipe
-from dure.parameter_server.plan import Plan, recipe_of
+from dure.parameter_server.optimizer import OptimizerRecipe
+from dure.parameter_server.plan import ParameterServerPlan, recipe_of
 from dure.parameter_server.replica import Pace
 from dure.parameter_server.shard import Terms
-from dure.parameter_server.stages import Pipe, Run, cut_at, stage_at
+from dure.parameter_server.stages import ReplicaPipeline, StageKeys, cut_at, stage_at
 from dure.tasks.batch_norm import needs_two
 
 
 @dataclass(frozen=True)
-class DownpourPlan(Plan):
+class DownpourPlan(ParameterServerPlan):
     """Plan whose workers are replicas, or the stages of replicas.
 
     Args:
@@ -50,7 +50,7 @@ class DownpourPlan(Plan):
     warm_start: int
     gamma: float | None
     alpha: float | None
-    runs: tuple[Run, ...] = ()
+    runs: tuple[StageKeys, ...] = ()
 
     copies_field: ClassVar[str] = "copies"
 
@@ -67,9 +67,9 @@ class DownpourPlan(Plan):
         )
 
     @property
-    def pipe(self) -> Pipe:
+    def pipe(self) -> ReplicaPipeline:
         """Division of each replica into stages."""
-        return Pipe(self.partitions, self.microbatches, self.batch_size)
+        return ReplicaPipeline(self.partitions, self.microbatches, self.batch_size)
 
     @property
     def workers(self) -> list[int]:
@@ -87,11 +87,11 @@ class DownpourPlan(Plan):
     def companions(self, worker: int) -> list[int]:
         return [other for other in self.together(self.replica_of(worker)) if other != worker]
 
-    def keys(self, model: nn.Module) -> list[list[Range]]:
+    def keys(self, model: nn.Module) -> list[list[KeyRange]]:
         ranges = super().keys(model)
         return [cut_at(self.runs, each) for each in ranges] if self.runs else ranges
 
-    def portions(self, worker: int, shards: Sequence[Range]) -> list[tuple[int, int, int]]:
+    def portions(self, worker: int, shards: Sequence[KeyRange]) -> list[tuple[int, int, int]]:
         """Return the portions that a worker fetches and pushes.
 
         (shard, first key, last key + 1).
@@ -131,7 +131,7 @@ class DownpourPlan(Plan):
             joins=needs_two(model, examples),
         )
 
-    def steps_per_epoch(self, computing: Gradients) -> int:
+    def steps_per_epoch(self, computing: GradientComputation) -> int:
         parts = self.parts(computing.model, computing.examples, computing.seed)
         return max(part.batches.steps_per_epoch for part in parts)
 
@@ -145,8 +145,8 @@ class DownpourPlan(Plan):
         coding = self.coding(model)
         return Terms(recipe=recipe, staleness=None, schedule=schedule, coding=coding)
 
-    def gradients(self, task: Task, model: nn.Module, seed: int) -> Gradients:
-        return Gradients(
+    def gradients(self, task: Task, model: nn.Module, seed: int) -> GradientComputation:
+        return GradientComputation(
             task,
             model,
             seed,
@@ -163,13 +163,13 @@ class DownpourPlan(Plan):
         """
         return self.gamma is not None or recipe_of(task, model).plain
 
-    def local_step(self, task: Task, model: nn.Module, keys: Sequence[Range]) -> LocalStep:
+    def local_step(self, task: Task, model: nn.Module, keys: Sequence[KeyRange]) -> LocalStep:
         """Return the function for a replica's own steps on weights of these keys."""
         schedule = None if task.lr_schedule is None else partial(factor_at, task.lr_schedule)
         return LocalStep(recipe_of(task, model), keys, self.alpha, schedule)
 
 
-def adagrad(recipe: Recipe, gamma: float) -> Recipe:
+def adagrad(recipe: OptimizerRecipe, gamma: float) -> OptimizerRecipe:
     """Return the recipe of Downpour's Adagrad over the keys of another optimizer's recipe.
 
     Raises ValueError for settings of that optimizer that Adagrad would ignore.

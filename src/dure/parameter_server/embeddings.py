@@ -29,8 +29,15 @@ from torch import Tensor, nn
 
 from dure.contracts.task import Task
 from dure.parameter_server.first_rows import first_rows, key_of
-from dure.parameter_server.keys import Range
-from dure.parameter_server.tables import Rows, Rule, Table, TableRows, distinct, rule_of
+from dure.parameter_server.keys import KeyRange
+from dure.parameter_server.tables import (
+    EmbeddingTable,
+    RowRule,
+    SparseRows,
+    TableRows,
+    distinct,
+    rule_of,
+)
 from dure.tensors.buffers import load_weights
 from dure.tensors.flat import trained_of
 
@@ -101,7 +108,7 @@ def _refusal(module: Embedding, also: Sequence[str]) -> str | None:
     return None
 
 
-def rules_of(task: Task, model: nn.Module) -> list[Rule]:
+def rules_of(task: Task, model: nn.Module) -> list[RowRule]:
     """Return the update rule of each table, by the task's optimizer.
 
     Raises ValueError as `rule_of`.
@@ -123,7 +130,7 @@ def rules_of(task: Task, model: nn.Module) -> list[Rule]:
     return rules
 
 
-def tables_of(task: Task, model: nn.Module, seed: int) -> list[Table]:
+def tables_of(task: Task, model: nn.Module, seed: int) -> list[EmbeddingTable]:
     """Return the tables of a model.
 
     Unchanged rows are those of the embedding. An embedding without memory (device="meta") may be
@@ -138,7 +145,7 @@ def tables_of(task: Task, model: nn.Module, seed: int) -> list[Table]:
         if weight.is_meta:
             key = key_of(seed, number)
             first = partial(_made_rows, key, dim, weight.dtype, module.padding_idx)
-        tables.append(Table(name, rows, dim, weight.dtype, rules[number], first))
+        tables.append(EmbeddingTable(name, rows, dim, weight.dtype, rules[number], first))
     return tables
 
 
@@ -162,7 +169,9 @@ class Tables:
         shards: ranges of rows, by shard; `vector` is the number of the table.
     """
 
-    def __init__(self, model: nn.Module, tables: Sequence[Table], shards: Sequence[Range]) -> None:
+    def __init__(
+        self, model: nn.Module, tables: Sequence[EmbeddingTable], shards: Sequence[KeyRange]
+    ) -> None:
         self.tables = tables
         self.shards = shards
         self._readers = [
@@ -206,7 +215,9 @@ class Tables:
     # Training pass
 
     @contextmanager
-    def holding(self, values: Sequence[Rows]) -> Iterator[Callable[[], list[Rows | None]]]:
+    def holding(
+        self, values: Sequence[SparseRows]
+    ) -> Iterator[Callable[[], list[SparseRows | None]]]:
         """Context manager: the model computes with these rows, given by shard.
 
         Yields a function that returns the gradients by shard, with None for a table without a
@@ -217,7 +228,9 @@ class Tables:
                 one for keys, one in zip(self.shards, values, strict=True) if keys.vector == number
             ]
             reader.hold(
-                Rows(torch.cat([one.rows for one in own]), torch.cat([one.values for one in own]))
+                SparseRows(
+                    torch.cat([one.rows for one in own]), torch.cat([one.values for one in own])
+                )
             )
         try:
             yield self._gradients
@@ -225,23 +238,23 @@ class Tables:
             for reader in self._readers:
                 reader.leave()
 
-    def _gradients(self) -> list[Rows | None]:
+    def _gradients(self) -> list[SparseRows | None]:
         by_table = [reader.gradient() for reader in self._readers]
-        found: list[Rows | None] = []
+        found: list[SparseRows | None] = []
         for keys in self.shards:
             whole = by_table[keys.vector]
             if whole is None:
                 found.append(None)
                 continue
             part = slice(*_ends(whole.rows, keys))
-            found.append(Rows(whole.rows[part], whole.values[part]))
+            found.append(SparseRows(whole.rows[part], whole.values[part]))
         return found
 
-    def empty(self) -> list[Rows]:
+    def empty(self) -> list[SparseRows]:
         """Return gradients without rows, by shard."""
         tables = [self.tables[keys.vector] for keys in self.shards]
         rows = torch.empty(0, dtype=torch.int64)
-        return [Rows(rows, torch.empty(0, table.dim, dtype=table.dtype)) for table in tables]
+        return [SparseRows(rows, torch.empty(0, table.dim, dtype=table.dtype)) for table in tables]
 
     # Evaluation
 
@@ -266,7 +279,7 @@ class Tables:
 
     # Weights as a whole
 
-    def whole(self, changed: Sequence[Rows]) -> dict[str, Tensor]:
+    def whole(self, changed: Sequence[SparseRows]) -> dict[str, Tensor]:
         """Return the weights of the tables, by name. `changed` are the changed rows, by shard."""
         found = {}
         for table in self.tables:
@@ -298,7 +311,7 @@ def reading(tables: Tables | None, rows: Sequence[TableRows]) -> Iterator[None]:
 
 
 def weights_of(
-    model: nn.Module, tables: Tables | None, changed: Sequence[Rows]
+    model: nn.Module, tables: Tables | None, changed: Sequence[SparseRows]
 ) -> dict[str, Tensor]:
     """Return the state of a model with complete tables.
 
@@ -326,7 +339,7 @@ class _EnoughError(BaseException):
 class _Reader:
     """Embedding whose weight consists of a few rows while it computes."""
 
-    def __init__(self, table: Table, module: Embedding) -> None:
+    def __init__(self, table: EmbeddingTable, module: Embedding) -> None:
         self.table = table
         self.module = module
         self.weight = module.weight
@@ -334,9 +347,9 @@ class _Reader:
         self.seen: list[Tensor] = []
         """Ids of each call."""
         self._look: Callable[[], None] | None = None
-        self._held: Rows | None = None
+        self._held: SparseRows | None = None
         self._leaf: nn.Parameter | None = None
-        self._pulls: Sequence[tuple[Range, Callable[[Tensor], Tensor]]] = ()
+        self._pulls: Sequence[tuple[KeyRange, Callable[[Tensor], Tensor]]] = ()
         self.let_go()
         module.register_forward_pre_hook(self._before, with_kwargs=True)
         module.register_forward_hook(self._after, always_call=True)
@@ -357,12 +370,12 @@ class _Reader:
         self.seen = []
         self._look = look
 
-    def hold(self, rows: Rows) -> None:
+    def hold(self, rows: SparseRows) -> None:
         """Compute with these ascending rows, from now on."""
         self._held = rows
         self._leaf = self._with_padding(rows.values)
 
-    def pull_from(self, pulls: Sequence[tuple[Range, Callable[[Tensor], Tensor]]]) -> None:
+    def pull_from(self, pulls: Sequence[tuple[KeyRange, Callable[[Tensor], Tensor]]]) -> None:
         """Pull the rows of each call, from now on."""
         self._pulls = pulls
 
@@ -378,14 +391,14 @@ class _Reader:
             return torch.empty(0, dtype=torch.int64)
         return self._distinct(torch.cat(self.seen))
 
-    def gradient(self) -> Rows | None:
+    def gradient(self) -> SparseRows | None:
         """Return the gradient of the rows of `hold`; None without a gradient."""
         assert self._held is not None
         assert self._leaf is not None
         if self._leaf.grad is None:
             return None
         sparse = self._leaf.grad.coalesce()
-        return Rows(self._held.rows[sparse.indices()[0]], sparse.values())
+        return SparseRows(self._held.rows[sparse.indices()[0]], sparse.values())
 
     # A call
 
@@ -483,7 +496,7 @@ class _Reader:
         return torch.cat(parts)
 
 
-def _ends(rows: Tensor, keys: Range) -> tuple[int, int]:
+def _ends(rows: Tensor, keys: KeyRange) -> tuple[int, int]:
     """Return the first and the last + 1 position of a range among ascending rows."""
     first, stop = torch.searchsorted(rows, torch.tensor([keys.start, keys.stop])).tolist()
     return first, stop

@@ -29,8 +29,8 @@ from dure.data.batches import Batches
 from dure.errors import LossNotFiniteError
 from dure.parameter_server.embeddings import Tables, check_no_tables, dense_of, embeddings_of
 from dure.parameter_server.late_counts import LateCounts
-from dure.parameter_server.scheduler import Work
-from dure.parameter_server.tables import Rows
+from dure.parameter_server.scheduler import BatchPart
+from dure.parameter_server.tables import SparseRows
 from dure.randomness.seeds import seed_generators
 from dure.tasks.loss_shares import CountedLoss
 from dure.tasks.pieces import learn
@@ -40,7 +40,7 @@ from dure.tensors.flat import FlatParameters, by_dtype
 
 
 @dataclass
-class Computed:
+class ComputedGradients:
     """Gradient of a part.
 
     Args:
@@ -59,10 +59,10 @@ class Computed:
     counted: float
     examples: int
     seconds: float
-    rows: list[Rows] = field(default_factory=list)
+    rows: list[SparseRows] = field(default_factory=list)
 
 
-class Gradients:
+class GradientComputation:
     """Model and data of a worker, or of all simulated workers of a process.
 
     Args:
@@ -128,7 +128,7 @@ class Gradients:
         """Set the weights, by vector."""
         self.flat.load(vectors)
 
-    def rows_of(self, work: Work, group: int) -> list[Tensor]:
+    def rows_of(self, work: BatchPart, group: int) -> list[Tensor]:
         """Return the table rows that a part reads, by shard of tables; empty without tables.
 
         The pass makes the same random draws as `of`, and leaves the model's buffers unchanged.
@@ -145,18 +145,18 @@ class Gradients:
         self.buffers.load(self.model, buffers)
         return self.tables.by_shard(rows)
 
-    def examples_of(self, work: Work, group: int) -> int:
+    def examples_of(self, work: BatchPart, group: int) -> int:
         """Return the number of examples in a part."""
         return len(self._part(work, group)[0])
 
     def of(
         self,
-        work: Work,
+        work: BatchPart,
         group: int,
         who: str,
-        rows: Sequence[Rows] = (),
+        rows: Sequence[SparseRows] = (),
         out: Sequence[Tensor] | None = None,
-    ) -> Computed:
+    ) -> ComputedGradients:
         """Return the gradient of a part at the current weights.
 
         Args:
@@ -181,7 +181,7 @@ class Gradients:
         found.weight = self._weight(found, part, batch, work.parts)
         return found
 
-    def _weight(self, found: Computed, part: Tensor, batch: Tensor, parts: int) -> float:
+    def _weight(self, found: ComputedGradients, part: Tensor, batch: Tensor, parts: int) -> float:
         """Return the weight of a part's gradient in its batch."""
         if not self.bulk:
             return 1.0 if parts == 1 else self._share(found, part, batch)
@@ -190,7 +190,7 @@ class Gradients:
         expected = self.losses.expected(batch)
         return found.counted / expected if expected else 0.0
 
-    def _share(self, found: Computed, part: Tensor, batch: Tensor) -> float:
+    def _share(self, found: ComputedGradients, part: Tensor, batch: Tensor) -> float:
         """Return the share of a part in its batch, before other parts are computed."""
         examples = len(part) / len(batch)
         if self.losses.is_alike or not len(part):
@@ -202,7 +202,7 @@ class Gradients:
         # A batch without any count is an ordinary step, with a gradient of zero.
         return found.counted / total if total else examples
 
-    def _part(self, work: Work, group: int) -> tuple[Tensor, Tensor, tuple[int, ...]]:
+    def _part(self, work: BatchPart, group: int) -> tuple[Tensor, Tensor, tuple[int, ...]]:
         """Return a part's examples, its batch's examples, and its position for random draws."""
         batch = self.batches[group].at(work.batch)
         place = (work.batch, work.part) if group == 0 else (work.batch, work.part, group)
@@ -218,7 +218,7 @@ class Gradients:
         who: str,
         out: Sequence[Tensor] | None = None,
         clips: bool = True,
-    ) -> Computed:
+    ) -> ComputedGradients:
         """Return the gradient of the mean loss of these examples.
 
         The weight of the gradient is 1, or 0 without examples.
@@ -240,7 +240,7 @@ class Gradients:
             out = [torch.empty_like(vector) for vector in self.flat.buffers]
         if not len(part):
             empty = [vector.zero_() for vector in out]
-            return Computed(empty, 0.0, 0.0, 0.0, 0, time.perf_counter() - started)
+            return ComputedGradients(empty, 0.0, 0.0, 0.0, 0, time.perf_counter() - started)
         for parameter in self.model.parameters():
             parameter.grad = None
         found = learn(
@@ -260,7 +260,7 @@ class Gradients:
             clip(self.trimming.parameters, self.trimming.norm)
         for vector, room in zip(self._vectors, out, strict=True):
             self._write(vector, found.counted, room)
-        return Computed(
+        return ComputedGradients(
             gradients=list(out),
             weight=1.0,
             loss=found.loss,
@@ -269,7 +269,7 @@ class Gradients:
             seconds=time.perf_counter() - started,
         )
 
-    def _rows(self, found: Sequence[Rows | None], counted: float) -> list[Rows]:
+    def _rows(self, found: Sequence[SparseRows | None], counted: float) -> list[SparseRows]:
         """Return the gradients of tables, by shard; without rows for a table without a gradient."""
         assert self.tables is not None
         gradients = []

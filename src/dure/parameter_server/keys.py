@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import msgspec
 
 
-class Range(msgspec.Struct, frozen=True, order=True):
+class KeyRange(msgspec.Struct, frozen=True, order=True):
     """Keys start … stop-1 of a vector."""
 
     vector: int
@@ -31,20 +31,20 @@ class Range(msgspec.Struct, frozen=True, order=True):
         return self.stop - self.start
 
 
-class Vector(msgspec.Struct, frozen=True):
+class VectorSize(msgspec.Struct, frozen=True):
     """Size of a vector: number of elements, and bytes of each."""
 
     elements: int
     itemsize: int
 
 
-def divide(vectors: Sequence[Vector], servers: int) -> list[list[Range]]:
+def divide(vectors: Sequence[VectorSize], servers: int) -> list[list[KeyRange]]:
     """Return the ranges of each server, in order of keys.
 
     A server may have none if keys are few.
     """
     total = sum(vector.elements * vector.itemsize for vector in vectors)
-    found: list[list[Range]] = [[] for _ in range(servers)]
+    found: list[list[KeyRange]] = [[] for _ in range(servers)]
     before = 0
     for number, vector in enumerate(vectors):
         for server, ranges in enumerate(found):
@@ -52,12 +52,12 @@ def divide(vectors: Sequence[Vector], servers: int) -> list[list[Range]]:
             start = _key_at(total * server, servers, before, vector)
             stop = _key_at(total * (server + 1), servers, before, vector)
             if stop > start:
-                ranges.append(Range(number, start, stop))
+                ranges.append(KeyRange(number, start, stop))
         before += vector.elements * vector.itemsize
     return found
 
 
-def _key_at(numerator: int, denominator: int, before: int, vector: Vector) -> int:
+def _key_at(numerator: int, denominator: int, before: int, vector: VectorSize) -> int:
     """Return the first key of a vector at or after a position in bytes, given as a fraction."""
     # Integer arithmetic: float fractions of a total beyond 2**53 would not be exact.
     behind = numerator - before * denominator

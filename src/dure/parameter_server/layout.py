@@ -13,10 +13,10 @@ from collections.abc import Mapping
 
 import msgspec
 
-from dure.parameter_server.members import Members
+from dure.parameter_server.members import WorkerMembers
 
 
-class Placed(msgspec.Struct, frozen=True):
+class ShardLocation(msgspec.Struct, frozen=True):
     """Location of a shard.
 
     Args:
@@ -30,7 +30,7 @@ class Placed(msgspec.Struct, frozen=True):
     epoch: int = 0
 
 
-class Owed(msgspec.Struct, frozen=True):
+class ReassignedWork(msgspec.Struct, frozen=True):
     """Parts of a dropped worker that another worker computes on its behalf.
 
     Args:
@@ -46,7 +46,7 @@ class Owed(msgspec.Struct, frozen=True):
     by: int
 
 
-class Layout(msgspec.Struct, frozen=True, tag=True):
+class ShardLayout(msgspec.Struct, frozen=True, tag="Layout"):
     """Assignment of shards and members.
 
     Args:
@@ -59,11 +59,11 @@ class Layout(msgspec.Struct, frozen=True, tag=True):
     """
 
     version: int
-    shards: tuple[Placed, ...]
-    groups: tuple[Members, ...]
+    shards: tuple[ShardLocation, ...]
+    groups: tuple[WorkerMembers, ...]
     lives: Mapping[int, int] = {}
     closing: tuple[int, ...] = ()
-    owed: tuple[Owed, ...] = ()
+    owed: tuple[ReassignedWork, ...] = ()
 
     def life(self, worker: int) -> int:
         """Return the valid life of a worker."""

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from dure.parameter_server.keys import Range
-from dure.parameter_server.optimizer import Recipe
+from dure.parameter_server.keys import KeyRange
+from dure.parameter_server.optimizer import OptimizerRecipe
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class LocalStep:
         schedule: factor of the learning rate by step; None is 1.
     """
 
-    recipe: Recipe
-    keys: Sequence[Range]
+    recipe: OptimizerRecipe
+    keys: Sequence[KeyRange]
     alpha: float | None
     schedule: Callable[[int], float] | None
 

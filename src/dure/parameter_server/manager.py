@@ -23,12 +23,20 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from dure.parameter_server.layout import Layout, Owed, Placed
-from dure.parameter_server.members import Members
-from dure.parameter_server.messages import Beat, Count, Envelope, Lease, Message, server, worker
+from dure.parameter_server.layout import ReassignedWork, ShardLayout, ShardLocation
+from dure.parameter_server.members import WorkerMembers
+from dure.parameter_server.messages import (
+    Envelope,
+    Lease,
+    Message,
+    PushCount,
+    ServerBeat,
+    server,
+    worker,
+)
 
 
-class Loss(NamedTuple):
+class ServerLoss(NamedTuple):
     """A dropped server, the reason, and the shards without a copy."""
 
     server: int
@@ -38,7 +46,7 @@ class Loss(NamedTuple):
 
 def first_layout(
     owners: Sequence[int], servers: int, groups: Sequence[Sequence[int]], replicas: int = 0
-) -> Layout:
+) -> ShardLayout:
     """Return the initial layout.
 
     Args:
@@ -53,8 +61,8 @@ def first_layout(
         raise ValueError(f"replicas is {replicas}, but a shard has no copy, or one")
     if replicas and servers < 2:
         raise ValueError("a copy of a shard needs a second server: take servers=2, or replicas=0")
-    placed = (Placed(owner, (owner + 1) % servers if replicas else None) for owner in owners)
-    return Layout(0, tuple(placed), tuple(Members.of(workers) for workers in groups))
+    placed = (ShardLocation(owner, (owner + 1) % servers if replicas else None) for owner in owners)
+    return ShardLayout(0, tuple(placed), tuple(WorkerMembers.of(workers) for workers in groups))
 
 
 class Manager:
@@ -72,7 +80,7 @@ class Manager:
 
     def __init__(
         self,
-        layout: Layout,
+        layout: ShardLayout,
         servers: int,
         staleness: int | None,
         patience: float = 2.0,
@@ -85,12 +93,12 @@ class Manager:
         self.patience = patience
         self.replicas = replicas
         self.inherits = inherits
-        self.losses: list[Loss] = []
+        self.losses: list[ServerLoss] = []
         """Dropped servers, for reports."""
         self._dead: dict[str, str] = {}
         self._left: set[str] = set()
         self._heard: dict[str, float] = {}
-        self._counts: dict[tuple[int, int], Count] = {}
+        self._counts: dict[tuple[int, int], PushCount] = {}
         """Push counts of closing workers, by worker and shard."""
 
     @property
@@ -109,7 +117,7 @@ class Manager:
 
     def receive(self, sender: str, message: Message, now: float) -> list[Envelope]:
         """Return the messages that answer a beat; ignores other messages."""
-        if not isinstance(message, Beat):
+        if not isinstance(message, ServerBeat):
             return []
         said: list[Envelope] = []
         # A dropped node learns of its drop from the layout and is not admitted again.
@@ -190,11 +198,11 @@ class Manager:
             else:
                 shards.append(placed)
                 continue
-            shards.append(Placed(owner, self._next_to(owner), placed.epoch + 1))
-        self.losses.append(Loss(number, reason, tuple(lost)))
+            shards.append(ShardLocation(owner, self._next_to(owner), placed.epoch + 1))
+        self.losses.append(ServerLoss(number, reason, tuple(lost)))
         self._change(shards=tuple(shards))
 
-    def _without(self, beat: Beat) -> list[Envelope]:
+    def _without(self, beat: ServerBeat) -> list[Envelope]:
         """Mark shards as lost whose owner was lost before the copy was complete."""
         held = [
             shard
@@ -206,9 +214,9 @@ class Manager:
         if not held:
             return []
         number = int(beat.node.partition(" ")[2])
-        self.losses.append(Loss(number, "had no copy yet when the owner went", tuple(held)))
+        self.losses.append(ServerLoss(number, "had no copy yet when the owner went", tuple(held)))
         shards = [
-            Placed(None, None, placed.epoch + 1) if shard in held else placed
+            ShardLocation(None, None, placed.epoch + 1) if shard in held else placed
             for shard, placed in enumerate(self.layout.shards)
         ]
         self._change(shards=tuple(shards))
@@ -236,7 +244,7 @@ class Manager:
         for key in [key for key in self._counts if key[0] in closing]:
             del self._counts[key]
 
-    def _count(self, count: Count) -> None:
+    def _count(self, count: PushCount) -> None:
         placed = self.layout.shards[count.shard]
         if count.epoch == placed.epoch and count.life == self.layout.life(count.worker):
             self._counts[count.worker, count.shard] = count
@@ -269,7 +277,7 @@ class Manager:
         # Without a bound no worker waits for its parts, and the scheduler assigns them again.
         if self.staleness is not None and least < stop and heirs:
             busy = [one.by for one in owed]
-            owed.append(Owed(who, least, stop, min(heirs, key=busy.count)))
+            owed.append(ReassignedWork(who, least, stop, min(heirs, key=busy.count)))
         groups = list(self.layout.groups)
         groups[number] = members
         self._change(
@@ -296,7 +304,7 @@ class Manager:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore a recorded state. All nodes get the full patience again."""
-        self.layout = msgspec.convert(state["layout"], Layout, strict=False)
+        self.layout = msgspec.convert(state["layout"], ShardLayout, strict=False)
         self._dead = dict(state["dead"])
         self._left = set(state["left"])
         self._heard = {}

@@ -21,38 +21,41 @@ from collections.abc import Sequence
 import msgspec
 
 
-class Change(msgspec.Struct, frozen=True):
+class MembershipChange(msgspec.Struct, frozen=True):
     """Members from a clock on, in order."""
 
     clock: int
     workers: tuple[int, ...]
 
 
-class Members(msgspec.Struct, frozen=True):
+class WorkerMembers(msgspec.Struct, frozen=True):
     """Workers of a group by clock. `changes` are ascending; the first is at clock 0 or before."""
 
-    changes: tuple[Change, ...]
+    changes: tuple[MembershipChange, ...]
 
     @classmethod
-    def of(cls, workers: Sequence[int]) -> Members:
+    def of(cls, workers: Sequence[int]) -> WorkerMembers:
         """Return a group with these members from the start."""
-        return cls((Change(0, tuple(workers)),))
+        return cls((MembershipChange(0, tuple(workers)),))
 
     def at(self, clock: int) -> tuple[int, ...]:
         """Return the members of a clock."""
         return next(c.workers for c in reversed(self.changes) if c.clock <= clock)
 
-    def without(self, worker: int, clock: int) -> Members:
+    def without(self, worker: int, clock: int) -> WorkerMembers:
         """Return the group with a worker removed from this clock on."""
         kept = tuple(change for change in self.changes if change.clock < clock)
         if not kept:  # a worker that takes part in no clock stays in the list of workers
-            kept = (Change(clock - 1, self.workers),)
-        later = [Change(clock, self.at(clock)), *(c for c in self.changes if c.clock > clock)]
+            kept = (MembershipChange(clock - 1, self.workers),)
+        later = [
+            MembershipChange(clock, self.at(clock)),
+            *(c for c in self.changes if c.clock > clock),
+        ]
         left = (
-            Change(change.clock, tuple(w for w in change.workers if w != worker))
+            MembershipChange(change.clock, tuple(w for w in change.workers if w != worker))
             for change in later
         )
-        return Members(kept + tuple(left))
+        return WorkerMembers(kept + tuple(left))
 
     def end(self, worker: int) -> int | None:
         """Return the first clock without a worker; None for a worker that stays."""

@@ -26,7 +26,7 @@ from typing import Any, Literal
 import msgspec
 from torch import Tensor
 
-from dure.parameter_server.layout import Layout
+from dure.parameter_server.layout import ShardLayout
 
 MANAGER = "manager"
 
@@ -156,7 +156,7 @@ class Values(msgspec.Struct, frozen=True, tag=True):
 Reason = Literal["epoch", "life", "lease", "rows"]
 
 
-class Refused(msgspec.Struct, frozen=True, tag=True):
+class PushRefused(msgspec.Struct, frozen=True, tag="Refused"):
     """Rejection of a message whose epoch or life has ended.
 
     `epoch` is the shard's current epoch. The reason "rows" means that the server does not know the
@@ -168,7 +168,7 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     reason: Reason
 
 
-class Made(msgspec.Struct, frozen=True):
+class AppliedPush(msgspec.Struct, frozen=True):
     """A push in an update."""
 
     worker: int
@@ -187,7 +187,7 @@ class Norms(msgspec.Struct, frozen=True, tag=True):
     asks: bool = False
 
 
-class Step(msgspec.Struct, frozen=True):
+class ShardStep(msgspec.Struct, frozen=True):
     """Update of the keys from `start` on, ready to apply; equal for shard and copy.
 
     Args:
@@ -204,7 +204,7 @@ class Step(msgspec.Struct, frozen=True):
 
     start: int
     gradient: Tensor
-    pushes: tuple[Made, ...]
+    pushes: tuple[AppliedPush, ...]
     factor: float = 1.0
     rows: Tensor | None = None
     decay: float = 1.0
@@ -218,7 +218,7 @@ class Replicate(msgspec.Struct, frozen=True, tag=True):
     shard: int
     epoch: int
     number: int
-    step: Step
+    step: ShardStep
 
 
 class Replicated(msgspec.Struct, frozen=True, tag=True):
@@ -238,7 +238,7 @@ class Snapshot(msgspec.Struct, frozen=True, tag=True):
     state: Any
 
 
-class Count(msgspec.Struct, frozen=True):
+class PushCount(msgspec.Struct, frozen=True):
     """Number of a worker's pushes in a shard: least and most over its keys."""
 
     shard: int
@@ -249,7 +249,7 @@ class Count(msgspec.Struct, frozen=True):
     most: int
 
 
-class Beat(msgspec.Struct, frozen=True, tag=True):
+class ServerBeat(msgspec.Struct, frozen=True, tag="Beat"):
     """Heartbeat of a node.
 
     Args:
@@ -265,7 +265,7 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
     node: str
     layout: int
     sent: float
-    counts: tuple[Count, ...] = ()
+    counts: tuple[PushCount, ...] = ()
     clock: int = 0
     without: tuple[int, ...] = ()
 
@@ -282,14 +282,14 @@ Message = (
     | Acknowledged
     | Pull
     | Values
-    | Refused
+    | PushRefused
     | Replicate
     | Replicated
     | Norms
     | Snapshot
-    | Beat
+    | ServerBeat
     | Lease
-    | Layout
+    | ShardLayout
 )
 Envelope = tuple[str, Message]
 """Receiver and message."""

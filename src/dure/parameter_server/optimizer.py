@@ -40,7 +40,7 @@ ELEMENTWISE: tuple[type[Optimizer], ...] = (
 
 
 @dataclass(frozen=True)
-class Span:
+class ParameterSpan:
     """Neighbouring keys start … stop-1 of a vector, with the number of their parameter group."""
 
     start: int
@@ -49,7 +49,7 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class OptimizerRecipe:
     """Recipe for an optimizer over any keys.
 
     Args:
@@ -62,12 +62,12 @@ class Recipe:
 
     kind: type[Optimizer]
     groups: Sequence[Mapping[str, Any]]
-    spans: Sequence[Sequence[Span]]
+    spans: Sequence[Sequence[ParameterSpan]]
     seams: frozenset[tuple[int, int]] = frozenset()
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, optimizer: Optimizer, vectors: Sequence[Sequence[nn.Parameter]]) -> Recipe:
+    def of(cls, optimizer: Optimizer, vectors: Sequence[Sequence[nn.Parameter]]) -> OptimizerRecipe:
         """Return the recipe of an optimizer over parameters that form these vectors.
 
         Raises ValueError for an optimizer that is not elementwise, that has made steps, or that has
@@ -98,7 +98,7 @@ class Recipe:
         """Return a new optimizer of these parameter groups."""
         return self.kind(groups, **self.arguments)  # type: ignore[arg-type]
 
-    def pieces(self, vector: int, start: int, stop: int) -> list[Span]:
+    def pieces(self, vector: int, start: int, stop: int) -> list[ParameterSpan]:
         """Return the keys start … stop-1 of a vector, cut at changes of settings and at seams."""
         cuts = sorted(key for v, key in self.seams if v == vector and start < key < stop)
         pieces = []
@@ -107,7 +107,7 @@ class Recipe:
             bounds = [span.start, *inner, span.stop]
             for begin, end in pairwise(bounds):
                 if max(begin, start) < min(end, stop):
-                    pieces.append(Span(max(begin, start), min(end, stop), span.group))
+                    pieces.append(ParameterSpan(max(begin, start), min(end, stop), span.group))
         return pieces
 
     @property
@@ -170,17 +170,17 @@ def _same(state: Mapping[str, Any], known: Mapping[str, Any]) -> bool:
     )
 
 
-def _spans(vector: Sequence[nn.Parameter], number_of: Mapping[int, int]) -> list[Span]:
-    spans: list[Span] = []
+def _spans(vector: Sequence[nn.Parameter], number_of: Mapping[int, int]) -> list[ParameterSpan]:
+    spans: list[ParameterSpan] = []
     start = 0
     for parameter in vector:
         stop = start + parameter.numel()
         group = number_of.get(id(parameter))
         if group is not None and start < stop:
             if spans and spans[-1].stop == start and spans[-1].group == group:
-                spans[-1] = Span(spans[-1].start, stop, group)
+                spans[-1] = ParameterSpan(spans[-1].start, stop, group)
             else:
-                spans.append(Span(start, stop, group))
+                spans.append(ParameterSpan(start, stop, group))
         start = stop
     return spans
 
@@ -194,7 +194,7 @@ def _coupled_decay(group: Mapping[str, Any]) -> float:
 class ShardOptimizer:
     """Optimizer of a vector's keys from `start` on; changes their values in place."""
 
-    def __init__(self, recipe: Recipe, vector: int, start: int, values: Tensor) -> None:
+    def __init__(self, recipe: OptimizerRecipe, vector: int, start: int, values: Tensor) -> None:
         self.start = start
         self.plain = recipe.plain
         self.settings = recipe.groups

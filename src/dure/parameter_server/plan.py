@@ -18,7 +18,7 @@ from dure.contracts.task import Task
 from dure.contracts.training_options import Part, trained_from
 from dure.fleet.conditions import Conditions
 from dure.machine.memory import available_memory
-from dure.parameter_server.compressed import Coding
+from dure.parameter_server.compressed import PushCoding
 from dure.parameter_server.embeddings import (
     Tables,
     check_tables,
@@ -26,14 +26,14 @@ from dure.parameter_server.embeddings import (
     embeddings_of,
     tables_of,
 )
-from dure.parameter_server.gradients import Gradients, no_gradient
-from dure.parameter_server.keys import Range, Vector, divide
-from dure.parameter_server.layout import Layout
+from dure.parameter_server.gradients import GradientComputation, no_gradient
+from dure.parameter_server.keys import KeyRange, VectorSize, divide
+from dure.parameter_server.layout import ShardLayout
 from dure.parameter_server.manager import first_layout
-from dure.parameter_server.optimizer import Recipe, check_new
+from dure.parameter_server.optimizer import OptimizerRecipe, check_new
 from dure.parameter_server.shard import Shard, Terms
 from dure.parameter_server.table_shard import TableShard
-from dure.parameter_server.tables import Table
+from dure.parameter_server.tables import EmbeddingTable
 from dure.tasks.unreached import unreached
 from dure.tensors.flat import by_dtype, check_apart, trained_of
 
@@ -46,7 +46,7 @@ CANNOT: Mapping[Part, str] = {
 
 
 @dataclass(frozen=True)
-class Plan:
+class ParameterServerPlan:
     """Numbers of servers and workers, and their settings.
 
     Args:
@@ -79,7 +79,7 @@ class Plan:
         """All workers."""
         return [worker for group in self.groups for worker in group]
 
-    def made_for(self, task: Task, model: nn.Module) -> Plan:
+    def made_for(self, task: Task, model: nn.Module) -> ParameterServerPlan:
         """Return the plan for ranks that have this model."""
         return self
 
@@ -102,7 +102,7 @@ class Plan:
         """Return a worker's first batch after a round, given the group's batches until then."""
         return batches
 
-    def steps_per_epoch(self, computing: Gradients) -> int:
+    def steps_per_epoch(self, computing: GradientComputation) -> int:
         """Return the batches in a pass over the data."""
         return computing.steps_per_epoch
 
@@ -114,33 +114,33 @@ class Plan:
         """Return the number of a worker's group."""
         return next(n for n, workers in enumerate(self.groups) if worker in workers)
 
-    def keys(self, model: nn.Module) -> list[list[Range]]:
+    def keys(self, model: nn.Module) -> list[list[KeyRange]]:
         """Return the key ranges of each server."""
         vectors = by_dtype(dense_of(model))
         return divide(
             [
-                Vector(sum(one.numel() for one in parameters), dtype.itemsize)
+                VectorSize(sum(one.numel() for one in parameters), dtype.itemsize)
                 for dtype, parameters in vectors.items()
             ],
             self.servers,
         )
 
-    def shards(self, model: nn.Module) -> list[Range]:
+    def shards(self, model: nn.Module) -> list[KeyRange]:
         """Return all key ranges, by the number of the shard."""
         return [keys for ranges in self.keys(model) for keys in ranges]
 
-    def table_shards(self, model: nn.Module) -> list[Range]:
+    def table_shards(self, model: nn.Module) -> list[KeyRange]:
         """Return all row ranges, whose shards follow those of keys; `vector` is the table."""
         return [keys for _, keys in self._rows(model)]
 
-    def _rows(self, model: nn.Module) -> list[tuple[int, Range]]:
+    def _rows(self, model: nn.Module) -> list[tuple[int, KeyRange]]:
         """Return (server, rows) of each shard of a table."""
         found = []
         for number, module in enumerate(embeddings_of(model).values()):
             rows, dim = module.weight.shape
-            size = Vector(rows, dim * module.weight.dtype.itemsize)
+            size = VectorSize(rows, dim * module.weight.dtype.itemsize)
             for server, ranges in enumerate(divide([size], self.servers)):
-                found += [(server, Range(number, keys.start, keys.stop)) for keys in ranges]
+                found += [(server, KeyRange(number, keys.start, keys.stop)) for keys in ranges]
         return found
 
     def all_portions(self, model: nn.Module) -> list[tuple[int, int, int]]:
@@ -148,17 +148,17 @@ class Plan:
         shards = [*self.shards(model), *self.table_shards(model)]
         return [(number, keys.start, keys.stop) for number, keys in enumerate(shards)]
 
-    def layout(self, model: nn.Module) -> Layout:
+    def layout(self, model: nn.Module) -> ShardLayout:
         """Return the initial layout."""
         owners = [server for server, ranges in enumerate(self.keys(model)) for _ in ranges]
         owners += [server for server, _ in self._rows(model)]
         return first_layout(owners, self.servers, self.groups, self.replicas)
 
-    def coding(self, model: nn.Module) -> Coding | None:
+    def coding(self, model: nn.Module) -> PushCoding | None:
         """Return the encoder of pushes; None without compression."""
         if not self.compression.compresses:
             return None
-        return Coding(self.compression, dense_of(model), waits=self.staleness != 0)
+        return PushCoding(self.compression, dense_of(model), waits=self.staleness != 0)
 
     @property
     def remembers(self) -> bool:
@@ -166,7 +166,7 @@ class Plan:
         return self.compression.compresses and self.compression.remembers
 
     def terms(self, task: Task, model: nn.Module) -> Terms:
-        """Return the training terms of key shards. Raises ValueError as `Recipe.of`."""
+        """Return the training terms of key shards. Raises ValueError as `OptimizerRecipe.of`."""
         schedule: Callable[[int], float] | None = None
         if task.lr_schedule is not None:
             schedule = partial(factor_at, task.lr_schedule)
@@ -186,13 +186,13 @@ class Plan:
         """
         return replace(self.terms(task, model), tables=tables_of(task, model, seed))
 
-    def tables(self, model: nn.Module, tables: Sequence[Table]) -> Tables | None:
+    def tables(self, model: nn.Module, tables: Sequence[EmbeddingTable]) -> Tables | None:
         """Replace the sparse embeddings of a model by these tables; None without tables."""
         return Tables(model, tables, self.table_shards(model)) if tables else None
 
-    def gradients(self, task: Task, model: nn.Module, seed: int) -> Gradients:
+    def gradients(self, task: Task, model: nn.Module, seed: int) -> GradientComputation:
         """Return the gradient computation of this model; the caller sets its tables."""
-        return Gradients(
+        return GradientComputation(
             task,
             model,
             seed,
@@ -206,10 +206,10 @@ class Plan:
 
 
 def first_states(
-    shards: Sequence[Range],
-    computing: Gradients,
+    shards: Sequence[KeyRange],
+    computing: GradientComputation,
     terms: Terms,
-    table_shards: Sequence[Range] = (),
+    table_shards: Sequence[KeyRange] = (),
 ) -> list[Mapping[str, Any]]:
     """Return the initial states of shards, those of tables last."""
     states = states_of_keys(shards, computing.flat.buffers, terms)
@@ -221,7 +221,7 @@ def first_states(
 
 
 def states_of_keys(
-    shards: Sequence[Range], vectors: Sequence[Tensor], terms: Terms
+    shards: Sequence[KeyRange], vectors: Sequence[Tensor], terms: Terms
 ) -> list[Mapping[str, Any]]:
     """Return the states of key shards that begin with the values of these vectors."""
     return [
@@ -231,10 +231,10 @@ def states_of_keys(
 
 
 def in_words(
-    shards: Sequence[Range],
+    shards: Sequence[KeyRange],
     vectors: Sequence[Tensor],
-    table_shards: Sequence[Range] = (),
-    tables: Sequence[Table] = (),
+    table_shards: Sequence[KeyRange] = (),
+    tables: Sequence[EmbeddingTable] = (),
 ) -> list[str]:
     """Return a description of each shard, for errors."""
     dtypes = [str(vector.dtype).removeprefix("torch.") for vector in vectors]
@@ -246,13 +246,17 @@ def in_words(
     return names
 
 
-def recipe_of(task: Task, model: nn.Module) -> Recipe:
+def recipe_of(task: Task, model: nn.Module) -> OptimizerRecipe:
     """Return the recipe of the task's optimizer. Raises ValueError if servers cannot use it."""
     vectors = list(by_dtype(dense_of(model)).values())
     optimizer = task.optimizer(model.parameters())
     check_new(optimizer)
     # A model with tables alone needs only their update rules.
-    return Recipe.of(optimizer, vectors) if vectors else Recipe(type(optimizer), [], [])
+    return (
+        OptimizerRecipe.of(optimizer, vectors)
+        if vectors
+        else OptimizerRecipe(type(optimizer), [], [])
+    )
 
 
 def check_compression(compression: Compression) -> None:
@@ -266,7 +270,7 @@ def check_compression(compression: Compression) -> None:
         ) from error
 
 
-def check_compressed(plan: Plan, model: nn.Module) -> None:
+def check_compressed(plan: ParameterServerPlan, model: nn.Module) -> None:
     """Check that the model's pushes can be compressed; raises ValueError if not."""
     coding = plan.coding(model)
     if coding is None:

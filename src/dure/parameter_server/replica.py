@@ -30,8 +30,8 @@ from typing import Protocol
 from torch import Tensor
 
 from dure.parameter_server.messages import Envelope, Message
-from dure.parameter_server.tables import apart
-from dure.parameter_server.worker import WorkerSide
+from dure.parameter_server.tables import split_rows
+from dure.parameter_server.worker import WorkerProtocol
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Pace:
     overlap: bool = True
 
 
-class Job(Protocol):
+class ReplicaJob(Protocol):
     """Gradient computation in progress."""
 
     @property
@@ -58,13 +58,13 @@ class Job(Protocol):
         """Whether the finished gradient has no examples."""
 
 
-Compute = Callable[[int, Sequence[Tensor], float], Job]
+BeginGradient = Callable[[int, Sequence[Tensor], float], ReplicaJob]
 """Function (step, weights, now) that begins the gradient of a step at these weights, by portion."""
-Move = Callable[[Sequence[Tensor], Sequence[Tensor], int], None]
+LocalMove = Callable[[Sequence[Tensor], Sequence[Tensor], int], None]
 """Function (weights, gradients, step) for w <- w - alpha·g, in place."""
 
 
-class Replica:
+class DownpourReplica:
     """Replica, or a machine's part of a replica.
 
     Args:
@@ -78,11 +78,11 @@ class Replica:
 
     def __init__(
         self,
-        side: WorkerSide,
+        side: WorkerProtocol,
         pace: Pace,
         weights: Sequence[Tensor],
-        compute: Compute,
-        move: Move,
+        compute: BeginGradient,
+        move: LocalMove,
         done: int = 0,
     ) -> None:
         self.side = side
@@ -98,7 +98,7 @@ class Replica:
         """Whether a fetch has arrived since the begin of the round."""
         self._fetched = -1
         """Last step with a begun fetch."""
-        self._job: Job | None = None
+        self._job: ReplicaJob | None = None
         self._accrued: list[Tensor] | None = None
         self._count = 0
         """Number of accrued gradients with examples."""
@@ -165,7 +165,7 @@ class Replica:
         said = self.side.tick(now)
         return [*said, *self._go_on(now)]
 
-    def _take(self, job: Job) -> None:
+    def _take(self, job: ReplicaJob) -> None:
         """Accrue a finished gradient and make the local step."""
         gradients = job.result()
         self._count += not job.is_empty
@@ -194,7 +194,7 @@ class Replica:
     def _land(self) -> None:
         """Take the fetched weights if they have arrived."""
         if self.side.asked is not None and self.side.arrived:
-            fetched, _ = apart(self.side.take())
+            fetched, _ = split_rows(self.side.take())
             for weights, values in zip(self.weights, fetched, strict=True):
                 weights.copy_(values)
             self._fresh = True

@@ -26,13 +26,13 @@ from collections.abc import Sequence
 
 import msgspec
 
-from dure.parameter_server.members import Members
+from dure.parameter_server.members import WorkerMembers
 
 _MOST_DEALT = 32
 """Largest number of parts in an assignment."""
 
 
-class Work(msgspec.Struct, frozen=True):
+class BatchPart(msgspec.Struct, frozen=True):
     """Part `part`, counted from 0, of the `parts` of a batch."""
 
     batch: int
@@ -43,7 +43,7 @@ class Work(msgspec.Struct, frozen=True):
 class Scheduler:
     """Scheduler of a group. `bounded`: whether staleness has a bound."""
 
-    def __init__(self, members: Members, bounded: bool) -> None:
+    def __init__(self, members: WorkerMembers, bounded: bool) -> None:
         self.members = members
         self.bounded = bounded
         self.until = 0
@@ -52,11 +52,11 @@ class Scheduler:
         """Whether no more parts are assigned, since the run is to end."""
         self._dealt = 0
         """Number of parts that were assigned for the first time."""
-        self._again: list[Work] = []
-        self._out: dict[int, list[Work]] = {}
+        self._again: list[BatchPart] = []
+        self._out: dict[int, list[BatchPart]] = {}
         self._gone: set[int] = set()
 
-    def next(self, worker: int, clock: int, asked: Work | None = None) -> Work | None:
+    def next(self, worker: int, clock: int, asked: BatchPart | None = None) -> BatchPart | None:
         """Return a worker's part at its clock; None without work.
 
         `asked` is the earlier result of this call, for which the worker has pulled the weights.
@@ -65,7 +65,7 @@ class Scheduler:
             workers = self.members.at(clock)
             if clock >= self.until or worker not in workers:
                 return None
-            return Work(clock, workers.index(worker), len(workers))
+            return BatchPart(clock, workers.index(worker), len(workers))
         if asked is not None:
             return asked
         # A dropped worker may resume and ask.
@@ -76,22 +76,22 @@ class Scheduler:
             self._out.setdefault(worker, []).append(work)
         return work
 
-    def deal(self, worker: int) -> tuple[Work, ...]:
+    def deal(self, worker: int) -> tuple[BatchPart, ...]:
         """Return parts for a worker that has asked for some, without a bound; may be empty."""
         if self.held:
             return ()
         count = min(_MOST_DEALT, max(1, self._left() // (4 * self._parts())))
-        found: list[Work] = []
+        found: list[BatchPart] = []
         while len(found) < count and (work := self.next(worker, 0)) is not None:
             found.append(work)
         return tuple(found)
 
-    def done(self, worker: int, work: Work) -> None:
+    def done(self, worker: int, work: BatchPart) -> None:
         """Record that every server has a worker's part."""
         if not self.bounded:
             self._out[worker].remove(work)
 
-    def back(self, worker: int, works: Sequence[Work]) -> None:
+    def back(self, worker: int, works: Sequence[BatchPart]) -> None:
         """Take back parts that a worker has not begun."""
         for work in works:
             self._out[worker].remove(work)
@@ -111,7 +111,7 @@ class Scheduler:
         left = self._left() + len(self._again)
         return not any(self._out.values()) and (self.held or not left)
 
-    def undone(self) -> tuple[int, tuple[Work, ...]]:
+    def undone(self) -> tuple[int, tuple[BatchPart, ...]]:
         """Return the first batch that was not assigned, and the earlier parts that are not done.
 
         Only for an idle group without a bound.
@@ -127,18 +127,18 @@ class Scheduler:
         """Return the number of parts of a batch, equal to the initial number of workers."""
         return len(self.members.workers)
 
-    def _fresh(self) -> Work | None:
+    def _fresh(self) -> BatchPart | None:
         if self._left() == 0:
             return None
         self._dealt += 1
         return self._work(self._dealt - 1)
 
-    def _work(self, number: int) -> Work:
+    def _work(self, number: int) -> BatchPart:
         """Return a part by its number over all batches."""
         batch, part = divmod(number, self._parts())
-        return Work(batch, part, self._parts())
+        return BatchPart(batch, part, self._parts())
 
-    def resume(self, batches: int, undone: Sequence[Work] = ()) -> None:
+    def resume(self, batches: int, undone: Sequence[BatchPart] = ()) -> None:
         """Resume after `batches` batches, of which the parts `undone` are not done."""
         self.until = batches
         self._dealt = batches * self._parts()

@@ -27,25 +27,25 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from dure.parameter_server.clipping import PATIENCE, At, NormExchange, norms_at
-from dure.parameter_server.layout import Layout
+from dure.parameter_server.clipping import PATIENCE, GroupClock, NormExchange, norms_at
+from dure.parameter_server.layout import ShardLayout
 from dure.parameter_server.messages import (
     MANAGER,
     Acknowledged,
-    Beat,
-    Count,
     Envelope,
     Lease,
     Message,
     Norms,
     Pull,
     Push,
+    PushCount,
+    PushRefused,
     Reason,
-    Refused,
     Replicate,
     Replicated,
+    ServerBeat,
+    ShardStep,
     Snapshot,
-    Step,
     server,
     worker,
 )
@@ -55,7 +55,7 @@ from dure.parameter_server.worker import RETURN
 
 
 @dataclass
-class Owned:
+class OwnedShard:
     """Shard that this server owns.
 
     Args:
@@ -73,22 +73,22 @@ class Owned:
     replica: int | None = None
     snapshot: bool = False
     """Whether the replica has not confirmed its initial snapshot yet."""
-    waiting: dict[int, Step] = field(default_factory=dict)
+    waiting: dict[int, ShardStep] = field(default_factory=dict)
     sent: float = -math.inf
     cut: bool = False
     """Whether messages since then may be lost, by a broken connection or a rejection."""
 
 
 @dataclass
-class Copy:
+class ShardCopy:
     """Copy of a shard at this server. `early` has steps that arrived out of order."""
 
     epoch: int
     shard: Shard | None = None
-    early: dict[int, Step] = field(default_factory=dict)
+    early: dict[int, ShardStep] = field(default_factory=dict)
 
 
-class Server:
+class ShardServer:
     """Server `number`. Its shards arrive as snapshots.
 
     Args:
@@ -103,7 +103,7 @@ class Server:
     def __init__(
         self,
         number: int,
-        layout: Layout,
+        layout: ShardLayout,
         terms: Terms,
         beat: float | None = 0.5,
         patience: float = 1.0,
@@ -114,8 +114,10 @@ class Server:
         self.terms = terms
         self.beat = beat
         self.patience = patience
-        self.owned: dict[int, Owned] = {}
-        self.copies = {shard: Copy(layout.shards[shard].epoch) for shard in layout.held_by(number)}
+        self.owned: dict[int, OwnedShard] = {}
+        self.copies = {
+            shard: ShardCopy(layout.shards[shard].epoch) for shard in layout.held_by(number)
+        }
         self.lease = math.inf
         """End of the lease; infinity before the manager grants a first lease."""
         self._next_beat = -math.inf if beat is not None else math.inf
@@ -133,9 +135,9 @@ class Server:
             Replicated: self._replicated,
             Norms: self._hear_norms,
             Snapshot: self._snapshot,
-            Refused: self._refused,
+            PushRefused: self._refused,
             Lease: self._leased,
-            Layout: self._laid_out,
+            ShardLayout: self._laid_out,
         }
 
     def receive(self, sender: str, message: Message, now: float) -> list[Envelope]:
@@ -183,7 +185,9 @@ class Server:
             said.append((sender, _acknowledged(one.shard, push.worker, push.start)))
         return said
 
-    def _take(self, number: int, one: Owned, steps: Iterable[Step], now: float) -> list[Envelope]:
+    def _take(
+        self, number: int, one: OwnedShard, steps: Iterable[ShardStep], now: float
+    ) -> list[Envelope]:
         """Apply steps, or send them to the replica first."""
         said: list[Envelope] = []
         for step in steps:
@@ -198,7 +202,7 @@ class Server:
             said.append((server(one.replica), Replicate(number, one.epoch, place, step)))
         return said
 
-    def _apply(self, one: Owned, step: Step) -> list[Envelope]:
+    def _apply(self, one: OwnedShard, step: ShardStep) -> list[Envelope]:
         """Apply a step; returns acknowledgements of its pushes, and answers to waiting pulls."""
         one.shard.apply(step)
         said: list[Envelope] = [
@@ -210,7 +214,7 @@ class Server:
         ]
         return said + self._answers(one)
 
-    def _answers(self, one: Owned) -> list[Envelope]:
+    def _answers(self, one: OwnedShard) -> list[Envelope]:
         """Return the answers to pulls that waited for the latest steps."""
         answers = one.shard.answers(self.layout)
         return [(self._speaker(values.worker), values) for values in answers]
@@ -223,7 +227,7 @@ class Server:
 
     def _clip(self, now: float) -> list[Envelope]:
         """Clip the steps with complete norms, and send new norms to the other owners."""
-        waiting: set[At] = set()
+        waiting: set[GroupClock] = set()
         for number, one in self.owned.items():
             for at, waited in one.shard.unclipped.items():
                 self._norms.note(at, {number: waited.square})
@@ -250,7 +254,7 @@ class Server:
         last = sorted((norms.clock, group) for one in shards for group, norms in one.norms.items())
         return {group: clock for clock, group in last}
 
-    def _squares(self, at: At) -> dict[int, float]:
+    def _squares(self, at: GroupClock) -> dict[int, float]:
         """Return the known squared norms of a step, by shard."""
         squares = dict(self._norms.of(at))
         for one in self.owned.values():
@@ -265,7 +269,7 @@ class Server:
         return [(server(owner), message) for owner in sorted(owners - {self.number})]
 
     def _hear_norms(self, sender: str, message: Norms, now: float) -> list[Envelope]:
-        at = At(message.group, message.clock)
+        at = GroupClock(message.group, message.clock)
         said: list[Envelope] = []
         if at.clock > self._clipped().get(at.group, -1) or self._waits_for(at):
             self._norms.note(at, message.squares)
@@ -275,7 +279,7 @@ class Server:
             said.append((sender, norms_at(at, more)))
         return said
 
-    def _waits_for(self, at: At) -> bool:
+    def _waits_for(self, at: GroupClock) -> bool:
         """Return whether a step waits for norms."""
         return any(at in one.shard.unclipped for one in self.owned.values())
 
@@ -308,7 +312,9 @@ class Server:
         values = shard.pull(full, self.layout)
         return [] if values is None else [(sender, values)]
 
-    def _check(self, number: int, epoch: int, who: int, life: int, now: float) -> Refused | None:
+    def _check(
+        self, number: int, epoch: int, who: int, life: int, now: float
+    ) -> PushRefused | None:
         """Return the rejection of a worker's message; None to accept the message."""
         one = self.owned.get(number)
         if now > self.lease:
@@ -319,8 +325,8 @@ class Server:
             return self._no(number, "life")
         return None
 
-    def _no(self, number: int, reason: Reason) -> Refused:
-        return Refused(number, self.layout.shards[number].epoch, reason)
+    def _no(self, number: int, reason: Reason) -> PushRefused:
+        return PushRefused(number, self.layout.shards[number].epoch, reason)
 
     # Replicas
 
@@ -335,15 +341,15 @@ class Server:
         for one in self.owned.values():
             one.cut = one.cut or (one.replica is not None and server(one.replica) == node)
 
-    def _due(self, one: Owned) -> float:
+    def _due(self, one: OwnedShard) -> float:
         """Return the time of the next retry to the replica."""
         return one.sent + (min(self.patience, RETURN) if one.cut else self.patience)
 
-    def _expects(self, one: Owned) -> bool:
+    def _expects(self, one: OwnedShard) -> bool:
         """Return whether the replica owes a confirmation."""
         return one.replica is not None and (one.snapshot or bool(one.waiting))
 
-    def _to_replica(self, number: int, one: Owned, now: float) -> list[Envelope]:
+    def _to_replica(self, number: int, one: OwnedShard, now: float) -> list[Envelope]:
         """Return all messages that the replica has not confirmed."""
         assert one.replica is not None
         to = server(one.replica)
@@ -386,7 +392,7 @@ class Server:
         if message.shard in self.owned:
             return [(MANAGER, self._replicated_by_me(message.shard))]
         placed = self.layout.shards[message.shard]
-        one = Owned(shard_of(message.shard, message.state, self.terms), placed.epoch)
+        one = OwnedShard(shard_of(message.shard, message.state, self.terms), placed.epoch)
         self.owned[message.shard] = one
         said = self._with_replica(message.shard, one, placed.replica, now)
         return [*said, (MANAGER, self._replicated_by_me(message.shard))]
@@ -395,7 +401,7 @@ class Server:
         one = self.owned[number]
         return Replicated(number, one.epoch, one.shard.version)
 
-    def _in_turn(self, number: int, copy: Copy, sender: str) -> list[Envelope]:
+    def _in_turn(self, number: int, copy: ShardCopy, sender: str) -> list[Envelope]:
         """Apply the next steps of a copy in order; returns the confirmation."""
         if copy.shard is None:
             return []
@@ -422,7 +428,7 @@ class Server:
         one.cut = one.cut and self._expects(one)
         return said
 
-    def _refused(self, sender: str, message: Refused, now: float) -> list[Envelope]:
+    def _refused(self, sender: str, message: PushRefused, now: float) -> list[Envelope]:
         # The rejecting server has another layout: ask the manager for the newest. If this server
         # has the newest, the other will learn of it, and this server retries.
         one = self.owned.get(message.shard)
@@ -441,14 +447,14 @@ class Server:
             for number, one in self.owned.items():
                 least, most = one.shard.count(who)
                 life = self.layout.life(who)
-                counts.append(Count(number, one.epoch, who, life, least, most))
+                counts.append(PushCount(number, one.epoch, who, life, least, most))
         # At the first epoch the initial weights have yet to arrive.
         without = tuple(
             number
             for number in self.layout.owned_by(self.number)
             if number not in self.owned and self.layout.shards[number].epoch > 0
         )
-        beat = Beat(self.name, self.layout.version, now, tuple(counts), without=without)
+        beat = ServerBeat(self.name, self.layout.version, now, tuple(counts), without=without)
         return [(MANAGER, beat)]
 
     def _leased(self, sender: str, message: Lease, now: float) -> list[Envelope]:
@@ -457,7 +463,7 @@ class Server:
         self.lease = until if math.isinf(self.lease) else max(self.lease, until)
         return []
 
-    def _laid_out(self, sender: str, layout: Layout, now: float) -> list[Envelope]:
+    def _laid_out(self, sender: str, layout: ShardLayout, now: float) -> list[Envelope]:
         """Take a newer layout: shards arrive, leave, or get another replica."""
         if layout.version <= self.layout.version:
             return []
@@ -472,7 +478,7 @@ class Server:
                 copy = self.copies.get(number)
                 # A copy of an earlier epoch may lack steps: the new copy begins with a snapshot.
                 if copy is None or copy.epoch != placed.epoch:
-                    self.copies[number] = Copy(placed.epoch)
+                    self.copies[number] = ShardCopy(placed.epoch)
             else:
                 self.copies.pop(number, None)
         for number, one in self.owned.items():
@@ -490,14 +496,14 @@ class Server:
             copy = self.copies.pop(number, None)
             if copy is None or copy.shard is None:
                 return []  # the initial weights have yet to arrive
-            one = self.owned[number] = Owned(copy.shard, epoch)
+            one = self.owned[number] = OwnedShard(copy.shard, epoch)
         elif one.epoch == epoch:
             return []
         one.epoch = epoch
         return self._with_replica(number, one, replica, now)
 
     def _with_replica(
-        self, number: int, one: Owned, replica: int | None, now: float
+        self, number: int, one: OwnedShard, replica: int | None, now: float
     ) -> list[Envelope]:
         """Set the replica of a shard, or none."""
         one.replica = replica

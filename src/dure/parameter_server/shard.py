@@ -37,14 +37,14 @@ import msgspec
 import torch
 from torch import Tensor
 
-from dure.parameter_server.clipping import At, Unclipped, clip_to, norms_at, square_of
+from dure.parameter_server.clipping import GroupClock, PendingClip, clip_to, norms_at, square_of
 from dure.parameter_server.clock import RangedClock
-from dure.parameter_server.compressed import Coding
-from dure.parameter_server.keys import Range
-from dure.parameter_server.layout import Layout
-from dure.parameter_server.messages import Made, Norms, Pull, Push, Step, Values
-from dure.parameter_server.optimizer import Recipe, ShardOptimizer
-from dure.parameter_server.tables import Table
+from dure.parameter_server.compressed import PushCoding
+from dure.parameter_server.keys import KeyRange
+from dure.parameter_server.layout import ShardLayout
+from dure.parameter_server.messages import AppliedPush, Norms, Pull, Push, ShardStep, Values
+from dure.parameter_server.optimizer import OptimizerRecipe, ShardOptimizer
+from dure.parameter_server.tables import EmbeddingTable
 from dure.tasks.loss_shares import scale_of
 from dure.tensors.blocks import Blocks
 
@@ -69,24 +69,24 @@ class Terms:
             clips its own gradient.
     """
 
-    recipe: Recipe
+    recipe: OptimizerRecipe
     staleness: int | None = 0
     schedule: Callable[[int], float] | None = None
     slows: bool = False
-    tables: Sequence[Table] = ()
-    coding: Coding | None = None
+    tables: Sequence[EmbeddingTable] = ()
+    coding: PushCoding | None = None
     clip_norm: float | None = None
 
 
 class Shard:
     """Shard of a key range; owns `values` and changes them in place."""
 
-    def __init__(self, number: int, keys: Range, values: Tensor, terms: Terms) -> None:
+    def __init__(self, number: int, keys: KeyRange, values: Tensor, terms: Terms) -> None:
         self._begin(number, keys, terms)
         self.values = values
         self.optimizer = ShardOptimizer(terms.recipe, keys.vector, keys.start, values)
 
-    def _begin(self, number: int, keys: Range, terms: Terms) -> None:
+    def _begin(self, number: int, keys: KeyRange, terms: Terms) -> None:
         self.number = number
         self.keys = keys
         self.terms = terms
@@ -104,7 +104,7 @@ class Shard:
 
         By worker and first key.
         """
-        self.unclipped: dict[At, Unclipped] = {}
+        self.unclipped: dict[GroupClock, PendingClip] = {}
         """Steps that wait for the norms of other shards."""
         self.norms: dict[int, Norms] = {}
         """Norms of the last clipped step of each group."""
@@ -117,7 +117,7 @@ class Shard:
 
     # Pushes become steps
 
-    def push(self, push: Push, layout: Layout) -> list[Step]:
+    def push(self, push: Push, layout: ShardLayout) -> list[ShardStep]:
         """Return the steps that are ready after a push.
 
         Raises ValueError for a push that does not fit the shard's keys.
@@ -154,8 +154,8 @@ class Shard:
         if coding is not None:
             coding.check(self._keys_of(push), push.gradient)
 
-    def _keys_of(self, push: Push) -> Range:
-        return Range(self.keys.vector, push.start, push.stop)
+    def _keys_of(self, push: Push) -> KeyRange:
+        return KeyRange(self.keys.vector, push.start, push.stop)
 
     def _joint(self, pushes: Sequence[Push]) -> tuple[Tensor, Tensor | None]:
         """Return the mean gradient of pushes, and its rows."""
@@ -169,7 +169,7 @@ class Shard:
         messages = [push.gradient for push in pushes]
         return self.terms.coding.sum_of(self._keys_of(pushes[0]), messages, scale)
 
-    def settled(self, layout: Layout) -> list[Step]:
+    def settled(self, layout: ShardLayout) -> list[ShardStep]:
         """Return the steps that are ready after a change of members."""
         return self._complete(layout)
 
@@ -177,7 +177,7 @@ class Shard:
         """Return the number of a worker's next push to become a step."""
         return max(self._taken.get((worker, start), 0), self.contains(worker, start))
 
-    def _complete(self, layout: Layout) -> list[Step]:
+    def _complete(self, layout: ShardLayout) -> list[ShardStep]:
         """Return the steps of clocks whose pushes have all arrived."""
         steps = []
         for key in sorted(self._contributions):
@@ -193,7 +193,9 @@ class Shard:
                 gradient, rows = self._joint(pushes)
                 step = self._step(start, gradient, rows, pushes)
                 if self._is_clipped(pushes):
-                    self.unclipped[At(group, clock)] = Unclipped(step, square_of(gradient))
+                    self.unclipped[GroupClock(group, clock)] = PendingClip(
+                        step, square_of(gradient)
+                    )
                 else:
                     steps.append(step)
         return steps
@@ -206,7 +208,7 @@ class Shard:
         alone = len(pushes) == 1 and self.terms.coding is None
         return self.terms.clip_norm is not None and not alone
 
-    def clip(self, at: At, squares: Mapping[int, float]) -> list[Step]:
+    def clip(self, at: GroupClock, squares: Mapping[int, float]) -> list[ShardStep]:
         """Return the clipped step that has waited for these norms, if there is one."""
         waited = self.unclipped.pop(at, None)
         if waited is None:
@@ -223,15 +225,15 @@ class Shard:
         pushes: Sequence[Push],
         factor: float = 1.0,
         decay: float = 1.0,
-    ) -> Step:
+    ) -> ShardStep:
         """Return a step of pushes of the same step of their workers."""
         self.made += 1
         if self.terms.schedule is not None:
             factor *= self.terms.schedule(pushes[0].step)
-        made = tuple(Made(push.worker, push.clock) for push in pushes)
-        return Step(start, gradient, made, factor, rows, decay)
+        made = tuple(AppliedPush(push.worker, push.clock) for push in pushes)
+        return ShardStep(start, gradient, made, factor, rows, decay)
 
-    def _in_turn(self, worker: int, start: int) -> list[Step]:
+    def _in_turn(self, worker: int, start: int) -> list[ShardStep]:
         """Return the steps of pushes that are next in the order of the worker's clocks."""
         early = self._early[worker, start]
         steps = []
@@ -268,7 +270,7 @@ class Shard:
 
     # Steps are applied
 
-    def apply(self, step: Step) -> None:
+    def apply(self, step: ShardStep) -> None:
         """Apply a step; call `answers` afterwards for the waiting pulls."""
         stop = self._move(step)
         self.version += 1
@@ -278,7 +280,7 @@ class Shard:
         for made in step.pushes:
             self.clock.set(step.start, stop, made.worker, made.clock + 1)
 
-    def _move(self, step: Step) -> int:
+    def _move(self, step: ShardStep) -> int:
         """Change the values by a step; returns the last key of the step + 1."""
         if step.moves:
             self.optimizer.step(step.start, step.gradient, step.factor, step.decay)
@@ -290,7 +292,7 @@ class Shard:
 
     # Pulls
 
-    def pull(self, pull: Pull, layout: Layout) -> Values | None:
+    def pull(self, pull: Pull, layout: ShardLayout) -> Values | None:
         """Return the answer to a pull; None if the pull has to wait. A later pull replaces it.
 
         Raises ValueError for keys that the shard does not have.
@@ -307,7 +309,7 @@ class Shard:
             self._waiting.pop(pull.worker, None)
         return values
 
-    def answers(self, layout: Layout) -> list[Values]:
+    def answers(self, layout: ShardLayout) -> list[Values]:
         """Return the answers to the waiting pulls that can be answered now."""
         found = []
         floors: Floors = {}
@@ -318,7 +320,7 @@ class Shard:
                 found.append(values)
         return found
 
-    def _floor(self, pull: Pull, layout: Layout, floors: Floors) -> float:
+    def _floor(self, pull: Pull, layout: ShardLayout, floors: Floors) -> float:
         """Return the least number of pushes of the workers to wait for.
 
         `floors` caches earlier results, which are valid since nothing has changed.
@@ -330,7 +332,7 @@ class Shard:
             floors[key] = members.floor(times)
         return floors[key]
 
-    def _answer(self, pull: Pull, layout: Layout, floors: Floors) -> Values | None:
+    def _answer(self, pull: Pull, layout: ShardLayout, floors: Floors) -> Values | None:
         own = self.clock.least(pull.start, pull.stop, pull.worker)
         floor = self._floor(pull, layout, floors) if pull.worker >= 0 else 0.0
         if pull.clock is not None:
@@ -386,7 +388,7 @@ class Shard:
     @classmethod
     def of(cls, number: int, state: Mapping[str, Any], terms: Terms) -> Shard:
         """Return a shard from `state`, without shared tensors."""
-        shard = cls(number, Range(*state["keys"]), state["values"].clone(), terms)
+        shard = cls(number, KeyRange(*state["keys"]), state["values"].clone(), terms)
         shard.version = state["version"]
         shard.made = shard.version
         shard.clock.restore(state["clock"])

@@ -18,17 +18,17 @@ from dure.contracts.strategy import Learner, RankContext, StepResult
 from dure.contracts.task import Task
 from dure.fleet.conditions import Conditions
 from dure.fleet.virtual_network import NodeLink, Transmission
-from dure.parameter_server.at_work import Worker
 from dure.parameter_server.compressed import compressors_of, push_bytes
 from dure.parameter_server.embeddings import load_with_tables, reading, weights_of
-from dure.parameter_server.gradients import Computed
-from dure.parameter_server.layout import Layout, Owed
+from dure.parameter_server.gradients import ComputedGradients
+from dure.parameter_server.layout import ReassignedWork, ShardLayout
 from dure.parameter_server.messages import server, worker
-from dure.parameter_server.plan import Plan, first_states
-from dure.parameter_server.scheduler import Scheduler, Work
-from dure.parameter_server.tables import Rows, TableRows, apart
+from dure.parameter_server.plan import ParameterServerPlan, first_states
+from dure.parameter_server.scheduler import BatchPart, Scheduler
+from dure.parameter_server.tables import SparseRows, TableRows, split_rows
 from dure.parameter_server.virtual_servers import VirtualServers
-from dure.parameter_server.worker import WorkerSide
+from dure.parameter_server.worker import WorkerProtocol
+from dure.parameter_server.worker_node import WorkerNode
 from dure.randomness.seeds import generators_state, restore_generators
 from dure.record.meter import Meter
 from dure.tasks.evaluation import evaluate
@@ -40,13 +40,15 @@ _SPANS = 4_000
 """Largest number of recorded spans of the timeline, for servers and workers together."""
 
 
-class SimulatedLearner(Learner):
+class SimulatedParameterServer(Learner):
     """All servers and workers of a run, in a single process."""
 
     unit = "round"
     where = "server"
 
-    def __init__(self, task: Task, place: RankContext, seed: int, plan: Plan) -> None:
+    def __init__(
+        self, task: Task, place: RankContext, seed: int, plan: ParameterServerPlan
+    ) -> None:
         self.task = task
         self.plan = plan
         self.seed = seed
@@ -76,7 +78,7 @@ class SimulatedLearner(Learner):
         self.buffers = Buffers(self.model)
         # Buffers of each worker, such as the statistics of batch norm.
         self.own_buffers = {number: self._buffers() for number in plan.workers}
-        self._computed: list[Computed] = []
+        self._computed: list[ComputedGradients] = []
         self._begin(first_states(self.shards, self.computing, self.terms, self.table_shards))
 
     def flops_per_step(self) -> float:
@@ -96,7 +98,7 @@ class SimulatedLearner(Learner):
             Scheduler(members, bounded=plan.staleness is not None) for members in self.layout.groups
         ]
         self.workers = {
-            number: Worker(
+            number: WorkerNode(
                 own=self._side(number, clocks.get(number, 0)),
                 next=self._next,
                 compute=self._compute,
@@ -113,16 +115,16 @@ class SimulatedLearner(Learner):
             self.virtual.network.add(worker(number), working, link)
             self._remind(working.own)
 
-    def _remind(self, side: WorkerSide) -> None:
+    def _remind(self, side: WorkerProtocol) -> None:
         """Restore a worker's knowledge of the servers' row lists, for equal message lengths."""
         portions = side.portions[len(self.shards) :]
         for portion, shard in zip(portions, self.virtual.tables(), strict=True):
             portion.known = shard.lists.known_to(side.number)
 
-    def _side(self, number: int, clock: int) -> WorkerSide:
+    def _side(self, number: int, clock: int) -> WorkerProtocol:
         # No `again`: messages arrive in order, so a worker's own pushes are applied before its next
         # pull is answered, or the pull waits for the copy.
-        return WorkerSide(
+        return WorkerProtocol(
             number,
             self.layout,
             self.portions,
@@ -134,11 +136,11 @@ class SimulatedLearner(Learner):
 
     # Callbacks of workers
 
-    def _next(self, side: WorkerSide, asked: Work | None) -> Work | None:
+    def _next(self, side: WorkerProtocol, asked: BatchPart | None) -> BatchPart | None:
         scheduler = self.schedulers[self.plan.group_of(side.number)]
         return scheduler.next(side.number, side.clock, asked)
 
-    def _done(self, side: WorkerSide, work: Work) -> None:
+    def _done(self, side: WorkerProtocol, work: BatchPart) -> None:
         self.schedulers[self.plan.group_of(side.number)].done(side.number, work)
 
     def _seconds(self, number: int, clock: int) -> float:
@@ -162,15 +164,15 @@ class SimulatedLearner(Learner):
         if seconds > 0 and len(self.spans) < _SPANS:
             self.spans.append([name, category, began, seconds, clock])
 
-    def _rows(self, side: WorkerSide, work: Work) -> Sequence[Tensor]:
+    def _rows(self, side: WorkerProtocol, work: BatchPart) -> Sequence[Tensor]:
         """Return the table rows to pull."""
         self.buffers.load(self.model, self.own_buffers[side.number])
         return self.computing.rows_of(work, self.plan.group_of(side.number))
 
     def _compute(
-        self, side: WorkerSide, work: Work, values: Sequence[Tensor | Rows]
-    ) -> tuple[Sequence[Tensor | Rows], float]:
-        dense, rows = apart(values)
+        self, side: WorkerProtocol, work: BatchPart, values: Sequence[Tensor | SparseRows]
+    ) -> tuple[Sequence[Tensor | SparseRows], float]:
+        dense, rows = split_rows(values)
         self._load(dense)
         self.buffers.load(self.model, self.own_buffers[side.number])
         found = self.computing.of(work, self.plan.group_of(side.number), side.name, rows)
@@ -313,5 +315,5 @@ class SimulatedLearner(Learner):
         }
 
 
-def _nobody(owed: Owed, layout: Layout) -> WorkerSide:
+def _nobody(owed: ReassignedWork, layout: ShardLayout) -> WorkerProtocol:
     raise AssertionError("no worker dies under the virtual clock of a run")

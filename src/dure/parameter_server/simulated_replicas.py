@@ -24,12 +24,12 @@ from dure.fleet.conditions import Conditions
 from dure.fleet.virtual_network import NodeLink
 from dure.parameter_server.compressed import compressors_of, push_bytes
 from dure.parameter_server.downpour_plan import DownpourPlan
-from dure.parameter_server.gradients import Computed
+from dure.parameter_server.gradients import ComputedGradients
 from dure.parameter_server.messages import server, worker
 from dure.parameter_server.plan import first_states
-from dure.parameter_server.replica import Replica
+from dure.parameter_server.replica import DownpourReplica
 from dure.parameter_server.virtual_servers import VirtualServers
-from dure.parameter_server.worker import WorkerSide
+from dure.parameter_server.worker import WorkerProtocol
 from dure.randomness.seeds import generators_state, restore_generators
 from dure.record.meter import Meter
 from dure.tasks.evaluation import evaluate
@@ -84,7 +84,7 @@ class SimulatedReplicas(Learner):
         self.buffers = Buffers(self.model)
         # Buffers of each replica, such as the statistics of batch norm.
         self.own_buffers = {number: self._buffers() for number in plan.workers}
-        self._computed: list[Computed] = []
+        self._computed: list[ComputedGradients] = []
         self._spent: dict[int, float] = {}
         """Computing seconds of each replica since the last round."""
         self._begin(first_states(self.shards, self.computing, self.terms), {})
@@ -108,9 +108,9 @@ class SimulatedReplicas(Learner):
             link = NodeLink(out=machines * device.up, into=machines * device.down)
             self.virtual.network.add(worker(number), replica, link)
 
-    def _replica(self, number: int, clock: int) -> Replica:
+    def _replica(self, number: int, clock: int) -> DownpourReplica:
         portions = self.plan.portions(number, self.shards)
-        side = WorkerSide(
+        side = WorkerProtocol(
             number,
             self.layout,
             portions,
@@ -124,7 +124,9 @@ class SimulatedReplicas(Learner):
             return self._compute(number, step, weights, now)
 
         done = self.plan.until(number, self.round * self.period) if self.round else 0
-        return Replica(side, self.plan.pace, self.virtual.values(), compute, self.move, done)
+        return DownpourReplica(
+            side, self.plan.pace, self.virtual.values(), compute, self.move, done
+        )
 
     def _compute(self, number: int, step: int, weights: Sequence[Tensor], now: float) -> VirtualJob:
         self._load(weights)

@@ -21,21 +21,21 @@ from dure.parallel.mesh.check import sample
 from dure.parallel.mesh.mesh import Mesh
 from dure.parallel.mesh.strategy import Parallel
 from dure.parallel.pipeline.cut import CutModel
-from dure.parameter_server.keys import Range
+from dure.parameter_server.keys import KeyRange
 from dure.tensors.buffers import Buffers
 from dure.tensors.flat import by_dtype, trained_of
 
 
-class Run(NamedTuple):
+class StageKeys(NamedTuple):
     """Neighbouring keys of a stage, with the names of their parameters in order."""
 
-    keys: Range
+    keys: KeyRange
     stage: int
     names: tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Pipe:
+class ReplicaPipeline:
     """Division of each replica into stages; equal on all ranks, since nothing is measured."""
 
     partitions: int
@@ -64,7 +64,7 @@ class Pipe:
         assert isinstance(cut, CutModel)
         runs_of(model, cut.holders)
 
-    def runs(self, task: Task, model: nn.Module) -> tuple[Run, ...]:
+    def runs(self, task: Task, model: nn.Module) -> tuple[StageKeys, ...]:
         """Return the keys of the stages, in order.
 
         Raises ValueError for a parameter that several stages use.
@@ -80,10 +80,10 @@ class Pipe:
         return runs_of(model, cut.holders)
 
 
-def runs_of(model: nn.Module, holders: Mapping[str, Sequence[int]]) -> tuple[Run, ...]:
+def runs_of(model: nn.Module, holders: Mapping[str, Sequence[int]]) -> tuple[StageKeys, ...]:
     """Return the runs of a model's keys. `holders` are the stages that use each parameter."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    runs: list[Run] = []
+    runs: list[StageKeys] = []
     for vector, parameters in enumerate(by_dtype(trained_of(model)).values()):
         start = 0
         for parameter in parameters:
@@ -94,21 +94,21 @@ def runs_of(model: nn.Module, holders: Mapping[str, Sequence[int]]) -> tuple[Run
                     f"{name} is used by stages {', '.join(map(str, stages))} of a replica, and is "
                     f"pushed by one: take fewer partitions"
                 )
-            keys = Range(vector, start, start + parameter.numel())
+            keys = KeyRange(vector, start, start + parameter.numel())
             start = keys.stop
             last = runs[-1] if runs else None
             if last is not None and (last.keys.vector, last.stage) == (vector, stages[0]):
-                joined = Range(vector, last.keys.start, keys.stop)
-                runs[-1] = Run(joined, stages[0], (*last.names, name))
+                joined = KeyRange(vector, last.keys.start, keys.stop)
+                runs[-1] = StageKeys(joined, stages[0], (*last.names, name))
             else:
-                runs.append(Run(keys, stages[0], (name,)))
+                runs.append(StageKeys(keys, stages[0], (name,)))
     return tuple(runs)
 
 
-def cut_at(runs: Sequence[Run], ranges: Sequence[Range]) -> list[Range]:
+def cut_at(runs: Sequence[StageKeys], ranges: Sequence[KeyRange]) -> list[KeyRange]:
     """Return the ranges, cut where the stage changes."""
     return [
-        Range(keys.vector, max(keys.start, run.keys.start), min(keys.stop, run.keys.stop))
+        KeyRange(keys.vector, max(keys.start, run.keys.start), min(keys.stop, run.keys.stop))
         for keys in ranges
         for run in runs
         if run.keys.vector == keys.vector
@@ -116,7 +116,7 @@ def cut_at(runs: Sequence[Run], ranges: Sequence[Range]) -> list[Range]:
     ]
 
 
-def stage_at(runs: Sequence[Run], keys: Range) -> int:
+def stage_at(runs: Sequence[StageKeys], keys: KeyRange) -> int:
     """Return the stage of keys that are within a single run."""
     return next(
         run.stage

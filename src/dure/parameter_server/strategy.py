@@ -39,7 +39,7 @@ from dure.parameter_server.plan import (
     CANNOT,
     TRAINS_WITH,
     WITHOUT,
-    Plan,
+    ParameterServerPlan,
     check_compressed,
     check_compression,
     check_model,
@@ -51,9 +51,9 @@ from dure.parameter_server.plan import (
     check_world,
     recipe_of,
 )
-from dure.parameter_server.processes.learner import ProcessesLearner, assist
+from dure.parameter_server.processes.learner import ProcessesLearner, run_server_or_worker
 from dure.parameter_server.processes.meeting import ranks_of
-from dure.parameter_server.simulated import SimulatedLearner
+from dure.parameter_server.simulated import SimulatedParameterServer
 from dure.settings import parse_fields
 from dure.tasks.batch_norm import check_pieces
 from dure.tasks.pieces import check_accumulate
@@ -123,10 +123,10 @@ class ParameterServer(Strategy):
         return " ".join(parts)
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> ParameterServerPlan:
         """Plan with the numbers of servers and workers."""
         each = self.workers // self.groups
-        return Plan(
+        return ParameterServerPlan(
             servers=self.servers,
             groups=tuple(tuple(range(g * each, (g + 1) * each)) for g in range(self.groups)),
             batch_size=self.batch_size,
@@ -194,9 +194,9 @@ class ParameterServer(Strategy):
         check_under(conditions)
 
     def run_assistant(self, task: Task, place: RankContext, seed: int) -> str:
-        return assist(task, place, seed, self.plan)
+        return run_server_or_worker(task, place, seed, self.plan)
 
     def learner(self, task: Task, place: RankContext, seed: int) -> Learner:
         if place.kind == "clients":
-            return SimulatedLearner(task, place, seed, self.plan)
+            return SimulatedParameterServer(task, place, seed, self.plan)
         return ProcessesLearner(task, place, seed, self.plan)

@@ -17,20 +17,20 @@ import msgspec
 import torch
 from torch import Tensor
 
-from dure.parameter_server.digests import Lists
-from dure.parameter_server.keys import Range
-from dure.parameter_server.messages import Pull, Push, Step
+from dure.parameter_server.digests import KnownRowLists
+from dure.parameter_server.keys import KeyRange
+from dure.parameter_server.messages import Pull, Push, ShardStep
 from dure.parameter_server.shard import Asks, Shard, Terms, shares_of
-from dure.parameter_server.tables import Rows, TableRows, joined
+from dure.parameter_server.tables import SparseRows, TableRows, joined
 
 
 class TableShard(Shard):
     """Shard with the rows `keys`, whose `vector` is the number of the table in `terms.tables`."""
 
-    def __init__(self, number: int, keys: Range, terms: Terms) -> None:
+    def __init__(self, number: int, keys: KeyRange, terms: Terms) -> None:
         self._begin(number, keys, terms)
         self.table = TableRows(terms.tables[keys.vector], keys.start, keys.stop)
-        self.lists = Lists()
+        self.lists = KnownRowLists()
 
     def full(self, message: Asks) -> Asks | None:
         if message.digest is None:
@@ -53,7 +53,7 @@ class TableShard(Shard):
         rows, gradient = joined([_rows(push) for push in pushes], shares_of(pushes))
         return gradient, rows
 
-    def _move(self, step: Step) -> int:
+    def _move(self, step: ShardStep) -> int:
         assert step.rows is not None
         if step.moves:
             with torch.no_grad():
@@ -78,7 +78,7 @@ class TableShard(Shard):
 
     @classmethod
     def of(cls, number: int, state: Mapping[str, Any], terms: Terms) -> TableShard:
-        shard = cls(number, Range(*state["keys"]), terms)
+        shard = cls(number, KeyRange(*state["keys"]), terms)
         shard.version = state["version"]
         shard.made = shard.version
         shard.clock.restore(state["clock"])
@@ -93,6 +93,6 @@ def shard_of(number: int, state: Mapping[str, Any], terms: Terms) -> Shard:
     return kind.of(number, state, terms)
 
 
-def _rows(push: Push) -> Rows:
+def _rows(push: Push) -> SparseRows:
     assert push.rows is not None
-    return Rows(push.rows, push.gradient)
+    return SparseRows(push.rows, push.gradient)

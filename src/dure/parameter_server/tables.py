@@ -5,9 +5,9 @@ A server has a range of a table's rows, and memory for the changed rows:
     index    position of a row in the memory, 4 bytes for each row of the range
     memory   values and optimizer state, for each changed row
 
-An unchanged row has its initial values (`Table.first`), which are computed at each read; so reading
-changes nothing, and a table may be larger than a machine's memory. (The index is zeros, for which
-the operating system allocates memory only at writes.)
+An unchanged row has its initial values (`EmbeddingTable.first`), which are computed at each read;
+so reading changes nothing, and a table may be larger than a machine's memory. (The index is zeros,
+for which the operating system allocates memory only at writes.)
 
     push(rows, g)    gradients of repeated rows are summed first
         SGD          w <- w - lr · g
@@ -38,7 +38,7 @@ _MOST = 2**31 - 2
 """Largest number of rows in a range: the index has 32 bits."""
 
 
-class Rows(NamedTuple):
+class SparseRows(NamedTuple):
     """Rows of a table with their values.
 
     Args:
@@ -50,7 +50,7 @@ class Rows(NamedTuple):
     values: Tensor
 
 
-class Rule(Protocol):
+class RowRule(Protocol):
     """Update rule of rows. `memories` are the initial values of an element's optimizer state."""
 
     @property
@@ -140,7 +140,7 @@ class LazyAdam:
         weights.add_((mean / square.sqrt().add_(self.eps)).mul_(-rate))
 
 
-def rule_of(kind: type[Optimizer], settings: Mapping[str, Any], name: str) -> Rule:
+def rule_of(kind: type[Optimizer], settings: Mapping[str, Any], name: str) -> RowRule:
     """Return the update rule of an optimizer with a group's settings, for the table `name`.
 
     Raises ValueError for an optimizer that cannot update rows separately.
@@ -168,7 +168,7 @@ def rule_of(kind: type[Optimizer], settings: Mapping[str, Any], name: str) -> Ru
 
 
 @dataclass(frozen=True)
-class Table:
+class EmbeddingTable:
     """Description of a table.
 
     Args:
@@ -184,14 +184,14 @@ class Table:
     rows: int
     dim: int
     dtype: torch.dtype
-    rule: Rule
+    rule: RowRule
     first: Callable[[Tensor], Tensor]
 
 
 class TableRows:
     """Rows start … stop-1 of a table."""
 
-    def __init__(self, table: Table, start: int, stop: int) -> None:
+    def __init__(self, table: EmbeddingTable, start: int, stop: int) -> None:
         if stop - start > _MOST:
             raise ValueError(
                 f"the table {table.name} has {stop - start} rows at one server, which can have "
@@ -240,7 +240,7 @@ class TableRows:
         self.updates += 1
         if not len(rows):
             return
-        rows, gradient = summed(Rows(rows, gradient))
+        rows, gradient = summed(SparseRows(rows, gradient))
         slots = self._slots(rows)
         new = slots < 0
         if bool(new.any()):
@@ -256,9 +256,9 @@ class TableRows:
             kept.index_copy_(0, places, changed)
 
     @property
-    def changed(self) -> Rows:
+    def changed(self) -> SparseRows:
         """All changed rows and their values, without copies."""
-        return Rows(self._rows[: self.count], self._values[: self.count])
+        return SparseRows(self._rows[: self.count], self._values[: self.count])
 
     def _slots(self, rows: Tensor) -> Tensor:
         """Return the slots of rows; -1 for rows without a slot."""
@@ -295,43 +295,43 @@ class TableRows:
             "updates": self.updates,
         }
 
-    def take(self, rows: Rows) -> None:
+    def take(self, rows: SparseRows) -> None:
         """Set the values of the first changed rows, in an unchanged table."""
         self._make(rows.rows)
         self._values[: self.count] = rows.values
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore `state` in an unchanged table."""
-        self.take(Rows(state["rows"], state["values"]))
+        self.take(SparseRows(state["rows"], state["values"]))
         for memory, kept in zip(self._memories, state["memories"], strict=True):
             memory[: self.count] = kept
         self.updates = state["updates"]
 
 
-def copied(value: Tensor | Rows) -> Tensor | Rows:
+def copied(value: Tensor | SparseRows) -> Tensor | SparseRows:
     """Return a copy in memory of its own."""
-    if isinstance(value, Rows):
-        return Rows(value.rows.clone(), value.values.clone())
+    if isinstance(value, SparseRows):
+        return SparseRows(value.rows.clone(), value.values.clone())
     return value.clone()
 
 
-def apart(values: Sequence[Tensor | Rows]) -> tuple[list[Tensor], list[Rows]]:
+def split_rows(values: Sequence[Tensor | SparseRows]) -> tuple[list[Tensor], list[SparseRows]]:
     """Return the values of keys, and the values of tables."""
-    dense = [value for value in values if not isinstance(value, Rows)]
-    return dense, [value for value in values if isinstance(value, Rows)]
+    dense = [value for value in values if not isinstance(value, SparseRows)]
+    return dense, [value for value in values if isinstance(value, SparseRows)]
 
 
-def summed(given: Rows) -> Rows:
+def summed(given: SparseRows) -> SparseRows:
     """Return the rows ascending without duplicates; values of repeated rows are summed."""
     rows, values = given
     if len(rows) < 2 or bool((rows[1:] > rows[:-1]).all()):
         return given
     size = (int(rows.max()) + 1, values.shape[1])
     sparse = torch.sparse_coo_tensor(rows[None], values, size, check_invariants=False).coalesce()
-    return Rows(sparse.indices()[0], sparse.values())
+    return SparseRows(sparse.indices()[0], sparse.values())
 
 
-def joined(parts: Sequence[Rows], shares: Sequence[float]) -> Rows:
+def joined(parts: Sequence[SparseRows], shares: Sequence[float]) -> SparseRows:
     """Return the sum of share · values over the parts, in order, with each row once."""
     if len(parts) == 1:
         return parts[0]
@@ -342,7 +342,7 @@ def joined(parts: Sequence[Rows], shares: Sequence[float]) -> Rows:
         # Rows of a part must be distinct, since `+=` with repeated indices adds only one of them.
         places = torch.searchsorted(rows, each.rows)
         values[places] += each.values * share
-    return Rows(rows, values)
+    return SparseRows(rows, values)
 
 
 def distinct(rows: Tensor) -> Tensor:

@@ -20,11 +20,11 @@ from dure.fleet.virtual_network import (
     VirtualNetwork,
     ignore_transmission,
 )
-from dure.parameter_server.layout import Layout
+from dure.parameter_server.layout import ShardLayout
 from dure.parameter_server.manager import Manager
 from dure.parameter_server.messages import MANAGER, Snapshot, server
-from dure.parameter_server.plan import Plan
-from dure.parameter_server.server import Server
+from dure.parameter_server.plan import ParameterServerPlan
+from dure.parameter_server.server import ShardServer
 from dure.parameter_server.shard import Shard, Terms
 from dure.parameter_server.table_shard import TableShard
 from dure.record.meter import Meter
@@ -45,8 +45,8 @@ class VirtualServers:
 
     def __init__(
         self,
-        plan: Plan,
-        layout: Layout,
+        plan: ParameterServerPlan,
+        layout: ShardLayout,
         terms: Terms,
         conditions: Conditions,
         states: Sequence[Mapping[str, Any]],
@@ -62,7 +62,7 @@ class VirtualServers:
         self.network.now = now
         self.network.add(MANAGER, self.manager)
         self.servers = [
-            Server(number, layout, terms, beat=None, patience=math.inf)
+            ShardServer(number, layout, terms, beat=None, patience=math.inf)
             for number in range(plan.servers)
         ]
         for one in self.servers:

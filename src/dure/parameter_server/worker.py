@@ -24,26 +24,26 @@ from torch import Tensor
 
 from dure.parameter_server.compressed import PushCompressor
 from dure.parameter_server.digests import MOST, digest_of
-from dure.parameter_server.layout import Layout, Owed
+from dure.parameter_server.layout import ReassignedWork, ShardLayout
 from dure.parameter_server.messages import (
     MANAGER,
     Acknowledged,
-    Beat,
     Envelope,
     Message,
     Pull,
     Push,
-    Refused,
+    PushRefused,
+    ServerBeat,
     Values,
     server,
     worker,
 )
-from dure.parameter_server.tables import Rows
+from dure.parameter_server.tables import SparseRows
 
 RETURN = 0.3
 """Seconds before a retry to a node whose connection broke, or that rejected a message."""
 
-Again = Callable[[int, int, Tensor, Tensor, float], None]
+Reapply = Callable[[int, int, Tensor, Tensor, float], None]
 """Function (shard, start, values, gradient, weight) that applies an own push once more."""
 
 
@@ -81,11 +81,11 @@ class Portion:
     known: dict[int, None] = field(default_factory=dict)
     compressor: PushCompressor | None = None
 
-    def values(self) -> Tensor | Rows:
+    def values(self) -> Tensor | SparseRows:
         """Return the values of the newest answer; for a table with their rows."""
         assert self.answer is not None
         rows = self.answer.rows if self.rows is None else self.rows
-        return self.answer.values if rows is None else Rows(rows, self.answer.values)
+        return self.answer.values if rows is None else SparseRows(rows, self.answer.values)
 
     def gradient_of(self, push: Push) -> tuple[Tensor, float]:
         """Return the gradient of an own push as the server decodes it, and its weight."""
@@ -114,7 +114,7 @@ class Portion:
             del self.kept[clock]
 
 
-class WorkerSide:
+class WorkerProtocol:
     """Protocol state of worker `number`.
 
     Args:
@@ -133,9 +133,9 @@ class WorkerSide:
     def __init__(
         self,
         number: int,
-        layout: Layout,
+        layout: ShardLayout,
         portions: Sequence[tuple[int, int, int]],
-        again: Again | None = None,
+        again: Reapply | None = None,
         clock: int = 0,
         patience: float = 1.0,
         beat: float | None = 0.5,
@@ -176,7 +176,7 @@ class WorkerSide:
         return self.layout.life(self.number) != self.life
 
     @property
-    def owed(self) -> list[Owed]:
+    def owed(self) -> list[ReassignedWork]:
         """Parts of dropped workers that this worker is to compute."""
         return [owed for owed in self.layout.owed if owed.by == self.number]
 
@@ -232,11 +232,11 @@ class WorkerSide:
         given = (portion.answer.layout for portion in self.portions if portion.answer is not None)
         return self.layout.version >= max(given, default=0)
 
-    def take(self) -> list[Tensor | Rows]:
+    def take(self) -> list[Tensor | SparseRows]:
         """Return the arrived values, by portion, with all own pushes."""
         assert self.arrived
         self.asked = None
-        found: list[Tensor | Rows] = []
+        found: list[Tensor | SparseRows] = []
         floors = []
         for portion in self.portions:
             answer = portion.answer
@@ -256,7 +256,7 @@ class WorkerSide:
 
     def push(
         self,
-        gradients: Sequence[Tensor | Rows],
+        gradients: Sequence[Tensor | SparseRows],
         weight: float,
         now: float,
         step: int | None = None,
@@ -269,8 +269,8 @@ class WorkerSide:
         """
         said: list[Envelope] = []
         for portion, given in zip(self.portions, gradients, strict=True):
-            rows = given.rows if isinstance(given, Rows) else None
-            gradient = given.values if isinstance(given, Rows) else given
+            rows = given.rows if isinstance(given, SparseRows) else None
+            gradient = given.values if isinstance(given, SparseRows) else given
             compressor = portion.compressor
             if compressor is not None:
                 gradient = compressor.encode(gradient, weight, self.clock)
@@ -325,9 +325,9 @@ class WorkerSide:
 
     def receive(self, sender: str, message: Message, now: float) -> list[Envelope]:
         """Return the messages that answer a message; stale answers are ignored."""
-        if isinstance(message, Layout):
+        if isinstance(message, ShardLayout):
             return self._laid_out(message, now)
-        if isinstance(message, Refused):
+        if isinstance(message, PushRefused):
             if message.reason == "rows":
                 return self._explain(message.shard, now)
             return self._refused(message.shard, now)
@@ -372,7 +372,7 @@ class WorkerSide:
         portion.known.clear()
         return self._again(portion, now)
 
-    def _laid_out(self, layout: Layout, now: float) -> list[Envelope]:
+    def _laid_out(self, layout: ShardLayout, now: float) -> list[Envelope]:
         if layout.version <= self.layout.version:
             return []
         before = self.layout
@@ -419,7 +419,7 @@ class WorkerSide:
         if self.beat is None:
             return []
         self._next_beat = now + self.beat
-        return [(MANAGER, Beat(self.name, self.layout.version, now, clock=self.clock))]
+        return [(MANAGER, ServerBeat(self.name, self.layout.version, now, clock=self.clock))]
 
     def _again(self, portion: Portion, now: float) -> list[Envelope]:
         portion.cut = False

@@ -25,7 +25,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from dure.parameter_server.processes.said import Said
+from dure.parameter_server.processes.messages import ProcessMessage
 from dure.protocol.encoding import DTYPES, NAMES
 from dure.tensors.elements import element_bytes
 
@@ -36,11 +36,11 @@ _MOST_EXTENT = 1 << 48
 """Upper bound of a dimension's elements, beyond any memory."""
 
 
-class FrameError(ValueError):
+class EndpointFrameError(ValueError):
     """The bytes are no frame of this job."""
 
 
-class Place(NamedTuple):
+class BufferRange(NamedTuple):
     """Location of a tensor: offset in bytes in the shared memory of a process."""
 
     owner: str
@@ -59,11 +59,11 @@ class Frame(NamedTuple):
         return sum(len(piece) for piece in self.data)
 
 
-PlaceOf = Callable[[Tensor], Place | None]
-Look = Callable[[Place, torch.dtype, int], Tensor | None]
+PlaceOf = Callable[[Tensor], BufferRange | None]
+BufferLookup = Callable[[BufferRange, torch.dtype, int], Tensor | None]
 
 
-class Encoder:
+class FrameEncoder:
     """Encoder of frames. Use one for each thread; its creation takes longer than a frame."""
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class Encoder:
         self._place_of: PlaceOf | None = None
         self._pieces: list[memoryview] = []
 
-    def encode(self, message: Said, place_of: PlaceOf | None) -> Frame:
+    def encode(self, message: ProcessMessage, place_of: PlaceOf | None) -> Frame:
         """Return the frame of a message.
 
         `place_of` returns a tensor's location in memory that the receiver shares, or None; a
@@ -98,7 +98,7 @@ class Encoder:
         return name, tuple(node.shape), place
 
 
-class Decoder:
+class FrameDecoder:
     """Decoder of frames. Use one for each thread.
 
     `look` returns the vector at a place with this dtype and number of elements, or None.
@@ -106,24 +106,26 @@ class Decoder:
     The tensors of a message are views of its data, or of shared memory.
     """
 
-    def __init__(self, look: Look) -> None:
+    def __init__(self, look: BufferLookup) -> None:
         self._look = look
-        self._decoder: msgspec.msgpack.Decoder[Said] = msgspec.msgpack.Decoder(
-            Said, dec_hook=self._tensor
+        self._decoder: msgspec.msgpack.Decoder[ProcessMessage] = msgspec.msgpack.Decoder(
+            ProcessMessage, dec_hook=self._tensor
         )
         self._data = torch.empty(0, dtype=torch.uint8)
         self._at = 0
 
-    def decode(self, header: bytes | memoryview, data: Tensor) -> Said:
+    def decode(self, header: bytes | memoryview, data: Tensor) -> ProcessMessage:
         """Return the message of a header and its data. Raises FrameError for other bytes."""
         self._data = data
         self._at = 0
         try:
             message = self._decoder.decode(header)
         except (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RuntimeError) as error:
-            raise FrameError(f"it is no message: {error}") from error
+            raise EndpointFrameError(f"it is no message: {error}") from error
         if self._at != len(data):
-            raise FrameError(f"the frame has {len(data) - self._at} bytes that belong to nothing")
+            raise EndpointFrameError(
+                f"the frame has {len(data) - self._at} bytes that belong to nothing"
+            )
         return message
 
     def _tensor(self, kind: type, node: Any) -> Tensor:
@@ -135,7 +137,7 @@ class Decoder:
         if place is not None:
             found = self._look(place, dtype, count)
             if found is None:
-                raise FrameError(
+                raise EndpointFrameError(
                     f"there is no {name} {list(shape)} at {place.offset} of {place.owner}"
                 )
         else:
@@ -146,30 +148,30 @@ class Decoder:
         """Return the next bytes of the data as a vector."""
         found = self._data[self._at : self._at + size]
         if len(found) != size:
-            raise FrameError(f"a tensor of {size} bytes is not there as a whole")
+            raise EndpointFrameError(f"a tensor of {size} bytes is not there as a whole")
         self._at += size
         if found.data_ptr() % dtype.itemsize or found.storage_offset() % dtype.itemsize:
             found = found.clone()
         return found.view(dtype)
 
 
-def _description(node: Any) -> tuple[str, tuple[int, ...], Place | None]:
+def _description(node: Any) -> tuple[str, tuple[int, ...], BufferRange | None]:
     """Return the checked dtype name, shape and place of a tensor from a header."""
     # Checked by hand: this runs for every push and pull, and a schema takes ten times as long.
     if not isinstance(node, list | tuple) or len(node) != 3:
-        raise FrameError("a tensor is described by its dtype, its shape and its place")
+        raise EndpointFrameError("a tensor is described by its dtype, its shape and its place")
     name, shape, place = node
     if not isinstance(name, str) or name not in DTYPES:
-        raise FrameError(f"there is no tensor of {str(name)[:40]}")
+        raise EndpointFrameError(f"there is no tensor of {str(name)[:40]}")
     if not isinstance(shape, list | tuple) or len(shape) > 8:
-        raise FrameError("a tensor has up to eight dimensions")
+        raise EndpointFrameError("a tensor has up to eight dimensions")
     if not all(type(extent) is int and 0 <= extent <= _MOST_EXTENT for extent in shape):
-        raise FrameError(f"there is no tensor of {name} {list(shape)}")
+        raise EndpointFrameError(f"there is no tensor of {name} {list(shape)}")
     if place is None:
         return name, tuple(shape), None
     if not isinstance(place, list | tuple) or len(place) != 2:
-        raise FrameError("a place is the name of a process and an offset")
+        raise EndpointFrameError("a place is the name of a process and an offset")
     owner, offset = place
     if not isinstance(owner, str) or type(offset) is not int:
-        raise FrameError("a place is the name of a process and an offset")
-    return name, tuple(shape), Place(owner, offset)
+        raise EndpointFrameError("a place is the name of a process and an offset")
+    return name, tuple(shape), BufferRange(owner, offset)

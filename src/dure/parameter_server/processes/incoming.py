@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dure.parameter_server.processes.frames import HEAD, MOST_HEADER, FrameError
+from dure.parameter_server.processes.frames import HEAD, MOST_HEADER, EndpointFrameError
 from dure.tensors.blocks import Blocks
 
 _BUFFER = 1 << 16
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
-class Came(NamedTuple):
+class ReceivedFrame(NamedTuple):
     """Complete frame."""
 
     header: bytes
@@ -44,21 +44,21 @@ class Incoming:
         """Return the memory for the next bytes; never empty."""
         return self._missing if len(self._missing) else self._buffer[self._end :]
 
-    def came(self, count: int) -> list[Came]:
+    def came(self, count: int) -> list[ReceivedFrame]:
         """Return the complete frames after `count` more bytes were written to `room`.
 
         Raises FrameError for a frame beyond the length limit.
         """
         if len(self._missing):
             self._missing = self._missing[count:]
-            return [] if len(self._missing) else [Came(self._header, self._data)]
+            return [] if len(self._missing) else [ReceivedFrame(self._header, self._data)]
         self._end += count
         found = []
         while (frame := self._next()) is not None:
             found.append(frame)
         return found
 
-    def _next(self) -> Came | None:
+    def _next(self) -> ReceivedFrame | None:
         """Return the next complete frame in the buffer; None if it is incomplete."""
         there = self._end - self._start
         if there < HEAD.size:
@@ -66,7 +66,9 @@ class Incoming:
             return None
         header, data = HEAD.unpack_from(self._buffer, self._start)
         if header > MOST_HEADER or data > self._most:
-            raise FrameError(f"a frame of {header} and {data} bytes is longer than any here")
+            raise EndpointFrameError(
+                f"a frame of {header} and {data} bytes is longer than any here"
+            )
         if there < HEAD.size + header:
             self._make_room(HEAD.size + header)
             return None
@@ -74,7 +76,7 @@ class Incoming:
         self._start = begins + header
         self._header = bytes(self._buffer[begins : self._start])
         if not data:
-            return Came(self._header, _NOTHING)
+            return ReceivedFrame(self._header, _NOTHING)
         self._data = self._blocks.empty(data)
         inside: Any = self._data.numpy()
         here = min(data, self._end - self._start)
@@ -84,7 +86,7 @@ class Incoming:
             self._missing = memoryview(inside)[here:]
             self._make_room(HEAD.size)
             return None
-        return Came(self._header, self._data)
+        return ReceivedFrame(self._header, self._data)
 
     def _make_room(self, wanted: int) -> None:
         """Move the unread bytes to the front of a buffer with room for `wanted` bytes."""

@@ -18,41 +18,41 @@ from torch import Tensor
 
 from dure.errors import DureError, LossNotFiniteError, PeerLostError, WorkerFailedError
 from dure.machine.stall_timeout import StallTimeout
-from dure.parameter_server.holding import Holding, Standing, owed_until
+from dure.parameter_server.graceful_stop import GracefulStop, ResumePoint, owed_until
 from dure.parameter_server.manager import Manager
 from dure.parameter_server.messages import (
     MANAGER,
-    Beat,
     Envelope,
     Replicated,
+    ServerBeat,
     Snapshot,
     Values,
     server,
     worker,
 )
-from dure.parameter_server.plan import Plan
+from dure.parameter_server.plan import ParameterServerPlan
+from dure.parameter_server.processes.endpoint import Disconnected, Endpoint
 from dure.parameter_server.processes.meeting import rank_of
-from dure.parameter_server.processes.port import Gone, Port
-from dure.parameter_server.processes.said import (
-    Account,
-    Ask,
-    Deal,
-    Failed,
-    Grant,
-    Held,
-    Hold,
-    Keep,
-    Leads,
-    Lost,
-    Over,
+from dure.parameter_server.processes.messages import (
+    AssignWork,
+    Drain,
+    Drained,
+    Heartbeat,
+    ProcessCounters,
+    RankFailed,
+    RankLost,
     Report,
+    RequestCounters,
+    RequestWork,
+    Residuals,
+    RunEnded,
     Save,
-    Tell,
-    Unsent,
+    SaveResiduals,
+    WorkLease,
 )
 from dure.parameter_server.scheduler import Scheduler
-from dure.parameter_server.tables import Rows, copied
-from dure.parameter_server.worker import WorkerSide
+from dure.parameter_server.tables import SparseRows, copied
+from dure.parameter_server.worker import WorkerProtocol
 
 READER = -1
 """Worker number of the leader as a reader of weights."""
@@ -82,11 +82,11 @@ class Leader:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: ParameterServerPlan,
         manager: Manager,
         portions: Sequence[tuple[int, int, int]],
         holds: Sequence[str],
-        port: Port,
+        port: Endpoint,
         deadline: float,
     ) -> None:
         self.plan = plan
@@ -96,7 +96,9 @@ class Leader:
         self.schedulers = [
             Scheduler(members, bounded=not plan.deals) for members in manager.layout.groups
         ]
-        self._reader = WorkerSide(READER, manager.layout, portions, beat=None, patience=math.inf)
+        self._reader = WorkerProtocol(
+            READER, manager.layout, portions, beat=None, patience=math.inf
+        )
         self._requests: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._error: BaseException | None = None
         self._over = False
@@ -113,21 +115,21 @@ class Leader:
         """Pushes of each worker that the servers had at the start."""
         self._begins: Future[None] | None = None
         self._meets: Future[list[Report]] | None = None
-        self._reads: Future[list[Tensor | Rows]] | None = None
+        self._reads: Future[list[Tensor | SparseRows]] | None = None
         self._saves: Future[Shards] | None = None
         self._saved: dict[int, Mapping[str, Any]] = {}
         self._keeps: Future[Errors] | None = None
         self._unsent: dict[int, Errors] = {}
         """Residuals by the worker that stores them, or at the start is to store them."""
-        self._tells: Future[list[Account]] | None = None
+        self._tells: Future[list[ProcessCounters]] | None = None
         self._asked: list[str] = []
         """Nodes that are to report counters."""
-        self._accounts: dict[str, Account] = {}
+        self._accounts: dict[str, ProcessCounters] = {}
         self._ends = False
         """Whether the run is to end."""
-        self._holding: Holding | None = None
+        self._holding: GracefulStop | None = None
         self._held_since = 0.0
-        self.standing: Standing | None = None
+        self.standing: ResumePoint | None = None
         """Progress of the workers at a graceful stop; None after a complete round."""
         self._reports: list[Report] = []
         self._stands: dict[int, tuple[int, int]] = {}
@@ -148,7 +150,7 @@ class Leader:
     def start(
         self,
         states: Sequence[Mapping[str, Any]],
-        standing: Standing,
+        standing: ResumePoint,
         buffers: Mapping[int, list[Tensor]],
         unsent: Errors | None = None,
     ) -> None:
@@ -185,14 +187,14 @@ class Leader:
         self._requests.put(self._is_to_end)
         self.port.wake()
 
-    def accounts(self, workers: bool = False) -> Future[list[Account]]:
+    def accounts(self, workers: bool = False) -> Future[list[ProcessCounters]]:
         """Request counters of the live servers.
 
         With `workers`, of the workers as well, within a round.
         """
         return self._ask(lambda: self._tell(workers))
 
-    def values(self) -> Future[list[Tensor | Rows]]:
+    def values(self) -> Future[list[Tensor | SparseRows]]:
         """Request the weights, by shard; for tables the changed rows."""
         return self._ask(self._read)
 
@@ -283,24 +285,24 @@ class Leader:
 
     def _hear(self, sender: str, said: Any, now: float) -> None:
         version = self.manager.layout.version
-        if isinstance(said, Gone):
+        if isinstance(said, Disconnected):
             # A lost process loses its main connection too; a heartbeat connection is renewed.
             if sender.endswith(" heart"):
                 return
             self._gone[sender] = (now, said.reason)
             self._reader.cut(sender)
-        elif isinstance(said, Failed):
+        elif isinstance(said, RankFailed):
             raise _error_of(said)
         elif isinstance(said, Report):
             self._reports.append(said)
             self._stands[said.worker] = (said.until, said.layout)
             self._done(said.worker, said.done)
-        elif isinstance(said, Held):
+        elif isinstance(said, Drained):
             self._take_held(said)
-        elif isinstance(said, Ask):
+        elif isinstance(said, RequestWork):
             self._done(said.worker, said.done)
             scheduler = self.schedulers[self.plan.group_of(said.worker)]
-            self.port.say(sender, Deal(scheduler.deal(said.worker)))
+            self.port.say(sender, AssignWork(scheduler.deal(said.worker)))
         elif isinstance(said, Values):
             self._reader.receive(sender, said, now)
             if self._reader.arrived and self._reads is not None:
@@ -310,15 +312,15 @@ class Leader:
         elif isinstance(said, Snapshot):
             self._saved[said.shard] = said.state
             self._look_at_saved()
-        elif isinstance(said, Account):
+        elif isinstance(said, ProcessCounters):
             self._accounts[said.name] = said
-        elif isinstance(said, Unsent):
+        elif isinstance(said, Residuals):
             self._unsent[said.worker] = said.errors
         elif isinstance(said, Replicated):
             self._begun.add(said.shard)
         else:
             self._gone.pop(sender, None)
-            if isinstance(said, Beat):
+            if isinstance(said, ServerBeat):
                 self._note(said, now)
             self._say(self.manager.receive(sender, said, now))
         if self.manager.layout.version != version:
@@ -335,7 +337,7 @@ class Leader:
         for name in self._everybody():
             if now >= self._spoke.get(name, 0.0) + self._patience.every and self.port.reaches(name):
                 self._spoke[name] = now
-                self.port.say(name, Leads())
+                self.port.say(name, Heartbeat())
 
     def _everybody(self) -> list[str]:
         return [*map(server, range(self.plan.servers)), *map(worker, self.plan.workers)]
@@ -348,7 +350,7 @@ class Leader:
         if measures is None or not self._patience.is_over(measures):
             return
         reason = f"has made no step for {self._deadline:g} s, and all others wait for it"
-        lost = Lost((0,), "measuring", measures[0], reason)
+        lost = RankLost((0,), "measuring", measures[0], reason)
         for name in self._everybody():
             if self.port.reaches(name):
                 self.port.say(name, lost)
@@ -387,7 +389,7 @@ class Leader:
         if self._saves is not None:
             self._ask_shards()
 
-    def _note(self, beat: Beat, now: float) -> None:
+    def _note(self, beat: ServerBeat, now: float) -> None:
         """Record a worker's clock."""
         kind, _, number = beat.node.partition(" ")
         if kind == "worker" and self._clock.get(int(number), (-1, 0.0))[0] < beat.clock:
@@ -469,7 +471,7 @@ class Leader:
         there = all(self.port.reaches(worker(who)) for who in self._alive())
         if there and len(self._begun) == len(self.manager.layout.shards):
             for who, errors in self._unsent.items():
-                self.port.say(worker(who), Unsent(who, errors))
+                self.port.say(worker(who), Residuals(who, errors))
             begins = self._begins
             self._begins = None
             begins.set_result(None)
@@ -485,7 +487,9 @@ class Leader:
         for who in self._alive():
             clock = self._clocks.get(who, 0)
             buffers = self._buffers.pop(who, [])
-            self.port.say(worker(who), Grant(self._until(who), clock, self._began[who], buffers))
+            self.port.say(
+                worker(who), WorkLease(self._until(who), clock, self._began[who], buffers)
+            )
 
     def _until(self, who: int) -> int:
         """Return the first batch that a worker is not to do."""
@@ -501,14 +505,14 @@ class Leader:
         moved = any(clock > self._clocks.get(who, 0) for who, (clock, _) in self._clock.items())
         if not self._ends or not moved or self._holding is not None:
             return
-        self._holding = Holding(self.plan.teams)
+        self._holding = GracefulStop(self.plan.teams)
         self._held_since = time.monotonic()
         for scheduler in self.schedulers:
             scheduler.held = True
         for who in self._alive():
-            self.port.say(worker(who), Hold())
+            self.port.say(worker(who), Drain())
 
-    def _take_held(self, held: Held) -> None:
+    def _take_held(self, held: Drained) -> None:
         if self._holding is not None and self.manager.alive(worker(held.worker)):
             self._holding.held(held.worker, held.until)
             self.schedulers[self.plan.group_of(held.worker)].back(held.worker, held.back)
@@ -578,27 +582,27 @@ class Leader:
         """Return whether a worker has done all granted batches."""
         return self._stands.get(who) == (self._until(who), self.manager.layout.version)
 
-    def _stopped(self) -> Standing:
+    def _stopped(self) -> ResumePoint:
         """Return the progress of the workers after a graceful stop."""
         if self.plan.deals:
             stood = [scheduler.undone() for scheduler in self.schedulers]
             until = {w: stood[n][0] for n, group in enumerate(self.plan.groups) for w in group}
-            return Standing(until, [undone for _, undone in stood])
+            return ResumePoint(until, [undone for _, undone in stood])
         assert self._holding is not None
         until = self._holding.until
         # A lost team takes part again in the resumed run, from the others' progress.
         batches = max(at - self.plan.until(who, 0) for who, at in until.items())
         everybody = {w: until.get(w, self.plan.until(w, batches)) for w in self.plan.workers}
-        return Standing(everybody, [() for _ in self.schedulers])
+        return ResumePoint(everybody, [() for _ in self.schedulers])
 
-    def _tell(self, workers: bool) -> Future[list[Account]]:
+    def _tell(self, workers: bool) -> Future[list[ProcessCounters]]:
         self._tells = Future()
         self._accounts = {}
         names = map(server, range(self.plan.servers))
         self._asked = [*names, *(map(worker, self.plan.workers) if workers else ())]
         for name in self._asked:
             if self.manager.alive(name):
-                self.port.say(name, Tell())
+                self.port.say(name, RequestCounters())
         return self._tells
 
     def _look_at_accounts(self) -> None:
@@ -613,7 +617,7 @@ class Leader:
         self._keeps = Future()
         self._unsent = {}
         for who in self._alive():
-            self.port.say(worker(who), Keep())
+            self.port.say(worker(who), SaveResiduals())
         return self._keeps
 
     def _look_at_unsent(self) -> None:
@@ -624,7 +628,7 @@ class Leader:
             told = [self._unsent[who] for who in self._alive()]
             keeps.set_result({who: one for errors in told for who, one in errors.items()})
 
-    def _read(self) -> Future[list[Tensor | Rows]]:
+    def _read(self) -> Future[list[Tensor | SparseRows]]:
         self._reads = Future()
         self._say(self._reader.pull(time.monotonic(), None))
         return self._reads
@@ -650,7 +654,7 @@ class Leader:
         self._over = True
         # Dropped nodes included, which may not know of their drop.
         for name in self._everybody():
-            self.port.say(name, Over(self.ended))
+            self.port.say(name, RunEnded(self.ended))
 
     def _fail(self, error: BaseException) -> None:
         self._error = error
@@ -684,7 +688,7 @@ def _pass_on(done: Future[Any], asked: Future[Any]) -> None:
         asked.set_result(done.result())
 
 
-def _error_of(failed: Failed) -> DureError:
+def _error_of(failed: RankFailed) -> DureError:
     """Return the error that a process has reported."""
     if failed.kind == "loss":
         return LossNotFiniteError(failed.value, failed.who, failed.step, intact=False)

@@ -19,19 +19,19 @@ from dure.errors import LossNotFiniteError, PeerLostError, described, traceback_
 from dure.parameter_server.compressed import push_bytes
 from dure.parameter_server.downpour_plan import DownpourPlan
 from dure.parameter_server.embeddings import load_with_tables, reading, weights_of
-from dure.parameter_server.holding import Standing
+from dure.parameter_server.graceful_stop import ResumePoint
 from dure.parameter_server.manager import Manager
 from dure.parameter_server.messages import MANAGER, server, worker
-from dure.parameter_server.plan import Plan, first_states, in_words
+from dure.parameter_server.plan import ParameterServerPlan, first_states, in_words
+from dure.parameter_server.processes.endpoint import Endpoint
 from dure.parameter_server.processes.leader import Leader
 from dure.parameter_server.processes.meeting import meet, name_of, pipeline_of
-from dure.parameter_server.processes.port import Port
-from dure.parameter_server.processes.replicas import Replicating
-from dure.parameter_server.processes.said import Account, Failed, Report
+from dure.parameter_server.processes.messages import ProcessCounters, RankFailed, Report
+from dure.parameter_server.processes.replica_process import ReplicaProcess
 from dure.parameter_server.processes.serving import serve
-from dure.parameter_server.processes.working import Working
-from dure.parameter_server.server import Server
-from dure.parameter_server.tables import Rows, TableRows, apart
+from dure.parameter_server.processes.worker_process import WorkerProcess
+from dure.parameter_server.server import ShardServer
+from dure.parameter_server.tables import SparseRows, TableRows, split_rows
 from dure.record.meter import Counters, Meter, sum_of_counters
 from dure.tasks.evaluation import evaluate
 from dure.tasks.flops import flops_per_step
@@ -48,7 +48,9 @@ _COUNT_SECONDS = 1.0
 """Seconds between counts of traffic, which may end the run."""
 
 
-def assist(task: Task, place: RankContext, seed: int, plan: Plan) -> str:
+def run_server_or_worker(
+    task: Task, place: RankContext, seed: int, plan: ParameterServerPlan
+) -> str:
     """Run a rank other than the first; returns the limit by which the run has ended.
 
     Raises PeerLostError if rank 0 is lost, and errors of the task.
@@ -64,14 +66,14 @@ def assist(task: Task, place: RankContext, seed: int, plan: Plan) -> str:
             layout = plan.layout(model)
             # A connection loses messages only by breaking, so retries need no timeout.
             terms = plan.terms_with_tables(task, model, seed)
-            return serve(Server(rank - 1, layout, terms, patience=math.inf), port, place)
+            return serve(ShardServer(rank - 1, layout, terms, patience=math.inf), port, place)
         place.prepared = lambda: model
         number = plan.workers[rank - 1 - plan.servers]
         if isinstance(plan, DownpourPlan):
-            return Replicating(
+            return ReplicaProcess(
                 number, task, place, model, seed, plan=plan, group=pipeline, port=port
             ).live()
-        return Working(number, task, place, seed, plan, port).live()
+        return WorkerProcess(number, task, place, seed, plan, port).live()
     except PeerLostError:
         raise
     except BaseException as error:
@@ -81,13 +83,13 @@ def assist(task: Task, place: RankContext, seed: int, plan: Plan) -> str:
         port.close()
 
 
-def _tell(error: BaseException, who: str, step: str, port: Port) -> None:
+def _tell(error: BaseException, who: str, step: str, port: Endpoint) -> None:
     """Report an error of this process to the leader."""
     if isinstance(error, LossNotFiniteError):
-        port.say(MANAGER, Failed(error.where, error.when, "loss", str(error), value=error.loss))
+        port.say(MANAGER, RankFailed(error.where, error.when, "loss", str(error), value=error.loss))
         return
     reason = described(error)
-    port.say(MANAGER, Failed(who, step, "error", reason, traceback_of(error)[-20_000:]))
+    port.say(MANAGER, RankFailed(who, step, "error", reason, traceback_of(error)[-20_000:]))
 
 
 class ProcessesLearner(Learner):
@@ -96,7 +98,9 @@ class ProcessesLearner(Learner):
     unit = "round"
     where = "rank 0"
 
-    def __init__(self, task: Task, place: RankContext, seed: int, plan: Plan) -> None:
+    def __init__(
+        self, task: Task, place: RankContext, seed: int, plan: ParameterServerPlan
+    ) -> None:
         self.task = task
         self.place = place
         self.group = place.group.alone()
@@ -125,7 +129,7 @@ class ProcessesLearner(Learner):
         self._wish = 0
         self._loss = (0.0, 0.0)
         """Finished part of a round: sum of the losses, and their count."""
-        self._counting: Future[list[Account]] | None = None
+        self._counting: Future[list[ProcessCounters]] | None = None
         self._counted_at = 0.0
         self.buffers = Buffers(self.model)
         self.own_buffers: dict[int, list[Tensor]] = {}
@@ -225,17 +229,17 @@ class ProcessesLearner(Learner):
             self._counted_at = now
             self._counting = self.leader.accounts(workers=True)
 
-    def _take_accounts(self, accounts: Sequence[Account]) -> None:
+    def _take_accounts(self, accounts: Sequence[ProcessCounters]) -> None:
         meters = {meter.name: meter for meter in self.meters()}
         for account in accounts:
             self._counted(meters[account.name], account.counters, account.trace)
 
-    def _at(self, batches: int) -> Standing:
+    def _at(self, batches: int) -> ResumePoint:
         """Return the progress of the workers after so many batches of a group."""
         until = {who: self.plan.until(who, batches) if batches else 0 for who in self.plan.workers}
-        return Standing(until, [() for _ in self.plan.groups])
+        return ResumePoint(until, [() for _ in self.plan.groups])
 
-    def _samples(self, standing: Standing, reports: Sequence[Report]) -> int:
+    def _samples(self, standing: ResumePoint, reports: Sequence[Report]) -> int:
         """Return the examples of the round up to `standing`, including unreported examples.
 
         If no worker takes over another's work, return the reported examples.
@@ -244,7 +248,7 @@ class ProcessesLearner(Learner):
             return sum(report.examples for report in reports)
         return self._done(standing) - self._done(self.standing)
 
-    def _done(self, standing: Standing) -> int:
+    def _done(self, standing: ResumePoint) -> int:
         """Return the round's examples that are done at `standing`."""
         done = 0
         for number, group in enumerate(self.plan.groups):
@@ -293,13 +297,13 @@ class ProcessesLearner(Learner):
         """Load the servers' weights into the model; returns the rows of its tables, by shard."""
         if not self._started:
             states = [state["table"] for state in self._states[len(self.shards) :]]
-            return self._table_rows([Rows(one["rows"], one["values"]) for one in states])
-        dense, changed = apart(self.leader.values().result())
+            return self._table_rows([SparseRows(one["rows"], one["values"]) for one in states])
+        dense, changed = split_rows(self.leader.values().result())
         for keys, value in zip(self.shards, dense, strict=True):
             self.computing.flat.buffers[keys.vector][keys.start : keys.stop] = value
         return self._table_rows(changed)
 
-    def _table_rows(self, changed: Sequence[Rows]) -> list[TableRows]:
+    def _table_rows(self, changed: Sequence[SparseRows]) -> list[TableRows]:
         """Return readable copies of the servers' table rows, by shard."""
         copies = []
         for keys, rows in zip(self.table_shards, changed, strict=True):
@@ -352,7 +356,7 @@ class ProcessesLearner(Learner):
         load_with_tables(self.model, self.tables, weights)
         load_passing_buffers(self.model, state["buffers"])
         self.round = state["round"]
-        self.standing = msgspec.convert(state["standing"], Standing)
+        self.standing = msgspec.convert(state["standing"], ResumePoint)
         total, counted = state["loss"]
         self._loss = (total, counted)
         self.staleness = dict(state["staleness"])

@@ -21,9 +21,9 @@ from dure.machine.cores import available_cores
 from dure.machine.group_key import VARIABLE, group_key
 from dure.parameter_server.digests import MOST as LISTS
 from dure.parameter_server.messages import MANAGER, server, worker
-from dure.parameter_server.plan import Plan
-from dure.parameter_server.processes.memory import Card, own_card
-from dure.parameter_server.processes.port import Port
+from dure.parameter_server.plan import ParameterServerPlan
+from dure.parameter_server.processes.endpoint import Endpoint
+from dure.parameter_server.processes.memory import RankInfo, own_card
 
 SPIN = 100e-6
 """Seconds that a process polls for messages before it sleeps, if each process has a core: waking up
@@ -36,12 +36,12 @@ ROW = 8
 """Bytes of a row number."""
 
 
-def ranks_of(plan: Plan) -> int:
+def ranks_of(plan: ParameterServerPlan) -> int:
     """Return the number of ranks that a plan needs."""
     return 1 + plan.servers + len(plan.workers)
 
 
-def name_of(rank: int, plan: Plan) -> str:
+def name_of(rank: int, plan: ParameterServerPlan) -> str:
     """Return the node name of a rank."""
     if rank == 0:
         return MANAGER
@@ -50,13 +50,13 @@ def name_of(rank: int, plan: Plan) -> str:
     return worker(plan.workers[rank - 1 - plan.servers])
 
 
-def rank_of(name: str, plan: Plan) -> int:
+def rank_of(name: str, plan: ParameterServerPlan) -> int:
     """Return the rank of a node name; the inverse of `name_of`."""
     names = [name_of(rank, plan) for rank in range(ranks_of(plan))]
     return names.index(name)
 
 
-def meet(group: Group, plan: Plan, model: nn.Module) -> Port:
+def meet(group: Group, plan: ParameterServerPlan, model: nn.Module) -> Endpoint:
     """Return this rank's port, connected to its peers. All ranks call this together.
 
     Raises PeerLostError if a rank does not connect, or has another key.
@@ -68,10 +68,10 @@ def meet(group: Group, plan: Plan, model: nn.Module) -> Port:
     token = told_to_all if key is None else hmac.digest(key, told_to_all, "sha256")
     mark = "" if key is None else hmac.digest(token, b"dure card", "sha256").hex()
     name = name_of(group.rank, plan)
-    port = Port(name, token, most=_most(plan, model), host=_own_address(group))
+    port = Endpoint(name, token, most=_most(plan, model), host=_own_address(group))
     cards = group.gather_bytes(msgspec.json.encode(own_card(name, port.address, mark)))
     told = group.broadcast_bytes(b"[" + b",".join(cards) + b"]" if group.rank == 0 else None)
-    known = {card.name: card for card in msgspec.json.decode(told, type=list[Card])}
+    known = {card.name: card for card in msgspec.json.decode(told, type=list[RankInfo])}
     try:
         _check_keys(known, mark)
     except PeerLostError:
@@ -87,7 +87,7 @@ def meet(group: Group, plan: Plan, model: nn.Module) -> Port:
     return port
 
 
-def _check_keys(cards: dict[str, Card], own: str) -> None:
+def _check_keys(cards: dict[str, RankInfo], own: str) -> None:
     """Check that all processes have the same key or none; raises PeerLostError if not."""
     for rank, card in enumerate(cards.values()):
         if card.key != own:
@@ -100,7 +100,7 @@ def _check_keys(cards: dict[str, Card], own: str) -> None:
             )
 
 
-def _most(plan: Plan, model: nn.Module) -> int:
+def _most(plan: ParameterServerPlan, model: nn.Module) -> int:
     """Return the largest bytes of a frame: a whole shard, for a copy or a checkpoint."""
     # The factor 8 covers the optimizer's state, which is a few times the weights.
     weights = 8 * sum(one.nbytes for one in [*model.parameters(), *model.buffers()])
@@ -109,7 +109,7 @@ def _most(plan: Plan, model: nn.Module) -> int:
     return weights + ROW * rows * (1 + LISTS * len(plan.workers)) + SLACK
 
 
-def pipeline_of(group: Group, plan: Plan) -> Group:
+def pipeline_of(group: Group, plan: ParameterServerPlan) -> Group:
     """Return the group of ranks that depend on each other, with this rank, in order of workers.
 
     All ranks call this together, while all are alive.
@@ -125,7 +125,7 @@ def pipeline_of(group: Group, plan: Plan) -> Group:
     return group.parted([*alone, *teams])
 
 
-def _called_by(rank: int, plan: Plan) -> list[str]:
+def _called_by(rank: int, plan: ParameterServerPlan) -> list[str]:
     """Return the nodes that a rank calls: those before it, so that no two call each other.
 
     Workers do not communicate with each other.

@@ -21,12 +21,12 @@ from torch import Tensor
 
 from dure.collectives.hosts import name_of_this_host
 from dure.collectives.shared_memory.pool import SharedMapping, open_of, pool
-from dure.parameter_server.processes.frames import Place
+from dure.parameter_server.processes.frames import BufferRange
 
 _MOST_VIEWS = 256
 
 
-class Card(msgspec.Struct, frozen=True):
+class RankInfo(msgspec.Struct, frozen=True):
     """Address of a process: host, shared memory, and listening socket.
 
     Args:
@@ -48,22 +48,22 @@ class Card(msgspec.Struct, frozen=True):
     key: str = ""
 
 
-def own_card(name: str, address: tuple[str, int], key: str = "") -> Card:
+def own_card(name: str, address: tuple[str, int], key: str = "") -> RankInfo:
     """Return this process's card."""
     own = pool()
     # Processes of different users may not open each other's files in /proc.
     host = f"{name_of_this_host()} {os.getuid()}"
-    return Card(name, host, os.getpid(), own.descriptor, own.nbytes, address, key)
+    return RankInfo(name, host, os.getpid(), own.descriptor, own.nbytes, address, key)
 
 
-class Memory:
+class RankMemory:
     """Shared memory of the processes with these cards, if they are on this host."""
 
-    def __init__(self, name: str, cards: dict[str, Card]) -> None:
+    def __init__(self, name: str, cards: dict[str, RankInfo]) -> None:
         self.name = name
         self.cards = cards
         self._maps: dict[str, SharedMapping] = {name: pool().mapping}
-        self._views: dict[tuple[Place, torch.dtype, int], Tensor] = {}
+        self._views: dict[tuple[BufferRange, torch.dtype, int], Tensor] = {}
         """Cached views."""
 
     def see(self, others: Iterable[str]) -> None:
@@ -79,7 +79,7 @@ class Memory:
         """Return whether another process is on this host, so that both share memory."""
         return self.cards[other].host == self.cards[self.name].host
 
-    def place_of(self, tensor: Tensor) -> Place | None:
+    def place_of(self, tensor: Tensor) -> BufferRange | None:
         """Return the place of a tensor in shared memory; None for other memory."""
         if not tensor.is_cpu or not tensor.is_contiguous():
             return None
@@ -88,10 +88,10 @@ class Memory:
         for owner, there in self._maps.items():
             offset = address - there.address
             if offset >= 0 and offset + nbytes <= there.nbytes:
-                return Place(owner, offset)
+                return BufferRange(owner, offset)
         return None
 
-    def look(self, place: Place, dtype: torch.dtype, count: int) -> Tensor | None:
+    def look(self, place: BufferRange, dtype: torch.dtype, count: int) -> Tensor | None:
         """Return `count` elements at a place as a vector; None if there are none."""
         # Buffers are reused, and a cached view is faster than a new view.
         found = self._views.get((place, dtype, count))
@@ -103,7 +103,7 @@ class Memory:
                 self._views[place, dtype, count] = found
         return found
 
-    def _view(self, place: Place, dtype: torch.dtype, count: int) -> Tensor | None:
+    def _view(self, place: BufferRange, dtype: torch.dtype, count: int) -> Tensor | None:
         there = self._map(place.owner)
         size = count * dtype.itemsize
         if there is None or place.offset < 0 or place.offset + size > there.nbytes:

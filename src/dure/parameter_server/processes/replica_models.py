@@ -20,10 +20,10 @@ from dure.contracts.strategy import RankContext, examples_for
 from dure.contracts.task import Task
 from dure.parallel.mesh.strategy import ParallelLearner
 from dure.parameter_server.downpour_plan import DownpourPlan
-from dure.parameter_server.gradients import Computed, no_gradient
-from dure.parameter_server.keys import Range
+from dure.parameter_server.gradients import ComputedGradients, no_gradient
+from dure.parameter_server.keys import KeyRange
 from dure.parameter_server.messages import worker
-from dure.parameter_server.stages import Run
+from dure.parameter_server.stages import StageKeys
 from dure.randomness.seeds import derive
 from dure.record.meter import Meter
 from dure.tensors.buffers import Buffers
@@ -55,7 +55,7 @@ class WholeModel:
         buffers = self.computing.flat.buffers
         return [buffers[keys.vector][keys.start : keys.stop] for keys in self.keys]
 
-    def compute(self, step: int, weights: Sequence[Tensor]) -> Computed:
+    def compute(self, step: int, weights: Sequence[Tensor]) -> ComputedGradients:
         """Return the gradient of the replica's batch of a step at these weights, by portion.
 
         Raises LossNotFiniteError.
@@ -109,7 +109,7 @@ class StageModel:
         self.reports = group.rank == plan.partitions - 1
         parameters = self.learner.held.parameters
         self.runs = [
-            OwnRun(run, [parameters[name] for name in run.names])
+            StageRun(run, [parameters[name] for name in run.names])
             for run in plan.runs
             if run.stage == group.rank
         ]
@@ -118,7 +118,7 @@ class StageModel:
         """Return the current weights, by portion."""
         return [self._run_of(keys).at(keys) for keys in self.keys]
 
-    def compute(self, step: int, weights: Sequence[Tensor]) -> Computed:
+    def compute(self, step: int, weights: Sequence[Tensor]) -> ComputedGradients:
         """Return the gradient of the replica's batch of a step at these weights, by portion.
 
         The stages compute together. Raises LossNotFiniteError, and PeerLostError if a stage is
@@ -142,7 +142,7 @@ class StageModel:
             whole = vectors[self.runs.index(run)]
             gradients.append(whole[keys.start - first : keys.stop - first])
         # Only the last stage reports the replica's loss.
-        return Computed(
+        return ComputedGradients(
             gradients=gradients,
             weight=1.0 if len(indices) else 0.0,
             loss=(loss or 0.0) if self.reports else 0.0,
@@ -151,7 +151,7 @@ class StageModel:
             seconds=time.perf_counter() - started,
         )
 
-    def _run_of(self, keys: Range) -> OwnRun:
+    def _run_of(self, keys: KeyRange) -> StageRun:
         return next(run for run in self.runs if run.has(keys))
 
     def buffers(self) -> list[Tensor]:
@@ -162,10 +162,10 @@ class StageModel:
         """Do nothing: there are no buffers."""
 
 
-class OwnRun:
+class StageRun:
     """Run of keys whose parameters this process trains, moved into a single vector."""
 
-    def __init__(self, run: Run, parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(self, run: StageKeys, parameters: Sequence[nn.Parameter]) -> None:
         self.run = run
         self.parameters = parameters
         self.vector = torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
@@ -173,12 +173,12 @@ class OwnRun:
             # The parameter objects stay the same, since the stage's program refers to them.
             parameter.data = view
 
-    def has(self, keys: Range) -> bool:
+    def has(self, keys: KeyRange) -> bool:
         """Return whether this run contains the keys."""
         own = self.run.keys
         return own.vector == keys.vector and own.start <= keys.start < own.stop
 
-    def at(self, keys: Range) -> Tensor:
+    def at(self, keys: KeyRange) -> Tensor:
         """Return a view of the weights of these keys."""
         first = self.run.keys.start
         return self.vector[keys.start - first : keys.stop - first]

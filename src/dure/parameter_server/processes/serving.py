@@ -16,12 +16,19 @@ from dure.parameter_server.messages import (
     Snapshot,
     Values,
 )
-from dure.parameter_server.processes.port import Gone, Port, payload_of
-from dure.parameter_server.processes.said import Account, Leads, Lost, Over, Save, Tell
-from dure.parameter_server.server import Server
+from dure.parameter_server.processes.endpoint import Disconnected, Endpoint, payload_of
+from dure.parameter_server.processes.messages import (
+    Heartbeat,
+    ProcessCounters,
+    RankLost,
+    RequestCounters,
+    RunEnded,
+    Save,
+)
+from dure.parameter_server.server import ShardServer
 
 
-def serve(server: Server, port: Port, place: RankContext) -> str:
+def serve(server: ShardServer, port: Endpoint, place: RankContext) -> str:
     """Serve until the leader ends the run; returns the limit by which it has ended.
 
     Raises PeerLostError if the leader is lost, or reports a loss.
@@ -30,16 +37,16 @@ def serve(server: Server, port: Port, place: RankContext) -> str:
     watch = LeaderWatch(place.deadline)
     while True:
         for sender, said in port.hear(watch.within(server.wake - time.monotonic())):
-            if isinstance(said, Over):
+            if isinstance(said, RunEnded):
                 return said.ended
-            if isinstance(said, Leads | Lost):
+            if isinstance(said, Heartbeat | RankLost):
                 watch.hear(said)
-            elif isinstance(said, Gone):
+            elif isinstance(said, Disconnected):
                 check_leader(sender, said, "serving", place.group.step)
                 server.cut(sender)
             elif isinstance(said, Save):
                 _save(server, said.shard, sender, port)
-            elif isinstance(said, Tell):
+            elif isinstance(said, RequestCounters):
                 _tell(server, sender, port, place)
             else:
                 _answer(server, sender, said, port, place)  # type: ignore[arg-type]
@@ -51,13 +58,15 @@ def serve(server: Server, port: Port, place: RankContext) -> str:
                 port.reach(other)
 
 
-def _say(said: list[Envelope], server: Server, port: Port) -> None:
+def _say(said: list[Envelope], server: ShardServer, port: Endpoint) -> None:
     for to, message in said:
         if not port.say(to, message):
             server.cut(to)
 
 
-def _answer(server: Server, sender: str, message: Message, port: Port, place: RankContext) -> None:
+def _answer(
+    server: ShardServer, sender: str, message: Message, port: Endpoint, place: RankContext
+) -> None:
     began = time.perf_counter()
     counters = place.group.meter.counters
     if isinstance(message, Push):
@@ -77,15 +86,15 @@ def _answer(server: Server, sender: str, message: Message, port: Port, place: Ra
         place.group.meter.compute(what, began, time.perf_counter(), clock + 1)
 
 
-def _tell(server: Server, sender: str, port: Port, place: RankContext) -> None:
+def _tell(server: ShardServer, sender: str, port: Endpoint, place: RankContext) -> None:
     """Send the counters and the new part of the timeline."""
     counters = place.group.meter.counters.as_list()
     trace = place.trace.packed(place.clock_offset)
     place.trace.lanes.clear()
-    port.say(sender, Account(server.name, counters, trace))
+    port.say(sender, ProcessCounters(server.name, counters, trace))
 
 
-def check_leader(sender: str, gone: Gone, operation: str, step: str) -> None:
+def check_leader(sender: str, gone: Disconnected, operation: str, step: str) -> None:
     """Check that a lost node is not the leader; raises PeerLostError if it is.
 
     Without a leader nothing would end the run.
@@ -101,9 +110,9 @@ class LeaderWatch:
         self._patience = StallTimeout(deadline)
         self._often = 0
 
-    def hear(self, said: Leads | Lost) -> None:
+    def hear(self, said: Heartbeat | RankLost) -> None:
         """Register a heartbeat. Raises PeerLostError if the leader reports the end of the run."""
-        if isinstance(said, Lost):
+        if isinstance(said, RankLost):
             raise said.error()
         self._often += 1
 
@@ -121,7 +130,7 @@ class LeaderWatch:
             raise PeerLostError((0,), operation, step, reason)
 
 
-def _save(server: Server, number: int, sender: str, port: Port) -> None:
+def _save(server: ShardServer, number: int, sender: str, port: Endpoint) -> None:
     one = server.owned.get(number)
     if one is not None:
         shard = one.shard

@@ -17,42 +17,48 @@ from torch import Tensor
 
 from dure.contracts.strategy import RankContext
 from dure.contracts.task import Task
-from dure.parameter_server.at_work import Worker
 from dure.parameter_server.compressed import compressors_of
 from dure.parameter_server.embeddings import tables_of
-from dure.parameter_server.gradients import Computed
-from dure.parameter_server.layout import Layout, Owed
-from dure.parameter_server.messages import MANAGER, Beat, Envelope, worker
-from dure.parameter_server.plan import Plan
-from dure.parameter_server.processes.port import BESIDE, Gone, Port
-from dure.parameter_server.processes.rooms import Outbox, Slots
-from dure.parameter_server.processes.said import (
-    Account,
-    Ask,
-    Deal,
-    Grant,
-    Held,
-    Hold,
-    Keep,
-    Leads,
-    Lost,
-    Over,
+from dure.parameter_server.gradients import ComputedGradients
+from dure.parameter_server.layout import ReassignedWork, ShardLayout
+from dure.parameter_server.messages import MANAGER, Envelope, ServerBeat, worker
+from dure.parameter_server.plan import ParameterServerPlan
+from dure.parameter_server.processes.buffers import GradientBuffers, WeightBuffers
+from dure.parameter_server.processes.endpoint import HEARTBEAT_SUFFIX, Disconnected, Endpoint
+from dure.parameter_server.processes.messages import (
+    AssignWork,
+    Drain,
+    Drained,
+    Heartbeat,
+    ProcessCounters,
+    RankLost,
     Report,
-    Tell,
-    Unsent,
+    RequestCounters,
+    RequestWork,
+    Residuals,
+    RunEnded,
+    SaveResiduals,
+    WorkLease,
 )
 from dure.parameter_server.processes.serving import LeaderWatch, check_leader
-from dure.parameter_server.scheduler import Scheduler, Work
-from dure.parameter_server.tables import Rows, apart
-from dure.parameter_server.worker import WorkerSide
+from dure.parameter_server.scheduler import BatchPart, Scheduler
+from dure.parameter_server.tables import SparseRows, split_rows
+from dure.parameter_server.worker import WorkerProtocol
+from dure.parameter_server.worker_node import WorkerNode
 from dure.tensors.buffers import Buffers
 
 
-class Working:
+class WorkerProcess:
     """Process of worker `number` of a plan."""
 
     def __init__(
-        self, number: int, task: Task, place: RankContext, seed: int, plan: Plan, port: Port
+        self,
+        number: int,
+        task: Task,
+        place: RankContext,
+        seed: int,
+        plan: ParameterServerPlan,
+        port: Endpoint,
     ) -> None:
         self.number = number
         self.plan = plan
@@ -71,13 +77,13 @@ class Working:
         tables = plan.tables(self.model, tables_of(task, self.model, seed))
         self.computing = plan.gradients(task, self.model, seed)
         self.computing.tables = tables
-        self.slots = Slots(self.computing.flat, self.shards)
-        self.outbox = Outbox(self.computing.flat.buffers)
+        self.slots = WeightBuffers(self.computing.flat, self.shards)
+        self.outbox = GradientBuffers(self.computing.flat.buffers)
         self.buffers = Buffers(self.model)
         self.group = plan.group_of(number)
         layout = plan.layout(self.model)
         self.scheduler = Scheduler(layout.groups[self.group], bounded=plan.staleness is not None)
-        self.worker = Worker(
+        self.worker = WorkerNode(
             own=self._side(number, layout, 0),
             next=self._next,
             compute=self._compute,
@@ -86,18 +92,18 @@ class Working:
             done=lambda side, work: self._done.append(work),
             rows=lambda side, work: self.computing.rows_of(work, self.group),
         )
-        self._computed: list[Computed] = []
-        self._done: list[Work] = []
-        self._dealt: deque[Work] = deque()
+        self._computed: list[ComputedGradients] = []
+        self._done: list[BatchPart] = []
+        self._dealt: deque[BatchPart] = deque()
         self._asked = False
         self._left = False
         """Whether there may be parts to ask for."""
         self._reported = (-1, -1)
 
-    def _side(self, number: int, layout: Layout, clock: int) -> WorkerSide:
+    def _side(self, number: int, layout: ShardLayout, clock: int) -> WorkerProtocol:
         into = partial(self.slots.ask, number)
         # A connection loses messages only by breaking, so retries need no timeout.
-        return WorkerSide(
+        return WorkerProtocol(
             number,
             layout,
             self.portions,
@@ -108,12 +114,12 @@ class Working:
             compressors=compressors_of(self.coding, self.seed, number, self.shards),
         )
 
-    def _other(self, owed: Owed, layout: Layout) -> WorkerSide:
+    def _other(self, owed: ReassignedWork, layout: ShardLayout) -> WorkerProtocol:
         return self._side(owed.worker, layout, owed.first)
 
     # Work
 
-    def _next(self, side: WorkerSide, asked: Work | None) -> Work | None:
+    def _next(self, side: WorkerProtocol, asked: BatchPart | None) -> BatchPart | None:
         self.scheduler.members = side.layout.groups[self.group]
         if self.scheduler.bounded:
             return self.scheduler.next(side.number, side.clock)
@@ -123,17 +129,17 @@ class Working:
         if not self._dealt and self._left and not self._asked:
             # Ask before the last part is computed, so that the next parts arrive in time.
             self._asked = True
-            self.port.say(MANAGER, Ask(self.number, tuple(self._done)))
+            self.port.say(MANAGER, RequestWork(self.number, tuple(self._done)))
             self._done.clear()
         return work
 
     def _compute(
-        self, side: WorkerSide, work: Work, values: Sequence[Tensor | Rows]
-    ) -> tuple[Sequence[Tensor | Rows], float]:
+        self, side: WorkerProtocol, work: BatchPart, values: Sequence[Tensor | SparseRows]
+    ) -> tuple[Sequence[Tensor | SparseRows], float]:
         self.port.flush()
         self.place.group.step = f"step {work.batch + 1}"
         started = time.perf_counter()
-        dense, rows = apart(values)
+        dense, rows = split_rows(values)
         self.slots.take(side.number, dense)
         found = self.computing.of(work, self.group, side.name, rows, self.outbox.room(side))
         self._computed.append(found)
@@ -148,7 +154,7 @@ class Working:
 
         Raises PeerLostError if the leader is lost.
         """
-        heart = Heart(self.worker.own, self.port)
+        heart = HeartbeatThread(self.worker.own, self.port)
         heart.start()
         try:
             while (ended := self._turn()) is None:
@@ -164,25 +170,25 @@ class Working:
         if not self.port.reach(MANAGER):  # the leader may start late: call it again soon
             seconds = min(seconds, 0.1)
         for sender, said in self.port.hear(self.watch.within(seconds)):
-            if isinstance(said, Over):
+            if isinstance(said, RunEnded):
                 return said.ended
-            if isinstance(said, Leads | Lost):
+            if isinstance(said, Heartbeat | RankLost):
                 self.watch.hear(said)
-            elif isinstance(said, Gone):
+            elif isinstance(said, Disconnected):
                 check_leader(sender, said, "training", self.place.group.step)
                 self._cut(sender)
-            elif isinstance(said, Grant):
+            elif isinstance(said, WorkLease):
                 self._granted(said)
-            elif isinstance(said, Keep):
+            elif isinstance(said, SaveResiduals):
                 errors = {side.number: side.unsent for side in self.worker.sides}
-                self.port.say(sender, Unsent(self.number, errors))
-            elif isinstance(said, Unsent):
+                self.port.say(sender, Residuals(self.number, errors))
+            elif isinstance(said, Residuals):
                 self.worker.own.take_unsent(said.errors[self.number])
-            elif isinstance(said, Hold):
+            elif isinstance(said, Drain):
                 self._hold()
-            elif isinstance(said, Tell):
+            elif isinstance(said, RequestCounters):
                 self._tell()
-            elif isinstance(said, Deal):
+            elif isinstance(said, AssignWork):
                 self._asked = False
                 self._left = bool(said.works)
                 self._dealt.extend(said.works)
@@ -196,7 +202,7 @@ class Working:
             self._say(self.worker.tick(time.monotonic()))
         return None
 
-    def _granted(self, grant: Grant) -> None:
+    def _granted(self, grant: WorkLease) -> None:
         self.worker.own.begin_at(grant.clock)
         if grant.buffers:
             self.buffers.load(self.model, grant.buffers)
@@ -207,19 +213,19 @@ class Working:
     def _hold(self) -> None:
         """Begin nothing more, and return assigned parts that are not begun."""
         until = self.worker.hold()
-        back: list[Work] = []
+        back: list[BatchPart] = []
         if not self.scheduler.bounded:
             back = [*self.worker.drop(), *self._dealt]
             self._dealt.clear()
             self._left = False
             self.worker.go_on()
-        self.port.say(MANAGER, Held(self.number, until, tuple(back)))
+        self.port.say(MANAGER, Drained(self.number, until, tuple(back)))
 
     def _tell(self) -> None:
         """Send the counters and the new part of the timeline."""
         trace = self.trace.packed(self.clock_offset)
         self.trace.lanes.clear()
-        self.port.say(MANAGER, Account(worker(self.number), self._counters(), trace))
+        self.port.say(MANAGER, ProcessCounters(worker(self.number), self._counters(), trace))
 
     def _counters(self) -> list[float]:
         counters = self.meter.counters
@@ -274,20 +280,20 @@ class Working:
         self.port.say(MANAGER, report)
 
 
-class Heart(threading.Thread):
+class HeartbeatThread(threading.Thread):
     """Thread that sends a worker's heartbeats to the manager during computations."""
 
-    def __init__(self, side: WorkerSide, port: Port, beat: float = 0.5) -> None:
+    def __init__(self, side: WorkerProtocol, port: Endpoint, beat: float = 0.5) -> None:
         super().__init__(name="dure heart", daemon=True)
         self._side = side
-        self._port = port.beside(f"{side.name}{BESIDE}")
+        self._port = port.beside(f"{side.name}{HEARTBEAT_SUFFIX}")
         self._beat = beat
         self._ended = threading.Event()
 
     def run(self) -> None:
         while not self._ended.wait(self._beat):
             side = self._side
-            beat = Beat(side.name, side.layout.version, math.nan, clock=side.clock)
+            beat = ServerBeat(side.name, side.layout.version, math.nan, clock=side.clock)
             self._port.say(MANAGER, beat)
             self._port.flush()
         self._port.close()

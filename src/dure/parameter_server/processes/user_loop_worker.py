@@ -24,15 +24,23 @@ from torch import Tensor, nn
 from dure.errors import PeerLostError, described
 from dure.parameter_server.gradients import no_gradient, write_gradients
 from dure.parameter_server.messages import MANAGER, Envelope, worker
-from dure.parameter_server.plan import Plan
+from dure.parameter_server.plan import ParameterServerPlan
+from dure.parameter_server.processes.buffers import GradientBuffers, WeightBuffers
+from dure.parameter_server.processes.endpoint import Disconnected, Endpoint
 from dure.parameter_server.processes.meeting import rank_of
-from dure.parameter_server.processes.port import Gone, Port
-from dure.parameter_server.processes.rooms import Outbox, Slots
-from dure.parameter_server.processes.said import Failed, Grant, Leads, Leave, Lost, Over, Waits
+from dure.parameter_server.processes.messages import (
+    Heartbeat,
+    LeaveRequest,
+    PullTimeout,
+    RankFailed,
+    RankLost,
+    RunEnded,
+    WorkLease,
+)
 from dure.parameter_server.processes.serving import check_leader
-from dure.parameter_server.processes.working import Heart
-from dure.parameter_server.tables import apart
-from dure.parameter_server.worker import WorkerSide
+from dure.parameter_server.processes.worker_process import HeartbeatThread
+from dure.parameter_server.tables import split_rows
+from dure.parameter_server.worker import WorkerProtocol
 from dure.tensors.buffers import Buffers
 from dure.tensors.finite import all_finite
 from dure.tensors.flat import FlatParameters, by_dtype, trained_of
@@ -48,7 +56,13 @@ class Worker:
     """
 
     def __init__(
-        self, number: int, model: nn.Module, plan: Plan, skips: bool, port: Port, deadline: float
+        self,
+        number: int,
+        model: nn.Module,
+        plan: ParameterServerPlan,
+        skips: bool,
+        port: Endpoint,
+        deadline: float,
     ) -> None:
         self.number = number
         self.count = len(plan.workers)
@@ -63,10 +77,10 @@ class Worker:
         self._vectors = list(by_dtype(trained).values())
         self._names = {id(one): name for name, one in model.named_parameters()}
         flat = FlatParameters(model, trained)
-        self._slots = Slots(flat, self._shards)
-        self._outbox = Outbox(flat.buffers)
+        self._slots = WeightBuffers(flat, self._shards)
+        self._outbox = GradientBuffers(flat.buffers)
         self._buffers = Buffers(model)
-        self._side = WorkerSide(
+        self._side = WorkerProtocol(
             number,
             plan.layout(model),
             plan.all_portions(model),
@@ -80,7 +94,7 @@ class Worker:
         self._ended = ""
         """Reason that pulls and pushes are no longer possible; empty before."""
         self._closed = False
-        self._heart = Heart(self._side, port)
+        self._heart = HeartbeatThread(self._side, port)
         self._heart.start()
 
     # What can be asked
@@ -117,7 +131,7 @@ class Worker:
         self._check_here("pull")
         self._say(self._side.pull(time.monotonic(), self._side.clock))
         self._wait(lambda: self._side.arrived, "the pull")
-        values, _ = apart(self._side.take())
+        values, _ = split_rows(self._side.take())
         self._slots.take(self.number, values)
         self._pulled = True
 
@@ -161,7 +175,7 @@ class Worker:
             self._wait(lambda: not self._side.behind, "the acknowledgement of all pushes")
             self._heart.stop()
             buffers = [buffer.detach() for buffer in self._buffers.of(self.model)]
-            self._port.say(MANAGER, Leave(self.number, self._side.clock, buffers))
+            self._port.say(MANAGER, LeaveRequest(self.number, self._side.clock, buffers))
             self._wait(lambda: bool(self._ended), "the farewell")
         finally:
             self._ended = "it has left"
@@ -181,7 +195,7 @@ class Worker:
             return
         if not self._ended:
             reason = described(error)
-            self._port.say(MANAGER, Failed(self._side.name, self._step, "error", reason))
+            self._port.say(MANAGER, RankFailed(self._side.name, self._step, "error", reason))
             self._ended = "it has left by an error"
         self._end()
 
@@ -246,7 +260,7 @@ class Worker:
             if now >= limit:
                 asked = True
                 limit = now + VERDICT_SECONDS
-                waits = Waits(self.number, self._side.clock, tuple(self._side.unanswered))
+                waits = PullTimeout(self.number, self._side.clock, tuple(self._side.unanswered))
                 self._port.say(MANAGER, waits)
             seconds = min(self._side.wake, limit) - now
             if not self._port.reach(MANAGER):  # the leader may start late: call it again soon
@@ -256,20 +270,20 @@ class Worker:
     def _listen(self, seconds: float) -> None:
         """Process received messages; waits for them for at most `seconds`."""
         for sender, said in self._port.hear(seconds):
-            if isinstance(said, Over):
+            if isinstance(said, RunEnded):
                 self._ended = "the run has ended"
                 if said.ended:
                     return  # the answer to this worker's leave
                 self._lost((0,), "the training", "has ended the run")
-            elif isinstance(said, Lost):
+            elif isinstance(said, RankLost):
                 self._ended = said.reason
                 raise said.error()
-            elif isinstance(said, Gone):
+            elif isinstance(said, Disconnected):
                 check_leader(sender, said, "training", self._step)
                 self._side.cut(sender)
-            elif isinstance(said, Leads):
-                continue  # timeouts of pulls are reported by `Waits`
-            elif isinstance(said, Grant):
+            elif isinstance(said, Heartbeat):
+                continue  # timeouts of pulls are reported by `PullTimeout`
+            elif isinstance(said, WorkLease):
                 self._begun = self._begun or said.until > 0
             else:
                 self._slots.heard(sender, said)  # type: ignore[arg-type]

@@ -27,13 +27,13 @@ from torch import Tensor
 
 from dure.errors import PeerLostError
 from dure.parameter_server import messages
-from dure.parameter_server.layout import Layout
-from dure.parameter_server.scheduler import Work
+from dure.parameter_server.layout import ShardLayout
+from dure.parameter_server.scheduler import BatchPart
 from dure.record.checkpoint import pack_tree, unpack_tree
 from dure.record.on_disk import in_memory
 
 
-class Grant(msgspec.Struct, frozen=True, tag=True):
+class WorkLease(msgspec.Struct, frozen=True, tag="Grant"):
     """Permission to begin the batches before `until`.
 
     Args:
@@ -49,32 +49,32 @@ class Grant(msgspec.Struct, frozen=True, tag=True):
     buffers: list[Tensor] = []
 
 
-class Ask(msgspec.Struct, frozen=True, tag=True):
+class RequestWork(msgspec.Struct, frozen=True, tag="Ask"):
     """Request of a worker for parts. `done` are parts that every server has."""
 
     worker: int
-    done: tuple[Work, ...] = ()
+    done: tuple[BatchPart, ...] = ()
 
 
-class Deal(msgspec.Struct, frozen=True, tag=True):
+class AssignWork(msgspec.Struct, frozen=True, tag="Deal"):
     """Parts that a worker is to do; none if no granted work is left."""
 
-    works: tuple[Work, ...]
+    works: tuple[BatchPart, ...]
 
 
-class Hold(msgspec.Struct, frozen=True, tag=True):
+class Drain(msgspec.Struct, frozen=True, tag="Hold"):
     """Request to begin nothing more, as the run is to end."""
 
 
-class Held(msgspec.Struct, frozen=True, tag=True):
-    """Answer to `Hold`: the worker begins none of its batches from `until` on.
+class Drained(msgspec.Struct, frozen=True, tag="Held"):
+    """Answer to `Drain`: the worker begins none of its batches from `until` on.
 
     `back` are assigned parts that it has not begun. The worker finishes and reports begun work.
     """
 
     worker: int
     until: int
-    back: tuple[Work, ...] = ()
+    back: tuple[BatchPart, ...] = ()
 
 
 class Report(msgspec.Struct, frozen=True, tag=True):
@@ -104,12 +104,12 @@ class Report(msgspec.Struct, frozen=True, tag=True):
     pushes: int
     staleness: dict[int, int]
     counters: list[float]
-    done: tuple[Work, ...]
+    done: tuple[BatchPart, ...]
     buffers: list[Tensor]
     trace: bytes
 
 
-class Shipped(msgspec.Struct, frozen=True, tag=True):
+class SerialisedSnapshot(msgspec.Struct, frozen=True, tag="Shipped"):
     """Serialised `Snapshot`: its tree without tensors, and the named tensors."""
 
     shard: int
@@ -126,11 +126,11 @@ class Save(msgspec.Struct, frozen=True, tag=True):
     shard: int
 
 
-class Keep(msgspec.Struct, frozen=True, tag=True):
+class SaveResiduals(msgspec.Struct, frozen=True, tag="Keep"):
     """Request for the residuals of a worker's compressed pushes."""
 
 
-class Unsent(msgspec.Struct, frozen=True, tag=True):
+class Residuals(msgspec.Struct, frozen=True, tag="Unsent"):
     """Residuals of compressed pushes.
 
     `worker` is the worker that stores them. `errors` are by the number of the worker on whose
@@ -141,11 +141,11 @@ class Unsent(msgspec.Struct, frozen=True, tag=True):
     errors: dict[int, list[Tensor]]
 
 
-class Tell(msgspec.Struct, frozen=True, tag=True):
+class RequestCounters(msgspec.Struct, frozen=True, tag="Tell"):
     """Request for the counters of a server or a worker."""
 
 
-class Account(msgspec.Struct, frozen=True, tag=True):
+class ProcessCounters(msgspec.Struct, frozen=True, tag="Account"):
     """Counters of a node, as in a `Report`. `name` is the node, such as "server 0"."""
 
     name: str
@@ -153,7 +153,7 @@ class Account(msgspec.Struct, frozen=True, tag=True):
     trace: bytes
 
 
-class Failed(msgspec.Struct, frozen=True, tag=True):
+class RankFailed(msgspec.Struct, frozen=True, tag="Failed"):
     """Error of a process. The kind "loss" means a loss that is not finite: `value`."""
 
     who: str
@@ -164,13 +164,13 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     value: float = 0.0
 
 
-class Over(msgspec.Struct, frozen=True, tag=True):
+class RunEnded(msgspec.Struct, frozen=True, tag="Over"):
     """End of the run, by this limit; empty if the run has failed."""
 
     ended: str
 
 
-class Leave(msgspec.Struct, frozen=True, tag=True):
+class LeaveRequest(msgspec.Struct, frozen=True, tag="Leave"):
     """Departure of a worker after `clock` pushes, which all servers have.
 
     `buffers` are those of its model.
@@ -181,11 +181,11 @@ class Leave(msgspec.Struct, frozen=True, tag=True):
     buffers: list[Tensor]
 
 
-class Leads(msgspec.Struct, frozen=True, tag=True):
+class Heartbeat(msgspec.Struct, frozen=True, tag="Leads"):
     """Heartbeat of the leader."""
 
 
-class Waits(msgspec.Struct, frozen=True, tag=True):
+class PullTimeout(msgspec.Struct, frozen=True, tag="Waits"):
     """Timeout of a worker's pull at a clock: these shards have not answered."""
 
     worker: int
@@ -193,7 +193,7 @@ class Waits(msgspec.Struct, frozen=True, tag=True):
     shards: tuple[int, ...]
 
 
-class Lost(msgspec.Struct, frozen=True, tag=True):
+class RankLost(msgspec.Struct, frozen=True, tag="Lost"):
     """End of the run by a `PeerLostError` with these fields."""
 
     ranks: tuple[int, ...]
@@ -206,44 +206,44 @@ class Lost(msgspec.Struct, frozen=True, tag=True):
         return PeerLostError(self.ranks, self.operation, self.step, self.reason)
 
 
-Said: TypeAlias = (
+ProcessMessage: TypeAlias = (
     messages.Push
     | messages.Acknowledged
     | messages.Pull
     | messages.Values
-    | messages.Refused
+    | messages.PushRefused
     | messages.Replicate
     | messages.Replicated
     | messages.Norms
-    | messages.Beat
+    | messages.ServerBeat
     | messages.Lease
-    | Layout
-    | Shipped
-    | Grant
-    | Ask
-    | Deal
-    | Hold
-    | Held
+    | ShardLayout
+    | SerialisedSnapshot
+    | WorkLease
+    | RequestWork
+    | AssignWork
+    | Drain
+    | Drained
     | Report
     | Save
-    | Keep
-    | Unsent
-    | Tell
-    | Account
-    | Failed
-    | Over
-    | Leave
-    | Waits
-    | Lost
-    | Leads
+    | SaveResiduals
+    | Residuals
+    | RequestCounters
+    | ProcessCounters
+    | RankFailed
+    | RunEnded
+    | LeaveRequest
+    | PullTimeout
+    | RankLost
+    | Heartbeat
 )
 """Messages that a frame can contain."""
 
 
-def shipped(snapshot: messages.Snapshot) -> Shipped:
+def serialise_snapshot(snapshot: messages.Snapshot) -> SerialisedSnapshot:
     """Return a snapshot in its serialised form."""
     tree, tensors = pack_tree(snapshot.state)
-    return Shipped(
+    return SerialisedSnapshot(
         shard=snapshot.shard,
         epoch=snapshot.epoch,
         number=snapshot.number,
@@ -253,8 +253,8 @@ def shipped(snapshot: messages.Snapshot) -> Shipped:
     )
 
 
-def landed(shipped: Shipped) -> messages.Snapshot:
-    """Return the snapshot; the inverse of `shipped`."""
+def deserialise_snapshot(shipped: SerialisedSnapshot) -> messages.Snapshot:
+    """Return the snapshot; the inverse of `serialise_snapshot`."""
     tensors = dict(zip(shipped.names, shipped.tensors, strict=True))
     state = unpack_tree(shipped.tree, tensors)
     return messages.Snapshot(shipped.shard, shipped.epoch, shipped.number, state)

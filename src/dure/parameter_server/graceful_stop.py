@@ -19,11 +19,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 import msgspec
 
-from dure.parameter_server.members import Members
-from dure.parameter_server.scheduler import Work
+from dure.parameter_server.members import WorkerMembers
+from dure.parameter_server.scheduler import BatchPart
 
 
-class Standing(msgspec.Struct, frozen=True):
+class ResumePoint(msgspec.Struct, frozen=True):
     """Progress of workers at a stop.
 
     `until` has the first batch of each worker that it has not done. `undone` has, for each group,
@@ -31,10 +31,10 @@ class Standing(msgspec.Struct, frozen=True):
     """
 
     until: Mapping[int, int]
-    undone: Sequence[Sequence[Work]]
+    undone: Sequence[Sequence[BatchPart]]
 
 
-class Holding:
+class GracefulStop:
     """Graceful stop of workers. `teams` lists workers that must have made equally many steps."""
 
     def __init__(self, teams: Sequence[Sequence[int]]) -> None:
@@ -75,7 +75,7 @@ class Holding:
         return self._decided
 
 
-def owed_until(members: Members, until: int) -> int:
+def owed_until(members: WorkerMembers, until: int) -> int:
     """Return the first batch without a part of a dropped worker, at most `until`."""
     ends = [end for worker in members.workers if (end := members.end(worker)) is not None]
     return min(max(ends, default=0), until)

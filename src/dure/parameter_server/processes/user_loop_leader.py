@@ -17,8 +17,14 @@ from dure.errors import PeerLostError, text_of, warn
 from dure.parameter_server.messages import server, worker
 from dure.parameter_server.processes.leader import Leader
 from dure.parameter_server.processes.meeting import rank_of
-from dure.parameter_server.processes.said import Failed, Leave, Lost, Over, Waits
-from dure.parameter_server.tables import apart
+from dure.parameter_server.processes.messages import (
+    LeaveRequest,
+    PullTimeout,
+    RankFailed,
+    RankLost,
+    RunEnded,
+)
+from dure.parameter_server.tables import split_rows
 
 ENDLESS = 1 << 62
 """Granted number of steps: more than any worker makes."""
@@ -29,7 +35,7 @@ LEFT = "left"
 _LOOK_SECONDS = 0.5
 
 
-class OwnLeader(Leader):
+class UserLoopLeader(Leader):
     """Leader from `start` until the last worker has left."""
 
     buffers: tuple[int, list[Tensor]] | None = None
@@ -46,7 +52,7 @@ class OwnLeader(Leader):
             wait([all_left], _LOOK_SECONDS)
             self._tell_of_the_dead(told)
         all_left.result()
-        weights, _ = apart(self.values().result())
+        weights, _ = split_rows(self.values().result())
         self.ended = LEFT
         return weights
 
@@ -58,15 +64,15 @@ class OwnLeader(Leader):
                 warn(f"{name}, rank {rank}, is lost ({reason}); the others go on without it")
 
     def _hear(self, sender: str, said: Any, now: float) -> None:
-        if isinstance(said, Leave):
+        if isinstance(said, LeaveRequest):
             if self.buffers is None or said.worker < self.buffers[0]:
                 self.buffers = said.worker, said.buffers
             self._say(self.manager.leave(said.worker, said.clock))
-            self.port.say(sender, Over(LEFT))
+            self.port.say(sender, RunEnded(LEFT))
             self._changed(now)
-        elif isinstance(said, Waits):
+        elif isinstance(said, PullTimeout):
             self._look_for(said)
-        elif isinstance(said, Failed) and sender.startswith("worker"):
+        elif isinstance(said, RankFailed) and sender.startswith("worker"):
             # The error of a worker's loop ends this worker alone.
             self._say(self.manager.lost(sender, said.reason, now))
             self._changed(now)
@@ -76,7 +82,7 @@ class OwnLeader(Leader):
     def _look_at_hanging(self, now: float) -> None:
         """Do nothing: a slow worker is legal until another worker's pull times out."""
 
-    def _look_for(self, waits: Waits) -> None:
+    def _look_for(self, waits: PullTimeout) -> None:
         """Raise PeerLostError for the nodes that delayed a worker's pull."""
         names = [worker(who) for who in self._behind(waits.clock)]
         reason = f"made no step for {self._deadline:g} s"
@@ -107,8 +113,8 @@ class OwnLeader(Leader):
         super()._fail(error)
 
 
-def _lost(error: BaseException) -> Lost:
+def _lost(error: BaseException) -> RankLost:
     """Return the message about an error of the leader."""
     if isinstance(error, PeerLostError):
-        return Lost(error.ranks, error.operation, error.step, error.reason)
-    return Lost((0,), "the run", "the training", f"failed: {text_of(error)}")
+        return RankLost(error.ranks, error.operation, error.step, error.reason)
+    return RankLost((0,), "the run", "the training", f"failed: {text_of(error)}")

@@ -43,18 +43,18 @@ from dure.parallel.data.reducer import check_same_shapes
 from dure.parallel.weight_broadcast import share_weights
 from dure.parallel.zero.agreement import raise_on_all_ranks
 from dure.parameter_server.embeddings import check_no_tables
-from dure.parameter_server.holding import Standing
+from dure.parameter_server.graceful_stop import ResumePoint
 from dure.parameter_server.manager import Manager
 from dure.parameter_server.messages import MANAGER, server
-from dure.parameter_server.optimizer import Recipe, check_new
-from dure.parameter_server.plan import Plan, check_model, in_words, states_of_keys
+from dure.parameter_server.optimizer import OptimizerRecipe, check_new
+from dure.parameter_server.plan import ParameterServerPlan, check_model, in_words, states_of_keys
+from dure.parameter_server.processes.endpoint import Endpoint
 from dure.parameter_server.processes.meeting import meet, ranks_of
-from dure.parameter_server.processes.own_leader import OwnLeader
-from dure.parameter_server.processes.own_worker import Worker
-from dure.parameter_server.processes.port import Port
-from dure.parameter_server.processes.said import Failed
+from dure.parameter_server.processes.messages import RankFailed
 from dure.parameter_server.processes.serving import serve
-from dure.parameter_server.server import Server
+from dure.parameter_server.processes.user_loop_leader import UserLoopLeader
+from dure.parameter_server.processes.user_loop_worker import Worker
+from dure.parameter_server.server import ShardServer
 from dure.parameter_server.shard import Terms
 from dure.record.meter import Meter
 from dure.tensors.buffers import Buffers
@@ -65,7 +65,7 @@ PATIENCE = 10.0
 
 
 @dataclass(frozen=True)
-class OwnPlan(Plan):
+class UserLoopPlan(ParameterServerPlan):
     """Plan of workers with data of their own."""
 
     @property
@@ -112,7 +112,7 @@ def join(
     """
     group = with_lost_rank_diagnosis(process_group)
     workers = tuple(range(group.size - 1 - servers))
-    plan = OwnPlan(
+    plan = UserLoopPlan(
         servers=servers,
         groups=(workers,),
         batch_size=None,
@@ -145,7 +145,7 @@ def join(
 # Checks
 
 
-def _check(plan: Plan, group: Group, deadline: float) -> None:
+def _check(plan: ParameterServerPlan, group: Group, deadline: float) -> None:
     """Check the settings of a run; raises ValueError for invalid settings."""
     if plan.servers < 1:
         raise ValueError(f"servers is {plan.servers}, but someone has to hold the weights")
@@ -192,18 +192,21 @@ def _check_optimizer(
 
 
 def _terms(
-    plan: Plan, model: nn.Module, optimizer: Optimizer, lr_schedule: LRSchedule | None
+    plan: ParameterServerPlan,
+    model: nn.Module,
+    optimizer: Optimizer,
+    lr_schedule: LRSchedule | None,
 ) -> Terms:
-    """Return the training terms of the shards. Raises ValueError as `Recipe.of`."""
+    """Return the training terms of the shards. Raises ValueError as `OptimizerRecipe.of`."""
     return Terms(
-        recipe=Recipe.of(optimizer, list(by_dtype(trained_of(model)).values())),
+        recipe=OptimizerRecipe.of(optimizer, list(by_dtype(trained_of(model)).values())),
         staleness=plan.staleness,
         schedule=None if lr_schedule is None else partial(factor_at, lr_schedule),
         slows=plan.slows_stale,
     )
 
 
-def _check_same(plan: Plan, recipe: Recipe, group: Group) -> None:
+def _check_same(plan: ParameterServerPlan, recipe: OptimizerRecipe, group: Group) -> None:
     """Check that all ranks have equal settings and optimizers; raises ValueError on every rank."""
     text = repr((plan, recipe.kind, [sorted(one.items()) for one in recipe.groups], recipe.spans))
     # 6 bytes, since float64 represents every integer below 2^53.
@@ -221,31 +224,40 @@ def _check_same(plan: Plan, recipe: Recipe, group: Group) -> None:
 
 
 def _work(
-    plan: Plan, terms: Terms, model: nn.Module, number: int, port: Port, deadline: float
+    plan: ParameterServerPlan,
+    terms: Terms,
+    model: nn.Module,
+    number: int,
+    port: Endpoint,
+    deadline: float,
 ) -> Worker:
     worker = Worker(number, model, plan, terms.recipe.plain, port, deadline)
     worker.begin()
     return worker
 
 
-def _serve(plan: Plan, terms: Terms, model: nn.Module, number: int, port: Port) -> None:
+def _serve(
+    plan: ParameterServerPlan, terms: Terms, model: nn.Module, number: int, port: Endpoint
+) -> None:
     """Serve until all workers have left."""
     name = server(number)
     try:
         # A connection loses messages only by breaking, so retries need no timeout.
-        own = Server(number, plan.layout(model), terms, patience=math.inf)
+        own = ShardServer(number, plan.layout(model), terms, patience=math.inf)
         if not serve(own, port, RankContext(Group(None, Meter(name)))):
             raise PeerLostError((0,), "serving", "the training", "has ended the run")
     except PeerLostError:
         raise
     except BaseException as error:
-        port.say(MANAGER, Failed(name, "the training", "error", described(error)))
+        port.say(MANAGER, RankFailed(name, "the training", "error", described(error)))
         raise
     finally:
         port.close()
 
 
-def _lead(plan: Plan, terms: Terms, model: nn.Module, port: Port, deadline: float) -> None:
+def _lead(
+    plan: ParameterServerPlan, terms: Terms, model: nn.Module, port: Endpoint, deadline: float
+) -> None:
     """Lead until all workers have left; the model then has the servers' weights."""
     flat = FlatParameters(model)
     shards = plan.shards(model)
@@ -254,9 +266,9 @@ def _lead(plan: Plan, terms: Terms, model: nn.Module, port: Port, deadline: floa
         plan.layout(model), plan.servers, plan.staleness, patience, plan.replicas, inherits=False
     )
     holds = in_words(shards, flat.buffers)
-    leader = OwnLeader(plan, manager, plan.all_portions(model), holds, port, deadline)
+    leader = UserLoopLeader(plan, manager, plan.all_portions(model), holds, port, deadline)
     try:
-        standing = Standing(dict.fromkeys(plan.workers, 0), [() for _ in plan.groups])
+        standing = ResumePoint(dict.fromkeys(plan.workers, 0), [() for _ in plan.groups])
         leader.start(states_of_keys(shards, flat.buffers, terms), standing, {})
         weights = leader.until_all_left()
     finally:

@@ -13,39 +13,40 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from dure.parameter_server.layout import Layout, Owed
+from dure.parameter_server.layout import ReassignedWork, ShardLayout
 from dure.parameter_server.messages import Envelope, Message
-from dure.parameter_server.scheduler import Work
-from dure.parameter_server.tables import Rows
-from dure.parameter_server.worker import WorkerSide
+from dure.parameter_server.scheduler import BatchPart
+from dure.parameter_server.tables import SparseRows
+from dure.parameter_server.worker import WorkerProtocol
 
-Next = Callable[[WorkerSide, Work | None], Work | None]
+ChoosePart = Callable[[WorkerProtocol, BatchPart | None], BatchPart | None]
 """Function (side, asked) -> the part to compute next; None if there is none.
 
 `asked` is None before the pull. After the pull the function is called again with its earlier
 result, since the members of the clock may have changed meanwhile.
 """
-Wanted = Callable[[WorkerSide, Work], Sequence[Tensor]]
+RowsToPull = Callable[[WorkerProtocol, BatchPart], Sequence[Tensor]]
 """Function (side, work) -> the table rows that a part reads, by portion of tables."""
-Compute = Callable[
-    [WorkerSide, Work, Sequence[Tensor | Rows]], tuple[Sequence[Tensor | Rows], float]
+ComputePart = Callable[
+    [WorkerProtocol, BatchPart, Sequence[Tensor | SparseRows]],
+    tuple[Sequence[Tensor | SparseRows], float],
 ]
 """Function (side, work, values) -> the gradients of a part, by portion, and their weight."""
-Seconds = Callable[[int, int], float]
+ComputingTime = Callable[[int, int], float]
 """Function (worker, clock) -> the duration of that computation, in seconds."""
 
 
 @dataclass
-class Job:
+class GradientJob:
     """Computation for a side. `gradients` is None before its start."""
 
-    side: WorkerSide
-    work: Work
-    gradients: Sequence[Tensor | Rows] | None = None
+    side: WorkerProtocol
+    work: BatchPart
+    gradients: Sequence[Tensor | SparseRows] | None = None
     weight: float = 0.0
 
 
-class Worker:
+class WorkerNode:
     """Worker with the dropped workers on whose behalf it computes.
 
     Args:
@@ -60,13 +61,13 @@ class Worker:
 
     def __init__(
         self,
-        own: WorkerSide,
-        next: Next,
-        compute: Compute,
-        seconds: Seconds,
-        other: Callable[[Owed, Layout], WorkerSide],
-        done: Callable[[WorkerSide, Work], None] = lambda side, work: None,
-        rows: Wanted = lambda side, work: (),
+        own: WorkerProtocol,
+        next: ChoosePart,
+        compute: ComputePart,
+        seconds: ComputingTime,
+        other: Callable[[ReassignedWork, ShardLayout], WorkerProtocol],
+        done: Callable[[WorkerProtocol, BatchPart], None] = lambda side, work: None,
+        rows: RowsToPull = lambda side, work: (),
     ) -> None:
         self.own = own
         self.next = next
@@ -77,18 +78,18 @@ class Worker:
         self.rows = rows
         self.computed = 0.0
         """Total computing time in seconds."""
-        self._others: dict[Owed, WorkerSide] = {}
-        self._jobs: list[Job] = []
+        self._others: dict[ReassignedWork, WorkerProtocol] = {}
+        self._jobs: list[GradientJob] = []
         """Jobs in progress, at most one a side: pulled or computed."""
-        self._unsafe: list[tuple[WorkerSide, int, Work]] = []
+        self._unsafe: list[tuple[WorkerProtocol, int, BatchPart]] = []
         """Unacknowledged pushes: side, the side's clock, and the part."""
-        self._computing: Job | None = None
+        self._computing: GradientJob | None = None
         self._ends = math.inf
         self._woken = True
         self._held = False
 
     @property
-    def sides(self) -> list[WorkerSide]:
+    def sides(self) -> list[WorkerProtocol]:
         """Sides of the protocol, the worker's own first."""
         return [self.own, *self._others.values()]
 
@@ -121,7 +122,7 @@ class Worker:
             clocks[id(self._computing.side)] += 1
         return max(clocks.values())
 
-    def drop(self) -> list[Work]:
+    def drop(self) -> list[BatchPart]:
         """Drop the jobs that have not begun to compute; returns their parts."""
         dropped = [job for job in self._jobs if job is not self._computing]
         self._jobs = [job for job in self._jobs if job is self._computing]
@@ -132,7 +133,7 @@ class Worker:
         said: list[Envelope] = []
         for side in self.sides:
             said += side.receive(sender, message, now)
-        if isinstance(message, Layout):
+        if isinstance(message, ShardLayout):
             self._take_over()
         self._settle()
         return [*said, *self._begin(now)]
@@ -182,7 +183,7 @@ class Worker:
             over = owed is not None and side.clock >= owed.stop
             work = None if over or side in busy else self.next(side, None)
             if work is not None:
-                self._jobs.append(Job(side, work))
+                self._jobs.append(GradientJob(side, work))
                 said += side.pull(now, side.clock, self.rows(side, work))
         for job in list(self._jobs):
             if self._computing is None and job.side.arrived:

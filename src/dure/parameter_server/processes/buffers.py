@@ -27,15 +27,15 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from dure.collectives.shared_memory.pool import empty_shared
-from dure.parameter_server.keys import Range
+from dure.parameter_server.keys import KeyRange
 from dure.parameter_server.messages import Pull, Values
-from dure.parameter_server.processes.said import Said
-from dure.parameter_server.worker import WorkerSide
+from dure.parameter_server.processes.messages import ProcessMessage
+from dure.parameter_server.worker import WorkerProtocol
 from dure.tensors.flat import FlatParameters, Room
 
 
 @dataclass(eq=False)
-class Slot:
+class WeightBuffer:
     """Buffer for weights.
 
     Args:
@@ -49,18 +49,18 @@ class Slot:
     writers: dict[tuple[str, int, int], int] = field(default_factory=dict)
 
 
-class Slots:
+class WeightBuffers:
     """Weight buffers of a worker whose model has these shards."""
 
-    def __init__(self, flat: FlatParameters, shards: Sequence[Range]) -> None:
+    def __init__(self, flat: FlatParameters, shards: Sequence[KeyRange]) -> None:
         self._flat = flat
         self._shards = shards
         self._undivided = [keys.vector for keys in shards] == [*range(len(flat.buffers))]
         """Whether every vector is a single shard."""
-        self._slots: list[Slot] = []
-        self._asked: dict[int, Slot] = {}
+        self._slots: list[WeightBuffer] = []
+        self._asked: dict[int, WeightBuffer] = {}
         """Buffer for the answers to a worker's newest request."""
-        self._used: Slot | None = None
+        self._used: WeightBuffer | None = None
         """Buffer that the model uses."""
 
     def ask(self, worker: int) -> list[Tensor]:
@@ -68,13 +68,13 @@ class Slots:
         slot = self._asked[worker] = self._free()
         return slot.parts
 
-    def said(self, to: str, message: Said) -> None:
+    def said(self, to: str, message: ProcessMessage) -> None:
         """Register a sent message: after a pull the server may write to its buffer."""
         if isinstance(message, Pull) and message.into is not None:
             key = (to, message.shard, message.worker)
             self._asked[message.worker].writers[key] = message.number
 
-    def heard(self, sender: str, message: Said) -> None:
+    def heard(self, sender: str, message: ProcessMessage) -> None:
         """Register a received message: after its answer a server no longer writes to the buffer."""
         if not isinstance(message, Values):
             return
@@ -102,7 +102,7 @@ class Slots:
                 part.copy_(value)
         self._flat.move(self._used.room)
 
-    def _free(self) -> Slot:
+    def _free(self) -> WeightBuffer:
         """Return a buffer without writers that is neither in use nor requested."""
         taken = [self._used, *self._asked.values()]
         for slot in self._slots:
@@ -110,19 +110,19 @@ class Slots:
                 return slot
         buffers = [empty_shared(len(one), dtype=one.dtype) for one in self._flat.buffers]
         parts = [buffers[keys.vector][keys.start : keys.stop] for keys in self._shards]
-        self._slots.append(Slot(self._flat.room(buffers), parts))
+        self._slots.append(WeightBuffer(self._flat.room(buffers), parts))
         return self._slots[-1]
 
 
-class Outbox:
+class GradientBuffers:
     """Gradient buffers of a worker, with flat vectors like these."""
 
     def __init__(self, like: Sequence[Tensor]) -> None:
         self._like = [(len(one), one.dtype) for one in like]
         self._free: list[list[Tensor]] = []
-        self._out: list[tuple[WorkerSide, int, list[Tensor]]] = []
+        self._out: list[tuple[WorkerProtocol, int, list[Tensor]]] = []
 
-    def room(self, side: WorkerSide) -> list[Tensor]:
+    def room(self, side: WorkerProtocol) -> list[Tensor]:
         """Return memory for the gradient of a side's next push, by vector."""
         for one in [one for one in self._out if _safe(one[0], one[1])]:
             self._out.remove(one)
@@ -135,6 +135,6 @@ class Outbox:
         return buffers
 
 
-def _safe(side: WorkerSide, clock: int) -> bool:
+def _safe(side: WorkerProtocol, clock: int) -> bool:
     """Return whether every server has acknowledged the push of a clock."""
     return side.clock - side.behind > clock

@@ -1,9 +1,9 @@
 """Port: connections of a process to others of its job, and the frames over them.
 
 Before sending to an unconnected process, a port connects to it if possible; both prove knowledge of
-the job's token (`greeting`). A broken connection is an event, `Gone`, not an error. Its undelivered
-messages are lost, and their senders retry. Data that cannot be sent at once wait in memory until
-the peer takes them: no operation waits for a peer, except a call for at most a second.
+the job's token (`greeting`). A broken connection is an event, `Disconnected`, not an error. Its
+undelivered messages are lost, and their senders retry. Data that cannot be sent at once wait in
+memory until the peer takes them: no operation waits for a peer, except a call for at most a second.
 
 Messages are sent together, when the sender listens again: a push and the following pull cost a
 single system call and wake their server once.
@@ -26,11 +26,16 @@ import msgspec
 from torch import Tensor
 
 from dure.parameter_server import messages
-from dure.parameter_server.processes.frames import Decoder, Encoder, FrameError
-from dure.parameter_server.processes.greeting import Caller, call
-from dure.parameter_server.processes.incoming import Came, Incoming
-from dure.parameter_server.processes.memory import Card, Memory
-from dure.parameter_server.processes.said import Said, Shipped, landed, shipped
+from dure.parameter_server.processes.frames import EndpointFrameError, FrameDecoder, FrameEncoder
+from dure.parameter_server.processes.handshake import Caller, call
+from dure.parameter_server.processes.incoming import Incoming, ReceivedFrame
+from dure.parameter_server.processes.memory import RankInfo, RankMemory
+from dure.parameter_server.processes.messages import (
+    ProcessMessage,
+    SerialisedSnapshot,
+    deserialise_snapshot,
+    serialise_snapshot,
+)
 from dure.tensors.blocks import Blocks
 
 _CALL_SECONDS = 1.0
@@ -39,7 +44,7 @@ _AGAIN_SECONDS = 0.25
 """Seconds before an unreachable process is called again."""
 _MOST_CALLERS = 64
 """Largest number of callers in a handshake; beyond, the oldest caller is dropped."""
-BESIDE = " heart"
+HEARTBEAT_SUFFIX = " heart"
 """Suffix of the name of a process's second port, for heartbeats."""
 _LARGE = 1 << 16
 """Bytes of a payload that is sent without waiting for further messages."""
@@ -49,21 +54,21 @@ _PIECES = 16
 _KEPT_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
 """TCP keep-alive: a connection without any answer for 30 s has ended."""
 
-_STAY = (messages.Push, messages.Values, messages.Replicate, Shipped)
+_STAY = (messages.Push, messages.Values, messages.Replicate, SerialisedSnapshot)
 """Messages whose tensors stay unchanged until the answer: they are sent without a copy."""
 
 
-class Gone(NamedTuple):
+class Disconnected(NamedTuple):
     """End of the connection to a process. `reason` describes the action of that process."""
 
     reason: str
 
 
-Heard = tuple[str, "Said | messages.Snapshot | Gone"]
+Heard = tuple[str, "ProcessMessage | messages.Snapshot | Disconnected"]
 
 
 @dataclass(eq=False)
-class Line:
+class EndpointConnection:
     """Connection with its outgoing data and the incoming partial frame."""
 
     name: str
@@ -74,7 +79,7 @@ class Line:
     """Whether the peer must take data before more can be sent."""
 
 
-class Port:
+class Endpoint:
     """Port of process `name`. The port listens from the start; call `meet` before sending.
 
     Args:
@@ -95,8 +100,8 @@ class Port:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ, None)
         self._callers: deque[Caller] = deque()
-        self._lines: dict[str, Line] = {}
-        self._unsent: list[Line] = []
+        self._lines: dict[str, EndpointConnection] = {}
+        self._unsent: list[EndpointConnection] = []
         self._heard: deque[Heard] = deque()
         self._failed: dict[str, float] = {}
         self._calls: frozenset[str] = frozenset()
@@ -106,8 +111,8 @@ class Port:
         self._waker.setblocking(False)
         self._selector.register(self._awake, selectors.EVENT_READ, self._awake)
         self._blocks = Blocks()
-        self._encoder = Encoder()
-        self.memory: Memory | None = None
+        self._encoder = FrameEncoder()
+        self.memory: RankMemory | None = None
         self.sent = 0
         """Sent payload bytes, including those in shared memory."""
         self.received = 0
@@ -118,30 +123,30 @@ class Port:
         host, port = self._listener.getsockname()[:2]
         return host, port
 
-    def meet(self, cards: dict[str, Card], calls: Sequence[str]) -> None:
+    def meet(self, cards: dict[str, RankInfo], calls: Sequence[str]) -> None:
         """Set the processes of the job, this process included, and connect to `calls`.
 
         `calls` are the nodes that this process calls, now and when it sends without a connection;
         the others call this process.
         """
-        self._see(Memory(self.name, cards))
+        self._see(RankMemory(self.name, cards))
         self._calls = frozenset(calls)
         for other in calls:
             self._line(other)
 
-    def beside(self, name: str) -> Port:
+    def beside(self, name: str) -> Endpoint:
         """Return another port of this process, for another thread, to the nodes of `calls`."""
         assert self.memory is not None
-        port = Port(name, self._token, self.most, self.address[0])
+        port = Endpoint(name, self._token, self.most, self.address[0])
         card = self.memory.cards[self.name]
         cards = {**self.memory.cards, name: msgspec.structs.replace(card, name=name)}
-        port._see(Memory(name, cards))
+        port._see(RankMemory(name, cards))
         port._calls = self._calls
         return port
 
-    def _see(self, memory: Memory) -> None:
+    def _see(self, memory: RankMemory) -> None:
         self.memory = memory
-        self._decoder = Decoder(memory.look)
+        self._decoder = FrameDecoder(memory.look)
 
     def reaches(self, other: str) -> bool:
         """Return whether a connection to a process exists."""
@@ -173,7 +178,7 @@ class Port:
 
     # Sending
 
-    def say(self, to: str, message: Said | messages.Snapshot) -> bool:
+    def say(self, to: str, message: ProcessMessage | messages.Snapshot) -> bool:
         """Send a message to a process; returns False without sending if it is unreachable.
 
         The message is sent by `flush` or `hear`, or at once if it is large. Tensors of pushes,
@@ -185,7 +190,7 @@ class Port:
         assert self.memory is not None
         shared = self.memory.shares(to)
         if isinstance(message, messages.Snapshot):
-            message = shipped(message)
+            message = serialise_snapshot(message)
         elif isinstance(message, messages.Pull) and message.into is not None and not shared:
             # The receiver does not share this memory.
             message = msgspec.structs.replace(message, into=None)
@@ -209,7 +214,7 @@ class Port:
             if not line.full:
                 self._send(line)
 
-    def _send(self, line: Line) -> None:
+    def _send(self, line: EndpointConnection) -> None:
         """Send without blocking; the rest follows when the peer has taken some."""
         try:
             while line.leaving:
@@ -259,7 +264,7 @@ class Port:
             else:
                 self._go_on(key.data, events)
 
-    def _go_on(self, line: Line, events: int) -> None:
+    def _go_on(self, line: EndpointConnection, events: int) -> None:
         # The connection may have been dropped since the select.
         if events & selectors.EVENT_WRITE and self._lines.get(line.name) is line:
             self._send(line)
@@ -277,7 +282,7 @@ class Port:
                     break
         return self._selector.select(seconds)
 
-    def _read(self, line: Line) -> None:
+    def _read(self, line: EndpointConnection) -> None:
         try:
             while True:
                 room = line.incoming.room()
@@ -291,20 +296,22 @@ class Port:
                     return
         except BlockingIOError:
             return
-        except FrameError as error:
+        except EndpointFrameError as error:
             self._drop(line, f"sent what is no message: {error}")
         except OSError as error:
             self._broke(line, error)
 
-    def _take(self, sender: str, frame: Came) -> None:
+    def _take(self, sender: str, frame: ReceivedFrame) -> None:
         """Decode a frame. Raises FrameError for a frame that is not of this job."""
         said = self._decoder.decode(frame.header, frame.data)
         self.received += payload_of(said)
-        self._heard.append((sender, _landed(said) if isinstance(said, Shipped) else said))
+        self._heard.append(
+            (sender, _landed(said) if isinstance(said, SerialisedSnapshot) else said)
+        )
 
     # Connections
 
-    def _line(self, to: str) -> Line | None:
+    def _line(self, to: str) -> EndpointConnection | None:
         """Return the connection to a process, after a call if needed; None if unreachable."""
         line = self._lines.get(to)
         if line is not None or self.memory is None:
@@ -354,18 +361,18 @@ class Port:
         """Return whether a node may have this name; bounds the number of connections."""
         if self.memory is None:
             return True
-        return name in self.memory.cards or name.removesuffix(BESIDE) in self.memory.cards
+        return name in self.memory.cards or name.removesuffix(HEARTBEAT_SUFFIX) in self.memory.cards
 
     def _hang_up(self, caller: Caller) -> None:
         self._callers.remove(caller)
         self._selector.unregister(caller.socket)
         caller.socket.close()
 
-    def _add(self, name: str, there: socket.socket) -> Line:
+    def _add(self, name: str, there: socket.socket) -> EndpointConnection:
         there.setblocking(False)
         there.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         _look_after(there)
-        line = Line(name, there, Incoming(self.most, self._blocks))
+        line = EndpointConnection(name, there, Incoming(self.most, self._blocks))
         former = self._lines.get(name)
         if former is not None:
             # The peer has connected again: it uses the newer connection.
@@ -374,15 +381,15 @@ class Port:
         self._selector.register(there, selectors.EVENT_READ, line)
         return line
 
-    def _broke(self, line: Line, error: OSError) -> None:
+    def _broke(self, line: EndpointConnection, error: OSError) -> None:
         self._drop(line, f"broke the connection ({error.strerror or error})")
 
-    def _drop(self, line: Line, reason: str) -> None:
+    def _drop(self, line: EndpointConnection, reason: str) -> None:
         if self._lines.get(line.name) is line:
             self._forget(line)
-            self._heard.append((line.name, Gone(reason)))
+            self._heard.append((line.name, Disconnected(reason)))
 
-    def _forget(self, line: Line) -> None:
+    def _forget(self, line: EndpointConnection) -> None:
         self._lines.pop(line.name, None)
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(line.socket)
@@ -409,14 +416,14 @@ def _take_away(pieces: deque[memoryview], count: int) -> None:
         pieces[0] = pieces[0][count:]
 
 
-def _landed(said: Shipped) -> messages.Snapshot:
+def _landed(said: SerialisedSnapshot) -> messages.Snapshot:
     try:
-        return landed(said)
+        return deserialise_snapshot(said)
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-        raise FrameError(f"it is no snapshot: {error}") from error
+        raise EndpointFrameError(f"it is no snapshot: {error}") from error
 
 
-def payload_of(message: Said) -> int:
+def payload_of(message: ProcessMessage) -> int:
     """Return the bytes of weights, gradients and table rows in a message, in any memory."""
     if isinstance(message, messages.Push):
         return message.gradient.nbytes + _nbytes(message.rows, message.digest)

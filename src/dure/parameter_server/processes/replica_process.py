@@ -21,27 +21,27 @@ from dure.errors import PeerLostError
 from dure.machine.global_settings import with_current_settings
 from dure.parameter_server.compressed import compressors_of
 from dure.parameter_server.downpour_plan import DownpourPlan
-from dure.parameter_server.gradients import Computed
+from dure.parameter_server.gradients import ComputedGradients
 from dure.parameter_server.messages import MANAGER, Envelope, worker
-from dure.parameter_server.processes.port import Gone, Port
-from dure.parameter_server.processes.replica_models import StageModel, WholeModel
-from dure.parameter_server.processes.said import (
-    Account,
-    Grant,
-    Held,
-    Hold,
-    Keep,
-    Leads,
-    Lost,
-    Over,
+from dure.parameter_server.processes.endpoint import Disconnected, Endpoint
+from dure.parameter_server.processes.messages import (
+    Drain,
+    Drained,
+    Heartbeat,
+    ProcessCounters,
+    RankLost,
     Report,
-    Tell,
-    Unsent,
+    RequestCounters,
+    Residuals,
+    RunEnded,
+    SaveResiduals,
+    WorkLease,
 )
+from dure.parameter_server.processes.replica_models import StageModel, WholeModel
 from dure.parameter_server.processes.serving import LeaderWatch, check_leader
-from dure.parameter_server.processes.working import Heart
-from dure.parameter_server.replica import Replica
-from dure.parameter_server.worker import WorkerSide
+from dure.parameter_server.processes.worker_process import HeartbeatThread
+from dure.parameter_server.replica import DownpourReplica
+from dure.parameter_server.worker import WorkerProtocol
 from dure.record.meter import sum_of_counters
 from dure.record.trace import Trace
 
@@ -49,10 +49,10 @@ from dure.record.trace import Trace
 class ThreadJob:
     """Gradient computation in a thread. The thread calls `told` at its end."""
 
-    def __init__(self, compute: Callable[[], Computed], told: Callable[[], None]) -> None:
+    def __init__(self, compute: Callable[[], ComputedGradients], told: Callable[[], None]) -> None:
         self._compute = compute
         self._told = told
-        self._found: Computed | None = None
+        self._found: ComputedGradients | None = None
         self._error: BaseException | None = None
         self._over = threading.Event()
         # A daemon, since the run may end while the thread waits for another stage.
@@ -88,7 +88,7 @@ class ThreadJob:
         return not self._found.weight
 
 
-class Replicating:
+class ReplicaProcess:
     """Process of worker `number` of a plan, which is a replica or a stage of a replica.
 
     Args:
@@ -112,7 +112,7 @@ class Replicating:
         *,
         plan: DownpourPlan,
         group: Group,
-        port: Port,
+        port: Endpoint,
     ) -> None:
         self.number = number
         self.port = port
@@ -133,9 +133,9 @@ class Replicating:
             self.model = StageModel(number, task, place, model, seed, plan=plan, group=group)
         else:
             self.model = WholeModel(number, task, model, seed, plan, self.meter)
-        self.replica = Replica(
+        self.replica = DownpourReplica(
             # A connection loses messages only by breaking, so retries need no timeout.
-            WorkerSide(
+            WorkerProtocol(
                 number, layout, portions, patience=math.inf, beat=None, compressors=compressors
             ),
             plan.pace,
@@ -143,7 +143,7 @@ class Replicating:
             self._compute,
             move,
         )
-        self._computed: list[Computed] = []
+        self._computed: list[ComputedGradients] = []
         self.leads = plan.together(plan.replica_of(number))[0] == number
         self._begun = False
         self._told = 0
@@ -151,7 +151,7 @@ class Replicating:
         self._reported = (-1, -1)
 
     def _compute(self, step: int, weights: Sequence[Tensor], now: float) -> ThreadJob:
-        def compute() -> Computed:
+        def compute() -> ComputedGradients:
             self.place.group.step = f"step {step + 1}"
             found = self.model.compute(step, weights)
             self._computed.append(found)
@@ -167,7 +167,7 @@ class Replicating:
         Returns the limit by which the run has ended, or "". Raises PeerLostError if the leader is
         lost, and errors of the task.
         """
-        heart = Heart(self.replica.side, self.port)
+        heart = HeartbeatThread(self.replica.side, self.port)
         heart.start()
         try:
             while (ended := self._turn()) is None:
@@ -186,23 +186,23 @@ class Replicating:
         if not self.port.reach(MANAGER):  # the leader may start late: call it again soon
             seconds = min(seconds, 0.1)
         for sender, said in self.port.hear(self.watch.within(seconds)):
-            if isinstance(said, Over):
+            if isinstance(said, RunEnded):
                 return said.ended
-            if isinstance(said, Leads | Lost):
+            if isinstance(said, Heartbeat | RankLost):
                 self.watch.hear(said)
-            elif isinstance(said, Gone):
+            elif isinstance(said, Disconnected):
                 check_leader(sender, said, "training", self.place.group.step)
                 self.replica.side.cut(sender)
-            elif isinstance(said, Grant):
+            elif isinstance(said, WorkLease):
                 self._granted(said)
-            elif isinstance(said, Keep):
+            elif isinstance(said, SaveResiduals):
                 errors = {self.number: self.replica.side.unsent}
-                self.port.say(sender, Unsent(self.number, errors))
-            elif isinstance(said, Unsent):
+                self.port.say(sender, Residuals(self.number, errors))
+            elif isinstance(said, Residuals):
                 self.replica.side.take_unsent(said.errors[self.number])
-            elif isinstance(said, Hold):
-                self.port.say(MANAGER, Held(self.number, self.replica.hold()))
-            elif isinstance(said, Tell):
+            elif isinstance(said, Drain):
+                self.port.say(MANAGER, Drained(self.number, self.replica.hold()))
+            elif isinstance(said, RequestCounters):
                 self._tell()
             else:
                 self._say(self.replica.receive(sender, said, time.monotonic()))  # type: ignore[arg-type]
@@ -216,7 +216,7 @@ class Replicating:
                 return ""  # another stage of this replica was lost; other replicas continue
         return None
 
-    def _granted(self, grant: Grant) -> None:
+    def _granted(self, grant: WorkLease) -> None:
         if not self._begun:
             self._begun = True
             self.replica.side.begin_at(grant.clock)
@@ -233,7 +233,7 @@ class Replicating:
         """Send the counters."""
         # Without the timeline, to which a concurrent computation may be writing.
         nothing = Trace().packed(self.clock_offset)
-        self.port.say(MANAGER, Account(worker(self.number), self._counters(), nothing))
+        self.port.say(MANAGER, ProcessCounters(worker(self.number), self._counters(), nothing))
 
     def _counters(self) -> list[float]:
         # A copy, since a pipeline updates the counters concurrently.
