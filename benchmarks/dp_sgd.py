@@ -38,8 +38,8 @@ from torch.func import functional_call, grad, vmap
 from dure.contracts.task import Task
 from dure.privacy.dp_sgd import DPSGD
 from dure.privacy.example_level import noised_mean
+from dure.privacy.per_example.clipping import PerExampleClipping, trained
 from dure.privacy.per_example.proof import choose
-from dure.privacy.per_example.way import Way, trained
 from dure.randomness.keystream import normal
 from dure.randomness.secret import Secret
 from dure.tasks.models import CNN, TwoNN
@@ -129,7 +129,7 @@ class Dure:
     def __init__(self, make: Callable[[], nn.Module], inputs: Tensor, targets: Tensor) -> None:
         task = Task(model=make, loss=F.cross_entropy, train=(inputs, targets))
         self.choice = choose(task, make(), task.train)
-        self.way: Way | None = None
+        self.way: PerExampleClipping | None = None
 
     def __call__(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> list[Tensor]:
         if self.way is None:

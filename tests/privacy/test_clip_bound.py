@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from dure.privacy.per_example import layers
-from dure.privacy.per_example.functional import Functional
-from dure.privacy.per_example.ghost import Ghost
-from dure.privacy.per_example.looped import Looped
+from dure.privacy.per_example.clipping import PerExampleClipping, norm_bounds
+from dure.privacy.per_example.functional import FunctionalClipping
+from dure.privacy.per_example.ghost import GhostClipping
+from dure.privacy.per_example.looped import LoopClipping
 from dure.privacy.per_example.losses import losses_of
-from dure.privacy.per_example.way import Way, norm_bounds
 
-WAYS = {"ghost": Ghost, "functional": Functional, "looped": Looped}
+WAYS = {"ghost": GhostClipping, "functional": FunctionalClipping, "looped": LoopClipping}
 LARGE = 1.001
 """Of the clip: the digits of float32."""
 
@@ -104,7 +104,7 @@ def test_an_example_adds_no_more_than_the_clip(
     way: str, kind: str, exponent: int, positions: int, clip: float, seed: int
 ) -> None:
     model, inputs, targets = differing(kind, positions, 10.0**exponent, seed)
-    way_of: Way = WAYS[way](model, losses_of(F.cross_entropy)[0])
+    way_of: PerExampleClipping = WAYS[way](model, losses_of(F.cross_entropy)[0])
     alone = way_of.clipped(inputs[:1], targets[:1], clip)
     whole = way_of.clipped(inputs, targets, clip)
     others = way_of.clipped(inputs[1:], targets[1:], clip)
@@ -120,7 +120,9 @@ def test_norms_are_never_below_those_of_autograd_in_float64_and_close_to_them(ki
     model, inputs, targets = differing(kind, 5, 1.0, 0)
     exact = KINDS[kind]().double()
     exact.load_state_dict({name: one.double() for name, one in model.state_dict().items()})
-    told = Ghost(model, losses_of(F.cross_entropy)[0]).clipped(inputs, targets, math.inf).norms
+    told = (
+        GhostClipping(model, losses_of(F.cross_entropy)[0]).clipped(inputs, targets, math.inf).norms
+    )
     for at, norm in enumerate(told.tolist()):
         loss = F.cross_entropy(exact(inputs[at : at + 1].double()), targets[at : at + 1])
         true = length(torch.autograd.grad(loss, list(exact.parameters())))

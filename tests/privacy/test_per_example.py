@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 import dure
 from dure.privacy.per_example import layers
-from dure.privacy.per_example.functional import Functional
-from dure.privacy.per_example.ghost import Ghost
-from dure.privacy.per_example.looped import Looped
+from dure.privacy.per_example.clipping import CannotClipError, PerExampleClipping
+from dure.privacy.per_example.functional import FunctionalClipping
+from dure.privacy.per_example.ghost import GhostClipping
+from dure.privacy.per_example.looped import LoopClipping
 from dure.privacy.per_example.losses import losses_of
-from dure.privacy.per_example.proof import Choice, choose
-from dure.privacy.per_example.way import CannotClipError, Way
+from dure.privacy.per_example.proof import ClippingChoice, choose
 
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop")
 
@@ -127,13 +127,15 @@ def task_of(
     return dure.Task(model=double(make), loss=loss, train=data())
 
 
-def chosen(task: dure.Task) -> tuple[Choice, nn.Module]:
+def chosen(task: dure.Task) -> tuple[ClippingChoice, nn.Module]:
     torch.manual_seed(2)
     model = task.model()
     return choose(task, model, task.train), model
 
 
-def assert_same(way: Way, right: Way, inputs: Any, targets: Any, clip: float) -> None:
+def assert_same(
+    way: PerExampleClipping, right: PerExampleClipping, inputs: Any, targets: Any, clip: float
+) -> None:
     found = way.clipped(inputs, targets, clip)
     wanted = right.clipped(inputs, targets, clip)
     torch.testing.assert_close(found.norms, wanted.norms, rtol=1e-10, atol=1e-10)
@@ -142,17 +144,17 @@ def assert_same(way: Way, right: Way, inputs: Any, targets: Any, clip: float) ->
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
 
 
-KINDS: dict[str, tuple[Make, Callable[[], tuple[Tensor, Tensor]], type[Way]]] = {
-    "linear": (lambda: nn.Sequential(nn.Linear(8, 3, bias=False)), vectors, Ghost),
+KINDS: dict[str, tuple[Make, Callable[[], tuple[Tensor, Tensor]], type[PerExampleClipping]]] = {
+    "linear": (lambda: nn.Sequential(nn.Linear(8, 3, bias=False)), vectors, GhostClipping),
     "in place": (
         lambda: nn.Sequential(nn.Linear(8, 7), nn.ReLU(inplace=True), nn.Linear(7, 3)),
         vectors,
-        Ghost,
+        GhostClipping,
     ),
     "sequences": (
         lambda: nn.Sequential(nn.Linear(8, 7), nn.LayerNorm(7), Mean(), nn.Linear(7, 3)),
         sequences,
-        Ghost,
+        GhostClipping,
     ),
     "norms": (
         lambda: nn.Sequential(
@@ -165,27 +167,27 @@ KINDS: dict[str, tuple[Make, Callable[[], tuple[Tensor, Tensor]], type[Way]]] = 
             nn.Linear(6, 3),
         ),
         images,
-        Ghost,
+        GhostClipping,
     ),
     "layer norm of pixels": (
         lambda: nn.Sequential(nn.LayerNorm([9, 8], bias=False), Mean(), nn.Linear(4, 3)),
         images,
-        Ghost,
+        GhostClipping,
     ),
     "embedding": (
         lambda: nn.Sequential(nn.Embedding(11, 8, padding_idx=2), Mean(), nn.Linear(8, 3)),
         words,
-        Ghost,
+        GhostClipping,
     ),
-    "used twice": (Twice, vectors, Ghost),
-    "positions": (lambda: Placed(rows=False), texts, Ghost),
-    "positions in a row": (lambda: Placed(rows=True), texts, Ghost),
-    "tied": (lambda: Tied(hidden=False), texts, Functional),
-    "tied in secret": (lambda: Tied(hidden=True), texts, Functional),
+    "used twice": (Twice, vectors, GhostClipping),
+    "positions": (lambda: Placed(rows=False), texts, GhostClipping),
+    "positions in a row": (lambda: Placed(rows=True), texts, GhostClipping),
+    "tied": (lambda: Tied(hidden=False), texts, FunctionalClipping),
+    "tied in secret": (lambda: Tied(hidden=True), texts, FunctionalClipping),
     "other layers": (
         lambda: nn.Sequential(nn.ConvTranspose2d(4, 6, 3), nn.PReLU(), Mean(), nn.Linear(6, 3)),
         images,
-        Functional,
+        FunctionalClipping,
     ),
     "attention": (
         lambda: nn.Sequential(
@@ -194,9 +196,9 @@ KINDS: dict[str, tuple[Make, Callable[[], tuple[Tensor, Tensor]], type[Way]]] = 
             nn.Linear(8, 3),
         ),
         sequences,
-        Functional,
+        FunctionalClipping,
     ),
-    "recurrent": (Recurrent, texts, Looped),
+    "recurrent": (Recurrent, texts, LoopClipping),
 }
 
 
@@ -206,7 +208,7 @@ def test_the_way_that_is_chosen_gives_what_a_loop_gives(kind: str) -> None:
     task = task_of(make, data)
     choice, model = chosen(task)
     assert choice.kind is way
-    looped = Looped(model, choice.each)
+    looped = LoopClipping(model, choice.each)
     inputs, targets = task.train.batch(torch.arange(5))
     # Some are clipped, and some are not.
     clip = float(looped.clipped(inputs, targets, math.inf).norms.median())
@@ -217,9 +219,11 @@ def test_the_way_that_is_chosen_gives_what_a_loop_gives(kind: str) -> None:
 @pytest.mark.parametrize("examples", [1, 2, 6])
 def test_batches_of_as_many_examples_as_there_are_positions(rows: bool, examples: int) -> None:
     choice, model = chosen(task_of(lambda: Placed(rows), texts))
-    assert choice.kind is Ghost
+    assert choice.kind is GhostClipping
     inputs = torch.randint(0, 11, (examples, 6))
-    assert_same(choice.made(model), Looped(model, choice.each), inputs, inputs.roll(1, 1), 0.3)
+    assert_same(
+        choice.made(model), LoopClipping(model, choice.each), inputs, inputs.roll(1, 1), 0.3
+    )
 
 
 def test_what_is_frozen_has_no_gradient_and_no_part_in_the_norm() -> None:
@@ -231,11 +235,11 @@ def test_what_is_frozen_has_no_gradient_and_no_part_in_the_norm() -> None:
 
     task = task_of(make, vectors)
     choice, model = chosen(task)
-    assert choice.kind is Ghost
+    assert choice.kind is GhostClipping
     inputs, targets = task.train.batch(torch.arange(5))
     found = choice.made(model).clipped(inputs, targets, math.inf)
     assert [tuple(one.shape) for one in found.sums] == [(7,), (3, 7)]
-    assert_same(choice.made(model), Looped(model, choice.each), inputs, targets, 0.3)
+    assert_same(choice.made(model), LoopClipping(model, choice.each), inputs, targets, 0.3)
 
 
 @settings(max_examples=25, deadline=None)
@@ -257,7 +261,7 @@ def test_convolutions_of_all_kinds(
     model = nn.Sequential(layer, nn.Tanh(), Mean(), nn.Linear(out, 3)).double()
     inputs, targets = images()
     (each,) = losses_of(F.cross_entropy)
-    assert_same(Ghost(model, each), Looped(model, each), inputs, targets, 0.5)
+    assert_same(GhostClipping(model, each), LoopClipping(model, each), inputs, targets, 0.5)
 
 
 @settings(max_examples=20, deadline=None)
@@ -276,7 +280,9 @@ def test_convolutions_over_one_dimension(
     model = nn.Sequential(layer, nn.Tanh(), head).double()
     inputs, targets = images()
     (each,) = losses_of(F.cross_entropy)
-    assert_same(Ghost(model, each), Looped(model, each), inputs.flatten(2), targets, 0.5)
+    assert_same(
+        GhostClipping(model, each), LoopClipping(model, each), inputs.flatten(2), targets, 0.5
+    )
 
 
 @settings(max_examples=30, deadline=None)
@@ -291,19 +297,27 @@ def test_linear_layers_with_any_dimensions_between(shape: list[int], wide: Any) 
     inputs = torch.randn(4, *shape, wide[0], dtype=torch.float64)
     model(inputs)
     (each,) = losses_of(F.cross_entropy)
-    assert_same(Ghost(model, each), Looped(model, each), inputs, torch.tensor([0, 1, 2, 0]), 0.5)
+    assert_same(
+        GhostClipping(model, each),
+        LoopClipping(model, each),
+        inputs,
+        torch.tensor([0, 1, 2, 0]),
+        0.5,
+    )
 
 
 def test_both_forms_of_a_norm_are_the_same() -> None:
     given = torch.randn(7, 5, 4, dtype=torch.float64)
     outgoing = torch.randn(7, 5, 3, dtype=torch.float64)
     gram = layers.gram_norms(given, outgoing)
-    torch.testing.assert_close(gram, layers.Products._formed(given, outgoing))
+    torch.testing.assert_close(gram, layers.LinearContribution._formed(given, outgoing))
     layer = nn.Conv2d(4, 6, 3, groups=2).double()
     images, gradients = (torch.randn(3, n, 8, 8, dtype=torch.float64) for n in (4, 6))
     found = []
     for by_gram in (True, False):
-        part = layers.Patches(layers._Convolution(layer), images, gradients[:, :, :6, :6])
+        part = layers.ConvolutionContribution(
+            layers._Convolution(layer), images, gradients[:, :, :6, :6]
+        )
         part._by_gram = by_gram
         found.append(part.norms())
     torch.testing.assert_close(*found)
@@ -317,19 +331,19 @@ def test_gradients_that_are_too_many_to_keep_are_formed_again(
     make, data, _ = KINDS["norms"]
     task = task_of(make, data)
     choice, model = chosen(task)
-    assert choice.kind is Ghost
+    assert choice.kind is GhostClipping
     inputs, targets = task.train.batch(torch.arange(5))
-    assert_same(choice.made(model), Looped(model, choice.each), inputs, targets, 0.3)
+    assert_same(choice.made(model), LoopClipping(model, choice.each), inputs, targets, 0.3)
 
 
 def test_examples_that_do_not_fit_at_once_are_taken_a_few_at_a_time() -> None:
     make, data, _ = KINDS["other layers"]
     task = task_of(make, data)
     choice, model = chosen(task)
-    way = Functional(model, choice.each)
+    way = FunctionalClipping(model, choice.each)
     way.chunk = 2
     inputs, targets = task.train.batch(torch.arange(5))
-    assert_same(way, Looped(model, choice.each), inputs, targets, 0.3)
+    assert_same(way, LoopClipping(model, choice.each), inputs, targets, 0.3)
 
 
 @settings(max_examples=20, deadline=None)
@@ -341,7 +355,7 @@ def test_one_example_changes_the_sum_by_at_most_the_clip(
     model = nn.Sequential(nn.Linear(8, 7), nn.Tanh(), nn.Linear(7, 3)).double()
     inputs, targets = vectors()
     inputs[at] *= scale
-    way = Ghost(model, losses_of(F.cross_entropy)[0])
+    way = GhostClipping(model, losses_of(F.cross_entropy)[0])
     others = torch.arange(5) != at
     whole = way.clipped(inputs, targets, clip).sums
     without = way.clipped(inputs[others], targets[others], clip).sums
@@ -556,7 +570,7 @@ class Drops(nn.Module):
 @pytest.mark.parametrize("attends", [True, False])
 def test_dropout_as_a_function_is_no_mixing_and_keeps_the_fast_way(attends: bool) -> None:
     choice, _ = chosen(task_of(double(lambda: Drops(attends)), sequences if attends else vectors))
-    assert choice.kind is Ghost
+    assert choice.kind is GhostClipping
 
 
 class Noisy(nn.Module):
@@ -567,7 +581,7 @@ class Noisy(nn.Module):
 def test_examples_of_a_model_that_draws_otherwise_are_computed_alone() -> None:
     make = double(lambda: nn.Sequential(nn.Linear(8, 8), Noisy(), nn.Linear(8, 3)))
     choice, _ = chosen(task_of(make, vectors))
-    assert choice.kind is Functional
+    assert choice.kind is FunctionalClipping
 
 
 def test_a_loss_that_mixes_examples_is_refused() -> None:

@@ -63,7 +63,7 @@ from dure.fleet.conditions import Conditions
 from dure.fleet.malicious import attacker_count
 from dure.privacy.accountant import check_delta
 from dure.privacy.example_level import proven
-from dure.privacy.per_example.refused import check_layers
+from dure.privacy.per_example.unsupported_layers import check_layers
 from dure.privacy.protection import check_installed
 from dure.settings import parse_fields
 from dure.tasks.batch_norm import needs_two

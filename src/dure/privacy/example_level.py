@@ -47,11 +47,11 @@ from dure.privacy.accountant import (
     times_within,
 )
 from dure.privacy.dp_sgd import DPSGD
+from dure.privacy.guarantee import PrivacyGuarantee
 from dure.privacy.padding import clear, padding_rows
+from dure.privacy.per_example.clipping import trained
 from dure.privacy.per_example.proof import choose
-from dure.privacy.per_example.way import trained
 from dure.privacy.poisson import PoissonBatches
-from dure.privacy.promise import Promise
 from dure.privacy.protection import check_installed
 from dure.privacy.step_count import StepCount
 from dure.randomness.keystream import normals, to_grid
@@ -59,23 +59,25 @@ from dure.randomness.secret import Secret
 from dure.tensors.flat import trained_in
 
 
-class Budget(NamedTuple):
+class PrivacyBudget(NamedTuple):
     """Requested epsilon with its delta. epsilon: None for no limit."""
 
     epsilon: float | None
     delta: float
 
 
-class Wanted(NamedTuple):
+class PrivacyRequest(NamedTuple):
     """Request of a strategy for DP-SGD."""
 
     settings: DPSGD
-    budget: Budget
+    budget: PrivacyBudget
 
 
-def wanted(settings: DPSGD | None, epsilon: float | None, delta: float) -> Wanted | None:
+def privacy_request(
+    settings: DPSGD | None, epsilon: float | None, delta: float
+) -> PrivacyRequest | None:
     """Return the request in the fields of a strategy; None without settings."""
-    return None if settings is None else Wanted(settings, Budget(epsilon, delta))
+    return None if settings is None else PrivacyRequest(settings, PrivacyBudget(epsilon, delta))
 
 
 def steps_within(stop: Stop, examples: int, batch_size: int | None) -> int:
@@ -95,7 +97,7 @@ def steps_within(stop: Stop, examples: int, batch_size: int | None) -> int:
 
 
 def planned(
-    settings: DPSGD | None, budget: Budget, stop: Stop, examples: int, batch_size: int | None
+    settings: DPSGD | None, budget: PrivacyBudget, stop: Stop, examples: int, batch_size: int | None
 ) -> DPSGD | None:
     """Return the settings, with the noise for the requested epsilon if they have none.
 
@@ -136,7 +138,9 @@ def _check_one_step(settings: DPSGD, most: float, delta: float, rate: float) -> 
         )
 
 
-def promise(settings: DPSGD, rate: float, delta: float, repeats: bool | None = None) -> Promise:
+def dp_sgd_guarantee(
+    settings: DPSGD, rate: float, delta: float, repeats: bool | None = None
+) -> PrivacyGuarantee:
     """Return the guarantee of DP-SGD.
 
     repeats: whether the noise follows from the run's seed; by default from the settings.
@@ -144,7 +148,7 @@ def promise(settings: DPSGD, rate: float, delta: float, repeats: bool | None = N
     against = "whoever sees the weights and gradients of the run, but not its losses and metrics"
     if settings.draws == "seed" if repeats is None else repeats:
         against += ", and does not know its seed, from which the noise was drawn"
-    return Promise(
+    return PrivacyGuarantee(
         unit="example",
         delta=delta,
         sampling="all" if rate == 1 else "coins",
@@ -213,7 +217,7 @@ class ExampleLevel:
 
     def __init__(
         self,
-        wanted: Wanted,
+        wanted: PrivacyRequest,
         task: Task,
         model: nn.Module,
         examples: Examples,
@@ -309,7 +313,7 @@ class ExampleLevel:
         """Return the facts for the summary and the report."""
         bound = self.epsilon if self.settings.noise else None
         return {
-            **promise(self.settings, self.batches.rate, self.budget.delta).facts(bound),
+            **dp_sgd_guarantee(self.settings, self.batches.rate, self.budget.delta).facts(bound),
             "mechanism": str(self.settings),
             "clip": self.settings.clip,
             "noise": self.settings.noise,
@@ -324,6 +328,6 @@ def proven(task: Task, model: nn.Module) -> Proof:
     return choose(task, model, examples_for(task)[0]).proof
 
 
-def told(wanted: Wanted | None, label: str) -> str:
+def label_with_privacy(wanted: PrivacyRequest | None, label: str) -> str:
     """Return the label of a strategy with its privacy settings."""
     return label if wanted is None else f"{label} {wanted.settings}"

@@ -34,7 +34,7 @@ FILE = "privacy.jsonl"
 """Name of the file in a run folder."""
 
 
-class Entry(NamedTuple):
+class LedgerEntry(NamedTuple):
     """Charge for a round or step."""
 
     number: int
@@ -68,7 +68,7 @@ class Ledger:
         self.repeats = repeats
         self.unit = unit
         self._told = told if told is not None else partial(epsilon, delta=delta)
-        self.entries: list[Entry] = []
+        self.entries: list[LedgerEntry] = []
         self._charged: set[int] = set()
         self._lines: Lines | None = None
         if folder is not None:
@@ -86,7 +86,7 @@ class Ledger:
                 f"{self.unit} {number} was paid for already, and its noise is drawn anew, as of an "
                 f"older copy of the run: it is paid for again"
             )
-        self._add([Entry(number, one) for one in releases])
+        self._add([LedgerEntry(number, one) for one in releases])
 
     @property
     def spent(self) -> list[Releases]:
@@ -114,7 +114,7 @@ class Ledger:
 
     def restore(self, state: Sequence[Sequence[Any]]) -> None:
         """Continue from the longer of this ledger and the checkpoint's."""
-        written = [Entry(number, Releases(*rest)) for number, *rest in state]
+        written = [LedgerEntry(number, Releases(*rest)) for number, *rest in state]
         # The file is ahead of each checkpoint, unless the file was removed.
         self._add(written[len(self.entries) :])
 
@@ -124,14 +124,14 @@ class Ledger:
             self._lines.close()
             self._lines = None
 
-    def _add(self, entries: Sequence[Entry]) -> None:
+    def _add(self, entries: Sequence[LedgerEntry]) -> None:
         if self._lines is not None and entries:
             text = "".join(_written(one) + "\n" for one in entries)
             self._lines.add(text.encode())
             self._lines.sync()
         self._take(entries)
 
-    def _take(self, entries: Sequence[Entry]) -> None:
+    def _take(self, entries: Sequence[LedgerEntry]) -> None:
         self.entries += entries
         self._charged.update([one.number for one in entries])
 
@@ -145,20 +145,20 @@ class _Line(msgspec.Struct):
     times: Annotated[int, msgspec.Meta(ge=0, le=2**53)]
     checksum: str | None = None
 
-    def entry(self) -> Entry:
+    def entry(self) -> LedgerEntry:
         """Return the charge. Raises ValueError for a line with a wrong checksum."""
-        entry = Entry(self.number, Releases(self.rate, self.noise, self.times))
+        entry = LedgerEntry(self.number, Releases(self.rate, self.noise, self.times))
         if self.checksum not in (None, _sum(_said(entry))):
             raise ValueError("its checksum is not that of its content")
         return entry
 
 
-def _written(entry: Entry) -> str:
+def _written(entry: LedgerEntry) -> str:
     said = _said(entry)
     return json.dumps({**said, "checksum": _sum(said)})
 
 
-def _said(entry: Entry) -> dict[str, float]:
+def _said(entry: LedgerEntry) -> dict[str, float]:
     # JSON may return an integer as a float, or vice versa: normalise before the checksum.
     rate, noise, times = entry.releases
     return {
@@ -173,7 +173,7 @@ def _sum(said: dict[str, float]) -> str:
     return checksum(json.dumps(said).encode())
 
 
-def _read(path: Path) -> list[Entry]:
+def _read(path: Path) -> list[LedgerEntry]:
     found = []
     for place, line in enumerate(contents(path).splitlines(), 1):
         try:

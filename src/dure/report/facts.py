@@ -305,7 +305,7 @@ def leakage_of(summary: Mapping[str, Any]) -> Leakage | None:
 
 
 def promises_of(summary: Mapping[str, Any]) -> Sequence[Any]:
-    """Return the run's differential-privacy promises, a mapping each (`Promise.facts`)."""
+    """Return the run's differential-privacy promises, a mapping each (`PrivacyGuarantee.facts`)."""
     facts = mapping(next(iter(listing(summary.get("facts"))), None))
     return listing(facts.get("promises"))
 

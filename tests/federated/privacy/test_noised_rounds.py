@@ -16,8 +16,8 @@ from dure.federated.privacy.user_level.release import NoisedRounds
 from dure.federated.privacy.user_level.settings import UserLevel
 from dure.federated.strategy import Federated
 from dure.privacy.accountant import Releases, epsilon
+from dure.privacy.guarantee import PrivacyGuarantee
 from dure.privacy.ledger import FILE, Ledger
-from dure.privacy.promise import Promise
 from dure.randomness.secret import Secret
 
 
@@ -43,7 +43,7 @@ def rounds(
         estimator=Estimator(here, ClientPopulation(0.5, 8, 8.0), [[6]], here.clip),
         settings=user,
         like=[torch.zeros(6)],
-        promise=Promise("client", 1e-5),
+        promise=PrivacyGuarantee("client", 1e-5),
         ledger=Ledger(1e-5, folder, told=epsilon_account(user, strategy, 8)),
         budget=None,
         secret=Secret.system(),

@@ -26,8 +26,8 @@ from dure.federated.engines.job import ClientJob
 from dure.privacy.dp_sgd import DPSGD
 from dure.privacy.example_level import noised_mean
 from dure.privacy.padding import clear, padding_rows
+from dure.privacy.per_example.clipping import trained
 from dure.privacy.per_example.proof import choose
-from dure.privacy.per_example.way import trained
 from dure.privacy.poisson import PoissonBatches
 from dure.randomness.secret import Secret
 from dure.tensors.flat import trained_in

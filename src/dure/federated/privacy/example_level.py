@@ -23,7 +23,7 @@ from typing import Any
 from dure.federated.privacy.privacy_settings import Privacy
 from dure.privacy.accountant import Releases, epsilon
 from dure.privacy.dp_sgd import DPSGD
-from dure.privacy.example_level import promise
+from dure.privacy.example_level import dp_sgd_guarantee
 
 
 class ExampleAccount:
@@ -87,7 +87,9 @@ class ExampleAccount:
         return {
             "promises": [
                 {
-                    **promise(self.settings, rate, self.delta, self.simulated).facts(bound),
+                    **dp_sgd_guarantee(self.settings, rate, self.delta, self.simulated).facts(
+                        bound
+                    ),
                     "assumes": "clients that train as they are asked to",
                     "least": numbers[f"{self.name}_least"] if self.settings.noise else None,
                     "mechanism": str(self.settings),

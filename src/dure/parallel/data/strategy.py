@@ -85,8 +85,8 @@ from dure.parallel.replica_consistency import ReplicaCheck
 from dure.parallel.weight_broadcast import share_weights
 from dure.privacy import example_level
 from dure.privacy.dp_sgd import DPSGD, parse_dp_sgd
-from dure.privacy.example_level import Budget, ExampleLevel, Wanted
-from dure.privacy.per_example.refused import check_layers
+from dure.privacy.example_level import ExampleLevel, PrivacyBudget, PrivacyRequest
+from dure.privacy.per_example.unsupported_layers import check_layers
 from dure.randomness.seeds import derive
 from dure.settings import parse_fields
 from dure.tasks.batch_norm import check_lying, check_pieces
@@ -171,7 +171,7 @@ class DataParallel(Strategy):
     @property
     def label(self) -> str:
         way = self.compression if self.compression.compresses else self.all_reduce
-        return example_level.told(self._wanted, f"data parallel {way}")
+        return example_level.label_with_privacy(self._wanted, f"data parallel {way}")
 
     @property
     def offloaded(self) -> Collection[str]:
@@ -193,12 +193,12 @@ class DataParallel(Strategy):
         return "parameters" in self.offload
 
     @property
-    def _wanted(self) -> Wanted | None:
-        return example_level.wanted(self.privacy, self.epsilon, self.delta)
+    def _wanted(self) -> PrivacyRequest | None:
+        return example_level.privacy_request(self.privacy, self.epsilon, self.delta)
 
     def planned(self, task: Task, stop: Stop) -> Self:
         """Return the strategy with the noise that its epsilon requires for this run."""
-        budget = Budget(self.epsilon, self.delta)
+        budget = PrivacyBudget(self.epsilon, self.delta)
         examples = len(task.train)
         privacy = example_level.planned(self.privacy, budget, stop, examples, self.batch_size)
         return replace(self, privacy=privacy)

@@ -64,8 +64,8 @@ from dure.parallel.learner_recomputation import (
 )
 from dure.privacy import example_level
 from dure.privacy.dp_sgd import DPSGD, parse_dp_sgd
-from dure.privacy.example_level import Budget, ExampleLevel, Wanted
-from dure.privacy.per_example.refused import check_layers
+from dure.privacy.example_level import ExampleLevel, PrivacyBudget, PrivacyRequest
+from dure.privacy.per_example.unsupported_layers import check_layers
 from dure.privacy.poisson import PoissonBatches
 from dure.randomness.seeds import seed_generators
 from dure.record.meter import Clock, Meter
@@ -168,12 +168,12 @@ class SingleWorker(Strategy):
         return "parameters" in self.offload
 
     @property
-    def _wanted(self) -> Wanted | None:
-        return example_level.wanted(self.privacy, self.epsilon, self.delta)
+    def _wanted(self) -> PrivacyRequest | None:
+        return example_level.privacy_request(self.privacy, self.epsilon, self.delta)
 
     def planned(self, task: Task, stop: Stop) -> Self:
         """Return the strategy with the noise that its epsilon requires for this run."""
-        budget = Budget(self.epsilon, self.delta)
+        budget = PrivacyBudget(self.epsilon, self.delta)
         examples = len(task.train)
         privacy = example_level.planned(self.privacy, budget, stop, examples, self.batch_size)
         return replace(self, privacy=privacy)
@@ -185,7 +185,7 @@ class SingleWorker(Strategy):
             label += f" on {self.device}"
         if self.loaders:
             label += f", {self.loaders} loader{'' if self.loaders == 1 else 's'}"
-        return example_level.told(self._wanted, label)
+        return example_level.label_with_privacy(self._wanted, label)
 
     def check(self, task: Task, workers: int | None) -> None:
         check_batch_size(self.batch_size)
@@ -285,7 +285,7 @@ class SingleLearner(Learner):
         batch_size: int | None,
         device: torch.device | None = None,
         loaders: int = 0,
-        wanted: Wanted | None = None,
+        wanted: PrivacyRequest | None = None,
         offloaded: LearnerOffloading | None = None,
         again: RecomputeRequest = NO_RECOMPUTE_REQUEST,
         accumulate: int = 1,

@@ -14,11 +14,10 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 from torch.utils._pytree import tree_map
 
-from dure.privacy.per_example.losses import Each
-from dure.privacy.per_example.way import (
+from dure.privacy.per_example.clipping import (
     CannotClipError,
-    Clipped,
-    Way,
+    ClippedSums,
+    PerExampleClipping,
     count,
     cut,
     factors,
@@ -26,12 +25,13 @@ from dure.privacy.per_example.way import (
     norms_of,
     trained,
 )
+from dure.privacy.per_example.losses import Each
 
 ELEMENTS = 1 << 25
 """Maximum number of elements of gradients in memory at once: 128 MiB in float32."""
 
 
-class Functional(Way):
+class FunctionalClipping(PerExampleClipping):
     """Clipping by torch.func."""
 
     name = "torch.func"
@@ -54,7 +54,7 @@ class Functional(Way):
         outputs = functional_call(self.model, (weights, rest), (_as_batch(inputs),))
         return self.each(outputs, _as_batch(targets)).sum()
 
-    def clipped(self, inputs: Any, targets: Any, clip: float) -> Clipped:
+    def clipped(self, inputs: Any, targets: Any, clip: float) -> ClippedSums:
         weights = {
             name: parameter.detach()
             for name, parameter in zip(self.names, self.parameters, strict=True)
@@ -82,7 +82,7 @@ class Functional(Way):
                 total.add_(torch.tensordot(factor.to(gradient.dtype), gradient, 1))
             norms.append(norm)
             losses.append(value.detach())
-        return Clipped(sums, torch.cat(norms), torch.cat(losses))
+        return ClippedSums(sums, torch.cat(norms), torch.cat(losses))
 
 
 def _as_batch(example: Any) -> Any:

@@ -23,17 +23,17 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from dure.privacy.per_example.layers import NAMES, RULES, Part
-from dure.privacy.per_example.losses import Each
-from dure.privacy.per_example.way import (
+from dure.privacy.per_example.clipping import (
     CannotClipError,
-    Clipped,
-    Way,
+    ClippedSums,
+    PerExampleClipping,
     count,
     factors,
     norms_of,
     trained,
 )
+from dure.privacy.per_example.layers import NAMES, RULES, ParameterContribution
+from dure.privacy.per_example.losses import Each
 
 
 class _Call(NamedTuple):
@@ -49,7 +49,7 @@ class _Call(NamedTuple):
     edge: GradientEdge
 
 
-class Ghost(Way):
+class GhostClipping(PerExampleClipping):
     """Clipping by ghost norms, from inputs and output gradients of every layer.
 
     shared: names of embeddings that are looked up once for the whole batch; None detects them.
@@ -67,7 +67,7 @@ class Ghost(Way):
         self._looks = shared is None
         self.shared = set(shared or ())
 
-    def clipped(self, inputs: Any, targets: Any, clip: float) -> Clipped:
+    def clipped(self, inputs: Any, targets: Any, clip: float) -> ClippedSums:
         examples = count(targets)
         with self._listening(examples) as calls:
             losses = self.each(self.model(inputs), targets)
@@ -81,7 +81,7 @@ class Ghost(Way):
             else torch.zeros_like(parameter)
             for parameter in self.parameters
         ]
-        return Clipped(sums, norms, losses.detach())
+        return ClippedSums(sums, norms, losses.detach())
 
     @contextmanager
     def _listening(self, examples: int) -> Iterator[list[_Call]]:
@@ -120,7 +120,7 @@ class Ghost(Way):
         return whole and name in self.shared
 
     @torch.no_grad()
-    def _parts(self, losses: Tensor, calls: list[_Call]) -> dict[Tensor, Part]:
+    def _parts(self, losses: Tensor, calls: list[_Call]) -> dict[Tensor, ParameterContribution]:
         """Return the gradient part of every parameter that the losses depend on."""
         if not losses.requires_grad or not calls:
             return {}
@@ -128,7 +128,7 @@ class Ghost(Way):
             outgoing = torch.autograd.grad(
                 losses.sum(), [call.edge for call in calls], allow_unused=True
             )
-        parts: dict[Tensor, Part] = {}
+        parts: dict[Tensor, ParameterContribution] = {}
         for call, gradient in zip(calls, outgoing, strict=True):
             if gradient is None:
                 continue

@@ -39,7 +39,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dure.privacy.per_example.way import CannotClipError, norm_bounds
+from dure.privacy.per_example.clipping import CannotClipError, norm_bounds
 
 HELD = 1 << 24
 """Maximum elements of a batch's gradients that a layer stores: 64 MiB in float32."""
@@ -51,7 +51,7 @@ SURE = 2e-3
 """Fraction of a squared norm: float32 products are used if their rounding error is below it."""
 
 
-class Part(Protocol):
+class ParameterContribution(Protocol):
     """Contribution of a batch's examples to the gradient of a parameter."""
 
     def norms(self) -> Tensor:
@@ -66,11 +66,11 @@ class Part(Protocol):
         factors: shape (b,), in the dtype of the weights.
         """
 
-    def with_more(self, other: Part) -> Part:
+    def with_more(self, other: ParameterContribution) -> ParameterContribution:
         """Return the sum with the contribution of another call of the same layer."""
 
 
-class Held:
+class StoredContribution:
     """Stored gradients, shape (b, ...)."""
 
     def __init__(self, each: Tensor) -> None:
@@ -82,13 +82,13 @@ class Held:
     def total(self, factors: Tensor) -> Tensor:
         return (factors @ self.each.flatten(1)).view(self.each.shape[1:])
 
-    def with_more(self, other: Part) -> Part:
-        if not isinstance(other, Held):
+    def with_more(self, other: ParameterContribution) -> ParameterContribution:
+        if not isinstance(other, StoredContribution):
             raise _shared()
-        return Held(self.each + other.each)
+        return StoredContribution(self.each + other.each)
 
 
-class Products:
+class LinearContribution:
     """Contribution to a linear layer's weight: sums over positions of outgoing ⊗ given.
 
     given: shape (b, T, m). outgoing: gradients of the outputs, shape (b, T, n).
@@ -116,11 +116,11 @@ class Products:
         scaled = self.outgoing * factors[:, None, None]
         return scaled.flatten(0, 1).mT @ self.given.flatten(0, 1)
 
-    def with_more(self, other: Part) -> Part:
-        if not isinstance(other, Products):
+    def with_more(self, other: ParameterContribution) -> ParameterContribution:
+        if not isinstance(other, LinearContribution):
             raise _shared()
         given = torch.cat([self.given, other.given], 1)
-        return Products(given, torch.cat([self.outgoing, other.outgoing], 1))
+        return LinearContribution(given, torch.cat([self.outgoing, other.outgoing], 1))
 
 
 def rounding(positions: int, like: Tensor) -> float:
@@ -183,7 +183,7 @@ def _in_pieces(norms: Callable[[Tensor, Tensor], Tensor], *whole: Tensor) -> Ten
     return torch.cat([norms(given[piece], outgoing[piece]) for piece in pieces])
 
 
-class Rows:
+class EmbeddingContribution:
     """Contribution to an embedding: outgoing gradients, each added to the row of its index.
 
     indices: int64 of shape (b, T). outgoing: shape (b, T, n). rows: of the table. padding: the row
@@ -217,11 +217,11 @@ class Rows:
         total = self.outgoing.new_zeros(self.rows, self.outgoing.shape[1])
         return total.index_add_(0, self.indices, self.outgoing * factors[self.example, None])
 
-    def with_more(self, other: Part) -> Part:
+    def with_more(self, other: ParameterContribution) -> ParameterContribution:
         raise _shared()
 
 
-class Patches:
+class ConvolutionContribution:
     """Contribution to a convolution: for each group, sums over positions of outgoing ⊗ input patch.
 
     given: the padded input, shape (b, channels, ...). outgoing: shape (b, channels, ...).
@@ -301,7 +301,7 @@ class Patches:
             total.view(-1).add_(factors[piece] @ self._formed(piece))
         return total
 
-    def with_more(self, other: Part) -> Part:
+    def with_more(self, other: ParameterContribution) -> ParameterContribution:
         raise _shared()
 
 
@@ -332,19 +332,19 @@ def _shared() -> CannotClipError:
     return CannotClipError("a parameter is used in more than one place")
 
 
-Found = list[tuple[Tensor, Part]]
-Rule = Callable[[Any, Tensor, Tensor], Found]
+Found = list[tuple[Tensor, ParameterContribution]]
+LayerRule = Callable[[Any, Tensor, Tensor], Found]
 """rule(layer, input, gradient of the output): returns the contribution to each parameter."""
 
 
 def _linear(module: nn.Linear, given: Tensor, outgoing: Tensor) -> Found:
     given = given.reshape(len(given), -1, given.shape[-1])
     outgoing = outgoing.reshape(len(outgoing), -1, outgoing.shape[-1])
-    found: Found = [(module.weight, Products(given, outgoing))]
+    found: Found = [(module.weight, LinearContribution(given, outgoing))]
     if module.bias is not None:
         # With a single position no sum is needed.
         added = outgoing[:, 0] if outgoing.shape[1] == 1 else outgoing.sum(1)
-        found.append((module.bias, Held(added)))
+        found.append((module.bias, StoredContribution(added)))
     return found
 
 
@@ -355,16 +355,21 @@ def _convolution(module: Any, given: Tensor, outgoing: Tensor) -> Found:
     if module.weight.requires_grad:
         mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
         padded = F.pad(given, module._reversed_padding_repeated_twice, mode=mode)
-        found.append((module.weight, Patches(_Convolution(module), padded.contiguous(), outgoing)))
+        found.append(
+            (
+                module.weight,
+                ConvolutionContribution(_Convolution(module), padded.contiguous(), outgoing),
+            )
+        )
     if module.bias is not None:
-        found.append((module.bias, Held(outgoing.flatten(2).sum(2))))
+        found.append((module.bias, StoredContribution(outgoing.flatten(2).sum(2))))
     return found
 
 
 def _embedding(module: nn.Embedding, given: Tensor, outgoing: Tensor) -> Found:
     indices = given.reshape(len(given), -1).long()
     outgoing = outgoing.reshape(*indices.shape, -1)
-    part = Rows(indices, outgoing, module.num_embeddings, module.padding_idx)
+    part = EmbeddingContribution(indices, outgoing, module.num_embeddings, module.padding_idx)
     return [(module.weight, part)]
 
 
@@ -401,9 +406,9 @@ def _affine(
 
     added: sums over positions; returns shape (b, *weight.shape).
     """
-    found: Found = [(module.weight, Held(added(outgoing * normalised)))]
+    found: Found = [(module.weight, StoredContribution(added(outgoing * normalised)))]
     if getattr(module, "bias", None) is not None:
-        found.append((module.bias, Held(added(outgoing))))
+        found.append((module.bias, StoredContribution(added(outgoing))))
     return found
 
 
@@ -418,7 +423,7 @@ def _channels(each: Tensor) -> Tensor:
     return each.reshape(*each.shape[:2], -1).sum(2)
 
 
-RULES: dict[type[nn.Module], Rule] = {
+RULES: dict[type[nn.Module], LayerRule] = {
     nn.Linear: _linear,
     nn.Conv1d: _convolution,
     nn.Conv2d: _convolution,

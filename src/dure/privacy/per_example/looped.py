@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dure.privacy.per_example.losses import Each
-from dure.privacy.per_example.way import (
-    Clipped,
-    Way,
+from dure.privacy.per_example.clipping import (
+    ClippedSums,
+    PerExampleClipping,
     count,
     cut,
     factors,
@@ -22,9 +21,10 @@ from dure.privacy.per_example.way import (
     norms_of,
     trained,
 )
+from dure.privacy.per_example.losses import Each
 
 
-class Looped(Way):
+class LoopClipping(PerExampleClipping):
     """Clipping in a loop over examples."""
 
     name = "one example after another"
@@ -34,7 +34,7 @@ class Looped(Way):
         self.each = each
         self.parameters = trained(model)
 
-    def clipped(self, inputs: Any, targets: Any, clip: float) -> Clipped:
+    def clipped(self, inputs: Any, targets: Any, clip: float) -> ClippedSums:
         sums = [torch.zeros_like(parameter) for parameter in self.parameters]
         norms: list[Tensor] = []
         losses: list[Tensor] = []
@@ -46,7 +46,7 @@ class Looped(Way):
                 total.add_(gradient * factor.to(gradient.dtype))
             norms.append(norm)
             losses.append(loss)
-        return Clipped(sums, torch.stack(norms), torch.stack(losses))
+        return ClippedSums(sums, torch.stack(norms), torch.stack(losses))
 
     def _gradients(self, inputs: Any, targets: Any) -> tuple[Tensor, list[Tensor]]:
         loss = self.each(self.model(inputs), targets).sum()

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from dure.contracts.task import Loss
-from dure.privacy.per_example.way import CannotClipError, count, cut
+from dure.privacy.per_example.clipping import CannotClipError, count, cut
 from dure.tasks.known_losses import CrossEntropy, cross_entropy_of, reduction_of, torch_loss
 from dure.tasks.loss_shares import CountedLoss
 

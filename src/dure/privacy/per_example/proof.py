@@ -37,12 +37,18 @@ from dure.contracts.strategy import Proof, unused_copy
 from dure.contracts.task import Task
 from dure.data.examples import Examples
 from dure.machine.devices import device_of_model, to_device
-from dure.privacy.per_example.functional import Functional
-from dure.privacy.per_example.ghost import Ghost
-from dure.privacy.per_example.looped import Looped
+from dure.privacy.per_example.clipping import (
+    CannotClipError,
+    ClippedSums,
+    PerExampleClipping,
+    count,
+    cut,
+)
+from dure.privacy.per_example.functional import FunctionalClipping
+from dure.privacy.per_example.ghost import GhostClipping
+from dure.privacy.per_example.looped import LoopClipping
 from dure.privacy.per_example.losses import Each, losses_of
-from dure.privacy.per_example.refused import check_layers
-from dure.privacy.per_example.way import CannotClipError, Clipped, Way, count, cut
+from dure.privacy.per_example.unsupported_layers import check_layers
 from dure.randomness.seeds import (
     generators_state,
     restore_generators,
@@ -61,10 +67,10 @@ DRAWS = 4
 SAME = 1e-5
 """Relative tolerance between outputs of batches of the same shape."""
 
-WAYS: tuple[type[Way], ...] = (Ghost, Functional)
-"""Ways from fast to slow; `Looped` is always right."""
+WAYS: tuple[type[PerExampleClipping], ...] = (GhostClipping, FunctionalClipping)
+"""Ways from fast to slow; `LoopClipping` is always right."""
 
-ALONE: tuple[type[Way], ...] = (Functional,)
+ALONE: tuple[type[PerExampleClipping], ...] = (FunctionalClipping,)
 """Ways that compute each example alone, so that no layer can mix it with others."""
 
 _DROPOUT = {
@@ -82,20 +88,20 @@ _NOTICED = (RuntimeError, TypeError, ValueError, NotImplementedError, IndexError
 """Errors of a model's or a loss's code that is called in an unsupported way."""
 
 
-class Choice(NamedTuple):
+class ClippingChoice(NamedTuple):
     """The chosen way: its class, its factory for a model, and the proof."""
 
-    kind: type[Way]
-    make: Callable[[nn.Module], Way]
+    kind: type[PerExampleClipping]
+    make: Callable[[nn.Module], PerExampleClipping]
     each: Each
     proof: Proof
 
-    def made(self, model: nn.Module) -> Way:
+    def made(self, model: nn.Module) -> PerExampleClipping:
         """Return the way for a model of the same architecture as in the trial."""
         return self.make(model)
 
 
-def choose(task: Task, model: nn.Module, examples: Examples) -> Choice:
+def choose(task: Task, model: nn.Module, examples: Examples) -> ClippingChoice:
     """Return the fastest way that is right for the model and the task's loss.
 
     model: unchanged. examples: the training data. Raises ValueError for a model or a loss that
@@ -118,13 +124,15 @@ def choose(task: Task, model: nn.Module, examples: Examples) -> Choice:
     finally:
         restore_generators(before)
     what = f"{count(targets)} examples' gradients by {way.name} are those of each alone"
-    return Choice(type(way), _making(way, each), each, Proof(what, time.perf_counter() - started))
+    return ClippingChoice(
+        type(way), _making(way, each), each, Proof(what, time.perf_counter() - started)
+    )
 
 
-def _making(way: Way, each: Each) -> Callable[[nn.Module], Way]:
+def _making(way: PerExampleClipping, each: Each) -> Callable[[nn.Module], PerExampleClipping]:
     """Return the factory of the way for another model, with the results of the trial."""
-    if isinstance(way, Ghost):
-        return partial(Ghost, each=each, shared=frozenset(way.shared))
+    if isinstance(way, GhostClipping):
+        return partial(GhostClipping, each=each, shared=frozenset(way.shared))
     return partial(type(way), each=each)  # type: ignore[call-arg]
 
 
@@ -265,9 +273,13 @@ def _losses(loss: Any, model: nn.Module, inputs: Any, targets: Any) -> Each:
 
 
 def _fastest(
-    model: nn.Module, each: Each, inputs: Any, targets: Any, kinds: Sequence[type[Way]]
-) -> Way:
-    right = Looped(model, each).clipped(inputs, targets, math.inf)
+    model: nn.Module,
+    each: Each,
+    inputs: Any,
+    targets: Any,
+    kinds: Sequence[type[PerExampleClipping]],
+) -> PerExampleClipping:
+    right = LoopClipping(model, each).clipped(inputs, targets, math.inf)
     for kind in kinds:
         try:
             way = kind(model, each)  # type: ignore[call-arg]
@@ -276,10 +288,10 @@ def _fastest(
             continue
         if _holds(found, right):
             return way
-    return Looped(model, each)
+    return LoopClipping(model, each)
 
 
-def _holds(found: Clipped, right: Clipped) -> bool:
+def _holds(found: ClippedSums, right: ClippedSums) -> bool:
     largest = max(float(total.abs().max()) for total in right.sums if total.numel())
     pairs = [(found.norms, right.norms), *zip(found.sums, right.sums, strict=True)]
     return all(
@@ -290,7 +302,7 @@ def _holds(found: Clipped, right: Clipped) -> bool:
     )
 
 
-def _allowed(right: Clipped) -> float:
+def _allowed(right: ClippedSums) -> float:
     return TOLERANCE[right.sums[0].dtype]
 
 

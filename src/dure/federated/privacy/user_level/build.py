@@ -16,9 +16,9 @@ from dure.federated.privacy.user_level.estimator import Estimator, client_popula
 from dure.federated.privacy.user_level.release import NoisedRounds
 from dure.federated.privacy.user_level.settings import UserLevel
 from dure.federated.server.poisson_sampling import CarrierOnce
+from dure.privacy.guarantee import PrivacyGuarantee
 from dure.privacy.ledger import Ledger
 from dure.privacy.padding import PaddingRow
-from dure.privacy.promise import Promise
 from dure.randomness.secret import Secret
 from dure.tasks.batch_norm import statistics
 from dure.tensors.buffers import Buffers
@@ -74,18 +74,18 @@ def noised_rounds(
     )
 
 
-def promise(user: UserLevel, strategy: PrivateRoundsStrategy, keyed: bool) -> Promise:
+def promise(user: UserLevel, strategy: PrivateRoundsStrategy, keyed: bool) -> PrivacyGuarantee:
     """Return the privacy guarantee, in words."""
     unit = "client (all examples of one key)" if keyed else "client"
     if user.where == "local":
-        return Promise(
+        return PrivacyGuarantee(
             unit=unit,
             delta=strategy.delta,
             relation="replace",
             sampling="all",
             against="the server, and whoever sees what the client sends",
         )
-    return Promise(
+    return PrivacyGuarantee(
         unit=unit,
         delta=strategy.delta,
         sampling="all" if strategy.fraction == 1 else "coins",

@@ -9,7 +9,7 @@
 again, and never draws a second noise for a round. Each key serves a single purpose and round
 (`dure.randomness.secret`); deployments draw keys from the operating system.
 
-`dure.privacy.promise` describes the guarantee and its recipients. With `where=local` and
+`dure.privacy.guarantee` describes the guarantee and its recipients. With `where=local` and
 `where=distributed` contributions arrive with noise (`local`, `distributed`): a round is then
 charged before clients are asked.
 """
@@ -29,8 +29,8 @@ from dure.federated.privacy.user_level.estimator import Estimator
 from dure.federated.privacy.user_level.settings import UserLevel
 from dure.federated.server.poisson_sampling import CarrierOnce
 from dure.privacy.accountant import Releases, renyi_epsilon
+from dure.privacy.guarantee import PrivacyGuarantee
 from dure.privacy.ledger import Ledger
-from dure.privacy.promise import Promise
 from dure.randomness.secret import Secret
 
 
@@ -55,7 +55,7 @@ class NoisedRounds:
         estimator: Estimator,
         settings: UserLevel,
         like: Sequence[Tensor],
-        promise: Promise,
+        promise: PrivacyGuarantee,
         ledger: Ledger,
         budget: float | None,
         secret: Secret,

@@ -30,7 +30,7 @@ CHUNK = 1024
 """Number of squares that are summed in their own dtype before float64."""
 
 
-class Clipped(NamedTuple):
+class ClippedSums(NamedTuple):
     """Sums, norms and losses of a batch.
 
     sums: of the clipped gradients, a tensor per trained parameter, in the model's order. norms:
@@ -47,13 +47,13 @@ class CannotClipError(Exception):
     """This way cannot compute the model; the message gives the reason."""
 
 
-class Way(ABC):
+class PerExampleClipping(ABC):
     """Way to clip the gradients of single examples."""
 
     name: ClassVar[str]
 
     @abstractmethod
-    def clipped(self, inputs: Any, targets: Any, clip: float) -> Clipped:
+    def clipped(self, inputs: Any, targets: Any, clip: float) -> ClippedSums:
         """Return the clipped sums of a batch of at least one example.
 
         clip: C; inf only adds gradients. The gradients in the model's parameters do not change.

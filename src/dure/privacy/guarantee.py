@@ -12,7 +12,7 @@ Sampling = Literal["coins", "all"]
 
 
 @dataclass(frozen=True)
-class Promise:
+class PrivacyGuarantee:
     """Terms of a guarantee.
 
     Args:
