@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dure.protocol.messages import Answer, Say
+from dure.protocol.messages import ProtocolAnswer, ProtocolStep
 from dure.run.join import join
 from dure.run.site import Reach, context_for
 from dure.wire.requests import (
@@ -89,7 +89,7 @@ class Echo:
     ) -> None:
         pass
 
-    def answer(self, say: Say) -> Answer | None:
+    def answer(self, say: ProtocolStep) -> ProtocolAnswer | None:
         return None
 
     def measure(self, measure: MeasureThis, tensors: Mapping[str, Tensor]) -> MeasuredThis:

@@ -20,18 +20,18 @@ from dure.federated.builders import build_clients, build_server
 from dure.federated.server.server import FederatedServer
 from dure.federated.strategy import Federated
 from dure.machine.threads import threads
-from dure.protocol.carrier import Assign, Combine, Coordinator, Flight
+from dure.protocol.carrier import Assign, AssignmentRecord, Combine, CoordinatorProtocol
 from dure.protocol.encoding import from_bytes, to_bytes
 from dure.protocol.messages import (
-    Ask,
-    Join,
-    Kept,
-    Measure,
-    Measured,
+    EvaluationRequest,
+    EvaluationResults,
+    JoinMessage,
     Message,
+    PersonalisedMean,
+    PersonalisedRequest,
     Refuse,
-    Settled,
     Update,
+    UpdateOutcomes,
 )
 from dure.record.checkpoint import (
     pack_checkpoint,
@@ -116,14 +116,14 @@ class Pipe:
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
         self.now = 0.0
-        self.flown: list[Flight] = []
+        self.flown: list[AssignmentRecord] = []
         self.checked = False
         self.clock_is = "virtual_seconds"
         self.lasts: float | None = None
         self.patient = False
         self.early: list[Update] = []
         self.arrived: dict[int, Update] = {}
-        self.joined: Join = self.receive(Join)
+        self.joined: JoinMessage = self.receive(JoinMessage)
 
     def answers_left(self, different: bool) -> float:
         return math.inf
@@ -140,10 +140,10 @@ class Pipe:
             assert isinstance(message, Update)
             self.early.append(message)
 
-    def join(self) -> Join:
+    def join(self) -> JoinMessage:
         return self.joined
 
-    def carry(self, coordinator: Coordinator) -> Combine:
+    def carry(self, coordinator: CoordinatorProtocol) -> Combine:
         actions = coordinator.tick(self.now)
         while True:
             found = None
@@ -160,10 +160,10 @@ class Pipe:
             self.arrived[update.ticket] = update
             actions = coordinator.update(update.ticket, self.now)
 
-    def updates(self, coordinator: Coordinator, tickets: Sequence[int]) -> Iterator[Update]:
+    def updates(self, coordinator: CoordinatorProtocol, tickets: Sequence[int]) -> Iterator[Update]:
         return iter([self.arrived.pop(ticket) for ticket in tickets])
 
-    def settle(self, settled: Settled) -> None:
+    def settle(self, settled: UpdateOutcomes) -> None:
         self.send(settled)
 
     def made(self, number: int, weights: Sequence[Any], buffers: Sequence[Any]) -> None:
@@ -172,14 +172,14 @@ class Pipe:
     def ended(self, reason: str) -> None:
         pass
 
-    def measure(self, measure: Measure) -> Measured:
+    def measure(self, measure: EvaluationRequest) -> EvaluationResults:
         self.send(measure)
-        measured: Measured = self.receive(Measured)
+        measured: EvaluationResults = self.receive(EvaluationResults)
         return measured
 
-    def kept(self) -> Kept:
-        self.send(Ask())
-        kept: Kept = self.receive(Kept)
+    def kept(self) -> PersonalisedMean:
+        self.send(PersonalisedRequest())
+        kept: PersonalisedMean = self.receive(PersonalisedMean)
         return kept
 
     def facts(self) -> Mapping[str, Any]:

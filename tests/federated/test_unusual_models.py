@@ -23,7 +23,7 @@ from dure.federated.engines.meta import MetaEngine
 from dure.federated.server.client_metrics import ClientMeasurements
 from dure.federated.server.global_model import GlobalModel
 from dure.federated.server.server_optimizer import Rule, ServerOptimizer
-from dure.protocol.messages import Measured, Update
+from dure.protocol.messages import EvaluationResults, Update
 from small import CLASSES, FEATURES, largest_difference, small_task
 
 
@@ -259,13 +259,13 @@ def test_an_optimizer_lives_as_long_as_its_steps() -> None:
 
 def test_clients_with_nothing_to_count_hide_nothing_of_the_others() -> None:
     values = {"client_f1": [0.5, float("nan"), 1.0]}
-    some = ClientMeasurements({"f1": accuracy}).take(Measured([0, 1, 2], values))
+    some = ClientMeasurements({"f1": accuracy}).take(EvaluationResults([0, 1, 2], values))
     assert some["client_f1"] == some["client_f1_mean"] == some["client_f1_p50"] == 0.75
     assert some["client_f1_p10"] == pytest.approx(0.55)
     assert some["client_f1_p90"] == pytest.approx(0.95)
     assert some["client_f1_worst"] == 0.5
     nothing = ClientMeasurements({"f1": accuracy}).take(
-        Measured([0], {"client_f1": [float("nan")]})
+        EvaluationResults([0], {"client_f1": [float("nan")]})
     )
     assert all(map(math.isnan, nothing.values()))
 

@@ -19,16 +19,16 @@ from dure.federated.engines.products import DeferredUpdate
 from dure.protocol import encoding
 from dure.protocol.encoding import HEAD, MessageError, from_bytes, length, to_bytes
 from dure.protocol.messages import (
-    Ask,
     Assignment,
-    Join,
-    Kept,
-    Measure,
-    Measured,
+    EvaluationRequest,
+    EvaluationResults,
+    JoinMessage,
     Message,
+    PersonalisedMean,
+    PersonalisedRequest,
     Refuse,
-    Settled,
     Update,
+    UpdateOutcomes,
 )
 
 KINDS = (
@@ -62,17 +62,17 @@ def assignment(**changes: Any) -> Assignment:
 
 
 MESSAGES: list[Message] = [
-    Join([3, 0, 5]),
+    JoinMessage([3, 0, 5]),
     assignment(),
     assignment(extra=[torch.zeros(5)], deadline=None),
     Update(3, 1, 2, 10, 20, math.nan, [torch.randn(5)], [torch.tensor(8)], [torch.randn(5)]),
     Update(3, 1, 2, 10, 20, 0.5, [torch.randn(5)], [], counted=7.5),
-    Settled([3, 4], [5]),
+    UpdateOutcomes([3, 4], [5]),
     Refuse(3, -1, "it came too late: ü"),
-    Measure(2, [torch.randn(5)], [], 3.5),
-    Measured([0, 2], {"client_loss": [0.5, math.nan]}),
-    Ask(),
-    Kept([torch.randn(5)]),
+    EvaluationRequest(2, [torch.randn(5)], [], 3.5),
+    EvaluationResults([0, 2], {"client_loss": [0.5, math.nan]}),
+    PersonalisedRequest(),
+    PersonalisedMean([torch.randn(5)]),
 ]
 
 
@@ -103,7 +103,7 @@ def test_what_comes_out_is_what_went_in(message: Message) -> None:
 def test_every_kind_of_number_travels_as_it_is(dtype: torch.dtype) -> None:
     drawn = torch.tensor([0, 1, 3, 100], dtype=torch.float32).to(dtype)
     for tensor in (drawn, drawn[1], drawn[:0], drawn.view(2, 2).T, drawn.view(2, 2)[:, :0]):
-        (again,) = from_bytes(to_bytes(Kept([tensor]))).tensors
+        (again,) = from_bytes(to_bytes(PersonalisedMean([tensor]))).tensors
         assert alike(tensor, again)
 
 
@@ -112,7 +112,7 @@ def test_conjugates_and_negatives_are_written_out() -> None:
     negative = conjugate.imag
     assert conjugate.is_conj()
     assert negative.is_neg()
-    (one, other) = from_bytes(to_bytes(Kept([conjugate, negative]))).tensors
+    (one, other) = from_bytes(to_bytes(PersonalisedMean([conjugate, negative]))).tensors
     assert one.tolist() == [1 - 2j, 3 + 4j]
     assert other.tolist() == [-2, 4]
 
@@ -128,7 +128,7 @@ def test_an_update_that_is_not_formed_yet_is_formed_for_its_message() -> None:
 
 
 def test_tensors_are_views_of_the_bytes_that_came() -> None:
-    content = to_bytes(Kept([torch.zeros(4)]))
+    content = to_bytes(PersonalisedMean([torch.zeros(4)]))
     (tensor,) = from_bytes(content).tensors
     content[-4:] = struct.pack("<f", 1.0)
     assert tensor.tolist() == [0, 0, 0, 1]
@@ -136,7 +136,7 @@ def test_tensors_are_views_of_the_bytes_that_came() -> None:
 
 def test_a_tensor_of_a_kind_that_does_not_travel_is_named() -> None:
     with pytest.raises(TypeError, match="complex32"):
-        to_bytes(Kept([torch.zeros(1, dtype=torch.complex32)]))
+        to_bytes(PersonalisedMean([torch.zeros(1, dtype=torch.complex32)]))
 
 
 def made(header: Any, data: bytes = b"", version: int = 1, size: int | None = None) -> bytearray:
@@ -183,7 +183,7 @@ def test_what_is_no_message_is_refused_with_the_reason(content: bytearray, reaso
 
 
 def test_a_message_that_is_too_long_is_refused_by_its_first_bytes() -> None:
-    head = bytes(to_bytes(Kept([torch.zeros(1000)]))[:HEAD])
+    head = bytes(to_bytes(PersonalisedMean([torch.zeros(1000)]))[:HEAD])
     assert length(head, most=5000) < 5000
     with pytest.raises(MessageError, match="and may have 3000"):
         length(head, most=3000)
@@ -208,18 +208,18 @@ def test_bytes_from_anywhere_are_refused(content: bytes) -> None:
 def test_a_message_of_too_many_tensors_is_refused_by_both_sides(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    sent = to_bytes(Kept([torch.zeros(0)] * 9))
+    sent = to_bytes(PersonalisedMean([torch.zeros(0)] * 9))
     monkeypatch.setattr(encoding, "_MOST_TENSORS", 8)
     with pytest.raises(MessageError, match="more than 8 tensors"):
         from_bytes(sent)
     with pytest.raises(ValueError, match="more than 8 tensors"):
-        to_bytes(Kept([torch.zeros(0)] * 9))
-    assert len(from_bytes(to_bytes(Kept([torch.zeros(0)] * 8))).tensors) == 8  # type: ignore[union-attr]
+        to_bytes(PersonalisedMean([torch.zeros(0)] * 9))
+    assert len(from_bytes(to_bytes(PersonalisedMean([torch.zeros(0)] * 8))).tensors) == 8  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("byte", [2, 128, 255])
 def test_a_truth_value_is_0_or_1(byte: int) -> None:
-    sent = to_bytes(Kept([torch.tensor([True, False, True])]))
+    sent = to_bytes(PersonalisedMean([torch.tensor([True, False, True])]))
     at = bytes(sent).rindex(b"\x01\x00\x01")
     sent[at + 1] = byte
     with pytest.raises(MessageError, match="neither 0 nor 1"):

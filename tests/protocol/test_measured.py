@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 
 from dure.protocol.encoding import from_bytes, to_bytes
-from dure.protocol.measured import together
-from dure.protocol.messages import Measured
+from dure.protocol.evaluation_results import merge_evaluations
+from dure.protocol.messages import EvaluationResults
 
-ALL = Measured(
+ALL = EvaluationResults(
     [0, 2, 5],
     {"client_loss": [1.0, 2.0, 3.0], "newest_f1": [0.5, math.nan, 0.25]},
     {"client_loss": [3, 4, 5], "newest_f1": [1, 0, 2]},
@@ -18,11 +18,11 @@ ALL = Measured(
 )
 
 
-def alone(client: int) -> Measured:
+def alone(client: int) -> EvaluationResults:
     """What this client says of itself."""
     place = ALL.clients.index(client)
     mine = [name for name in ALL.values if ALL.examples[name][place]]
-    return Measured(
+    return EvaluationResults(
         [client],
         {name: [ALL.values[name][place]] for name in mine},
         {name: [ALL.examples[name][place]] for name in mine},
@@ -32,22 +32,24 @@ def alone(client: int) -> Measured:
     )
 
 
-def same(one: Measured, other: Measured) -> bool:
+def same(one: EvaluationResults, other: EvaluationResults) -> bool:
     # NaN is equal to nothing, and has a text.
     return str(one) == str(other)
 
 
 def test_the_order_in_which_clients_answer_changes_nothing() -> None:
-    nothing = Measured([], {}, failures={1: ALL.failures[1]})
-    assert same(together([alone(5), nothing, alone(0), alone(2)]), ALL)
-    assert same(together([ALL]), ALL)
-    assert same(together([]), Measured([], {}))
+    nothing = EvaluationResults([], {}, failures={1: ALL.failures[1]})
+    assert same(merge_evaluations([alone(5), nothing, alone(0), alone(2)]), ALL)
+    assert same(merge_evaluations([ALL]), ALL)
+    assert same(merge_evaluations([]), EvaluationResults([], {}))
 
 
 def test_sums_of_two_forms_are_not_added() -> None:
-    other = Measured([7], {"newest_f1": [1.0]}, {"newest_f1": [1]}, {"newest_f1": [[1.0]]}, {})
-    without = Measured([8], {"client_loss": [1.0]}, {"client_loss": [1]})
-    found = together([ALL, other, without])
+    other = EvaluationResults(
+        [7], {"newest_f1": [1.0]}, {"newest_f1": [1]}, {"newest_f1": [[1.0]]}, {}
+    )
+    without = EvaluationResults([8], {"client_loss": [1.0]}, {"client_loss": [1]})
+    found = merge_evaluations([ALL, other, without])
     assert found.sums == {}
     assert found.values["client_loss"][-1] == 1.0
     assert found.clients == [0, 2, 5, 7, 8]

@@ -17,7 +17,7 @@ from dure.federated.privacy.secure_aggregation.messages import TooFewError
 from dure.federated.privacy.secure_aggregation.rounds import SecureSums, digest_of
 from dure.federated.privacy.secure_aggregation.server import SecureSumServer
 from dure.federated.privacy.secure_aggregation.settings import SecureAggregation
-from dure.protocol.messages import Assignment, Say, Update
+from dure.protocol.messages import Assignment, ProtocolStep, Update
 from dure.randomness.secret import Secret
 from dure.wire.signatures import Key
 from dure.worlds.network.client.spent_on_disk import SpentOnDisk
@@ -142,7 +142,7 @@ def sum_of(
             for number, body in server.ask().items():
                 if number in lost:
                     continue
-                say = Say(tickets + number, number, stage, body, server.wants(stage))
+                say = ProtocolStep(tickets + number, number, stage, body, server.wants(stage))
                 answer = sites[number].holding.answer(say)
                 if answer is not None:
                     server.take(number, answer.body, list(answer.tensors))

@@ -17,7 +17,7 @@ from torch import Tensor
 from dure.federated.privacy.secure_aggregation.cohort import UNMASK
 from dure.federated.privacy.secure_aggregation.model_digest import digests_of
 from dure.federated.privacy.secure_aggregation.rounds import SecureSums
-from dure.protocol.messages import Say
+from dure.protocol.messages import ProtocolStep
 
 N = 5
 
@@ -151,10 +151,10 @@ def test_the_same_question_has_the_same_answer_and_another_has_none(
     sites = sites_of(tmp_path)
     asked = hand_out(sites, 100, [numbers()])
     one = sites[1]
-    said: list[tuple[Say, Any]] = []
+    said: list[tuple[ProtocolStep, Any]] = []
     answered = one.holding.answer
 
-    def noted(say: Say) -> Any:
+    def noted(say: ProtocolStep) -> Any:
         answer = answered(say)
         said.append((say, answer))
         return answer
@@ -162,7 +162,7 @@ def test_the_same_question_has_the_same_answer_and_another_has_none(
     one.holding.answer = noted  # type: ignore[method-assign]
     assert sum_of(sites, 100, asked, 1, roster=roster()) == list(range(N))
     question, answer = said[-1]
-    another = Say(question.ticket, 1, UNMASK, said[-2][0].body)
+    another = ProtocolStep(question.ticket, 1, UNMASK, said[-2][0].body)
     assert question.stage == UNMASK
     if restarted:
         one.start()
@@ -248,7 +248,7 @@ def test_no_series_of_sums_has_a_client_help_with_two_of_one_model(
     for site in sites.values():
         site_answer = site.holding.answer
 
-        def noted(say: Say, answer: Any = site_answer) -> Any:
+        def noted(say: ProtocolStep, answer: Any = site_answer) -> Any:
             given_to = answer(say)
             if say.stage == UNMASK and given_to is not None:
                 helped.setdefault((say.client, current[0]), set()).add(current[1])

@@ -26,7 +26,7 @@ from dure.federated.privacy.secure_aggregation.messages import (
     to_body,
 )
 from dure.federated.privacy.secure_aggregation.rounds import SecureRounds, SecureSums
-from dure.protocol.messages import Answer, Form, Say
+from dure.protocol.messages import ProtocolAnswer, ProtocolStep, WantedTensor
 from dure.randomness.secret import Secret
 from dure.wire.requests import MOST_SAID
 
@@ -90,13 +90,13 @@ def asked() -> dict[int, Any]:
     return {100 + number: asked_of(number, 100 + number, MODEL) for number in range(N)}
 
 
-Change = Callable[[Say, Answer | None], Answer | None]
+Change = Callable[[ProtocolStep, ProtocolAnswer | None], ProtocolAnswer | None]
 
 
 def sums_of(there: dict[int, Site], change: Change) -> dict[str, Any]:
     """What a server makes of what clients answer. change: what becomes of an answer."""
 
-    def exchange(says: Sequence[Say]) -> Iterator[Answer]:
+    def exchange(says: Sequence[ProtocolStep]) -> Iterator[ProtocolAnswer]:
         for say in says:
             answer = change(say, there[say.client].holding.answer(say))
             if answer is not None:
@@ -107,11 +107,11 @@ def sums_of(there: dict[int, Site], change: Change) -> dict[str, Any]:
 
 
 @cache
-def recorded() -> list[Say]:
+def recorded() -> list[ProtocolStep]:
     """All that a server says to client 1 in a sum that goes well."""
-    said: list[Say] = []
+    said: list[ProtocolStep] = []
 
-    def noted(say: Say, answer: Answer | None) -> Answer | None:
+    def noted(say: ProtocolStep, answer: ProtocolAnswer | None) -> ProtocolAnswer | None:
         if say.client == 1:
             said.append(say)
         return answer
@@ -133,7 +133,7 @@ def test_a_client_refuses_each_changed_field_by_name_and_raises_nothing(
     right = said[place]
     body = data.draw(st.composite(lambda draw: changed(draw, msgspec.msgpack.decode(right.body)))())
     before = len(one.refused)
-    answer = one.holding.answer(Say(right.ticket, 1, right.stage, body, right.wants))
+    answer = one.holding.answer(ProtocolStep(right.ticket, 1, right.stage, body, right.wants))
     assert answer is not None or len(one.refused) == before + 1
     if answer is None:
         [why] = one.refused[before:]
@@ -147,14 +147,16 @@ def test_a_client_refuses_each_changed_field_by_name_and_raises_nothing(
     st.integers(-3, 200),
     st.integers(-3, 9),
     st.binary(max_size=30),
-    st.lists(st.builds(Form, st.text(max_size=5), st.tuples(st.integers(0, 2**60))), max_size=2),
+    st.lists(
+        st.builds(WantedTensor, st.text(max_size=5), st.tuples(st.integers(0, 2**60))), max_size=2
+    ),
 )
 def test_a_client_answers_nothing_to_what_is_no_step_of_its_sum(
-    stage: int, ticket: int, client: int, body: bytes, wants: list[Form]
+    stage: int, ticket: int, client: int, body: bytes, wants: list[WantedTensor]
 ) -> None:
     one = site(1)
     hand_out({1: one}, 100, MODEL)
-    assert one.holding.answer(Say(ticket, client, stage, body, wants)) is None
+    assert one.holding.answer(ProtocolStep(ticket, client, stage, body, wants)) is None
 
 
 @settings(max_examples=100)
@@ -164,13 +166,13 @@ def test_a_server_loses_who_changes_a_field_by_name_and_sums_the_others(
 ) -> None:
     tampered: list[bool] = []
 
-    def change(say: Say, answer: Answer | None) -> Answer | None:
+    def change(say: ProtocolStep, answer: ProtocolAnswer | None) -> ProtocolAnswer | None:
         if answer is None or (say.stage, say.client) != (stage, liar) or tampered:
             return answer
         tampered.append(True)
         message = msgspec.msgpack.decode(answer.body)
         body = data.draw(st.composite(lambda draw: changed(draw, message))())
-        return Answer(answer.ticket, answer.client, stage, body, answer.tensors)
+        return ProtocolAnswer(answer.ticket, answer.client, stage, body, answer.tensors)
 
     made = sums_of(sites(), change)
     # Whoever is blamed has lied: nobody else, whatever was changed.
@@ -198,10 +200,10 @@ def test_a_server_loses_who_changes_a_field_by_name_and_sums_the_others(
     ],
 )
 def test_a_server_loses_who_sends_another_tensor(tensors: list[Tensor]) -> None:
-    def change(say: Say, answer: Answer | None) -> Answer | None:
+    def change(say: ProtocolStep, answer: ProtocolAnswer | None) -> ProtocolAnswer | None:
         if answer is None or (say.stage, say.client) != (MASK, 2):
             return answer
-        return Answer(say.ticket, 2, MASK, answer.body, tensors)
+        return ProtocolAnswer(say.ticket, 2, MASK, answer.body, tensors)
 
     made = sums_of(sites(), change)
     assert list(made["guilty"]) == [2]
@@ -213,12 +215,12 @@ def test_a_server_loses_who_sends_another_tensor(tensors: list[Tensor]) -> None:
 @settings(max_examples=50)
 @given(st.integers(0, N - 1), st.integers(0, 2**32))
 def test_a_vector_of_noise_makes_no_model(liar: int, seed: int) -> None:
-    def change(say: Say, answer: Answer | None) -> Answer | None:
+    def change(say: ProtocolStep, answer: ProtocolAnswer | None) -> ProtocolAnswer | None:
         if answer is None or (say.stage, say.client) != (MASK, liar):
             return answer
         generator = torch.Generator().manual_seed(seed)
         noise = torch.randint(-(2**31), 2**31, answer.tensors[0].shape, generator=generator)
-        return Answer(say.ticket, liar, MASK, answer.body, [noise.int()])
+        return ProtocolAnswer(say.ticket, liar, MASK, answer.body, [noise.int()])
 
     made = sums_of(sites(), change)
     # Nobody can tell who it was: nobody is blamed.

@@ -14,16 +14,16 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from dure.protocol.messages import (
-    Answer,
     Assignment,
-    Join,
-    Kept,
-    Measure,
-    Measured,
+    EvaluationRequest,
+    EvaluationResults,
+    JoinMessage,
+    PersonalisedMean,
+    ProtocolAnswer,
+    ProtocolStep,
     Refuse,
-    Say,
-    Settled,
     Update,
+    UpdateOutcomes,
 )
 
 
@@ -43,7 +43,7 @@ Action = Assign | Refuse | Combine
 
 
 # Protocols instead of base classes: this package imports neither the server nor the clients.
-class Coordinator(Protocol):
+class CoordinatorProtocol(Protocol):
     """Interface of a coordinator that a carrier uses.
 
     `wake` is the time in seconds, on the federation's clock, at which the coordinator needs the
@@ -99,7 +99,7 @@ class Coordinator(Protocol):
         """Return whether an update with this assignment id would count."""
 
 
-class Work(NamedTuple):
+class AssignmentCost(NamedTuple):
     """Cost of an assignment: optimizer steps, gradients of single examples, bytes uploaded."""
 
     steps: int
@@ -109,7 +109,7 @@ class Work(NamedTuple):
 
 # A class besides the message, because in a simulation the clock of the carrier decides when the
 # work began and how much of the work is done before the deadline.
-class Order(NamedTuple):
+class ClientOrder(NamedTuple):
     """An assignment that a client works on.
 
     `began` is the time at which the client received the assignment. `work` is the part of the
@@ -118,7 +118,7 @@ class Order(NamedTuple):
 
     assignment: Assignment
     began: float
-    work: Work
+    work: AssignmentCost
 
 
 class Clients(Protocol):
@@ -132,13 +132,15 @@ class Clients(Protocol):
     partial: bool
     checked: bool
 
-    def join(self) -> Join:
+    def join(self) -> JoinMessage:
         """Return the message that introduces the clients."""
 
-    def work(self, assignment: Assignment, now: float, most: float | None = None) -> Work:
+    def work(self, assignment: Assignment, now: float, most: float | None = None) -> AssignmentCost:
         """Return the cost of the assignment at time `now`, for at most `most` examples."""
 
-    def train(self, orders: Sequence[Order], ahead: Sequence[Order]) -> Iterator[Update]:
+    def train(
+        self, orders: Sequence[ClientOrder], ahead: Sequence[ClientOrder]
+    ) -> Iterator[Update]:
         """Yield the updates of `orders`, in order.
 
         `ahead` are orders whose updates the carrier will request soon; an implementation may
@@ -148,13 +150,13 @@ class Clients(Protocol):
     def hold(self, update: Update, asked: Assignment) -> None:
         """Store an update at its client, which answers the steps of a protocol about the update."""
 
-    def answer(self, say: Say) -> Answer | None:
+    def answer(self, say: ProtocolStep) -> ProtocolAnswer | None:
         """Return the client's answer to a protocol step; None if the client has left."""
 
-    def settle(self, settled: Settled) -> None:
+    def settle(self, settled: UpdateOutcomes) -> None:
         """Report to the clients which updates counted."""
 
-    def measure(self, measure: Measure) -> Measured:
+    def measure(self, measure: EvaluationRequest) -> EvaluationResults:
         """Evaluate the model, and the clients' own models, on the clients' held-out examples."""
 
     def losses(
@@ -166,7 +168,7 @@ class Clients(Protocol):
     ) -> list[tuple[float, int]]:
         """Return (mean loss, number of examples) of a model on each client's training examples."""
 
-    def kept(self) -> Kept:
+    def kept(self) -> PersonalisedMean:
         """Return the clients' mean values for the personalised part of the model."""
 
     def facts(self) -> Mapping[str, Any]:
@@ -208,31 +210,31 @@ class Carrier(Protocol):
     lasts: float | None
     patient: bool
     clock_is: str
-    flown: list[Flight]
+    flown: list[AssignmentRecord]
     checked: bool
 
     @property
     def now(self) -> float:
         """Seconds on the federation's clock."""
 
-    def join(self) -> Join:
+    def join(self) -> JoinMessage:
         """Return the message that introduces the clients."""
 
-    def carry(self, coordinator: Coordinator) -> Combine:
+    def carry(self, coordinator: CoordinatorProtocol) -> Combine:
         """Carry messages until the coordinator can make a new model."""
 
-    def updates(self, coordinator: Coordinator, tickets: Sequence[int]) -> Iterator[Update]:
+    def updates(self, coordinator: CoordinatorProtocol, tickets: Sequence[int]) -> Iterator[Update]:
         """Yield the updates with these assignment ids, in order."""
 
-    def hold(self, coordinator: Coordinator, tickets: Sequence[int]) -> None:
+    def hold(self, coordinator: CoordinatorProtocol, tickets: Sequence[int]) -> None:
         """Leave the updates with these assignment ids at their clients, for `exchange`."""
 
-    def exchange(self, says: Sequence[Say]) -> Iterator[Answer]:
+    def exchange(self, says: Sequence[ProtocolStep]) -> Iterator[ProtocolAnswer]:
         """Send protocol steps to their clients and yield the answers in arrival order.
 
         The iterator ends when every client has answered, has left or has timed out. An answer has
-        the ticket and the stage of its `Say`, and the tensors that the `Say` wants. The carrier
-        does not store answers. May be called only within `once`.
+        the ticket and the stage of its `ProtocolStep`, and the tensors that the `ProtocolStep`
+        wants. The carrier does not store answers. May be called only within `once`.
         """
 
     def once(self, what: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -248,7 +250,7 @@ class Carrier(Protocol):
     def draft(self) -> Draft | None:
         """Draft of the result of `once`; None if `make` reproduces the result bit for bit."""
 
-    def settle(self, settled: Settled) -> None:
+    def settle(self, settled: UpdateOutcomes) -> None:
         """Report to the clients which updates counted."""
 
     def made(self, number: int, weights: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
@@ -257,10 +259,10 @@ class Carrier(Protocol):
     def ended(self, reason: str) -> None:
         """Report that the run has ended by this limit; "interrupt" for a run that may resume."""
 
-    def measure(self, measure: Measure) -> Measured:
+    def measure(self, measure: EvaluationRequest) -> EvaluationResults:
         """Have the clients evaluate a model."""
 
-    def kept(self) -> Kept:
+    def kept(self) -> PersonalisedMean:
         """Request the clients' mean values for the personalised part of the model."""
 
     def losses(
@@ -295,7 +297,7 @@ STEP = "step"
 """Outcome of a flight that is a step of a protocol."""
 
 
-class Flight(NamedTuple):
+class AssignmentRecord(NamedTuple):
     """Record of an assignment that has ended.
 
     Args:

@@ -1,16 +1,16 @@
 """Messages between a federated server and its clients, and their direction.
 
-    clients -> server    Join        numbers of examples of the clients
+    clients -> server    JoinMessage        numbers of examples of the clients
     server -> client     Assignment  train from these weights
     client -> server     Update      difference of the weights after training
-    server -> client     Say         a step of a protocol on updates that stay at the clients
-    client -> server     Answer      answer to a Say
-    server -> clients    Settled     updates that made the new model, and updates that did not count
-    server -> client     Refuse      an update does not count, with the reason
-    server -> clients    Measure     evaluate this model on held-out examples
-    clients -> server    Measured    metrics, and numbers of examples
-    server -> clients    Ask         request for the personalised part of the model
-    clients -> server    Kept        mean of the clients' personalised parts
+    server -> client     ProtocolStep         a step of a protocol on updates that stay at the
+    clients client -> server     ProtocolAnswer      answer to a ProtocolStep
+    server -> clients    UpdateOutcomes     updates that made the new model, and updates that did
+    not count server -> client     Refuse      an update does not count, with the reason
+    server -> clients    EvaluationRequest     evaluate this model on held-out examples
+    clients -> server    EvaluationResults    metrics, and numbers of examples
+    server -> clients    PersonalisedRequest         request for the personalised part of the model
+    clients -> server    PersonalisedMean        mean of the clients' personalised parts
 
 No other data pass between server and clients. Weights and updates are lists of flat tensors, one
 per dtype of the model (`dure.tensors.flat`); buffers are in the order of the model. Every
@@ -50,7 +50,7 @@ def nbytes(tensors: Sequence[Tensor]) -> int:
 
 
 # tag=True: the encoded message begins with its type name, by which the decoder selects the class.
-class Join(msgspec.Struct, frozen=True, tag=True):
+class JoinMessage(msgspec.Struct, frozen=True, tag="Join"):
     """Introduction of the clients.
 
     `sizes` has the number of examples of each client; the index is the client's number.
@@ -137,14 +137,14 @@ class Update(msgspec.Struct, frozen=True, gc=False, tag=True):
         return self.examples * (self.count / self.samples)
 
 
-class Form(msgspec.Struct, frozen=True):
+class WantedTensor(msgspec.Struct, frozen=True):
     """Dtype and shape of a requested tensor."""
 
     dtype: str
     shape: tuple[int, ...]
 
 
-class Say(msgspec.Struct, frozen=True, tag=True):
+class ProtocolStep(msgspec.Struct, frozen=True, tag="Say"):
     """Step of a protocol between server and clients before updates are combined.
 
     Used if the updates stay at the clients instead of the server (secure aggregation).
@@ -163,12 +163,12 @@ class Say(msgspec.Struct, frozen=True, tag=True):
     client: int
     stage: int
     body: bytes
-    wants: Sequence[Form] = ()
+    wants: Sequence[WantedTensor] = ()
     waits: bool = False
 
 
-class Answer(msgspec.Struct, frozen=True, tag=True):
-    """Answer of a client to a `Say` with the same ticket and stage."""
+class ProtocolAnswer(msgspec.Struct, frozen=True, tag="Answer"):
+    """Answer of a client to a `ProtocolStep` with the same ticket and stage."""
 
     ticket: int
     client: int
@@ -177,7 +177,7 @@ class Answer(msgspec.Struct, frozen=True, tag=True):
     tensors: Sequence[Tensor] = ()
 
 
-class Settled(msgspec.Struct, frozen=True, tag=True):
+class UpdateOutcomes(msgspec.Struct, frozen=True, tag="Settled"):
     """Assignment ids of the updates that counted in a new model, and of the updates that did not.
 
     A client whose id is in `kept` keeps the state it has learned for its next assignment. `reasons`
@@ -200,7 +200,7 @@ class Refuse(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-class Measure(msgspec.Struct, frozen=True, tag=True):
+class EvaluationRequest(msgspec.Struct, frozen=True, tag="Measure"):
     """Request to evaluate this model, and the clients' own models, on held-out examples.
 
     Args:
@@ -221,7 +221,7 @@ class Measure(msgspec.Struct, frozen=True, tag=True):
     frozen_buffers: Sequence[Tensor] = ()
 
 
-class Measured(msgspec.Struct, frozen=True, tag=True):
+class EvaluationResults(msgspec.Struct, frozen=True, tag="Measured"):
     """Metrics of a model on the clients' held-out examples.
 
     Args:
@@ -244,11 +244,11 @@ class Measured(msgspec.Struct, frozen=True, tag=True):
     failures: dict[int, str] = {}
 
 
-class Ask(msgspec.Struct, frozen=True, tag=True):
+class PersonalisedRequest(msgspec.Struct, frozen=True, tag="Ask"):
     """Request for the clients' values of the personalised part of the model."""
 
 
-class Kept(msgspec.Struct, frozen=True, tag=True):
+class PersonalisedMean(msgspec.Struct, frozen=True, tag="Kept"):
     """Mean of the clients' values for the personalised part of the model.
 
     `tensors` is the mean over the clients that have taken part; empty if no client has values.
@@ -258,5 +258,15 @@ class Kept(msgspec.Struct, frozen=True, tag=True):
 
 
 Message = (
-    Join | Assignment | Update | Say | Answer | Settled | Refuse | Measure | Measured | Ask | Kept
+    JoinMessage
+    | Assignment
+    | Update
+    | ProtocolStep
+    | ProtocolAnswer
+    | UpdateOutcomes
+    | Refuse
+    | EvaluationRequest
+    | EvaluationResults
+    | PersonalisedRequest
+    | PersonalisedMean
 )

@@ -31,12 +31,12 @@ from dure.fleet.conditions import Conditions, EngineName
 from dure.machine.devices import device_of_model, to_cpu, to_device
 from dure.protocol.messages import (
     NOT_FINITE,
-    Answer,
     Assignment,
-    Measure,
-    Say,
-    Settled,
+    EvaluationRequest,
+    ProtocolAnswer,
+    ProtocolStep,
     Update,
+    UpdateOutcomes,
     nbytes,
 )
 from dure.references import Ask, refuse
@@ -337,7 +337,7 @@ class Training:
         )
         self.clients.hold(held, self._assignment(train, tensors))
 
-    def answer(self, say: Say) -> Answer | None:
+    def answer(self, say: ProtocolStep) -> ProtocolAnswer | None:
         return self.clients.answer(say)
 
     def measure(self, measure: MeasureThis, tensors: Mapping[str, Tensor]) -> MeasuredThis:
@@ -349,7 +349,7 @@ class Training:
             return MeasuredThis(measure.round, failure=refusal)
         weights, buffers, _ = self.layout.apart(to_device(dict(tensors), self.device))
         with torch.no_grad():
-            measured = self.clients.measure(Measure(measure.round, weights, buffers, 0.0))
+            measured = self.clients.measure(EvaluationRequest(measure.round, weights, buffers, 0.0))
         failure = measured.failures.get(self.client, "")
         if self.client not in measured.clients:
             return MeasuredThis(measure.round, failure=failure)
@@ -365,7 +365,9 @@ class Training:
 
     def settle(self, outcome: Outcome) -> None:
         tickets = [outcome.ticket]
-        self.clients.settle(Settled(tickets, []) if outcome.kept else Settled([], tickets))
+        self.clients.settle(
+            UpdateOutcomes(tickets, []) if outcome.kept else UpdateOutcomes([], tickets)
+        )
 
     def remember(self, memory: Sequence[Tensor] | None) -> None:
         if memory is not None:

@@ -33,24 +33,24 @@ from dure.fleet.server_link import ServerLink
 from dure.protocol.carrier import (
     STEP,
     Action,
+    AssignmentCost,
+    AssignmentRecord,
+    ClientOrder,
     Clients,
     Combine,
-    Coordinator,
-    Flight,
-    Order,
-    Work,
+    CoordinatorProtocol,
 )
 from dure.protocol.messages import (
-    Answer,
     Assignment,
-    Join,
-    Kept,
-    Measure,
-    Measured,
+    EvaluationRequest,
+    EvaluationResults,
+    JoinMessage,
+    PersonalisedMean,
+    ProtocolAnswer,
+    ProtocolStep,
     Refuse,
-    Say,
-    Settled,
     Update,
+    UpdateOutcomes,
     nbytes,
 )
 from dure.randomness.seeds import derive
@@ -127,14 +127,14 @@ class Underway(NamedTuple):
     began: float
     ends: float
     reason: str | None
-    work: Work
+    work: AssignmentCost
     down: int
     transfer: float
     compute: float
     lasts: float
     left: bool = False
 
-    def landed(self, outcome: str, up: int) -> Flight:
+    def landed(self, outcome: str, up: int) -> AssignmentRecord:
         """Return the record of the ended assignment.
 
         A failed assignment took its share of the time.
@@ -143,7 +143,7 @@ class Underway(NamedTuple):
         if self.reason is not None:
             # A device with infinite speed takes no time: 0 / 0 must be 0 here.
             share = (self.ends - self.began) / max(self.lasts, 1e-300)
-        return Flight(
+        return AssignmentRecord(
             client=self.client,
             round=self.round,
             began=self.began,
@@ -173,7 +173,7 @@ class Simulation:
         self.patient = False
         self.clock_is = "virtual_seconds"
         self.now = 0.0
-        self.flown: list[Flight] = []
+        self.flown: list[AssignmentRecord] = []
         self._count = len(clients.join().sizes)
         self._queue: list[tuple[float, int, int]] = []
         """(time, number in order of creation, assignment id)."""
@@ -192,10 +192,10 @@ class Simulation:
 
     # Interface of a carrier
 
-    def join(self) -> Join:
+    def join(self) -> JoinMessage:
         return self.clients.join()
 
-    def carry(self, coordinator: Coordinator) -> Combine:
+    def carry(self, coordinator: CoordinatorProtocol) -> Combine:
         """Advance the clock until the coordinator can make a new model.
 
         Raises TooFewClientsError if that is impossible, because all clients are away for good.
@@ -207,15 +207,15 @@ class Simulation:
                 combine = self._do(coordinator, actions)
         return combine
 
-    def updates(self, coordinator: Coordinator, tickets: Sequence[int]) -> Iterator[Update]:
+    def updates(self, coordinator: CoordinatorProtocol, tickets: Sequence[int]) -> Iterator[Update]:
         """Yield the clients' updates, computed now in the order of the coordinator's requests."""
         orders = []
         for ticket in tickets:
             flight = self._arrived.pop(ticket)
-            orders.append(Order(coordinator.assignment(ticket), flight.began, flight.work))
+            orders.append(ClientOrder(coordinator.assignment(ticket), flight.began, flight.work))
         return self.clients.train(orders, self._ahead(coordinator) if self._underway else [])
 
-    def _ahead(self, coordinator: Coordinator) -> list[Order]:
+    def _ahead(self, coordinator: CoordinatorProtocol) -> list[ClientOrder]:
         """Return orders in progress whose updates will count, in order of arrival."""
         # Without assignments that fail, because their updates are never sent.
         soon = sorted(
@@ -227,15 +227,17 @@ class Simulation:
         for _, ticket in soon:
             if coordinator.waits_for(ticket):
                 flight = self._underway[ticket]
-                orders.append(Order(coordinator.assignment(ticket), flight.began, flight.work))
+                orders.append(
+                    ClientOrder(coordinator.assignment(ticket), flight.began, flight.work)
+                )
         return orders
 
-    def hold(self, coordinator: Coordinator, tickets: Sequence[int]) -> None:
+    def hold(self, coordinator: CoordinatorProtocol, tickets: Sequence[int]) -> None:
         """Have the clients compute their updates, and leave the updates there."""
         for update in self.updates(coordinator, tickets):
             self.clients.hold(update, coordinator.assignment(update.ticket))
 
-    def exchange(self, says: Sequence[Say]) -> Iterator[Answer]:
+    def exchange(self, says: Sequence[ProtocolStep]) -> Iterator[ProtocolAnswer]:
         """Yield the clients' answers; a step lasts until the last answer has arrived.
 
         A client may be away or drop out. In each step a client drops out with 1 / `STEPS` of the
@@ -254,7 +256,9 @@ class Simulation:
             seconds = sum(self._seconds(say.client, 0, down, up))
             ended = self.link.leaves(began, down) + seconds
             self.now = max(self.now, ended)
-            self.flown.append(Flight(say.client, -1, began, ended, STEP, down, up, seconds, 0.0))
+            self.flown.append(
+                AssignmentRecord(say.client, -1, began, ended, STEP, down, up, seconds, 0.0)
+            )
             left.append((ended, up))
             yield answer
         self._enter(left)
@@ -264,7 +268,7 @@ class Simulation:
         for when, size in sorted(left):
             self.now = max(self.now, self.link.enters(when, size))
 
-    def _is_lost(self, say: Say) -> bool:
+    def _is_lost(self, say: ProtocolStep) -> bool:
         """Return whether a client is away or drops out at a step of a protocol."""
         known = self.conditions
         if not self._is_there(say.client, self.now):
@@ -287,7 +291,7 @@ class Simulation:
         """None, because `make` reproduces its result bit for bit."""
         return None
 
-    def settle(self, settled: Settled) -> None:
+    def settle(self, settled: UpdateOutcomes) -> None:
         self.clients.settle(settled)
 
     def made(self, number: int, weights: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
@@ -296,7 +300,7 @@ class Simulation:
     def ended(self, reason: str) -> None:
         """Do nothing: no client needs a notice."""
 
-    def measure(self, measure: Measure) -> Measured:
+    def measure(self, measure: EvaluationRequest) -> EvaluationResults:
         return self.clients.measure(measure)
 
     def losses(
@@ -317,7 +321,7 @@ class Simulation:
             left.append((ended, NUMBER))
             self.now = max(self.now, ended)
             self.flown.append(
-                Flight(
+                AssignmentRecord(
                     client=client,
                     round=-1,
                     began=began,
@@ -333,7 +337,7 @@ class Simulation:
         self._enter(left)
         return [found.get(client, math.nan) for client in clients]
 
-    def kept(self) -> Kept:
+    def kept(self) -> PersonalisedMean:
         return self.clients.kept()
 
     def answers_left(self, different: bool) -> float:
@@ -352,7 +356,7 @@ class Simulation:
 
     # Events
 
-    def _next(self, coordinator: Coordinator) -> list[Action]:
+    def _next(self, coordinator: CoordinatorProtocol) -> list[Action]:
         """Advance the clock to the next event, and return the coordinator's actions."""
         # A client is known to be gone only once asked: the condition holds after all have been
         # asked unsuccessfully.
@@ -397,7 +401,7 @@ class Simulation:
         self.flown.append(flight.landed(outcome, flight.work.up))
         return actions
 
-    def _do(self, coordinator: Coordinator, actions: list[Action]) -> Combine | None:
+    def _do(self, coordinator: CoordinatorProtocol, actions: list[Action]) -> Combine | None:
         """Carry out the coordinator's actions."""
         combine = None
         # A stack instead of recursion: if no client is available, each failure brings another
@@ -540,4 +544,4 @@ def _read(written: dict[int, dict[str, Any]]) -> dict[int, Underway]:
 def _underway(one: Mapping[str, Any]) -> Underway:
     # Checkpoints of dure up to 0.1 lack the server's link.
     lasts = one.get("lasts", one["transfer"] + one["compute"])
-    return Underway(**{**one, "lasts": lasts, "work": Work(**one["work"])})
+    return Underway(**{**one, "lasts": lasts, "work": AssignmentCost(**one["work"])})

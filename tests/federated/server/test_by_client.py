@@ -6,7 +6,7 @@ import pytest
 
 import dure
 from dure.federated.server.client_metrics import LONGEST, ClientMeasurements, valid_measurements
-from dure.protocol.messages import Measured
+from dure.protocol.messages import EvaluationResults
 
 
 @pytest.mark.parametrize(
@@ -23,11 +23,11 @@ from dure.protocol.messages import Measured
 def test_a_number_for_each_of_the_clients_that_there_are(
     clients: list[int], values: dict[str, list[float]], kept: dict[str, list[float]]
 ) -> None:
-    assert valid_measurements(Measured(clients, values), 3).values == kept
+    assert valid_measurements(EvaluationResults(clients, values), 3).values == kept
 
 
 def test_what_clients_tell_besides_is_taken_where_it_can_be_right() -> None:
-    said = Measured(
+    said = EvaluationResults(
         [0, 2],
         {"client_loss": [1.0, 2.0], "client_accuracy": [0.5, 0.6]},
         examples={"client_loss": [3, -1], "client_accuracy": [3, 4], "other": [1, 1]},
@@ -51,7 +51,7 @@ def test_what_clients_tell_besides_is_taken_where_it_can_be_right() -> None:
 )
 def test_sums_of_anybody_never_raise(form: str, sums: list[list[float]]) -> None:
     metric = dure.SumMetric(lambda outputs, targets: targets, lambda total: total[5])
-    said = Measured(
+    said = EvaluationResults(
         [0, 1],
         {"client_f1": [0.25, 0.75]},
         {"client_f1": [1, 3]},

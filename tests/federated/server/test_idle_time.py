@@ -8,7 +8,7 @@ import pytest
 
 import dure
 from dure.federated.server.idle_time import idle_seconds
-from dure.protocol.carrier import STEP, Flight
+from dure.protocol.carrier import STEP, AssignmentRecord
 from small import small_task
 
 SLOW = 10.0
@@ -67,10 +67,10 @@ def test_without_rounds_nobody_waits() -> None:
     assert max(one["idle_seconds"] for one in workers) == 0
 
 
-def flight(client: int, began: float, ended: float, outcome: str = "accepted") -> Flight:
+def flight(client: int, began: float, ended: float, outcome: str = "accepted") -> AssignmentRecord:
     # Three quarters of the time are computing, a quarter transfers.
     whole = ended - began
-    return Flight(client, 0, began, ended, outcome, 1, 1, whole / 4, whole * 3 / 4)
+    return AssignmentRecord(client, 0, began, ended, outcome, 1, 1, whole / 4, whole * 3 / 4)
 
 
 def test_the_idle_time_of_each_kind_of_assignment() -> None:

@@ -6,14 +6,14 @@ import json
 
 from dure.federated.server.combining import RoundResult
 from dure.federated.server.log import Log
-from dure.protocol.carrier import Flight
+from dure.protocol.carrier import AssignmentRecord
 
 
 def told(names: bool) -> Log:
     log = Log(None, names=names)
     flown = [
-        Flight(41, 0, 0.0, 1.0, "accepted", 10, 10, 0.5, 0.5),
-        Flight(43, 0, 0.0, 2.0, "dropped out", 10, 0, 0.5, 0.5),
+        AssignmentRecord(41, 0, 0.0, 1.0, "accepted", 10, 10, 0.5, 0.5),
+        AssignmentRecord(43, 0, 0.0, 2.0, "dropped out", 10, 0, 0.5, 0.5),
     ]
     result = RoundResult(0.5, 7, [41], [0], {3: "it is not finite"}, [43])
     log.flew(flown, result)
@@ -37,7 +37,7 @@ def test_a_log_without_names_stays_so_when_a_run_goes_on() -> None:
     log = Log(None, names=False)
     log.restore(told(names=False).state())
     log.flew(
-        [Flight(41, 1, 3.0, 4.0, "accepted", 1, 1, 0.1, 0.1)],
+        [AssignmentRecord(41, 1, 3.0, 4.0, "accepted", 1, 1, 0.1, 0.1)],
         RoundResult(0.1, 1, [41], [0], {}, []),
     )
     assert "41" not in json.dumps(log.facts())

@@ -15,7 +15,7 @@ from deployed import Deployment, Plan
 from toy_sums import Played, install, note, noted, playing
 
 import dure
-from dure.protocol.messages import Answer, Say
+from dure.protocol.messages import ProtocolAnswer, ProtocolStep
 from dure.worlds.network.journal import Journal
 from dure.worlds.network.server.exchanging import Exchanging
 from dure.worlds.network.server.once import Once
@@ -65,7 +65,7 @@ def within_a_step(notes: Path) -> None:
     answers = Exchanging._answer
     counted: list[int] = []
 
-    def answer(self: Exchanging, say: Say, answered: Any) -> Answer | None:
+    def answer(self: Exchanging, say: ProtocolStep, answered: Any) -> ProtocolAnswer | None:
         counted.append(say.stage)
         if counted.count(1) == 3 + 2:
             kill(notes)
@@ -123,7 +123,7 @@ def test_an_interrupt_in_the_middle_of_a_step_ends_the_server_soon_and_the_round
     notes = tmp_path / "notes"
     before = partial(install, notes)
 
-    def once_late(say: Say, honest: Any) -> Answer | None:
+    def once_late(say: ProtocolStep, honest: Any) -> ProtocolAnswer | None:
         # In round 2: before the first model there is no checkpoint.
         if say.stage == 1 and noted(notes, "used") and not noted(notes, "killed"):
             note(notes, "killed by hand")

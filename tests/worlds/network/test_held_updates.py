@@ -20,7 +20,7 @@ from toy_sums import SEED, Played, Toy, install, noted
 
 import dure
 from dure.errors import PolicyError
-from dure.protocol.messages import Answer, Say
+from dure.protocol.messages import ProtocolAnswer, ProtocolStep
 from dure.worlds.network.client.audit import verify
 from dure.worlds.network.server import desk
 from dure.worlds.network.trees import Trees
@@ -125,17 +125,19 @@ def test_nothing_of_an_answer_or_of_a_clients_examples_is_found_anywhere(
     assert (kinds.count("ready"), kinds.count("answer"), kinds.count("update")) == (2, 6, 0)
 
 
-def refuses(say: Say, honest: Any) -> Answer | None:
+def refuses(say: ProtocolStep, honest: Any) -> ProtocolAnswer | None:
     raise ArithmeticError("the server asks for both shares: 12345")
 
 
-def not_in_it(say: Say, honest: Any) -> Answer | None:
+def not_in_it(say: ProtocolStep, honest: Any) -> ProtocolAnswer | None:
     return None
 
 
-def others(say: Say, honest: Any) -> Answer | None:
+def others(say: ProtocolStep, honest: Any) -> ProtocolAnswer | None:
     answer = honest(say)
-    return Answer(say.ticket, say.client, say.stage, answer.body, [torch.zeros(2)] * len(say.wants))
+    return ProtocolAnswer(
+        say.ticket, say.client, say.stage, answer.body, [torch.zeros(2)] * len(say.wants)
+    )
 
 
 @pytest.mark.parametrize("how", [refuses, not_in_it, others])
@@ -144,7 +146,7 @@ def test_who_does_not_go_on_is_not_waited_for_and_its_update_does_not_count(
 ) -> None:
     asked: list[int] = []
 
-    def counted(say: Say, honest: Any) -> Answer | None:
+    def counted(say: ProtocolStep, honest: Any) -> ProtocolAnswer | None:
         asked.append(say.stage)
         return how(say, honest)
 
@@ -166,7 +168,7 @@ def test_who_does_not_go_on_is_not_waited_for_and_its_update_does_not_count(
 def test_who_never_answers_is_waited_for_until_the_time_is_up(notes: Path, tmp_path: Path) -> None:
     held: list[float] = []
 
-    def waits(say: Say, honest: Any) -> Answer | None:
+    def waits(say: ProtocolStep, honest: Any) -> ProtocolAnswer | None:
         # Its call stays open: it is there.
         held.append(time.monotonic())
         time.sleep(1.5)
@@ -188,7 +190,7 @@ def test_who_hangs_up_is_waited_for_no_longer_than_a_grace(
     monkeypatch.setattr(desk, "GRACE", 0.5)
     gone: list[Played] = []
 
-    def leaves(say: Say, honest: Any) -> Answer | None:
+    def leaves(say: ProtocolStep, honest: Any) -> ProtocolAnswer | None:
         gone[0].leave()
         raise KeyboardInterrupt
 

@@ -16,7 +16,7 @@ from toy_sums import note, noted
 import dure
 from dure.federated.client.pending_updates import PendingUpdates
 from dure.federated.privacy.secure_aggregation.cohort import UNMASK
-from dure.protocol.messages import Answer, Say
+from dure.protocol.messages import ProtocolAnswer, ProtocolStep
 from dure.worlds.network.client.loop import Loop
 from dure.worlds.network.journal import Journal
 from dure.worlds.network.server.exchanging import Exchanging
@@ -58,7 +58,7 @@ def once_some_have_unmasked(notes: Path) -> None:
     answers = Exchanging._answer
     unmasked: list[int] = []
 
-    def answer(self: Exchanging, say: Say, answered: Any) -> Answer | None:
+    def answer(self: Exchanging, say: ProtocolStep, answered: Any) -> ProtocolAnswer | None:
         if say.stage == UNMASK:
             unmasked.append(say.client)
             if len(unmasked) == CLIENTS + 1:
@@ -72,7 +72,7 @@ def before_any_has_unmasked(notes: Path) -> None:
     ask = Exchanging._ask
     asked: list[int] = []
 
-    def asks(self: Exchanging, say: Say, asking: str) -> None:
+    def asks(self: Exchanging, say: ProtocolStep, asking: str) -> None:
         if say.stage == UNMASK:
             asked.append(say.client)
             if len(asked) == CLIENTS + 1:
@@ -104,7 +104,7 @@ def killed_with_its_answer(notes: Path) -> None:
     """The client is killed when its help is on its disk, and has not left."""
     answers = PendingUpdates.answer
 
-    def answer(self: PendingUpdates, say: Say) -> Answer | None:
+    def answer(self: PendingUpdates, say: ProtocolStep) -> ProtocolAnswer | None:
         answered = answers(self, say)
         if say.stage == UNMASK:
             killed(notes)

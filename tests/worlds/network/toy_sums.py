@@ -18,7 +18,7 @@ import torch
 import dure
 from dure.federated import builders
 from dure.federated.server.server import FederatedServer
-from dure.protocol.messages import Answer, Form, Say, Update
+from dure.protocol.messages import ProtocolAnswer, ProtocolStep, Update, WantedTensor
 from dure.run.site import Reach, opened
 from dure.run.training import Training
 from dure.wire.layout import Federation
@@ -26,7 +26,7 @@ from dure.worlds.network.client.link import Backoff
 from dure.worlds.network.client.loop import Loop
 from small import small_task
 
-WANTS = (Form("int32", (7,)),)
+WANTS = (WantedTensor("int32", (7,)),)
 SEED = 20240229
 """What each client adds to the vector, besides its number."""
 
@@ -59,9 +59,11 @@ def adds_up(server: FederatedServer, tickets: Sequence[int], notes: Path) -> Non
         total = sum((one.tensors[0] for one in answered), torch.zeros(7, dtype=torch.int32))
         return {"in": sorted(one.ticket for one in answered), "total": total, "drawn": drawn}
 
-    def _step(stage: int, whom: dict[int, int], wants: Sequence[Form] = ()) -> list[Answer]:
+    def _step(
+        stage: int, whom: dict[int, int], wants: Sequence[WantedTensor] = ()
+    ) -> list[ProtocolAnswer]:
         body = f"step {stage}".encode()
-        says = [Say(ticket, client, stage, body, wants) for ticket, client in whom.items()]
+        says = [ProtocolStep(ticket, client, stage, body, wants) for ticket, client in whom.items()]
         return list(carrier.exchange(says))
 
     tree = carrier.once(f"sum {coordinator.model.number}", make)
@@ -98,7 +100,12 @@ class Toy(Training):
     """A site whose answers are drawn; `said` has them. answers: in place of how it answers."""
 
     said: list[bytes]
-    answers: Callable[[Say, Callable[[Say], Answer | None]], Answer | None] | None = None
+    answers: (
+        Callable[
+            [ProtocolStep, Callable[[ProtocolStep], ProtocolAnswer | None]], ProtocolAnswer | None
+        ]
+        | None
+    ) = None
 
     def begin(self, welcome: Any, memory: Any) -> None:
         super().begin(welcome, memory)
@@ -107,10 +114,10 @@ class Toy(Training):
         # The protocol of the product is not this one.
         self.clients.hold = lambda update, asked: self.held.add(update.ticket)  # type: ignore
 
-    def answer(self, say: Say) -> Answer | None:
+    def answer(self, say: ProtocolStep) -> ProtocolAnswer | None:
         return self.answers(say, self.honest) if self.answers else self.honest(say)
 
-    def honest(self, say: Say) -> Answer | None:
+    def honest(self, say: ProtocolStep) -> ProtocolAnswer | None:
         if say.ticket not in self.held:
             return None
         body = secrets.token_bytes(48)
@@ -121,7 +128,7 @@ class Toy(Training):
             drawn = secrets.randbelow(1 << 30)
             tensors = [torch.tensor([SEED, drawn, -drawn, say.client, 0, 0, 0]).int()]
             self.said.append(tensors[0].numpy().tobytes())
-        return Answer(say.ticket, say.client, say.stage, body, tensors)
+        return ProtocolAnswer(say.ticket, say.client, say.stage, body, tensors)
 
 
 class Played:

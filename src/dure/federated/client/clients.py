@@ -29,21 +29,21 @@ from dure.federated.client.evaluation import ClientEvaluator, ClientMeasurement,
 from dure.federated.engines.job import ClientEngine, ClientJob, JobResult
 from dure.fleet.attacks import Attack
 from dure.privacy.poisson import PoissonBatches
-from dure.protocol.carrier import Order, Work
+from dure.protocol.carrier import AssignmentCost, ClientOrder
 from dure.protocol.messages import (
-    Answer,
-    Ask,
     Assignment,
+    EvaluationRequest,
+    EvaluationResults,
     Failure,
-    Join,
-    Kept,
-    Measure,
-    Measured,
+    JoinMessage,
     Message,
+    PersonalisedMean,
+    PersonalisedRequest,
+    ProtocolAnswer,
+    ProtocolStep,
     Refuse,
-    Say,
-    Settled,
     Update,
+    UpdateOutcomes,
 )
 from dure.randomness.secret import Secret
 from dure.tensors.finite import all_finite
@@ -71,7 +71,7 @@ name, chunk and threads are the values of the earlier engine of a resumed run.
 """
 
 
-UpdateCallback = Callable[[Order, Update, Sequence[Tensor]], None]
+UpdateCallback = Callable[[ClientOrder, Update, Sequence[Tensor]], None]
 """Callback for each sent update: (order, update, examples of each step).
 
 Examples are indices of the task's training data.
@@ -233,29 +233,29 @@ class FederatedClients:
                 # A negative number would select another client's data, counted from the end.
                 if not 0 <= message.client < len(self.parts):
                     raise ValueError(f"there is no client {message.client} among {len(self.parts)}")
-                order = Order(message, now, self.work(message, now))
+                order = ClientOrder(message, now, self.work(message, now))
                 return next(self.train([order], []))
-            case Say():
+            case ProtocolStep():
                 return self.answer(message)
-            case Measure():
+            case EvaluationRequest():
                 return self.measure(message)
-            case Ask():
+            case PersonalisedRequest():
                 return self.kept()
-            case Settled():
+            case UpdateOutcomes():
                 self.settle(message)
             # On a network a client learns the outcome of its own assignment, and not of a whole
             # round.
             case Refuse():
-                self.settle(Settled([], [message.ticket]))
+                self.settle(UpdateOutcomes([], [message.ticket]))
             case _:
                 raise ValueError(f"clients are not told of {type(message).__name__}")
         return None
 
-    def join(self) -> Join:
+    def join(self) -> JoinMessage:
         """Return the clients' introduction."""
-        return Join(self.sizes)
+        return JoinMessage(self.sizes)
 
-    def work(self, assignment: Assignment, now: float, most: float | None = None) -> Work:
+    def work(self, assignment: Assignment, now: float, most: float | None = None) -> AssignmentCost:
         """Return the amount of work of an assignment.
 
         most: number of examples that can be processed in time; at least one step is done.
@@ -266,16 +266,18 @@ class FederatedClients:
         up = assignment.nbytes if self.holding is None else 0
         return self._known_work(examples, up, most)
 
-    def _work(self, examples: int, up: int, most: float | None) -> Work:
+    def _work(self, examples: int, up: int, most: float | None) -> AssignmentCost:
         passes = self.algorithm.passes
         steps = self.local.steps_of(examples)
         if most is not None:
             # In whole steps; an algorithm may compute several gradients of each example.
             in_time = int(most // (passes * self.local.batch(examples))) if most > 0 else 1
             steps = max(1, min(steps, in_time))
-        return Work(steps, passes * self.local.examples_in(steps, examples), up)
+        return AssignmentCost(steps, passes * self.local.examples_in(steps, examples), up)
 
-    def train(self, orders: Sequence[Order], ahead: Sequence[Order]) -> Iterator[Update]:
+    def train(
+        self, orders: Sequence[ClientOrder], ahead: Sequence[ClientOrder]
+    ) -> Iterator[Update]:
         """Yield the updates one after another; at most a cohort of them is in memory.
 
         ahead: orders that are computed with `orders` if these are fewer than the engine's cohort;
@@ -295,14 +297,14 @@ class FederatedClients:
         return computed if self._keep is None else self._kept(orders, computed, self._keep)
 
     def _kept(
-        self, orders: Sequence[Order], sent: Iterator[Update], keep: UpdateCallback
+        self, orders: Sequence[ClientOrder], sent: Iterator[Update], keep: UpdateCallback
     ) -> Iterator[Update]:
         for order, update in zip(orders, sent, strict=True):
             if update.failure is None:
                 keep(order, update, self._steps(order))
             yield update
 
-    def _steps(self, order: Order) -> list[Tensor]:
+    def _steps(self, order: ClientOrder) -> list[Tensor]:
         """Return the examples of each step of FedAvg's job, as indices of the training data."""
         one = order.assignment
         own = self.indices(one.client, order.began)
@@ -325,7 +327,7 @@ class FederatedClients:
         """Return whether a stored update will be in no sum, because its model is spent."""
         return self.holding is not None and self.holding.sits_out(ticket)
 
-    def answer(self, say: Say) -> Answer | None:
+    def answer(self, say: ProtocolStep) -> ProtocolAnswer | None:
         """Return the answer to a step of a secure sum; None for a client that takes no part."""
         return None if self.holding is None else self.holding.answer(say)
 
@@ -333,7 +335,7 @@ class FederatedClients:
         """Return the state that an update's client stores upon acceptance; None without any."""
         return self._pending.get(ticket, _NOBODY)[1]
 
-    def settle(self, settled: Settled) -> None:
+    def settle(self, settled: UpdateOutcomes) -> None:
         """Store the new state of clients with accepted updates, and discard the others."""
         for ticket in settled.kept:
             client, memory = self._pending.pop(ticket, _NOBODY)
@@ -346,7 +348,7 @@ class FederatedClients:
         if self.holding is not None:
             self.holding.let_go([*settled.kept, *settled.dropped])
 
-    def measure(self, measure: Measure) -> Measured:
+    def measure(self, measure: EvaluationRequest) -> EvaluationResults:
         """Return measurements of the global and the personalised models on data outside training.
 
         The measurement changes no state: clients continue as before.
@@ -364,7 +366,7 @@ class FederatedClients:
         return measured_by(found, names, personal.without)
 
     def _held_out(
-        self, measure: Measure, whole: PersonalisedModel
+        self, measure: EvaluationRequest, whole: PersonalisedModel
     ) -> dict[str, dict[int, ClientMeasurement]]:
         personal = self.personal
         found = {"client": personal.over(repeat(whole))}
@@ -377,7 +379,7 @@ class FederatedClients:
         return found
 
     def _newest(
-        self, measure: Measure, whole: PersonalisedModel
+        self, measure: EvaluationRequest, whole: PersonalisedModel
     ) -> dict[str, dict[int, ClientMeasurement]]:
         """Return measurements of global and frozen model on data that arrived since training."""
         come = {client: self._come(client, measure.now) for client in self.personal.comers}
@@ -414,9 +416,9 @@ class FederatedClients:
     def _whole(self, weights: Sequence[Tensor], buffers: Sequence[Tensor]) -> PersonalisedModel:
         return PersonalisedModel(self.algorithm.whole(weights, self.kept().tensors), buffers)
 
-    def kept(self) -> Kept:
+    def kept(self) -> PersonalisedMean:
         """Return the mean of the clients' own parts of the model, over clients that took part."""
-        return Kept(self.algorithm.kept(self.memories))
+        return PersonalisedMean(self.algorithm.kept(self.memories))
 
     def facts(self) -> dict[str, Any]:
         """Return the engine's settings, for the report."""
@@ -496,7 +498,9 @@ class FederatedClients:
             self._engine.close()
             self._engine = None
 
-    def _together(self, orders: Sequence[Order], ahead: Sequence[Order]) -> Iterator[Update]:
+    def _together(
+        self, orders: Sequence[ClientOrder], ahead: Sequence[ClientOrder]
+    ) -> Iterator[Update]:
         missing = [order for order in orders if order.assignment.ticket not in self._ready]
         if missing and ahead:
             more = [order for order in ahead if order.assignment.ticket not in self._ready]
@@ -512,14 +516,14 @@ class FederatedClients:
             ready = self._ready.pop(order.assignment.ticket, None)
             yield ready if ready is not None else next(computed)
 
-    def _cohort(self, orders: Sequence[Order]) -> int:
+    def _cohort(self, orders: Sequence[ClientOrder]) -> int:
         """Return the engine's cohort size; orders: the orders at which the engine may be chosen."""
         if self._engine is not None:
             return self._engine.cohort
         jobs = [job for order in orders[:SHOWN] for job in self._jobs(order)]
         return self.engine(jobs).cohort if jobs else 1
 
-    def _jobs(self, order: Order) -> list[ClientJob]:
+    def _jobs(self, order: ClientOrder) -> list[ClientJob]:
         """Return the engine's jobs for an assignment: FedAvg's job, as the algorithm changes it.
 
         The list is empty for a client that has too few examples to train.
@@ -554,7 +558,7 @@ class FederatedClients:
     def _factor(self, round: int) -> float:
         return 1.0 if self.lr_schedule is None else factor_at(self.lr_schedule, round)
 
-    def _trained(self, orders: Sequence[Order]) -> Iterator[Update]:
+    def _trained(self, orders: Sequence[ClientOrder]) -> Iterator[Update]:
         asked = [self._jobs(order) for order in orders]
         flat = [job for jobs in asked for job in jobs]
         # An algorithm may make several jobs per assignment (Ditto makes two): all go to the engine
@@ -596,7 +600,9 @@ class FederatedClients:
         )
         return update if self._protect is None else self._protect(update, asked)
 
-    def _own(self, measure: Measure, whole: PersonalisedModel, client: int) -> PersonalisedModel:
+    def _own(
+        self, measure: EvaluationRequest, whole: PersonalisedModel, client: int
+    ) -> PersonalisedModel:
         """Return the client's personalised model, or the global model if there is none."""
         # Personalised weights without buffers are measured with the global buffers.
         kept = self.algorithm.own(measure.weights, self.memories.get(client))
@@ -605,7 +611,7 @@ class FederatedClients:
         return kept if kept.buffers is not None else kept._replace(buffers=measure.buffers)
 
     def _tuned(
-        self, own: Callable[[int], PersonalisedModel], measure: Measure
+        self, own: Callable[[int], PersonalisedModel], measure: EvaluationRequest
     ) -> Iterator[PersonalisedModel]:
         """Yield the models of measured clients after `fine_tune` epochs.
 
@@ -628,7 +634,9 @@ class FederatedClients:
                 weights = [w + d for w, d in zip(job.weights, result.delta, strict=True)]
                 yield PersonalisedModel(weights, result.buffers)
 
-    def _tuning(self, client: int, model: PersonalisedModel, measure: Measure) -> ClientJob:
+    def _tuning(
+        self, client: int, model: PersonalisedModel, measure: EvaluationRequest
+    ) -> ClientJob:
         indices = self.indices(client, measure.now)
         steps = self.personal.fine_tune * self.local.per_epoch(len(indices))
         assert model.buffers is not None

@@ -49,7 +49,7 @@ from dure.data.examples import Examples
 from dure.errors import WorkerFailedError, text_of
 from dure.federated.algorithm import PersonalisedModel
 from dure.machine.devices import device_of_model, to_device
-from dure.protocol.messages import Measured
+from dure.protocol.messages import EvaluationResults
 from dure.randomness.permutation import Permutation
 from dure.randomness.seeds import derive
 from dure.tasks.measurement import Measurement
@@ -248,7 +248,7 @@ def measured_by(
     whose: Mapping[str, Mapping[int, ClientMeasurement]],
     names: Sequence[str],
     without: Iterable[int] = (),
-) -> Measured:
+) -> EvaluationResults:
     """Return the message with the clients' measurements.
 
     whose: prefix of metric names -> client -> its measurements. names: metric names. without:
@@ -287,7 +287,7 @@ def measured_by(
             if len(kinds) == 1 and None not in kinds:
                 sums[full] = [[] if one is None else one.sums[name].values for one in has]
                 forms[full] = next(each.form for each in there if each is not None)
-    return Measured(clients, values, examples, sums, forms, dict(sorted(failures.items())))
+    return EvaluationResults(clients, values, examples, sums, forms, dict(sorted(failures.items())))
 
 
 def error_line(error: Exception) -> str:

@@ -36,7 +36,7 @@ from dure.federated.privacy.secure_aggregation.spent_models import (
     SpentModels,
     of_identity,
 )
-from dure.protocol.messages import Answer, Assignment, Say, Update
+from dure.protocol.messages import Assignment, ProtocolAnswer, ProtocolStep, Update
 from dure.randomness.secret import Secret
 from dure.wire.signatures import Key
 
@@ -115,7 +115,7 @@ class PendingUpdates:
                 self._parts.pop((held.asked.client, held.model.spent), None)
             self._spent.settled(ticket)
 
-    def answer(self, say: Say) -> Answer | None:
+    def answer(self, say: ProtocolStep) -> ProtocolAnswer | None:
         """Return the client's answer to a step; None if the client takes no part.
 
         A client takes no part if it has nothing to add, or if the server violates the protocol.
@@ -124,7 +124,7 @@ class PendingUpdates:
         if say.stage == UNMASK:
             before = self._spent.answered(say.client, say.ticket, question)
             if before is not None:
-                return Answer(say.ticket, say.client, say.stage, before)
+                return ProtocolAnswer(say.ticket, say.client, say.stage, before)
         held = self._held.get(say.ticket)
         if held is None or held.asked.client != say.client:
             return None
@@ -134,7 +134,7 @@ class PendingUpdates:
             body, masked = self._answered(held, say)
         except SpentError as error:
             self.refuses(say.client, str(error))
-            return Answer(say.ticket, say.client, say.stage, SPENT)
+            return ProtocolAnswer(say.ticket, say.client, say.stage, SPENT)
         except (ProtocolError, ValueError) as error:
             self.refuses(say.client, str(error))
             return None
@@ -143,9 +143,11 @@ class PendingUpdates:
             # again.
             self._spent.spend(say.client, held.model.spent, say.ticket, question, body)
             self._unmasked(held)
-        return Answer(say.ticket, say.client, say.stage, body, () if masked is None else (masked,))
+        return ProtocolAnswer(
+            say.ticket, say.client, say.stage, body, () if masked is None else (masked,)
+        )
 
-    def _answered(self, held: _Held, say: Say) -> tuple[bytes, Tensor | None]:
+    def _answered(self, held: _Held, say: ProtocolStep) -> tuple[bytes, Tensor | None]:
         # A restarted server begins another attempt.
         if held.client is None or (say.stage == ADVERTISE and say.body != held.offer):
             self._begin(held, say)
@@ -158,7 +160,7 @@ class PendingUpdates:
     def _is_spent(self, held: _Held) -> bool:
         return self._spent.has(held.asked.client, held.model.spent)
 
-    def _begin(self, held: _Held, say: Say) -> None:
+    def _begin(self, held: _Held, say: ProtocolStep) -> None:
         """Start the client's part in the offered sum; end any other sum of this model."""
         if say.stage == ADVERTISE and self._is_spent(held):
             raise SpentError("it has helped to unmask a sum of this model, and sits out")
@@ -178,7 +180,7 @@ class PendingUpdates:
         held.client = None
         self._spent.drop(held.asked.ticket)
 
-    def _begun(self, held: _Held, say: Say) -> SecureSumClient:
+    def _begun(self, held: _Held, say: ProtocolStep) -> SecureSumClient:
         """Return the client's protocol state for the sum that the first message offers."""
         update, asked = held.update, held.asked
         if update is None:

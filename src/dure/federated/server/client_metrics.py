@@ -29,7 +29,7 @@ from msgspec.structs import replace
 
 from dure.contracts.metric import Metric
 from dure.peer_text import one_line
-from dure.protocol.messages import Measured
+from dure.protocol.messages import EvaluationResults
 from dure.record.history import SPREAD, WHOSE, lower_is_better
 from dure.tasks.sums import added
 
@@ -47,12 +47,12 @@ class ClientMeasurements:
 
     def __init__(self, metrics: Mapping[str, Metric]) -> None:
         self.metrics = metrics
-        self.measured = Measured([], {})
+        self.measured = EvaluationResults([], {})
         self.failed: dict[int, Counter[str]] = {}
         """Client -> reason of a failed measurement -> count."""
         self._weighted: list[str] = []
 
-    def take(self, measured: Measured) -> dict[str, float]:
+    def take(self, measured: EvaluationResults) -> dict[str, float]:
         """Store the measurements and return their metrics by name.
 
         Names outside the task's metrics are ignored: such a name would become a column, a label, or
@@ -140,11 +140,11 @@ class ClientMeasurements:
         rest = dict(state)
         failed = rest.pop("failed", {})
         self._weighted = list(rest.pop("weighted", []))
-        self.measured = Measured(**rest)
+        self.measured = EvaluationResults(**rest)
         self.failed = {client: Counter(reasons) for client, reasons in failed.items()}
 
 
-def valid_measurements(measured: Measured, clients: int) -> Measured:
+def valid_measurements(measured: EvaluationResults, clients: int) -> EvaluationResults:
     """Return the measurements without invalid entries.
 
     Unknown or repeated clients, or an empty list of clients, invalidate all measurements. A metric
@@ -158,7 +158,7 @@ def valid_measurements(measured: Measured, clients: int) -> Measured:
     there = measured.clients
     known = all(0 <= client < clients for client in there)
     if not there or not known or len(set(there)) != len(there):
-        return Measured([], {}, failures=failures)
+        return EvaluationResults([], {}, failures=failures)
     values = {name: each for name, each in measured.values.items() if len(each) == len(there)}
     examples = {name: measured.examples.get(name) for name in values}
     counts = {
@@ -174,7 +174,7 @@ def valid_measurements(measured: Measured, clients: int) -> Measured:
         and len({len(row) for row in rows if row}) == 1
     }
     forms = {name: measured.forms.get(name, "") for name in sums}
-    return Measured(there, values, counts, sums, forms, failures)
+    return EvaluationResults(there, values, counts, sums, forms, failures)
 
 
 def _finite(row: Sequence[float]) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 
 from dure.fleet.energy import Energy
 from dure.fleet.upload import UploadCost
-from dure.protocol.carrier import Flight
+from dure.protocol.carrier import AssignmentRecord
 
 
 class ClientCosts:
@@ -31,7 +31,7 @@ class ClientCosts:
         self.examples = 0.0
         self.break_even: int | None = None
 
-    def count(self, number: int, flown: Sequence[Flight]) -> None:
+    def count(self, number: int, flown: Sequence[AssignmentRecord]) -> None:
         """Add the assignments that ended before model `number` was made."""
         for flight in flown:
             self.down += flight.down

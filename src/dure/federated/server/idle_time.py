@@ -15,13 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dure.protocol.carrier import STEP, Flight
+from dure.protocol.carrier import STEP, AssignmentRecord
 
 ROUNDING = 1e-9
 """Tolerated rounding error of sums of times, in seconds."""
 
 
-def idle_seconds(flown: Sequence[Flight], until: float | None) -> dict[int, float]:
+def idle_seconds(flown: Sequence[AssignmentRecord], until: float | None) -> dict[int, float]:
     """Return the idle time in seconds of each client whose update arrived in time.
 
     flown: the assignments that ended since the last model, with their protocol steps. until: time

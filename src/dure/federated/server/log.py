@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dure.federated.server.combining import RoundResult
-from dure.protocol.carrier import STEP, Flight
+from dure.protocol.carrier import STEP, AssignmentRecord
 
 MOST = 5_000
 """Largest number of recorded assignments and of recorded updates, the first of a run.
@@ -53,7 +53,7 @@ class Log:
         if self.liars is not None and len(self.updates) < MOST:
             self._seen.append((client, round, taken))
 
-    def flew(self, flown: Sequence[Flight], result: RoundResult) -> None:
+    def flew(self, flown: Sequence[AssignmentRecord], result: RoundResult) -> None:
         """Record the events before a new model, and the statistics of its updates."""
         flown = [flight for flight in flown if flight.outcome != STEP]
         self.outcomes.update([flight.outcome for flight in flown])

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from dure.federated.server.combining import SummedUpdates
 from dure.protocol.carrier import Draft
-from dure.protocol.messages import Answer, Assignment, Say
+from dure.protocol.messages import Assignment, ProtocolAnswer, ProtocolStep
 
-Exchange = Callable[[Sequence[Say]], Iterator[Answer]]
+Exchange = Callable[[Sequence[ProtocolStep]], Iterator[ProtocolAnswer]]
 """Type of `Carrier.exchange`."""
 
 

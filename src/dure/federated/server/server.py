@@ -44,8 +44,8 @@ from dure.federated.server.server_optimizer import ServerOptimizer
 from dure.federated.server.update_validation import same_shapes
 from dure.fleet.attacks import Attack
 from dure.machine.devices import device_of_model, to_cpu, to_device
-from dure.protocol.carrier import STEP, Carrier, Flight
-from dure.protocol.messages import Measure, Measured, Settled
+from dure.protocol.carrier import STEP, AssignmentRecord, Carrier
+from dure.protocol.messages import EvaluationRequest, EvaluationResults, UpdateOutcomes
 from dure.record.meter import Meter
 from dure.tasks.batch_norm import statistics
 from dure.tasks.evaluation import evaluate
@@ -239,7 +239,7 @@ class FederatedServer(Learner):
         result = coordinator.finish(self.carrier.now)
         refused = result.refused
         kept = [ticket for ticket in combine.tickets if ticket not in refused]
-        self.carrier.settle(Settled(kept, list(refused), list(refused.values())))
+        self.carrier.settle(UpdateOutcomes(kept, list(refused), list(refused.values())))
         model = coordinator.model
         self.carrier.made(model.number, model.weights, model.buffers)
         self._worked("aggregate", trained, time.perf_counter(), number + 1)
@@ -424,7 +424,7 @@ class FederatedServer(Learner):
         """Return a client's number and name, for messages."""
         return client_label(client, self.names)
 
-    def _count(self, flown: Sequence[Flight]) -> None:
+    def _count(self, flown: Sequence[AssignmentRecord]) -> None:
         """Count the bytes of both sides, and the seconds of the clients' devices."""
         # A single meter is either of a single client, or shared by too many clients
         # (`MOST_METERS`).
@@ -445,7 +445,7 @@ class FederatedServer(Learner):
             received=[flight.up for flight in flown if flight.up],
         )
 
-    def _numbers(self, flown: Sequence[Flight], result: RoundResult) -> dict[str, float]:
+    def _numbers(self, flown: Sequence[AssignmentRecord], result: RoundResult) -> dict[str, float]:
         outcomes = [flight.outcome for flight in flown if flight.outcome != STEP]
         late = outcomes.count("late")
         staleness = result.staleness
@@ -463,7 +463,7 @@ class FederatedServer(Learner):
             **self._example_numbers(flown),
         }
 
-    def _example_numbers(self, flown: Sequence[Flight]) -> dict[str, float]:
+    def _example_numbers(self, flown: Sequence[AssignmentRecord]) -> dict[str, float]:
         """Return numbers of the example-level privacy account, including these assignments."""
         if self.example_account is None:
             return {}
@@ -493,12 +493,14 @@ class FederatedServer(Learner):
         weights = self._shown()
         buffers = self.coordinator.model.buffers
         frozen, frozen_buffers = self.earlier or ((), ())
-        measure = Measure(number, weights, buffers, self.carrier.now, frozen, frozen_buffers)
+        measure = EvaluationRequest(
+            number, weights, buffers, self.carrier.now, frozen, frozen_buffers
+        )
         said = valid_measurements(self.carrier.measure(measure), len(self.coordinator.sizes))
         self._tell_failed(said)
         return found | self.said.take(said)
 
-    def _tell_failed(self, said: Measured) -> None:
+    def _tell_failed(self, said: EvaluationResults) -> None:
         """Warn of the first client of the run that cannot measure; all are counted (`facts`)."""
         if not said.failures or self._told_failed or self.said.failed:
             return

@@ -20,7 +20,7 @@ from dure.errors import RunFolderError
 from dure.fleet.budget import TransferBudget
 from dure.fleet.conditions import Conditions
 from dure.protocol.carrier import Carrier
-from dure.protocol.messages import Measure, Measured
+from dure.protocol.messages import EvaluationRequest, EvaluationResults
 from dure.wire.layout import Federation
 from dure.worlds.network.clock import Clock
 from dure.worlds.network.journal import Event, Journal, backup
@@ -129,12 +129,12 @@ class Again(NetworkCarrier):
         """Return the recorded result; never compute it."""
         return super().once(what, _nothing_more)
 
-    def measure(self, measure: Measure) -> Measured:
+    def measure(self, measure: EvaluationRequest) -> EvaluationResults:
         """Return the recorded measurement; an empty measurement at the end of the journal."""
         try:
             return super().measure(measure)
         except StepInterrupted:
-            return Measured([], {})
+            return EvaluationResults([], {})
 
 
 def _nothing_more() -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from dure.protocol.encoding import DTYPES
-from dure.protocol.messages import Form as Wanted
+from dure.protocol.messages import WantedTensor as Wanted
 from dure.wire.tensors import Form
 
 

@@ -31,7 +31,7 @@ from dure.federated.privacy.secure_aggregation.cohort import (
     SumContext,
 )
 from dure.federated.privacy.secure_aggregation.messages import TooFewError
-from dure.protocol.messages import Form
+from dure.protocol.messages import WantedTensor
 
 NEVER = 9
 
@@ -153,7 +153,7 @@ def test_a_masked_vector_is_added_as_it_comes_and_kept_by_nobody() -> None:
 
 def test_the_server_wants_one_tensor_of_32_bit_integers_and_only_at_the_masked_stage() -> None:
     machine = server(context(3))
-    assert machine.wants(MASK) == (Form("int32", (LENGTH,)),)
+    assert machine.wants(MASK) == (WantedTensor("int32", (LENGTH,)),)
     assert all(machine.wants(stage) == () for stage in (ADVERTISE, SHARE, CONFIRM, UNMASK))
 
 

@@ -11,7 +11,7 @@ import torch
 from test_loop import MODEL, Patient, Played, run, works
 from torch import Tensor
 
-from dure.protocol.messages import Answer, Say
+from dure.protocol.messages import ProtocolAnswer, ProtocolStep
 from dure.wire.requests import (
     AnswerTo,
     CheckIn,
@@ -69,16 +69,16 @@ class Adds(Patient):
     def __init__(self) -> None:
         super().__init__()
         self.has: list[int] = []
-        self.heard: list[Say] = []
+        self.heard: list[ProtocolStep] = []
 
     def hold(self, train: Train, tensors: Any, reserve: Reserve, update: Any) -> None:
         assert (digest_of(tensors), digest_of(update)) == (digest_of(MODEL), reserve.digest)
         self.has.append(train.ticket)
 
-    def answer(self, say: Say) -> Answer | None:
+    def answer(self, say: ProtocolStep) -> ProtocolAnswer | None:
         self.heard.append(say)
         tensors = [torch.ones(want.shape, dtype=torch.int32) for want in say.wants]
-        return Answer(say.ticket, say.client, say.stage, b"shares", tensors)
+        return ProtocolAnswer(say.ticket, say.client, say.stage, b"shares", tensors)
 
     def measure(self, *_: Any) -> MeasuredThis:
         raise AssertionError("it would tell how well a model fits its data")
@@ -158,9 +158,9 @@ def test_a_step_is_answered_with_what_names_it(state: ClientState) -> None:
 )
 def test_a_site_that_does_not_go_on_is_not_asked_again(wants: Any, state: ClientState) -> None:
     class Others(Adds):
-        def answer(self, say: Say) -> Answer | None:
+        def answer(self, say: ProtocolStep) -> ProtocolAnswer | None:
             self.heard.append(say)
-            return Answer(say.ticket, say.client, say.stage, b"", [torch.ones(4).int()])
+            return ProtocolAnswer(say.ticket, say.client, say.stage, b"", [torch.ones(4).int()])
 
     site = Others()
     words = [

@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from dure.errors import RunFolderError, warn
-from dure.protocol.carrier import Order
+from dure.protocol.carrier import ClientOrder
 from dure.protocol.messages import Update
 from dure.record.disk import write_atomically
 from dure.record.inside import LARGE, contents
@@ -118,7 +118,7 @@ class UpdateRecorder:
         """SHA-256 of each round's written model."""
         self._full = False
 
-    def __call__(self, order: Order, update: Update, steps: Sequence[Tensor]) -> None:
+    def __call__(self, order: ClientOrder, update: Update, steps: Sequence[Tensor]) -> None:
         asked = order.assignment
         if asked.round >= self.rounds or self._is_full(update):
             return

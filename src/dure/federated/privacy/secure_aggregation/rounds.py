@@ -38,7 +38,7 @@ from dure.federated.privacy.secure_aggregation.settings import SecureAggregation
 from dure.federated.server.combining import SummedUpdates
 from dure.federated.server.secure_sums import Exchange
 from dure.protocol.carrier import Draft
-from dure.protocol.messages import Assignment, Say
+from dure.protocol.messages import Assignment, ProtocolStep
 from dure.randomness.secret import Secret
 from dure.randomness.turn import Turn
 
@@ -286,7 +286,7 @@ class _Round:
                     of[answer.client].take(answer.client, answer.body, answer.tensors)
             self._running = [one for one in self._running if self._goes_on(*one, sums, extras)]
 
-    def _says(self) -> list[Say]:
+    def _says(self) -> list[ProtocolStep]:
         """Return the messages of the current stage to all clients."""
         said = []
         for _, server in self._running:
@@ -294,16 +294,18 @@ class _Round:
             assert stage is not None
             wants = server.wants(stage)
             for client, body in server.ask().items():
-                said.append(Say(self._tickets[client], client, stage, body, wants))
+                said.append(ProtocolStep(self._tickets[client], client, stage, body, wants))
         return said
 
-    def _says_again(self) -> list[Say]:
+    def _says_again(self) -> list[ProtocolStep]:
         """Return repeated messages to the clients whose shares a sum lacks."""
         said = []
         for _, server in self._running:
             bodies = server.ask()
             for client in server.lacks():
-                said.append(Say(self._tickets[client], client, UNMASK, bodies[client], waits=True))
+                said.append(
+                    ProtocolStep(self._tickets[client], client, UNMASK, bodies[client], waits=True)
+                )
         return said
 
     def _goes_on(

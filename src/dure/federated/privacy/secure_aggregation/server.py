@@ -88,7 +88,7 @@ from dure.federated.privacy.secure_aggregation.messages import (
     to_body,
 )
 from dure.federated.privacy.secure_aggregation.recovery import recover
-from dure.protocol.messages import Form
+from dure.protocol.messages import WantedTensor
 from dure.wire.signatures import is_signed
 
 SITS_OUT = "it has helped to unmask a sum of this model, and sits out until that is another one"
@@ -183,9 +183,9 @@ class SecureSumServer:
             return self._to_all(Unmask(self._survivors, signed))
         return {}
 
-    def wants(self, stage: int) -> tuple[Form, ...]:
+    def wants(self, stage: int) -> tuple[WantedTensor, ...]:
         """Return the forms of the tensors in answers of a stage."""
-        return (Form("int32", (self._context.length,)),) if stage == MASK else ()
+        return (WantedTensor("int32", (self._context.length,)),) if stage == MASK else ()
 
     def take(self, client: int, body: bytes, tensors: Sequence[Tensor] = ()) -> bool:
         """Take an answer to the current stage; returns whether the answer counts.

@@ -25,7 +25,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from dure.errors import PolicyError, described
-from dure.protocol.messages import Answer, Form, Say
+from dure.protocol.messages import ProtocolAnswer, ProtocolStep, WantedTensor
 from dure.wire.requests import (
     VERSION,
     AnswerTo,
@@ -123,7 +123,7 @@ class Site(Protocol):
     ) -> None:
         """Restore an update that stays here, computed from this model by an earlier process."""
 
-    def answer(self, say: Say) -> Answer | None:
+    def answer(self, say: ProtocolStep) -> ProtocolAnswer | None:
         """Answer a step of a protocol; None if the site has left the protocol.
 
         An error ends the protocol for this update.
@@ -345,13 +345,13 @@ class Loop:
                 if refused.status != NOT_WANTED:
                     raise
 
-    def _says(self, this: SayThis) -> Answer | None:
+    def _says(self, this: SayThis) -> ProtocolAnswer | None:
         """Return the site's answer. Raises _LeftError if its own code raises."""
         if this.ticket in self._left:
             return None
         try:
-            wants = [Form(dtype, tuple(shape)) for dtype, shape in this.wants]
-            say = Say(this.ticket, self._client, this.stage, this.body, wants)
+            wants = [WantedTensor(dtype, tuple(shape)) for dtype, shape in this.wants]
+            say = ProtocolStep(this.ticket, self._client, this.stage, this.body, wants)
             answer = self.site.answer(say)
             if answer is not None and forms_of(named(answer.tensors)) != wanted_forms(wants):
                 raise ValueError("the answer has other tensors than were asked for")
@@ -361,7 +361,7 @@ class Loop:
             raise _LeftError(type(error).__name__) from error
         return answer
 
-    def _sends(self, this: SayThis, answer: Answer, wanted: Callable[[], bool]) -> bool:
+    def _sends(self, this: SayThis, answer: ProtocolAnswer, wanted: Callable[[], bool]) -> bool:
         """Send the tensors of an answer, and return whether the answer is still needed."""
         if not answer.tensors:
             return True

@@ -26,18 +26,25 @@ from dure.contracts.strategy import StepInterrupted
 from dure.errors import DamagedUpdateError, RunFolderError
 from dure.fleet.budget import TransferBudget
 from dure.machine.memory import trim_heap
-from dure.protocol.carrier import Action, Assign, Combine, Coordinator, Draft, Flight
+from dure.protocol.carrier import (
+    Action,
+    Assign,
+    AssignmentRecord,
+    Combine,
+    CoordinatorProtocol,
+    Draft,
+)
 from dure.protocol.messages import (
-    Answer,
     Assignment,
-    Join,
-    Kept,
-    Measure,
-    Measured,
+    EvaluationRequest,
+    EvaluationResults,
+    JoinMessage,
+    PersonalisedMean,
+    ProtocolAnswer,
+    ProtocolStep,
     Refuse,
-    Say,
-    Settled,
     Update,
+    UpdateOutcomes,
 )
 from dure.record.disk import write_atomically
 from dure.record.inside import contents
@@ -184,7 +191,7 @@ class NetworkCarrier:
             self.events, desk, updates, self.making, exchange_seconds, interrupted, self.watching
         )
         self.models = models or ModelDigests(None)
-        self.flown: list[Flight] = []
+        self.flown: list[AssignmentRecord] = []
         self._begun = False
         self._kept_to = 1
         """Minimum number of clients of a new model that the coordinator guarantees."""
@@ -212,14 +219,14 @@ class NetworkCarrier:
 
     # Interface of a carrier
 
-    def join(self) -> Join:
+    def join(self) -> JoinMessage:
         """Wait until enough clients are available for the first round.
 
         `carry` applies their events in the first round.
         """
         cohort = self.folder / COHORT
         if cohort.exists():
-            return Join(_examples_in(cohort))
+            return JoinMessage(_examples_in(cohort))
         if any((self.folder / "checkpoint").glob("[0-9]*")):
             raise RunFolderError(
                 f"{cohort} is missing, and there is a checkpoint of a run that had begun: put back "
@@ -255,7 +262,7 @@ class NetworkCarrier:
         write_atomically(cohort, _cohort_written(sizes))
         # Returns the memory that making the model took.
         trim_heap()
-        return Join(sizes)
+        return JoinMessage(sizes)
 
     def _who_is_there(self, present: int) -> str:
         asked = self.cohort.smallest
@@ -263,7 +270,7 @@ class NetworkCarrier:
             return f"{present} of {self.start_with} clients are there"
         return f"{present} of {asked} clients are there, for so many of which one of them asks"
 
-    def carry(self, coordinator: Coordinator) -> Combine:
+    def carry(self, coordinator: CoordinatorProtocol) -> Combine:
         """Apply events until the coordinator can make a new model. Raises Interrupted."""
         # A server that was interrupted while making a model continues with the same updates.
         if coordinator.combining:
@@ -291,7 +298,7 @@ class NetworkCarrier:
             if combine is not None:
                 return combine
 
-    def _lay_again(self, coordinator: Coordinator) -> None:
+    def _lay_again(self, coordinator: CoordinatorProtocol) -> None:
         """Refill the outbox after a checkpoint was read."""
         again = self._again
         self._again = []
@@ -303,7 +310,7 @@ class NetworkCarrier:
             if coordinator.waits_for(ticket):
                 self._hand(coordinator, coordinator.assignment(ticket))
 
-    def updates(self, coordinator: Coordinator, tickets: Sequence[int]) -> Iterator[Update]:
+    def updates(self, coordinator: CoordinatorProtocol, tickets: Sequence[int]) -> Iterator[Update]:
         """Yield the clients' updates from their files, in order."""
         for ticket in tickets:
             arrived = self._arrived.pop(ticket)
@@ -316,17 +323,19 @@ class NetworkCarrier:
             # The consumer has taken the update when it requests the next.
             self.watching.fold_seconds.observe(time.perf_counter() - began)
 
-    def _read(self, arrived: Arrived, asked: Assignment, coordinator: Coordinator) -> Update:
+    def _read(
+        self, arrived: Arrived, asked: Assignment, coordinator: CoordinatorProtocol
+    ) -> Update:
         with self._blames(arrived):
             return self.sending.update(arrived.said, asked, coordinator)
 
-    def hold(self, coordinator: Coordinator, tickets: Sequence[int]) -> None:
+    def hold(self, coordinator: CoordinatorProtocol, tickets: Sequence[int]) -> None:
         """Do nothing: the assignments state that updates stay at their clients.
 
         `settle` reports the outcomes; until then a checkpoint lists the updates as received.
         """
 
-    def exchange(self, says: Sequence[Say]) -> Iterator[Answer]:
+    def exchange(self, says: Sequence[ProtocolStep]) -> Iterator[ProtocolAnswer]:
         return self.exchanging.with_clients(says)
 
     def once(self, what: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -342,7 +351,7 @@ class NetworkCarrier:
     def draft(self) -> Draft:
         return self.making.draft
 
-    def settle(self, settled: Settled) -> None:
+    def settle(self, settled: UpdateOutcomes) -> None:
         """Report outcomes of updates to the clients, until the clients confirm them."""
         reasons = dict(zip(settled.dropped, settled.reasons, strict=False))
         for ticket in settled.kept:
@@ -375,14 +384,14 @@ class NetworkCarrier:
         self._models_digest = self.models.sha256()
         self.desk.end("the run is over")
 
-    def measure(self, measure: Measure) -> Measured:
+    def measure(self, measure: EvaluationRequest) -> EvaluationResults:
         """Have the available clients with held-out examples evaluate a model, until a timeout.
 
         Other events wait meanwhile. Clients that time out are left out.
         """
         # Also if all clients are away: the decision to wait must follow from the journal.
         if not self.cohort.measures:
-            return Measured([], {})
+            return EvaluationResults([], {})
         request = self.sending.measured(measure.round, measure.weights, measure.buffers)
         return self.measuring.by_clients(request)
 
@@ -391,9 +400,9 @@ class NetworkCarrier:
     ) -> list[float]:
         raise ValueError("clients over a network are not asked for losses before a round")
 
-    def kept(self) -> Kept:
+    def kept(self) -> PersonalisedMean:
         """Return an empty message: personalised values never leave their clients."""
-        return Kept(())
+        return PersonalisedMean(())
 
     def answers_left(self, different: bool) -> float:
         if self.budget.limit is None:
@@ -471,7 +480,7 @@ class NetworkCarrier:
                 f"server has written ({error}): put back a copy of it"
             ) from error
 
-    def _apply(self, coordinator: Coordinator, event: Event) -> list[Action]:
+    def _apply(self, coordinator: CoordinatorProtocol, event: Event) -> list[Action]:
         """Pass an event to the coordinator, and return the actions."""
         ticket = event.ticket
         match event.kind:
@@ -513,13 +522,13 @@ class NetworkCarrier:
             case _:
                 return []
 
-    def _keep_to_cohort(self, coordinator: Coordinator) -> None:
+    def _keep_to_cohort(self, coordinator: CoordinatorProtocol) -> None:
         """Have the coordinator guarantee the largest cohort that any client requires."""
         if self.cohort.smallest != self._kept_to:
             self._kept_to = self.cohort.smallest
             coordinator.keep_to(self._kept_to)
 
-    def _arrive(self, coordinator: Coordinator, event: Event) -> list[Action]:
+    def _arrive(self, coordinator: CoordinatorProtocol, event: Event) -> list[Action]:
         """Pass a received update to the coordinator."""
         ticket = event.ticket
         said = from_json(event.body, Reserve)
@@ -563,7 +572,7 @@ class NetworkCarrier:
                 f"file, or go on from a backup of the run"
             ) from error
 
-    def _expire(self, coordinator: Coordinator) -> list[Action]:
+    def _expire(self, coordinator: CoordinatorProtocol) -> list[Action]:
         """Let assignments time out, in a run without rounds."""
         actions: list[Action] = []
         for ticket in list(self._underway):
@@ -575,10 +584,10 @@ class NetworkCarrier:
                 coordinator.failed(ticket, TOO_LONG, self.now)
         return actions
 
-    def _tick(self, coordinator: Coordinator) -> list[Action]:
+    def _tick(self, coordinator: CoordinatorProtocol) -> list[Action]:
         return [*self._expire(coordinator), *coordinator.tick(self.now)]
 
-    def _due(self, coordinator: Coordinator) -> bool:
+    def _due(self, coordinator: CoordinatorProtocol) -> bool:
         """Return whether the time of the newest event requires a tick.
 
         The next round begins at the time of the last update of the round before. The update's row
@@ -586,17 +595,17 @@ class NetworkCarrier:
         """
         return self._follows and self._wake(coordinator) <= self.now
 
-    def _wake(self, coordinator: Coordinator) -> float:
+    def _wake(self, coordinator: CoordinatorProtocol) -> float:
         """Return the time at which a tick is required."""
         if coordinator.synchronous:
             return coordinator.wake
         ends = [self._deadline(coordinator, ticket) for ticket in self._underway]
         return min([coordinator.wake, *(end for end in ends if end is not None)])
 
-    def _deadline(self, coordinator: Coordinator, ticket: int) -> float | None:
+    def _deadline(self, coordinator: CoordinatorProtocol, ticket: int) -> float | None:
         return coordinator.assignment(ticket).deadline if coordinator.waits_for(ticket) else None
 
-    def _let_go(self, coordinator: Coordinator) -> None:
+    def _let_go(self, coordinator: CoordinatorProtocol) -> None:
         """Notify clients that still work for a round which has ended; they are free again."""
         for ticket in list(self._underway):
             if not coordinator.waits_for(ticket):
@@ -629,7 +638,7 @@ class NetworkCarrier:
         # The computing time would reveal the number of examples.
         compute = whole if holds else compute
         self.flown.append(
-            Flight(
+            AssignmentRecord(
                 client=under.client,
                 round=under.round,
                 began=under.began,
@@ -644,7 +653,7 @@ class NetworkCarrier:
 
     # Actions
 
-    def _do(self, coordinator: Coordinator, actions: Sequence[Action]) -> Combine | None:
+    def _do(self, coordinator: CoordinatorProtocol, actions: Sequence[Action]) -> Combine | None:
         """Carry out the coordinator's actions, and return the `Combine` among them, if any."""
         combine = None
         # A client that cannot be asked is replaced at once, by further actions.
@@ -659,7 +668,7 @@ class NetworkCarrier:
                 self._refuse(action)
         return combine
 
-    def _assign(self, coordinator: Coordinator, asked: Assignment) -> list[Action]:
+    def _assign(self, coordinator: CoordinatorProtocol, asked: Assignment) -> list[Action]:
         """Assign work to its client, if the client's transfer quota allows it."""
         sent = self.sending.sent(coordinator, asked)
         self._up = size_of(sent.forms)
@@ -671,7 +680,7 @@ class NetworkCarrier:
             self.watching.assigned(asked.client, asked.ticket, asked.round, sent.size)
         return []
 
-    def _hand(self, coordinator: Coordinator, asked: Assignment) -> None:
+    def _hand(self, coordinator: CoordinatorProtocol, asked: Assignment) -> None:
         """Put an assignment into the outbox."""
         sent = self.sending.sent(coordinator, asked)
         self.models.note(asked.round, "sent", sent.digest)
@@ -752,7 +761,7 @@ class NetworkCarrier:
         # Checkpoints of dure up to 0.1 have neither key.
         if "once" in state:
             self.making.restore(state["once"])
-        self.flown = [Flight(*one) for one in state.get("flown", ())]
+        self.flown = [AssignmentRecord(*one) for one in state.get("flown", ())]
         for client, outcomes in state["outcomes"].items():
             for one in outcomes:
                 self.desk.tell(client, msgspec.convert(one, Outcome))

@@ -7,7 +7,8 @@ the server stores the result of the whole protocol instead (`once.py`).
 
 Other events of the journal are set aside meanwhile. A step ends when all clients have answered,
 when no remaining client is available, or at its timeout. A disconnected client may return until
-then. The server also waits for an absent client for which no other client can answer (`Say.waits`).
+then. The server also waits for an absent client for which no other client can answer
+(`ProtocolStep.waits`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from contextlib import suppress
 
 from dure.contracts.strategy import StepInterrupted
 from dure.errors import DamagedUpdateError
-from dure.protocol.messages import Answer, Say
+from dure.protocol.messages import ProtocolAnswer, ProtocolStep
 from dure.wire.requests import MOST_SAID, SayThis
 from dure.wire.tensors import TensorsError, size_of
 from dure.worlds.network.server.desk import Answered, Desk
@@ -58,7 +59,7 @@ class Exchanging:
         self._stops = stops
         self._watching = watching
 
-    def with_clients(self, says: Sequence[Say]) -> Iterator[Answer]:
+    def with_clients(self, says: Sequence[ProtocolStep]) -> Iterator[ProtocolAnswer]:
         """Yield the clients' answers. Raises Interrupted, and ValueError for invalid steps."""
         assert self._once.making, "what clients answer is nowhere else than in what is made of it"
         _check(says)
@@ -86,7 +87,7 @@ class Exchanging:
                 self._desk.ask(say.client, None, {})
             self._forget(waits.values())
 
-    def _ask(self, say: Say, asking: str) -> None:
+    def _ask(self, say: ProtocolStep, asking: str) -> None:
         wants = [(form.dtype, list(form.shape)) for form in say.wants]
         this = SayThis(say.ticket, say.stage, asking, say.body, wants)
         self._desk.ask(say.client, this, forms_of(say.wants))
@@ -106,18 +107,18 @@ class Exchanging:
         # An answer that arrived at the very end of an earlier step has no consumer.
         return answered if answered.said.asking == asking else None
 
-    def _anybody(self, says: Iterable[Say]) -> bool:
+    def _anybody(self, says: Iterable[ProtocolStep]) -> bool:
         """Return whether a client of these steps is available, or must be waited for."""
         return any(say.waits or self._desk.seat(say.client).here for say in says)
 
-    def _forget(self, says: Iterable[Say]) -> None:
+    def _forget(self, says: Iterable[ProtocolStep]) -> None:
         """Drop late answers to these steps."""
         self._files.delete([say.ticket for say in says if say.wants])
         with suppress(queue.Empty):
             while True:
                 self._desk.answers.get_nowait()
 
-    def _answer(self, say: Say, answered: Answered) -> Answer | None:
+    def _answer(self, say: ProtocolStep, answered: Answered) -> ProtocolAnswer | None:
         """Return the client's answer; None if the client leaves the protocol."""
         said = answered.said
         why = said.failure and f"its own code raised {said.failure}"
@@ -128,7 +129,9 @@ class Exchanging:
                 tensors = self._files.read(say.ticket, wants) if wants else {}
                 up = len(said.body) + (size_of(wants) if wants else 0)
                 self._count(say.client, up=up)
-                return Answer(say.ticket, say.client, say.stage, said.body, list(tensors.values()))
+                return ProtocolAnswer(
+                    say.ticket, say.client, say.stage, said.body, list(tensors.values())
+                )
         except (TensorsError, DamagedUpdateError):
             why = "its tensors are others than were asked for"
         finally:
@@ -143,7 +146,7 @@ class Exchanging:
         travelled[client] = before_down + down, before_up + up
 
 
-def _check(says: Sequence[Say]) -> None:
+def _check(says: Sequence[ProtocolStep]) -> None:
     """Check steps before they are sent. Raises ValueError for invalid steps."""
     if len({say.client for say in says}) < len(says):
         raise ValueError("a client is asked one thing at a time")

@@ -11,8 +11,8 @@ import math
 import time
 from collections.abc import Callable
 
-from dure.protocol.measured import together
-from dure.protocol.messages import Measured
+from dure.protocol.evaluation_results import merge_evaluations
+from dure.protocol.messages import EvaluationResults
 from dure.wire.requests import MeasuredThis, MeasureThis, from_json
 from dure.worlds.network.journal import Journal
 from dure.worlds.network.server.desk import Desk
@@ -43,7 +43,7 @@ class Measuring:
         self._stops = stops
         self._watching = watching
 
-    def by_clients(self, request: MeasureThis) -> Measured:
+    def by_clients(self, request: MeasureThis) -> EvaluationResults:
         """Have clients evaluate this model, and return their metrics; other events wait."""
         asked = [seat for seat in self._desk.everybody() if seat.here and seat.held_out]
         answers: dict[int, MeasuredThis] = {}
@@ -73,16 +73,16 @@ class Measuring:
                 self._events.aside.append(event)
         for seat in asked:
             self._desk.ask_measure(seat.number, None)
-        return together([_measured(client, said) for client, said in answers.items()])
+        return merge_evaluations([_measured(client, said) for client, said in answers.items()])
 
 
-def _measured(client: int, said: MeasuredThis) -> Measured:
+def _measured(client: int, said: MeasuredThis) -> EvaluationResults:
     """Return a client's metrics as a message of a single client."""
     values = {name: [_number(value)] for name, value in said.values.items()}
     sums = {name: [list(map(_number, row))] for name, row in said.sums.items()}
     examples = {name: [count] for name, count in said.examples.items()}
     failures = {client: said.failure} if said.failure else {}
-    return Measured([client], values, examples, sums, dict(said.forms), failures)
+    return EvaluationResults([client], values, examples, sums, dict(said.forms), failures)
 
 
 def _number(value: float | None) -> float:

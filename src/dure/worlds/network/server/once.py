@@ -20,7 +20,7 @@ import msgspec
 from msgspec.structs import replace
 
 from dure.errors import RunFolderError
-from dure.protocol.carrier import STEP, Flight
+from dure.protocol.carrier import STEP, AssignmentRecord
 from dure.record.disk import patiently
 from dure.wire.requests import Said, from_json, to_json
 from dure.worlds.network.journal import Event, Journal
@@ -169,9 +169,9 @@ class Once:
         self._again = list(self._of_this_model)
 
 
-def steps(made: Made, round: int, now: float) -> list[Flight]:
+def steps(made: Made, round: int, now: float) -> list[AssignmentRecord]:
     """Return the bytes transferred during the computation, for the report."""
     return [
-        Flight(client, round, now, now, STEP, down, up, 0.0, 0.0)
+        AssignmentRecord(client, round, now, now, STEP, down, up, 0.0, 0.0)
         for client, down, up in made.travelled
     ]

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from dure.protocol.carrier import Coordinator
+from dure.protocol.carrier import CoordinatorProtocol
 from dure.protocol.messages import Assignment, Update
 from dure.wire.layout import Federation
 from dure.wire.requests import MeasureThis, Reserve
@@ -42,7 +42,7 @@ class Sending:
         """Streams by the identity of a model's weights, which are referenced as long."""
         self._measured: str | None = None
 
-    def sent(self, coordinator: Coordinator, asked: Assignment) -> Sent:
+    def sent(self, coordinator: CoordinatorProtocol, asked: Assignment) -> Sent:
         """Return the stream of an assignment, which the cache has from now on."""
         known = self._known.get(id(asked.weights))
         if known is None or known[0] is not asked.weights:
@@ -51,7 +51,7 @@ class Sending:
             self._known[id(asked.weights)] = known
         return known[1]
 
-    def _expected(self, coordinator: Coordinator, asked: Assignment) -> dict[str, Form]:
+    def _expected(self, coordinator: CoordinatorProtocol, asked: Assignment) -> dict[str, Form]:
         """Return the dtypes and shapes of an assignment's update."""
         extra = coordinator.expects(asked)
         return self._layout.forms(asked.weights, asked.buffers, extra)
@@ -83,7 +83,7 @@ class Sending:
         self._shelf.keep_only(wanted)
         self._known = {key: one for key, one in self._known.items() if one[1].digest in wanted}
 
-    def update(self, said: Reserve, asked: Assignment, coordinator: Coordinator) -> Update:
+    def update(self, said: Reserve, asked: Assignment, coordinator: CoordinatorProtocol) -> Update:
         """Read an update from its file; an update with other tensors becomes a failure."""
         weights: list[Tensor] = []
         buffers: list[Tensor] = []

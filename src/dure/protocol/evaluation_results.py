@@ -5,17 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from dure.protocol.messages import Measured
+from dure.protocol.messages import EvaluationResults
 
 
-def together(said: Sequence[Measured]) -> Measured:
+def merge_evaluations(said: Sequence[EvaluationResults]) -> EvaluationResults:
     """Merge measurements into one message, sorted by client.
 
     The messages `said` may arrive in any order. A client that occurs in two messages counts as in
     the first. The result has sums for a metric only if every message with this metric has sums of
     the same form.
     """
-    rows: dict[int, tuple[Measured, int]] = {}
+    rows: dict[int, tuple[EvaluationResults, int]] = {}
     failures: dict[int, str] = {}
     for one in said:
         for place, client in enumerate(one.clients):
@@ -35,19 +35,19 @@ def together(said: Sequence[Measured]) -> Measured:
         if all(name in one.sums for one in have) and len(told) == 1:
             sums[name] = [_sums_at(*rows[client], name) for client in clients]
             forms[name] = told.pop() or ""
-    return Measured(clients, values, examples, sums, forms, dict(sorted(failures.items())))
+    return EvaluationResults(clients, values, examples, sums, forms, dict(sorted(failures.items())))
 
 
-def _at(one: Measured, place: int, name: str) -> float:
+def _at(one: EvaluationResults, place: int, name: str) -> float:
     told = one.values.get(name, [])
     return told[place] if place < len(told) else math.nan
 
 
-def _count_at(one: Measured, place: int, name: str) -> int:
+def _count_at(one: EvaluationResults, place: int, name: str) -> int:
     told = one.examples.get(name, [])
     return told[place] if place < len(told) else 0
 
 
-def _sums_at(one: Measured, place: int, name: str) -> list[float]:
+def _sums_at(one: EvaluationResults, place: int, name: str) -> list[float]:
     told = one.sums.get(name, [])
     return told[place] if place < len(told) else []
