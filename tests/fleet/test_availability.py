@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from dure.errors import DataError
 from dure.fleet import availability
 from dure.fleet.availability import Always, AvailabilityFile, Daily, Probability, parse_availability
-from dure.randomness.chance import uniform
+from dure.randomness.hashed_numbers import uniform
 
 LENGTHS = st.one_of(st.floats(1e-2, 1e6), st.sampled_from([0.1, 0.3, 1 / 3, 49.0]))
 WINDOWS = st.one_of(st.floats(1e-3, 0.999), st.just(1.0))

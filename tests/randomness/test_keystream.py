@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from dure.randomness.keystream import (
     BLOCK,
     below,
-    coins,
+    bernoulli_samples,
     fill,
     grid,
     normal,
@@ -144,7 +144,7 @@ def test_integers_below_a_large_n_have_no_preference() -> None:
 
 @pytest.mark.parametrize("probability", [0.0, 0.1, 0.5, 1.0])
 def test_coins_show_true_with_their_probability(probability: float) -> None:
-    shown = coins(KEY, probability, 40_000)
+    shown = bernoulli_samples(KEY, probability, 40_000)
     assert shown.dtype == torch.bool
     assert abs(float(shown.double().mean()) - probability) <= 0.01 * (0 < probability < 1)
 
@@ -152,7 +152,7 @@ def test_coins_show_true_with_their_probability(probability: float) -> None:
 @pytest.mark.parametrize("probability", [-0.1, 1.1, math.nan])
 def test_coins_of_no_probability_are_refused(probability: float) -> None:
     with pytest.raises(ValueError, match="probability"):
-        coins(KEY, probability, 1)
+        bernoulli_samples(KEY, probability, 1)
 
 
 def test_permutations_are_all_as_likely() -> None:

@@ -17,7 +17,7 @@ from dure.contracts.strategy import seeded_model
 from dure.data.client_part import ClientExamples, divide
 from dure.data.partition import IID, QuantitySkew
 from dure.errors import TooFewClientsError
-from dure.randomness.chance import uniform
+from dure.randomness.hashed_numbers import uniform
 from dure.split.attendance import Attendance
 from dure.split.strategy import Split
 

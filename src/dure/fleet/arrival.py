@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from dure.arguments import CheckedSettings
-from dure.randomness.chance import check_share
+from dure.randomness.hashed_numbers import check_share
 from dure.settings import listed, read, write
 
 

@@ -31,7 +31,7 @@ from typing import ClassVar
 from dure.arguments import CheckedSettings
 from dure.errors import DataError
 from dure.fleet.table import in_order, read_table
-from dure.randomness.chance import uniform
+from dure.randomness.hashed_numbers import uniform
 from dure.settings import listed, read, write
 
 _DAY = 86_400.0

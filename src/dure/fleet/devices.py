@@ -35,7 +35,7 @@ from typing import ClassVar, NamedTuple
 from dure.arguments import CheckedSettings
 from dure.errors import DataError
 from dure.fleet.table import in_order, read_table
-from dure.randomness.chance import check_share, normal, uniform
+from dure.randomness.hashed_numbers import check_share, normal, uniform
 from dure.settings import listed, read, write
 
 _SPEED = 100.0

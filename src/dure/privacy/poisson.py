@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dure.randomness.keystream import coins
+from dure.randomness.keystream import bernoulli_samples
 from dure.randomness.secret import Secret
 
 
@@ -41,4 +41,4 @@ class PoissonBatches:
         if self.rate == 1:
             return torch.arange(self.n)
         key = self._secret.key("dp-sgd batch", *self._where, step)
-        return coins(key, self.rate, self.n).nonzero().flatten()
+        return bernoulli_samples(key, self.rate, self.n).nonzero().flatten()

@@ -192,7 +192,7 @@ def below(key: bytes, n: int, count: int) -> Tensor:
     return torch.from_numpy(out)
 
 
-def coins(key: bytes, probability: float, count: int) -> Tensor:
+def bernoulli_samples(key: bytes, probability: float, count: int) -> Tensor:
     """Return `count` independent bool samples, each True with this probability.
 
     Raises ValueError unless 0 <= probability <= 1.

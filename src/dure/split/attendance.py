@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from dure.errors import TooFewClientsError
 from dure.fleet.conditions import Conditions
 from dure.fleet.virtual_network import Envelope, Message, Node
-from dure.randomness.chance import uniform
+from dure.randomness.hashed_numbers import uniform
 from dure.split.messages import Ended, Pass, Smashed, Turn
 from dure.split.server import Server
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from dure.federated.aggregate import Collects, Folds, UpdateRows, parse
 from dure.federated.server.global_model import GlobalModel
 from dure.protocol.messages import Update
-from dure.randomness.turn import Turn
+from dure.randomness.round_seed import RoundSeed
 
 UPDATES = 9
 RULES = [
@@ -114,5 +114,7 @@ def test_rules_say_whether_they_fold(text: str) -> None:
     rule: Any = parse(text)
     assert isinstance(rule, Collects if rule.collects else Folds)
     if isinstance(rule, Collects):
-        made, _ = rule.combine(UpdateRows(updates(1.0), [1.0] * UPDATES, measured=2), Turn(0, 0))
+        made, _ = rule.combine(
+            UpdateRows(updates(1.0), [1.0] * UPDATES, measured=2), RoundSeed(0, 0)
+        )
         assert [part.shape for part in made] == [(5,), (3,), (4,)]

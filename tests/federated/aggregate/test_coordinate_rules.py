@@ -13,7 +13,7 @@ from update_matrices import DIMENSIONS, SEEDS, close, combine, normal, tied
 
 from dure.federated.aggregate import Bulyan, Median, TrimmedMean, UpdateRows
 from dure.federated.aggregate.bulyan import around_the_median
-from dure.randomness.turn import Turn
+from dure.randomness.round_seed import RoundSeed
 
 MATRICES = st.sampled_from([normal, tied])
 
@@ -32,7 +32,7 @@ def test_the_median_is_that_of_each_column(m, d, seed, matrix):
 
 def test_the_median_of_an_even_number_of_halves_is_the_mean_of_the_middle_ones():
     updates = [[torch.tensor([value], dtype=torch.float16)] for value in (59968, 40000, 59968, 0)]
-    (result,), _ = Median().combine(UpdateRows(updates, [1] * 4), Turn(0, 0))
+    (result,), _ = Median().combine(UpdateRows(updates, [1] * 4), RoundSeed(0, 0))
     assert float(result) == 49984  # the sum of both is no float16
 
 

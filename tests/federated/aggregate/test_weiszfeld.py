@@ -14,7 +14,7 @@ from update_matrices import DIMENSIONS, SEEDS, TURN, close, combine, normal, row
 
 from dure.federated.aggregate import RFA, GeometricMedian, GeometricMedianOfMeans
 from dure.federated.aggregate.weiszfeld import coordinates, descent
-from dure.randomness.turn import Turn
+from dure.randomness.round_seed import RoundSeed
 
 Matrix = Callable[[int, int, int], torch.Tensor]
 POINTS = st.integers(1, 12)
@@ -191,9 +191,9 @@ def test_with_one_group_it_is_the_mean_by_weight():
 
 def test_groups_are_drawn_anew_in_every_turn():
     rule = GeometricMedianOfMeans(4)
-    drawn = [rule.groups(12, Turn(seed, number)) for seed in (0, 1) for number in (0, 1)]
+    drawn = [rule.groups(12, RoundSeed(seed, number)) for seed in (0, 1) for number in (0, 1)]
     assert all(one != other for i, one in enumerate(drawn) for other in drawn[:i])
-    assert rule.groups(12, Turn(0, 0)) == drawn[0]
+    assert rule.groups(12, RoundSeed(0, 0)) == drawn[0]
 
 
 @pytest.mark.parametrize(("liars", "holds"), [(2, True), (4, True), (5, False)])
@@ -215,7 +215,7 @@ def of_liars(liars: list[int], seed: int) -> tuple[float, float, int]:
     pulls towards it with at least sqrt(1 - (r/D)²), and each of the q other groups away with at
     most 1: D is at most h·r / sqrt(h² - q²).
     """
-    values, rule, turn = normal(20, 5, seed), GeometricMedianOfMeans(10), Turn(seed, 0)
+    values, rule, turn = normal(20, 5, seed), GeometricMedianOfMeans(10), RoundSeed(seed, 0)
     honest = [group for group in rule.groups(20, turn) if not set(group) & set(liars)]
     means = torch.stack([values[group].mean(0) for group in honest])
     values[liars] = 1e6
@@ -233,7 +233,7 @@ def at_random(liars: int, seed: int) -> list[int]:
 
 
 def each_in_a_group(liars: int, seed: int) -> list[int]:
-    return [group[0] for group in GeometricMedianOfMeans(10).groups(20, Turn(seed, 0))[:liars]]
+    return [group[0] for group in GeometricMedianOfMeans(10).groups(20, RoundSeed(seed, 0))[:liars]]
 
 
 def test_four_liars_move_it_no_farther_than_the_honest_are_spread_and_less_at_random() -> None:

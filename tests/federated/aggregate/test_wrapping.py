@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from update_matrices import DIMENSIONS, SEEDS, TURN, close, combine, normal, tied
 
 from dure.federated.aggregate import Bucketing, Krum, Mean, Median, Mixing, TrimmedMean, clip
-from dure.randomness.turn import Turn
+from dure.randomness.round_seed import RoundSeed
 
 
 @given(st.integers(1, 9), st.integers(1, 4), DIMENSIONS, SEEDS)
@@ -34,7 +34,7 @@ def test_bucketing_around_the_mean_is_the_weighted_mean(m, s, d, seed):
 
 
 def test_buckets_are_drawn_anew_in_every_turn():
-    assert Bucketing(2).buckets(12, Turn(0, 0)) != Bucketing(2).buckets(12, Turn(0, 1))
+    assert Bucketing(2).buckets(12, RoundSeed(0, 0)) != Bucketing(2).buckets(12, RoundSeed(0, 1))
 
 
 @given(st.integers(0, 3), st.integers(1, 5), DIMENSIONS, SEEDS)

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dure.federated.aggregate import Aggregator, Collects, Folds, UpdateRows
-from dure.randomness.turn import Turn
+from dure.randomness.round_seed import RoundSeed
 
-TURN = Turn(seed=3, number=5)
+TURN = RoundSeed(seed=3, number=5)
 SEEDS = st.integers(0, 10_000)
 DIMENSIONS = st.integers(1, 12)
 
@@ -47,7 +47,7 @@ def combine(
     weights: Sequence[float] | None = None,
     state: Tensor | None = None,
     numbers: int = 2**20,
-    turn: Turn = TURN,
+    turn: RoundSeed = TURN,
 ) -> Tensor:
     """What the aggregator makes of the rows of a matrix, as one vector."""
     if isinstance(aggregator, Folds):

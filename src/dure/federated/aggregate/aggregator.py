@@ -28,10 +28,10 @@ from torch import Tensor
 from dure.arguments import CheckedSettings
 from dure.errors import TooFewUpdatesError
 from dure.federated.aggregate.rows import UpdateRows
-from dure.randomness.turn import Turn
+from dure.randomness.round_seed import RoundSeed
 from dure.settings import write
 
-Groups = Callable[[int, Turn], list[list[int]]]
+Groups = Callable[[int, RoundSeed], list[list[int]]]
 """(updates, turn) -> row indices of each group; every row is in exactly one group."""
 
 
@@ -70,7 +70,7 @@ class Aggregator(CheckedSettings):
         """Return the size of the smallest group of `of_groups` among `updates` updates."""
         parted = self.of_groups()
         # Group sizes do not depend on the turn, so any turn will do.
-        return updates if parted is None else min(map(len, parted[0](updates, Turn(0, 0))))
+        return updates if parted is None else min(map(len, parted[0](updates, RoundSeed(0, 0))))
 
     def handed_on(self, updates: int) -> int:
         """Return the least number of updates that the result of `updates` updates is a mixture of.
@@ -123,7 +123,7 @@ class Collects(Aggregator):
     collects: ClassVar[bool] = True
 
     def combine(
-        self, rows: UpdateRows, turn: Turn, state: list[Tensor] | None = None, refused: int = 0
+        self, rows: UpdateRows, turn: RoundSeed, state: list[Tensor] | None = None, refused: int = 0
     ) -> tuple[list[Tensor], list[Tensor] | None]:
         """Return (combined update, state for the next round).
 
@@ -154,7 +154,7 @@ class Collects(Aggregator):
         return self.combine_finite(rows.only(finite), dropped, turn, state)
 
     def combine_finite(
-        self, rows: UpdateRows, dropped: int, turn: Turn, state: list[Tensor] | None
+        self, rows: UpdateRows, dropped: int, turn: RoundSeed, state: list[Tensor] | None
     ) -> tuple[list[Tensor], list[Tensor] | None]:
         """Apply the rule to finite rows, after `dropped` other updates were dropped."""
         raise NotImplementedError

@@ -23,7 +23,7 @@ from torch import Tensor
 from dure.federated.aggregate.aggregator import Aggregator, Collects, Groups
 from dure.federated.aggregate.rows import UpdateRows
 from dure.federated.aggregate.wrapping import MEDIAN, combine_inner
-from dure.randomness.turn import Turn
+from dure.randomness.round_seed import RoundSeed
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Bucketing(Collects):
                 f"{self}: {updates} updates are {-(-updates // self.s)} buckets; {error}"
             ) from error
 
-    def buckets(self, updates: int, turn: Turn) -> list[list[int]]:
+    def buckets(self, updates: int, turn: RoundSeed) -> list[list[int]]:
         """Return the row indices of each bucket of this turn."""
         order = torch.randperm(updates, generator=turn.generator("buckets"))
         return [bucket.tolist() for bucket in torch.split(order, self.s)]
@@ -67,7 +67,7 @@ class Bucketing(Collects):
         return self.buckets, self.inner
 
     def combine_finite(
-        self, rows: UpdateRows, dropped: int, turn: Turn, state: list[Tensor] | None
+        self, rows: UpdateRows, dropped: int, turn: RoundSeed, state: list[Tensor] | None
     ) -> tuple[list[Tensor], list[Tensor] | None]:
         means = rows.grouped(self.buckets(len(rows), turn))
         return combine_inner(self.inner, means, dropped=dropped, turn=turn, state=state)

@@ -30,7 +30,7 @@ from dure.federated.aggregate.krum import scores
 from dure.federated.aggregate.median import middle
 from dure.federated.aggregate.rows import UpdateRows
 from dure.federated.aggregate.sorting_network import sorted_rows
-from dure.randomness.turn import Turn
+from dure.randomness.round_seed import RoundSeed
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Bulyan(Collects):
             )
 
     def combine_finite(
-        self, rows: UpdateRows, dropped: int, turn: Turn, state: list[Tensor] | None
+        self, rows: UpdateRows, dropped: int, turn: RoundSeed, state: list[Tensor] | None
     ) -> tuple[list[Tensor], None]:
         f = still_broken(self.f, dropped)
         chosen = rows.only(selection(rows, f))

@@ -28,7 +28,7 @@ from torch import Tensor
 from dure.federated.aggregate.aggregator import Collects
 from dure.federated.aggregate.median import coordinate_median
 from dure.federated.aggregate.rows import UpdateRows
-from dure.randomness.turn import Turn
+from dure.randomness.round_seed import RoundSeed
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class CentredClipping(Collects):
             )
 
     def combine_finite(
-        self, rows: UpdateRows, dropped: int, turn: Turn, state: list[Tensor] | None
+        self, rows: UpdateRows, dropped: int, turn: RoundSeed, state: list[Tensor] | None
     ) -> tuple[list[Tensor], list[Tensor]]:
         centre = (
             coordinate_median(rows, torch.float64)

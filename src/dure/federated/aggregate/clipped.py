@@ -29,7 +29,7 @@ from dure.federated.aggregate.aggregator import Aggregator, Collects, Folds
 from dure.federated.aggregate.mean import Mean
 from dure.federated.aggregate.rows import UpdateRows, is_finite
 from dure.federated.aggregate.wrapping import MEDIAN, combine_inner
-from dure.randomness.turn import Turn
+from dure.randomness.round_seed import RoundSeed
 
 MEAN = Mean()
 """Default inner rule of `ClippedUpdates`."""
@@ -101,7 +101,7 @@ class ClippedRows(Collects):
         return self.inner.handed_on(updates)
 
     def combine_finite(
-        self, rows: UpdateRows, dropped: int, turn: Turn, state: list[Tensor] | None
+        self, rows: UpdateRows, dropped: int, turn: RoundSeed, state: list[Tensor] | None
     ) -> tuple[list[Tensor], list[Tensor] | None]:
         # A row of norm 0 gives infinity, clamped to 1.
         factors = (self.norm / rows.distances()).clamp(max=1)

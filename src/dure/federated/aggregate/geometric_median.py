@@ -26,7 +26,7 @@ from torch import Tensor
 from dure.federated.aggregate import weiszfeld
 from dure.federated.aggregate.aggregator import Collects
 from dure.federated.aggregate.rows import UpdateRows
-from dure.randomness.turn import Turn
+from dure.randomness.round_seed import RoundSeed
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,6 @@ class GeometricMedian(Collects):
     name: ClassVar[str] = "geometric-median"
 
     def combine_finite(
-        self, rows: UpdateRows, dropped: int, turn: Turn, state: list[Tensor] | None
+        self, rows: UpdateRows, dropped: int, turn: RoundSeed, state: list[Tensor] | None
     ) -> tuple[list[Tensor], None]:
         return weiszfeld.geometric_median(rows, [1.0] * len(rows)), None

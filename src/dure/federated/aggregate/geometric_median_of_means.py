@@ -28,7 +28,7 @@ from dure.federated.aggregate import weiszfeld
 from dure.federated.aggregate.aggregator import Aggregator, Collects, Groups
 from dure.federated.aggregate.geometric_median import GeometricMedian
 from dure.federated.aggregate.rows import UpdateRows
-from dure.randomness.turn import Turn
+from dure.randomness.round_seed import RoundSeed
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class GeometricMedianOfMeans(Collects):
                 f"{self} needs at least {self.k} updates a round, one a group, not {updates}"
             )
 
-    def groups(self, updates: int, turn: Turn) -> list[list[int]]:
+    def groups(self, updates: int, turn: RoundSeed) -> list[list[int]]:
         """Return the row indices of each group of this turn.
 
         With fewer updates than k, each update is a group.
@@ -63,7 +63,7 @@ class GeometricMedianOfMeans(Collects):
         return self.groups, GeometricMedian()
 
     def combine_finite(
-        self, rows: UpdateRows, dropped: int, turn: Turn, state: list[Tensor] | None
+        self, rows: UpdateRows, dropped: int, turn: RoundSeed, state: list[Tensor] | None
     ) -> tuple[list[Tensor], None]:
         means = rows.grouped(self.groups(len(rows), turn))
         return weiszfeld.geometric_median(means, [1.0] * len(means)), None

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from dure.federated.aggregate.aggregator import Collects, still_broken
 from dure.federated.aggregate.rows import UpdateRows
-from dure.randomness.turn import Turn
+from dure.randomness.round_seed import RoundSeed
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Krum(Collects):
         return min(self.m, updates)
 
     def combine_finite(
-        self, rows: UpdateRows, dropped: int, turn: Turn, state: list[Tensor] | None
+        self, rows: UpdateRows, dropped: int, turn: RoundSeed, state: list[Tensor] | None
     ) -> tuple[list[Tensor], None]:
         order = rows.order(scores(rows.squared_distances(), still_broken(self.f, dropped)))
         # There are fewer than m rows if others were dropped, so the share follows the actual

@@ -22,7 +22,7 @@ from torch import Tensor
 from dure.federated.aggregate.aggregator import Collects
 from dure.federated.aggregate.rows import UpdateRows
 from dure.federated.aggregate.sorting_network import sorted_rows
-from dure.randomness.turn import Turn
+from dure.randomness.round_seed import RoundSeed
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Median(Collects):
     name: ClassVar[str] = "median"
 
     def combine_finite(
-        self, rows: UpdateRows, dropped: int, turn: Turn, state: list[Tensor] | None
+        self, rows: UpdateRows, dropped: int, turn: RoundSeed, state: list[Tensor] | None
     ) -> tuple[list[Tensor], None]:
         return coordinate_median(rows), None
 

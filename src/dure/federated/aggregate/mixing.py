@@ -25,7 +25,7 @@ from torch import Tensor
 from dure.federated.aggregate.aggregator import Aggregator, Collects, still_broken
 from dure.federated.aggregate.rows import UpdateRows
 from dure.federated.aggregate.wrapping import MEDIAN, combine_inner
-from dure.randomness.turn import Turn
+from dure.randomness.round_seed import RoundSeed
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Mixing(Collects):
         return updates - self.f
 
     def combine_finite(
-        self, rows: UpdateRows, dropped: int, turn: Turn, state: list[Tensor] | None
+        self, rows: UpdateRows, dropped: int, turn: RoundSeed, state: list[Tensor] | None
     ) -> tuple[list[Tensor], list[Tensor] | None]:
         # Equal keys: the order follows values alone. The roundings of sums, which break ties, then
         # do not depend on which client sent which update.

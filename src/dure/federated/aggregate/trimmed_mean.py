@@ -23,7 +23,7 @@ from torch import Tensor
 from dure.federated.aggregate.aggregator import Collects, still_broken
 from dure.federated.aggregate.rows import UpdateRows
 from dure.federated.aggregate.sorting_network import sorted_rows
-from dure.randomness.turn import Turn
+from dure.randomness.round_seed import RoundSeed
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class TrimmedMean(Collects):
         return math.floor(self.beta * updates + 1e-9)  # 0.29·100 is 28.999999999999996
 
     def combine_finite(
-        self, rows: UpdateRows, dropped: int, turn: Turn, state: list[Tensor] | None
+        self, rows: UpdateRows, dropped: int, turn: RoundSeed, state: list[Tensor] | None
     ) -> tuple[list[Tensor], None]:
         # beta is a share of all updates that were sent; dropped updates count as trimmed already.
         cut = still_broken(self.trimmed(len(rows) + dropped), dropped)

@@ -8,14 +8,14 @@ from dure.federated.aggregate.aggregator import Aggregator, Collects, Folds
 from dure.federated.aggregate.mean import finish, fold, zero
 from dure.federated.aggregate.median import Median
 from dure.federated.aggregate.rows import UpdateRows
-from dure.randomness.turn import Turn
+from dure.randomness.round_seed import RoundSeed
 
 MEDIAN = Median()
 """Default inner rule."""
 
 
 def combine_inner(
-    inner: Aggregator, rows: UpdateRows, dropped: int, turn: Turn, state: list[Tensor] | None
+    inner: Aggregator, rows: UpdateRows, dropped: int, turn: RoundSeed, state: list[Tensor] | None
 ) -> tuple[list[Tensor], list[Tensor] | None]:
     """Apply `inner` to the rows of a wrapping aggregator.
 

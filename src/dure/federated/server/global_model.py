@@ -34,7 +34,7 @@ from dure.federated.engines.products import DeferredUpdate
 from dure.federated.server.privacy_interfaces import PrivateAggregation
 from dure.federated.server.server_optimizer import ServerOptimizer, State
 from dure.protocol.messages import Update, nbytes
-from dure.randomness.turn import Turn
+from dure.randomness.round_seed import RoundSeed
 
 CustomStep = Callable[[list[Tensor], list[Tensor]], list[Tensor]]
 """(weights, mean) -> new weights; `Algorithm.step` with the updates bound."""
@@ -249,7 +249,7 @@ class GlobalModel:
                 # too.
                 delta, moved, extra = self._released(self.private.release(self.number))
             else:
-                delta, moved = self._combined(Turn(seed, self.number))
+                delta, moved = self._combined(RoundSeed(seed, self.number))
             if self.moments is None:
                 self.moments = self.optimizer.start(self.weights)
             if self._complex:
@@ -345,7 +345,7 @@ class GlobalModel:
         if self.private is not None:
             self.private.forget()
 
-    def _combined(self, turn: Turn) -> tuple[list[Tensor], list[Tensor]]:
+    def _combined(self, turn: RoundSeed) -> tuple[list[Tensor], list[Tensor]]:
         """Return the aggregated weights, and the aggregated changes of buffers."""
         if isinstance(self.aggregator, Folds):
             moved = [] if self._moved is None else Mean().finish(self._moved)

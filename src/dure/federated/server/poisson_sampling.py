@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from dure.randomness.keystream import coins
+from dure.randomness.keystream import bernoulli_samples
 from dure.randomness.secret import Secret
 
 CarrierOnce = Callable[[str, Callable[[], dict[str, Any]]], dict[str, Any]]
@@ -25,7 +25,7 @@ def poisson_sampler(secret: Secret, once: CarrierOnce, rate: float, clients: int
 
     def toss(number: int) -> list[int]:
         def make() -> dict[str, Any]:
-            fell = coins(secret.key("coins", number), rate, clients)
+            fell = bernoulli_samples(secret.key("coins", number), rate, clients)
             return {"clients": fell.nonzero().flatten().tolist()}
 
         chosen: list[int] = once(f"coins {number}", make)["clients"]

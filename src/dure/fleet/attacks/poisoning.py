@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dure.fleet.attacks.attack import Attack, Random, Update, check_positive, scaled
-from dure.randomness.chance import check_share
+from dure.randomness.hashed_numbers import check_share
 from dure.randomness.permutation import Permutation
 
 

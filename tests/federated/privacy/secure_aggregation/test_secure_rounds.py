@@ -18,7 +18,7 @@ from dure.federated.aggregate.rows import UpdateRows
 from dure.federated.privacy.secure_aggregation.contribution import Contribution
 from dure.federated.server.combining import SummedUpdates
 from dure.federated.server.server import FederatedServer
-from dure.randomness.turn import Turn
+from dure.randomness.round_seed import RoundSeed
 from small import same_bits, small_task
 
 
@@ -195,7 +195,7 @@ def test_the_rule_is_that_of_the_groups_means_to_the_bit(
             [list(one.delta) for one in seen], [one.weight for one in seen], measured=1
         )
         assert isinstance(inner, Collects)
-        combined, _ = inner.combine(rows, Turn(0, 0))
+        combined, _ = inner.combine(rows, RoundSeed(0, 0))
         expected = [w + d for w, d in zip(before, combined, strict=True)]
         assert all(map(torch.equal, expected, server.coordinator.model.weights))
 

@@ -39,8 +39,8 @@ from dure.federated.server.combining import SummedUpdates
 from dure.federated.server.secure_sums import Exchange
 from dure.protocol.carrier import Draft
 from dure.protocol.messages import Assignment, ProtocolStep
+from dure.randomness.round_seed import RoundSeed
 from dure.randomness.secret import Secret
-from dure.randomness.turn import Turn
 
 IdentityKeys = Mapping[int, str]
 """Public identity key of each client, as signed by the roster's owner."""
@@ -134,7 +134,7 @@ class SecureRounds:
         number = next(iter(asked.values())).round
         found = _Round(asked, draft)
         if not found.goes_on(self.roster):
-            turn = Turn(int.from_bytes(self.secret.key("groups", number)[:7], "big"), number)
+            turn = RoundSeed(int.from_bytes(self.secret.key("groups", number)[:7], "big"), number)
             found.begin(self, extras, self.groups(len(tickets), turn))
         found.run(self.sums, extras, exchange)
         return {

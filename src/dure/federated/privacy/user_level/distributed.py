@@ -50,7 +50,7 @@ import torch
 from torch import Tensor
 
 from dure.privacy.accountant import Releases, check_delta, least_noise
-from dure.randomness.keystream import coins, uniform
+from dure.randomness.keystream import bernoulli_samples, uniform
 
 ORDERS = (*range(2, 64), 72, 96, 128, 192, 256)
 """Orders of Rényi divergences: whole numbers, as the bounds require."""
@@ -197,7 +197,7 @@ def unrotate(plan: DistributedNoisePlan, rotated: Tensor, signs: bytes) -> Tenso
 
 
 def _signs(plan: DistributedNoisePlan, key: bytes) -> Tensor:
-    return coins(key, 0.5, plan.padded).double() * 2 - 1
+    return bernoulli_samples(key, 0.5, plan.padded).double() * 2 - 1
 
 
 def _hadamard(vector: Tensor) -> Tensor:

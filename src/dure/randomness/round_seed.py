@@ -9,7 +9,7 @@ import torch
 from dure.randomness.seeds import generator
 
 
-class Turn(NamedTuple):
+class RoundSeed(NamedTuple):
     """Seed of the run and number of the global model that the round computes, from 0."""
 
     seed: int
