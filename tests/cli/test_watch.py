@@ -15,7 +15,7 @@ import torch
 import dure
 from dure.cli.main import main
 from dure.errors import WorkerFailedError
-from dure.record.now import NOW
+from dure.record.live_status import NOW
 from small import small_task
 
 

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from dure.cli.main import main
 from dure.record.seal import sha256_of
-from dure.record.settings import config_digest, spelled, with_sums
+from dure.record.settings import config_digest, canonical_json, with_sums
 from dure.run.lineage import signed
 from dure.wire.signatures import Key
 from dure.worlds.network.server.register import FILE, Register
@@ -21,11 +21,11 @@ run.mkdir()
 config = {"task": {"name": "mine"}, "strategy": {"name": "fed-avg"}, "seed": 0, "run": "r"}
 lineage = {**config, "system": {}, "rounds": 1, "made": "", "versions": {},
            "config_sha256": config_digest(config)}
-(run / "config.json").write_bytes(spelled(with_sums(config)))
-(run / "summary.json").write_bytes(spelled({"lineage": lineage}))
+(run / "config.json").write_bytes(canonical_json(with_sums(config)))
+(run / "summary.json").write_bytes(canonical_json({"lineage": lineage}))
 (run / "model.safetensors").write_bytes(b"weights")
 said = signed(lineage, sha256_of(run / "model.safetensors"), Key.kept_in(Path("server.pem")))
-(run / "model.lineage.json").write_bytes(spelled(said))
+(run / "model.lineage.json").write_bytes(canonical_json(said))
 Register(run / FILE, 2).close()
 (run / "audit.jsonl").touch()
 """

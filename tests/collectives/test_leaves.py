@@ -12,7 +12,7 @@ from torch import Tensor
 from dure.collectives import tensor_transfer
 from dure.contracts.strategy import RankContext
 from dure.memory.spill_store import SpillStore
-from dure.record.on_disk import Leaf, forms_of, in_memory
+from dure.record.disk_tensors import Leaf, forms_of, in_memory
 
 KINDS = [torch.float32, torch.bfloat16, torch.complex64, torch.complex128, torch.bool, torch.int64]
 

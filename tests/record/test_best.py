@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dure.errors import RunFolderError
-from dure.record.best import BEFORE, BEST, best_weights, go_back, keep_best
+from dure.record.best import BEFORE, BEST, best_weights, keep_best, restore_best
 from dure.record.weights import weights_to_bytes
 
 WEIGHTS = {"w": torch.arange(300.0), "b": torch.ones(3, dtype=torch.complex128)}
@@ -43,7 +43,7 @@ def test_a_run_goes_back_to_no_damaged_model(tmp_path: Path) -> None:
     content = (tmp_path / BEFORE).read_bytes()
     (tmp_path / BEFORE).write_bytes(content[:-1] + b"!")
     with pytest.raises(RunFolderError, match=rf"{BEFORE} is damaged"):
-        go_back(tmp_path, 3)
+        restore_best(tmp_path, 3)
 
 
 def test_a_best_model_of_an_older_dure_has_no_checksum_and_is_read(tmp_path: Path) -> None:

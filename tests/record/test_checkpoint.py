@@ -27,7 +27,7 @@ from dure.errors import RunFolderError, RunFolderWriteError
 from dure.randomness.seeds import generators_state, restore_generators
 from dure.record import checkpoint
 from dure.record.checkpoint import (
-    Contents,
+    CheckpointContents,
     pack_checkpoint,
     pack_tree,
     read_tree,
@@ -78,7 +78,7 @@ def there_and_back(tree):
     return unpacked(as_files(pack_checkpoint({}, tree)))[1]
 
 
-def as_files(contents: Contents) -> tuple[bytes, bytes, bytes]:
+def as_files(contents: CheckpointContents) -> tuple[bytes, bytes, bytes]:
     """What the three files hold."""
     weights, tensors, state = map(bytes, contents)
     return weights, tensors, state
@@ -187,7 +187,7 @@ def test_generators_go_on_where_they_were():
     assert draws() == first
 
 
-def parts(step: int) -> Contents:
+def parts(step: int) -> CheckpointContents:
     return pack_checkpoint(
         {"w": torch.full((3,), float(step))}, {"step": step, "tensor": torch.ones(2)}
     )

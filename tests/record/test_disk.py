@@ -10,7 +10,7 @@ import pytest
 
 from dure.errors import RunFolderError, RunFolderWriteError
 from dure.record import disk
-from dure.record.disk import Lines, patiently, sync_folder, write_atomically
+from dure.record.disk import LineFile, retry_write, sync_folder, write_atomically
 from dure.record.seal import checksum
 
 LINES = [f"line {number}\n".encode() for number in range(9)]
@@ -35,7 +35,7 @@ write = os.write
 
 def test_writes_that_take_a_part_are_gone_on_with(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(disk.os, "write", Full(1 << 20, most=5).write)
-    lines = Lines(tmp_path / "file")
+    lines = LineFile(tmp_path / "file")
     lines.add(b"".join(LINES))
     lines.close()
     assert (tmp_path / "file").read_bytes() == b"".join(LINES)
@@ -46,7 +46,7 @@ def test_what_a_full_disk_does_not_take_comes_before_what_follows(
 ) -> None:
     full = Full(room=10)
     monkeypatch.setattr(disk.os, "write", full.write)
-    lines = Lines(tmp_path / "file")
+    lines = LineFile(tmp_path / "file")
     with pytest.raises(RunFolderWriteError, match=r"cannot write .*file: No space left on device"):
         lines.add(LINES[0] + LINES[1])
     with pytest.raises(RunFolderWriteError):
@@ -61,7 +61,7 @@ def test_what_a_full_disk_does_not_take_comes_before_what_follows(
 
 def test_a_disk_that_stays_full_leaves_whole_lines(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(disk.os, "write", Full(room=20).write)
-    lines = Lines(tmp_path / "file")
+    lines = LineFile(tmp_path / "file")
     lines.add(LINES[0])
     with pytest.raises(RunFolderWriteError):
         lines.add(LINES[1] + LINES[2])
@@ -71,7 +71,7 @@ def test_a_disk_that_stays_full_leaves_whole_lines(tmp_path: Path, monkeypatch) 
 
 def test_half_a_line_that_a_kill_left_is_not_gone_on_with(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(LINES[0] + b"line")
-    lines = Lines(tmp_path / "file")
+    lines = LineFile(tmp_path / "file")
     lines.add(LINES[1])
     lines.close()
     assert (tmp_path / "file").read_bytes() == LINES[0] + LINES[1]
@@ -116,10 +116,10 @@ def test_what_fails_for_a_moment_is_done_again(monkeypatch) -> None:
         if left:
             raise RunFolderWriteError("full")
 
-    patiently(write_it)
+    retry_write(write_it)
     assert left == 0
     with pytest.raises(RunFolderWriteError):
-        patiently(write_it)
+        retry_write(write_it)
 
 
 def failing(code: int):

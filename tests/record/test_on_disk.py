@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError
 from torch import Tensor
 
-from dure.record import on_disk
-from dure.record.on_disk import (
-    File,
-    OnDisk,
-    TensorsOnDisk,
+from dure.record import disk_tensors
+from dure.record.disk_tensors import (
+    DiskTensor,
+    DiskTensors,
+    OpenFile,
     elements,
     forms_of,
     in_memory,
@@ -39,7 +39,7 @@ TENSORS = st.builds(
 )
 
 
-def written(tensors: dict[str, Tensor], folder: str | Path) -> dict[str, OnDisk]:
+def written(tensors: dict[str, Tensor], folder: str | Path) -> dict[str, DiskTensor]:
     path = Path(folder) / "tensors.safetensors"
     path.write_bytes(weights_to_bytes(tensors))
     return tensors_in(path)
@@ -56,7 +56,7 @@ def test_what_is_written_is_read_in_each_way(tensors: dict[str, Tensor]) -> None
         assert forms_of(leaves_of(leaves)) == [
             form for name in leaves for form in forms_of({name: tensors[name]})
         ]
-        mapped = TensorsOnDisk(leaves)
+        mapped = DiskTensors(leaves)
         assert mapped.keys() == tensors.keys()
         assert len(mapped) == len(tensors)
         for name, tensor in tensors.items():
@@ -70,15 +70,15 @@ def test_what_is_written_is_read_in_each_way(tensors: dict[str, Tensor]) -> None
         assert bytes(TensorFile(mapped)) == bytes(TensorFile(leaves)) == weights_to_bytes(tensors)
 
 
-def empty(path: Path, dtype: torch.dtype, shape: tuple[int, ...]) -> OnDisk:
-    return OnDisk(File(os.open(path, os.O_RDWR | os.O_CREAT)), 4096, dtype, shape)
+def empty(path: Path, dtype: torch.dtype, shape: tuple[int, ...]) -> DiskTensor:
+    return DiskTensor(OpenFile(os.open(path, os.O_RDWR | os.O_CREAT)), 4096, dtype, shape)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.bool])
 def test_runs_lie_where_they_were_put(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
-    monkeypatch.setattr(on_disk, "PIECE", 48)
+    monkeypatch.setattr(disk_tensors, "PIECE", 48)
     values = torch.randn(7, 9).to(dtype)
     leaf = empty(tmp_path / "file", dtype, (7, 9))
     memory = torch.zeros(7, 9, dtype=dtype)
@@ -93,12 +93,12 @@ def test_runs_lie_where_they_were_put(
 
 def test_who_changes_a_mapped_tensor_changes_no_file(tmp_path: Path) -> None:
     leaves = written({"a": torch.arange(5.0)}, tmp_path)
-    TensorsOnDisk(leaves)["a"].zero_()
+    DiskTensors(leaves)["a"].zero_()
     assert leaves["a"].tensor().tolist() == [0, 1, 2, 3, 4]
 
 
 def test_in_another_process_they_are_tensors(tmp_path: Path) -> None:
-    here = TensorsOnDisk(written({"a": torch.arange(5.0)}, tmp_path))
+    here = DiskTensors(written({"a": torch.arange(5.0)}, tmp_path))
     there = pickle.loads(pickle.dumps(here))
     assert type(there) is dict
     assert torch.equal(there["a"], torch.arange(5.0))

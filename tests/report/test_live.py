@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sample_runs import write_run
 
+from dure.record.live_status import NOW, record_failure
 from dure.record.lock import Lock
-from dure.record.now import NOW, failed
 from dure.report.history_file import HistoryFile
 from dure.report.live.door import Door
 from dure.report.live.following import Following
@@ -85,7 +85,7 @@ def test_how_a_run_is_follows_from_its_lock_its_summary_and_what_it_said(tmp_pat
     before = following.look()
     assert following.look().shows_the_same(before)
     lock.release()
-    failed(run, "rank 1 failed at step 3: ValueError: <b>")
+    record_failure(run, "rank 1 failed at step 3: ValueError: <b>")
     look = following.look()
     assert [one.state for one in look.followed] == ["failed"]
     assert not look.goes_on

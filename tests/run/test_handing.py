@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import dure
 from dure.contracts.strategy import Strategy
-from dure.record.on_disk import OnDisk
+from dure.record.disk_tensors import DiskTensor
 from dure.record.run import RunFolder
 from dure.run import handing
 from small import same_bits
@@ -63,7 +63,7 @@ def test_they_end_with_the_same_bits(
     assert newest is not None
     large = [leaf for leaf in newest.tensors.values() if leaf.nbytes > 1 << 20]
     assert large
-    assert all(isinstance(leaf, OnDisk) for leaf in newest.weights.values())
+    assert all(isinstance(leaf, DiskTensor) for leaf in newest.weights.values())
     for blind in sights:
         folder = tmp_path / str(blind)
         shutil.copytree(tmp_path / "run", folder)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import dure
 from dure.cli.main import main
 from dure.errors import DureError, RunFolderError
-from dure.record.inside import UnfitFileError, check_links, contents, opened, pinned
+from dure.record.untrusted_files import UnfitFileError, check_links, contents, opened, pinned
 from dure.report.live.state import States
 from small import small_task
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dure.memory.mapped import DiskError
-from dure.record.on_disk import TensorsOnDisk
+from dure.record.disk_tensors import DiskTensors
 from dure.record.weights import tensors_in, weights_to_bytes
 from dure.worlds.processes import parcel
 
@@ -38,7 +38,7 @@ def test_a_large_parcel_lies_on_a_disk_and_a_small_one_in_memory() -> None:
 def test_tensors_that_lie_in_a_file_are_tensors_where_they_arrive(tmp_path: Path) -> None:
     tensors = {"large": torch.arange(50_000.0), "small": torch.ones(3)}
     (tmp_path / "file").write_bytes(weights_to_bytes(tensors))
-    found = there(parcel.pack(TensorsOnDisk(tensors_in(tmp_path / "file")), memory=1))
+    found = there(parcel.pack(DiskTensors(tensors_in(tmp_path / "file")), memory=1))
     assert found.keys() == tensors.keys()
     assert all(torch.equal(found[name], tensors[name]) for name in tensors)
     # They are the receiver's own.

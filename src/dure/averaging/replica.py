@@ -25,7 +25,7 @@ from dure.data.examples import Examples
 from dure.data.partition import IID, Partition
 from dure.parallel.weight_broadcast import share_weights
 from dure.randomness.seeds import generators_state, restore_generators, seed_generators
-from dure.record.meter import Clock
+from dure.record.meter import StepClock
 from dure.tasks.batch_norm import needs_two
 from dure.tasks.flops import flops_per_step
 from dure.tasks.loss_shares import CountedLoss, loss_and_count
@@ -138,7 +138,7 @@ class AveragedReplica:
         seed_generators(
             self.seed, "step", step, self.group.rank, everything=self.train_examples.draws
         )
-        clock = Clock(self.group.meter, step + 1)
+        clock = StepClock(self.group.meter, step + 1)
         self.optimizer.zero_grad(set_to_none=True)
 
         def backward(loss: Tensor) -> None:

@@ -30,7 +30,7 @@ from dure.cli.flags import (
     value_of,
 )
 from dure.cli.running import EventHandler, check_names, file_name, resumed, run_folder, show_run
-from dure.record.disk import make_folder, opened_itself
+from dure.record.disk import make_folder, open_regular_file
 from dure.wire.loopback import is_loopback
 
 if TYPE_CHECKING:
@@ -237,7 +237,7 @@ class LocalClients:
         make_folder(state)
         command += [*self._flags, "--part", str(client), "--name", f"client {client}"]
         command += ["--state", str(state), *_without_tls(url).split()]
-        with open(state / "output.txt", "ab", opener=opened_itself) as output:
+        with open(state / "output.txt", "ab", opener=open_regular_file) as output:
             # A session of its own: Ctrl-C reaches only the server, which ends its clients.
             return subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
 

@@ -20,9 +20,9 @@ from dure.cli.flags import names_before_flags, parse_flags
 from dure.errors import RunFolderError
 from dure.peer_text import printable
 from dure.record.history import is_spread, judging
-from dure.record.inside import contents, opened
 from dure.record.lock import is_held
-from dure.record.settings import LINEAGE, altered, without_sums
+from dure.record.settings import LINEAGE, alteration_note, without_sums
+from dure.record.untrusted_files import contents, opened
 from dure.report.values import mapping, number, text_of
 from dure.report.words import duration, metric_name, metric_value
 
@@ -100,7 +100,7 @@ def show(given: list[str]) -> int:
     if how.json:
         config = _read(folder / "config.json")
         lineage = mapping(_read(folder / LINEAGE).get("lineage"))
-        wrong = altered(config, lineage.get("config_sha256"))
+        wrong = alteration_note(config, lineage.get("config_sha256"))
         content = {**listed(folder), "config": without_sums(config), "altered": wrong}
         print(json.dumps({**content, "summary": _read(folder / "summary.json")}))
         return 0

@@ -15,17 +15,17 @@ import torch
 from torch import Tensor
 
 from dure.collectives.group import Group
-from dure.record.on_disk import PIECE, Form, Leaf, elements, forms_of, put
+from dure.record.disk_tensors import PIECE, Leaf, TensorMeta, elements, forms_of, put
 from dure.tensors.elements import element_bytes
 
-AllocateLeaf = Callable[[Form], Leaf]
+AllocateLeaf = Callable[[TensorMeta], Leaf]
 """Function that allocates a tensor, or returns its destination."""
 
 
 class _Run(NamedTuple):
     """Elements [start, stop) of a tensor."""
 
-    form: Form
+    form: TensorMeta
     start: int
     stop: int
 
@@ -46,7 +46,7 @@ def gathered(group: Group, mine: Mapping[str, Leaf], place: AllocateLeaf) -> lis
     told = group.gather_bytes(json.dumps(forms).encode())
     # All ranks run as many rounds as the rank with the most messages.
     (rounds,) = max(group.all_gather_values([float(len(own))]))
-    arriving = [[Form(*form) for form in json.loads(part)] for part in told[1:]]
+    arriving = [[TensorMeta(*form) for form in json.loads(part)] for part in told[1:]]
     plans = list(map(_messages, arriving))
     found = [{form.name: place(form) for form in forms} for forms in arriving]
     quiet = group.unmetered()
@@ -65,7 +65,7 @@ def gathered(group: Group, mine: Mapping[str, Leaf], place: AllocateLeaf) -> lis
 
 
 def broadcast(
-    group: Group, leaves: Mapping[str, Leaf], forms: Sequence[Form], place: AllocateLeaf
+    group: Group, leaves: Mapping[str, Leaf], forms: Sequence[TensorMeta], place: AllocateLeaf
 ) -> dict[str, Leaf]:
     """Return rank 0's tensors on every rank.
 
@@ -84,7 +84,7 @@ def broadcast(
     return found
 
 
-def _messages(forms: Iterable[Form]) -> list[list[_Run]]:
+def _messages(forms: Iterable[TensorMeta]) -> list[list[_Run]]:
     """Divide tensors into messages of about `PIECE` bytes, equally on both sides."""
     messages: list[list[_Run]] = []
     room = 0

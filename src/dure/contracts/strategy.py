@@ -179,7 +179,7 @@ class Learner(ABC):
         """
 
     by_parts: bool = False
-    """Whether `restore` accepts tensors in files (`dure.record.on_disk`).
+    """Whether `restore` accepts tensors in files (`dure.record.disk_tensors`).
 
     It then reads this rank's part; otherwise all tensors are passed in memory.
     """
@@ -193,7 +193,7 @@ class Learner(ABC):
         """Return all state besides the weights: optimizer state, position, and "buffers".
 
         "buffers" are the buffers that a state_dict leaves out (`non_persistent_buffers`). Tensors
-        may be in files (`dure.record.on_disk`).
+        may be in files (`dure.record.disk_tensors`).
         """
 
     @abstractmethod

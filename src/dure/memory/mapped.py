@@ -40,7 +40,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dure.machine.compiler import deferred_compiler
-from dure.record.on_disk import write_at
+from dure.record.disk_tensors import write_at
 
 LEAST = 1 << 20
 """Bytes from which on a tensor gets a file."""

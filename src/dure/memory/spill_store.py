@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dure.memory.mapped import LEAST, Disk, open_anonymous_file
-from dure.record.on_disk import File, Form, Leaf, OnDisk, form_of, put
+from dure.record.disk_tensors import DiskTensor, Leaf, OpenFile, TensorMeta, form_of, put
 
 
 class SpillStore:
@@ -29,20 +29,20 @@ class SpillStore:
     def __init__(self, folder: Path | None = None, least: int | None = LEAST) -> None:
         self._folder = folder
         self._least = least
-        self._file: File | None = None
+        self._file: OpenFile | None = None
         self._length = 0
 
-    def place(self, form: Form) -> Leaf:
+    def place(self, form: TensorMeta) -> Leaf:
         """Return memory for a tensor, zeros until its values are set (`on_disk.put`)."""
         size = torch.Size(form.shape)
         nbytes = size.numel() * form.kind.itemsize
         file = self._opened() if self._least is not None and nbytes >= self._least else None
         # Allocated now: a disk that is full later would be an error in the middle of writing.
         if file is not None and self._grown(file, nbytes):
-            return OnDisk(file, self._length - _whole_pages(nbytes), form.kind, size)
+            return DiskTensor(file, self._length - _whole_pages(nbytes), form.kind, size)
         return torch.zeros(size, dtype=form.kind)
 
-    def _grown(self, file: File, nbytes: int) -> bool:
+    def _grown(self, file: OpenFile, nbytes: int) -> bool:
         """Extend the file by `nbytes`, in whole pages; return False if the disk is full."""
         length = _whole_pages(nbytes)
         with suppress(OSError):
@@ -51,12 +51,12 @@ class SpillStore:
             return True
         return False
 
-    def _opened(self) -> File | None:
+    def _opened(self) -> OpenFile | None:
         """Return the file; None if there is no disk."""
         for folder in (self._folder, None) if self._file is None else ():
             # The folder may be in memory, or may not be writable.
             with suppress(OSError):
-                self._file = File(open_anonymous_file(Disk(folder).folder))
+                self._file = OpenFile(open_anonymous_file(Disk(folder).folder))
                 return self._file
         return self._file
 

@@ -30,9 +30,9 @@ from torch import Tensor
 
 from dure.errors import DataError
 from dure.memory.mapped import mapped_view
-from dure.record import inside
+from dure.record import untrusted_files
 from dure.record.checkpoint_files import name_of, place_of
-from dure.record.inside import contents
+from dure.record.untrusted_files import contents
 from dure.record.weights import DTYPES, pairs_in
 
 _MODEL = "model.safetensors"
@@ -68,7 +68,7 @@ class StoredTensor(NamedTuple):
     def read(self) -> Tensor:
         """Return the tensor, memory-mapped. Raises DataError if the file cannot be read."""
         try:
-            descriptor = inside.descriptor_of(self.file, links=True)
+            descriptor = untrusted_files.descriptor_of(self.file, links=True)
         except OSError as error:
             raise _unreadable(self.file, error) from error
         try:
@@ -120,7 +120,7 @@ def digest_of(path: Path) -> str:
 def _digest(file: Path, changed: int, size: int) -> bytes:
     """Return the digest of a file at its last change; the runs of a comparison share it."""
     own = sha256()
-    with inside.opened(file, links=True) as opened:
+    with untrusted_files.opened(file, links=True) as opened:
         while content := opened.read(_CHUNK):
             own.update(content)
     return own.digest()
@@ -193,9 +193,9 @@ def _tensors_of(file: Path) -> dict[str, StoredTensor]:
     """Return the tensors of a file, from its header."""
     try:
         # The library validates the header and the length of the file.
-        with inside.pinned(file, links=True) as name, safe_open(name, "pt") as opened:
+        with untrusted_files.pinned(file, links=True) as name, safe_open(name, "pt") as opened:
             pairs = set(pairs_in(opened.metadata()))
-        with inside.opened(file, links=True) as content:
+        with untrusted_files.opened(file, links=True) as content:
             length = int.from_bytes(content.read(8), "little")
             header = json.loads(content.read(length))
     except OSError as error:

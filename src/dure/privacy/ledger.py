@@ -26,9 +26,9 @@ import msgspec
 
 from dure.errors import RunFolderError, warn
 from dure.privacy.accountant import Releases, epsilon
-from dure.record.disk import Lines, sync_folder
-from dure.record.inside import contents
+from dure.record.disk import LineFile, sync_folder
 from dure.record.seal import checksum
+from dure.record.untrusted_files import contents
 
 FILE = "privacy.jsonl"
 """Name of the file in a run folder."""
@@ -70,10 +70,10 @@ class Ledger:
         self._told = told if told is not None else partial(epsilon, delta=delta)
         self.entries: list[LedgerEntry] = []
         self._charged: set[int] = set()
-        self._lines: Lines | None = None
+        self._lines: LineFile | None = None
         if folder is not None:
             path = folder / FILE
-            self._lines = Lines(path)
+            self._lines = LineFile(path)
             sync_folder(folder)
             self._take(_read(path))
 

@@ -22,8 +22,8 @@ import msgspec
 
 from dure.errors import RunFolderError
 from dure.record.disk import write_atomically
-from dure.record.inside import contents
 from dure.record.seal import checksum
+from dure.record.untrusted_files import contents
 
 FILE = "privacy-steps.json"
 

@@ -19,10 +19,10 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from dure.errors import RunFolderError
-from dure.record.disk import told, write_atomically
-from dure.record.inside import opened, pinned
-from dure.record.on_disk import Leaf, TensorsOnDisk
+from dure.record.disk import disk_errors, write_atomically
+from dure.record.disk_tensors import DiskTensors, Leaf
 from dure.record.seal import checksum
+from dure.record.untrusted_files import opened, pinned
 from dure.record.weights import TensorFile, tensors_in
 
 BEST = "best.safetensors"
@@ -42,18 +42,18 @@ def keep_best(folder: Path, weights: Mapping[str, Leaf], step: int) -> None:
     best = folder / BEST
     # The first best model after a checkpoint replaces the model that the checkpoint refers to.
     if best.exists() and not (folder / BEFORE).exists():
-        with told(best):
+        with disk_errors(best):
             os.replace(best, folder / BEFORE)
     write_atomically(best, _sealed(TensorFile(weights, {_STEP: str(step), _SUM: _NONE})))
 
 
-def settle_best(folder: Path) -> None:
+def drop_previous_best(folder: Path) -> None:
     """Delete the older best model after a checkpoint, which refers to the current one."""
-    with told(folder / BEFORE):
+    with disk_errors(folder / BEFORE):
         (folder / BEFORE).unlink(missing_ok=True)
 
 
-def go_back(folder: Path, step: int | None) -> None:
+def restore_best(folder: Path, step: int | None) -> None:
     """Restore the best model of `step`; None deletes the best model.
 
     Raises RunFolderError if the best model of that step is gone.
@@ -61,15 +61,15 @@ def go_back(folder: Path, step: int | None) -> None:
     best = folder / BEST
     before = folder / BEFORE
     if step is None:
-        settle_best(folder)
-        with told(best):
+        drop_previous_best(folder)
+        with disk_errors(best):
             best.unlink(missing_ok=True)
     elif _step_of(best) == step:
         _check(best)
-        settle_best(folder)
+        drop_previous_best(folder)
     elif _step_of(before) == step:
         _check(before)
-        with told(best):
+        with disk_errors(best):
             os.replace(before, best)
     else:
         raise RunFolderError(
@@ -88,7 +88,7 @@ def best_weights(folder: Path) -> Mapping[str, Leaf] | None:
         if not path.exists():
             return None
         _check(path)
-        return TensorsOnDisk(tensors_in(path))
+        return DiskTensors(tensors_in(path))
     except (OSError, ValueError, SafetensorError) as error:
         raise RunFolderError(f"cannot read {path}: {error}") from error
 

@@ -13,7 +13,7 @@ the step.
 It is written under a temporary name and renamed, so a kill at any moment leaves the old checkpoint
 or the new one, never an incomplete one. A folder with another name is not dure's: it is neither
 read nor removed, and neither is a checkpoint of another run. Trees are made of dict, list, tuple,
-Tensor, str, int, float, bool and None. A tensor in a file (`dure.record.on_disk`) counts as a
+Tensor, str, int, float, bool and None. A tensor in a file (`dure.record.disk_tensors`) counts as a
 tensor; the tensors of a checkpoint are read in this form.
 """
 
@@ -35,10 +35,17 @@ from torch import Tensor
 
 from dure.errors import RunFolderError, described
 from dure.record.checkpoint_files import NAME, PARTS, damaged, name_of, newest, place_of
-from dure.record.disk import Summed, make_folder, sync_folder, told, write_atomically, write_synced
-from dure.record.inside import LARGE, contents, opened
-from dure.record.on_disk import Leaf, OnDisk
+from dure.record.disk import (
+    ChecksummedPieces,
+    disk_errors,
+    make_folder,
+    sync_folder,
+    write_atomically,
+    write_synced,
+)
+from dure.record.disk_tensors import DiskTensor, Leaf
 from dure.record.seal import Seal, begins_as_of, checksum, sealed
+from dure.record.untrusted_files import LARGE, contents, opened
 from dure.record.weights import TensorFile, tensors_in, weights_from_bytes, weights_to_bytes
 
 UNREADABLE = (SafetensorError, ValueError, LookupError, TypeError, RecursionError)
@@ -61,7 +68,7 @@ def _packed(node: Any, tensors: dict[str, Leaf]) -> Any:
     """Return a part of a tree, and add its tensors to `tensors`."""
     # No closure inside pack_tree: a recursive closure is a reference cycle, which would keep the
     # tensors of every checkpoint alive until the next garbage collection.
-    if isinstance(node, (Tensor, OnDisk)):
+    if isinstance(node, (Tensor, DiskTensor)):
         tensors[str(len(tensors))] = node
         return {"$tensor": str(len(tensors) - 1)}
     if isinstance(node, Mapping):
@@ -136,7 +143,7 @@ def read_tree(path: Path) -> dict[str, Any]:
     return tree
 
 
-class Contents(NamedTuple):
+class CheckpointContents(NamedTuple):
     """The three files of a checkpoint, whose tensors are still the learner's, or are in files.
 
     They become bytes while they are written, piece by piece, so that the model is not copied. Until
@@ -148,10 +155,10 @@ class Contents(NamedTuple):
     state: bytes
 
 
-def pack_checkpoint(weights: Mapping[str, Leaf], state: Any) -> Contents:
+def pack_checkpoint(weights: Mapping[str, Leaf], state: Any) -> CheckpointContents:
     """Return the content of a checkpoint. Raises TypeError for unsupported values."""
     packed, tensors = pack_tree(state)
-    return Contents(TensorFile(weights), TensorFile(tensors), json.dumps(packed).encode())
+    return CheckpointContents(TensorFile(weights), TensorFile(tensors), json.dumps(packed).encode())
 
 
 def check_version(state: Mapping[str, Any], what: str, oldest: int = 1) -> None:
@@ -172,7 +179,7 @@ def check_version(state: Mapping[str, Any], what: str, oldest: int = 1) -> None:
 def save_checkpoint(
     folder: Path,
     step: int,
-    contents: Contents,
+    contents: CheckpointContents,
     seal: Seal | None = None,
     known: Collection[str] = (),
     past: int = 0,
@@ -194,7 +201,7 @@ def save_checkpoint(
         RunFolderWriteError: if it cannot be written; the older checkpoints then still exist.
     """
     final = folder / name_of(step, past)
-    with told(final):
+    with disk_errors(final):
         if not folder.is_dir():
             make_folder(folder)
             sync_folder(folder.parent)
@@ -219,11 +226,11 @@ def save_checkpoint(
     return final
 
 
-def _write(folder: Path, contents: Contents, seal: Seal) -> None:
+def _write(folder: Path, contents: CheckpointContents, seal: Seal) -> None:
     """Write and sync the three files; state.json last, since it has the checksums of the others."""
     files: dict[str, str] = {}
     for name, file in zip(PARTS[:2], contents[:2], strict=True):
-        pieces = Summed(file)
+        pieces = ChecksummedPieces(file)
         write_synced(folder / name, pieces)
         files[name] = pieces.checksum
     whole = msgspec.structs.replace(seal, files=files)
@@ -249,7 +256,7 @@ def _is_older(other: Path, place: tuple[int, int], run: str, known: Collection[s
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredCheckpoint:
     """A checkpoint in its folder.
 
     weights, tensors: content of its two tensor files, still on disk. state: state.json, without the
@@ -257,8 +264,8 @@ class Stored:
     """
 
     path: Path
-    weights: Mapping[str, OnDisk]
-    tensors: Mapping[str, OnDisk]
+    weights: Mapping[str, DiskTensor]
+    tensors: Mapping[str, DiskTensor]
     state: bytes
     seal: Seal | None
 
@@ -273,7 +280,7 @@ class Stored:
         return unpack_tree(json.loads(self.state), self.tensors)
 
 
-def stored(folder: Path) -> Stored | None:
+def stored(folder: Path) -> StoredCheckpoint | None:
     """Return the newest checkpoint in `folder`, with verified checksums; None if there is none.
 
     Raises RunFolderError if the checkpoint cannot be read, or is damaged.
@@ -285,10 +292,10 @@ def stored(folder: Path) -> Stored | None:
         weights, tensors = (tensors_in(found.path / name) for name in PARTS[:2])
     except (OSError, *UNREADABLE) as error:
         raise damaged(found.path, described(error)) from error
-    return Stored(found.path, weights, tensors, found.state, found.seal)
+    return StoredCheckpoint(found.path, weights, tensors, found.state, found.seal)
 
 
-def reseal(checkpoint: Stored, config: Mapping[str, Any]) -> None:
+def reseal(checkpoint: StoredCheckpoint, config: Mapping[str, Any]) -> None:
     """Write the run's new settings into the checkpoint's seal."""
     assert checkpoint.seal is not None
     seal = msgspec.structs.replace(checkpoint.seal, config=dict(config))

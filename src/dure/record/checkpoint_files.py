@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dure.errors import RunFolderError
-from dure.record.inside import LARGE, contents
 from dure.record.seal import Seal, checksum_of, unsealed
+from dure.record.untrusted_files import LARGE, contents
 
 PARTS = ("model.safetensors", "state.safetensors", "state.json")
 """Files of a checkpoint; the last file has the checksums of the others."""

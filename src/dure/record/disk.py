@@ -37,7 +37,7 @@ def write_atomically(path: Path, content: bytes | Iterable[Piece]) -> None:
     """
     # The process id: two processes that write the same file must not mix their content.
     beside = path.with_name(f".{path.name}.{os.getpid()}")
-    with told(path):
+    with disk_errors(path):
         try:
             write_synced(beside, content)
             os.replace(beside, path)
@@ -54,7 +54,7 @@ def write_synced(path: Path, content: bytes | Iterable[Piece]) -> None:
 
     content: as for `write_atomically`.
     """
-    with open(path, "wb", opener=opened_itself) as file:
+    with open(path, "wb", opener=open_regular_file) as file:
         for piece in (content,) if isinstance(content, bytes) else content:
             file.write(piece)
         file.flush()
@@ -62,13 +62,13 @@ def write_synced(path: Path, content: bytes | Iterable[Piece]) -> None:
         os.fsync(file.fileno())
 
 
-def cut(path: Path, length: int) -> None:
+def truncate_file(path: Path, length: int) -> None:
     """Truncate a file to `length` bytes. Raises RunFolderWriteError."""
-    with told(path), open(path, "r+b", opener=opened_itself) as file:
+    with disk_errors(path), open(path, "r+b", opener=open_regular_file) as file:
         file.truncate(length)
 
 
-def opened_itself(path: str, flags: int) -> int:
+def open_regular_file(path: str, flags: int) -> int:
     """Open a file for writing, with the permissions of its folder: an opener for `open`.
 
     A user without access to a folder must not be able to read files written there, whatever the
@@ -106,10 +106,10 @@ def make_folder(path: Path) -> None:
 def make_private(folder: Path) -> None:
     """Make a folder and its content accessible to the owner alone, whatever the umask.
 
-    Files written into it later are private too (`opened_itself`). Private keys and tokens stay
+    Files written into it later are private too (`open_regular_file`). Private keys and tokens stay
     unchanged: a key that others could read is refused when it is read. Raises RunFolderWriteError.
     """
-    with told(folder):
+    with disk_errors(folder):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if stat.S_IMODE(folder.stat().st_mode) & 0o077:
             folder.chmod(0o700)
@@ -137,7 +137,7 @@ def sync_folder(path: Path) -> None:
 
     Raises RunFolderWriteError if the disk fails.
     """
-    with told(path):
+    with disk_errors(path):
         try:
             descriptor = os.open(path, os.O_RDONLY)
         except PermissionError:
@@ -153,7 +153,7 @@ def sync_folder(path: Path) -> None:
 
 
 @contextmanager
-def told(path: Path) -> Iterator[None]:
+def disk_errors(path: Path) -> Iterator[None]:
     """Context manager: turn OSError into RunFolderWriteError with the name of the file."""
     try:
         yield
@@ -162,7 +162,7 @@ def told(path: Path) -> Iterator[None]:
         raise RunFolderWriteError(f"cannot write {path}: {reason}") from error
 
 
-def patiently(write: Callable[[], object]) -> None:
+def retry_write(write: Callable[[], object]) -> None:
     """Retry `write` for `MOMENT` seconds while the disk rejects it."""
     until = time.monotonic() + MOMENT
     while True:
@@ -175,7 +175,7 @@ def patiently(write: Callable[[], object]) -> None:
         time.sleep(0.02)
 
 
-class Lines:
+class LineFile:
     """A file that grows by whole lines.
 
     length, checksum: of the content up to the last complete line. An incomplete line, left by a
@@ -188,9 +188,9 @@ class Lines:
         """Bytes that are not written yet."""
         self._uncounted = b""
         """Bytes not in `length` and `checksum` yet: `_rest`, and written bytes before it."""
-        with told(path):
+        with disk_errors(path):
             # Unbuffered, a write per call: a kill truncates only the last line.
-            self._file = open(path, "ab", buffering=0, opener=opened_itself)  # noqa: SIM115, see close()
+            self._file = open(path, "ab", buffering=0, opener=open_regular_file)  # noqa: SIM115, see close()
             content = path.read_bytes()
             self.length = content.rfind(b"\n") + 1
             self.checksum = checksum(content[: self.length])
@@ -204,7 +204,7 @@ class Lines:
         """
         self._rest += lines
         self._uncounted += lines
-        with told(self.path):
+        with disk_errors(self.path):
             while self._rest:
                 # On a disk that is almost full, a write takes a part, and the next write raises.
                 self._rest = self._rest[os.write(self._file.fileno(), self._rest) :]
@@ -214,7 +214,7 @@ class Lines:
 
     def sync(self) -> None:
         """Sync the added lines to the disk."""
-        with told(self.path):
+        with disk_errors(self.path):
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
@@ -228,7 +228,7 @@ class Lines:
             os.ftruncate(self._file.fileno(), self.length)
 
 
-class Summed:
+class ChecksummedPieces:
     """The pieces of a file on their way to the disk, and their checksum.
 
     checksum: of the consumed pieces, computed while the disk writes the piece.

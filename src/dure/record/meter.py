@@ -250,7 +250,7 @@ def peak_memory() -> int:
     return 0
 
 
-class Clock:
+class StepClock:
     """Meters the consecutive parts of a step."""
 
     def __init__(self, meter: Meter, step: int) -> None:

@@ -20,19 +20,26 @@ from dure.errors import RunFolderError, RunFolderWriteError, described
 from dure.record.best import best_weights
 from dure.record.checkpoint import (
     UNREADABLE,
-    Contents,
-    Stored,
+    CheckpointContents,
+    StoredCheckpoint,
     check_version,
     reseal,
     save_checkpoint,
     stored,
 )
 from dure.record.checkpoint_files import damaged
-from dure.record.disk import Lines, Summed, cut, patiently, sync_folder, told, write_atomically
+from dure.record.disk import (
+    ChecksummedPieces,
+    LineFile,
+    disk_errors,
+    retry_write,
+    sync_folder,
+    truncate_file,
+    write_atomically,
+)
+from dure.record.disk_tensors import DiskTensors, Leaf, in_memory
 from dure.record.history import History, Record, is_spread
-from dure.record.inside import LARGE, contents
 from dure.record.lock import Lock
-from dure.record.on_disk import Leaf, TensorsOnDisk, in_memory
 from dure.record.run_files import check_config, check_run, read_config, read_json
 from dure.record.seal import Seal, checksum, checksum_of, sha256
 from dure.record.settings import (
@@ -43,6 +50,7 @@ from dure.record.settings import (
     without_sums,
 )
 from dure.record.trace import Lane, write_trace
+from dure.record.untrusted_files import LARGE, contents
 from dure.record.weights import TensorFile, tensors_in
 from dure.tensors.buffers import load_weights
 from dure.tensors.compiled import under_own_names
@@ -65,12 +73,12 @@ class RunFolder:
     def __init__(self, path: Path, flush_seconds: float = 0.2) -> None:
         self.path = path
         self._flush_seconds = flush_seconds
-        self._lines: Lines | None = None
+        self._lines: LineFile | None = None
         self._waiting: list[bytes] = []
         self._flushed = 0.0
         self._stuck: float | None = None
         self._lock: Lock | None = None
-        self._newest: Stored | None = None
+        self._newest: StoredCheckpoint | None = None
         self._config: dict[str, Any] | None = None
 
     @classmethod
@@ -207,13 +215,13 @@ class RunFolder:
                 if checkpoint.seal.config != asked:
                     reseal(checkpoint, asked)
             self._write_config(config)
-            with told(self.path / "summary.json"):
+            with disk_errors(self.path / "summary.json"):
                 # A summary says that the run has ended, which is no longer true.
                 (self.path / "summary.json").unlink(missing_ok=True)
         finally:
             self.close()
 
-    def _checked(self, oldest: int) -> Stored | None:
+    def _checked(self, oldest: int) -> StoredCheckpoint | None:
         """Return the newest checkpoint, if it is complete; None without a checkpoint."""
         checkpoint = stored(self.path / "checkpoint")
         if checkpoint is None:
@@ -225,7 +233,7 @@ class RunFolder:
 
     def _check_settings(
         self,
-        checkpoint: Stored,
+        checkpoint: StoredCheckpoint,
         begun: Mapping[str, Any],
         config: Mapping[str, Any],
         named_again: Collection[str],
@@ -284,7 +292,7 @@ class RunFolder:
         RunFolderWriteError.
         """
         if self._lines is None:
-            self._lines = Lines(self.path / "history.jsonl")
+            self._lines = LineFile(self.path / "history.jsonl")
         lines = self._lines
         content = b"".join(self._waiting)
         self._waiting.clear()
@@ -295,7 +303,7 @@ class RunFolder:
         except RunFolderWriteError:
             self._stuck = self._flushed if self._stuck is None else self._stuck
             if not patient:
-                patiently(lambda: lines.add(b""))
+                retry_write(lambda: lines.add(b""))
             elif self._flushed - self._stuck > PATIENCE:
                 raise
 
@@ -327,10 +335,10 @@ class RunFolder:
         if seal is None:
             self.rewrite_history(history)
         elif path.exists():
-            cut(path, seal.history[0])
+            truncate_file(path, seal.history[0])
         return history
 
-    def _history_of(self, checkpoint: Stored) -> History:
+    def _history_of(self, checkpoint: StoredCheckpoint) -> History:
         """Return the history up to a checkpoint, verified against its seal."""
         path = self.path / "history.jsonl"
         try:
@@ -358,7 +366,7 @@ class RunFolder:
         # Before the first append of this process: an open file would be the replaced file.
         write_atomically(self.path / "history.jsonl", history.encoded())
 
-    def save_checkpoint(self, step: int, contents: Contents, past: int = 0) -> None:
+    def save_checkpoint(self, step: int, contents: CheckpointContents, past: int = 0) -> None:
         """Write the checkpoint of `step`, and remove the older checkpoints of this run.
 
         past: progress within the next step (`name_of`). Raises RunFolderWriteError.
@@ -375,7 +383,7 @@ class RunFolder:
         )
         known = () if self._newest is None else (self._newest.path.name,)
         folder = self.path / "checkpoint"
-        patiently(lambda: save_checkpoint(folder, step, contents, seal, known, past))
+        retry_write(lambda: save_checkpoint(folder, step, contents, seal, known, past))
 
     def _asked(self) -> dict[str, Any]:
         """Return the content of config.json, read once: the lock excludes changes."""
@@ -389,7 +397,7 @@ class RunFolder:
         """Whether the checkpoint that was read has no checksums, which would reveal damage."""
         return self._newest is not None and self._newest.seal is None
 
-    def read_checkpoint(self) -> Stored | None:
+    def read_checkpoint(self) -> StoredCheckpoint | None:
         """Return the newest checkpoint, with tensors still in its files; None if there is none."""
         newest = stored(self.path / "checkpoint")
         if newest is not None:
@@ -419,7 +427,7 @@ class RunFolder:
         """
         self.flush()
         model = TensorFile(weights, metadata)
-        pieces = Summed(model)
+        pieces = ChecksummedPieces(model)
         write_atomically(self.path / "model.safetensors", pieces)
         for name, made in (beside or {}).items():
             self.write_json(name, made(sha256(model)))
@@ -444,7 +452,7 @@ class RunFolder:
                 self._lock = None
 
 
-def _state_of(checkpoint: Stored) -> dict[str, Any]:
+def _state_of(checkpoint: StoredCheckpoint) -> dict[str, Any]:
     """Return the state. Raises RunFolderError for a malformed checkpoint."""
     try:
         # Parsed only for the check, so that damage shows before a rank is started.
@@ -456,14 +464,14 @@ def _state_of(checkpoint: Stored) -> dict[str, Any]:
     return state
 
 
-def _check_step(checkpoint: Stored, state: Mapping[str, Any]) -> None:
+def _check_step(checkpoint: StoredCheckpoint, state: Mapping[str, Any]) -> None:
     position = state.get("position")
     step = position.get("step") if isinstance(position, Mapping) else None
     if step != checkpoint.step:
         raise damaged(checkpoint.path, f"it holds step {step}")
 
 
-def _check_shapes(checkpoint: Stored, model: Mapping[str, Tensor]) -> None:
+def _check_shapes(checkpoint: StoredCheckpoint, model: Mapping[str, Tensor]) -> None:
     """Raise RunFolderError for weights of another shape or dtype than the model's."""
     for name, weight in checkpoint.weights.items():
         mine = model.get(name)
@@ -546,7 +554,7 @@ def trained_weights(folder: Path, summary: Mapping[str, Any]) -> Mapping[str, Te
                 f"{path} is damaged: its checksum is not the one in summary.json: put back "
                 f"a copy of it, or resume the run to write it again"
             )
-        return TensorsOnDisk(tensors_in(path))
+        return DiskTensors(tensors_in(path))
     except (OSError, *UNREADABLE) as error:
         raise RunFolderError(f"cannot read {path}: {error}") from error
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from dure.errors import RunFolderError
-from dure.record.inside import check_links, contents
 from dure.record.settings import changed, without_sums
+from dure.record.untrusted_files import check_links, contents
 
 CONFIG = "config.json"
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import msgspec
 
-from dure.record.inside import opened
+from dure.record.untrusted_files import opened
 
 _BEGIN = b'{"checksum":"'
 _FIRST = len(_BEGIN) + len('1a2b3c4d",')

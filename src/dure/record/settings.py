@@ -89,7 +89,7 @@ def changed(config: Mapping[str, Any]) -> str | None:
     return "rest" if same else "settings"
 
 
-def altered(config: Mapping[str, Any], signed: Any = None) -> str | None:
+def alteration_note(config: Mapping[str, Any], signed: Any = None) -> str | None:
     """Return why config.json cannot be trusted, in words; None if no change is known.
 
     signed: SHA-256 of its content in the lineage beside the model; None without a lineage.
@@ -103,18 +103,21 @@ def altered(config: Mapping[str, Any], signed: Any = None) -> str | None:
 
 def config_digest(config: Mapping[str, Any]) -> str:
     """Return the SHA-256 of config.json's content in canonical form, without its checksums."""
-    return hashlib.sha256(spelled(without_sums(config))).hexdigest()
+    return hashlib.sha256(canonical_json(without_sums(config))).hexdigest()
 
 
-def spelled(value: object) -> bytes:
+def canonical_json(value: object) -> bytes:
     """Return JSON in canonical form: sorted keys, no spaces."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), default=str).encode()
 
 
 def _sums(config: Mapping[str, Any]) -> dict[str, str]:
     # As it is read again: a tuple becomes a list, and `settings` distinguishes such types.
-    read: dict[str, Any] = json.loads(spelled(config))
-    return {"settings": checksum(spelled(settings(read))), "all": checksum(spelled(read))}
+    read: dict[str, Any] = json.loads(canonical_json(config))
+    return {
+        "settings": checksum(canonical_json(settings(read))),
+        "all": checksum(canonical_json(read)),
+    }
 
 
 def edited(

@@ -19,8 +19,8 @@ from safetensors.torch import load as load_tensors
 from torch import Tensor
 
 from dure.errors import described
-from dure.record.inside import pinned
-from dure.record.on_disk import File, Leaf, OnDisk, leaves_of
+from dure.record.disk_tensors import DiskTensor, Leaf, OpenFile, leaves_of
+from dure.record.untrusted_files import pinned
 from dure.tensors.elements import element_bytes
 
 _PAIRS = "complex128"
@@ -82,7 +82,7 @@ class TensorFile:
     def __iter__(self) -> Iterator[bytes | memoryview]:
         yield self._header
         for leaf in self._tensors.values():
-            if isinstance(leaf, OnDisk):
+            if isinstance(leaf, DiskTensor):
                 yield from leaf.pieces()
             elif leaf.numel():
                 yield elements_of(leaf)
@@ -154,7 +154,7 @@ def pairs_in(metadata: Mapping[str, str] | None) -> Sequence[str]:
     return tuple(json.loads((metadata or {}).get(_PAIRS, "[]")))
 
 
-def tensors_in(path: Path) -> dict[str, OnDisk]:
+def tensors_in(path: Path) -> dict[str, DiskTensor]:
     """Return the tensors of such a file on disk; only its header is read.
 
     Raises OSError, SafetensorError or ValueError if the file is missing or malformed.
@@ -162,7 +162,7 @@ def tensors_in(path: Path) -> dict[str, OnDisk]:
     # safetensors validates the header and the length of the file.
     with pinned(path) as name, safe_open(name, framework="pt"):
         pass
-    file = File.of(path)
+    file = OpenFile.of(path)
     try:
         length = int.from_bytes(os.pread(file.descriptor, 8, 0), "little")
         header = json.loads(os.pread(file.descriptor, length, 8))
@@ -173,15 +173,15 @@ def tensors_in(path: Path) -> dict[str, OnDisk]:
         raise ValueError(f"no tensors that can be read: {described(error)}") from error
 
 
-def _lying(file: File, begins: int, said: Mapping[str, Any]) -> OnDisk:
+def _lying(file: OpenFile, begins: int, said: Mapping[str, Any]) -> DiskTensor:
     """Return a tensor from its entry in the header. begins: first byte after the header."""
-    return OnDisk(
+    return DiskTensor(
         file, begins + said["data_offsets"][0], _TORCH_S[said["dtype"]], tuple(said["shape"])
     )
 
 
-def _of_pairs(pairs: OnDisk) -> OnDisk:
+def _of_pairs(pairs: DiskTensor) -> DiskTensor:
     """Return the complex tensor that is stored as these pairs of real numbers."""
     if pairs.dtype != torch.float64 or tuple(pairs.shape[-1:]) != (2,):
         raise ValueError(f"{pairs} holds no pairs")
-    return OnDisk(pairs.file, pairs.at, torch.complex128, tuple(pairs.shape[:-1]))
+    return DiskTensor(pairs.file, pairs.at, torch.complex128, tuple(pairs.shape[:-1]))

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from dure.record.inside import opened
+from dure.record.untrusted_files import opened
 from dure.report.runs import Line
 from dure.report.values import mapping, number
 

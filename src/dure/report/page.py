@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from dure.record.disk import told, write_atomically
+from dure.record.disk import disk_errors, write_atomically
 from dure.report import charts
 from dure.report.answers import answers
 from dure.report.answers import figures as figures_of_answers
@@ -55,7 +55,7 @@ def write_report(folders: Sequence[Path], out: Path, title: str | None = None) -
     runs = read_runs(folders)
     out = Path(out)
     text = page(runs, title or title_of(runs), plotly)
-    with told(out):
+    with disk_errors(out):
         out.parent.mkdir(parents=True, exist_ok=True)
     # Invalid Unicode, such as half of a surrogate pair, cannot be encoded, so it is replaced.
     write_atomically(out, text.encode("utf-8", errors="replace"))

@@ -9,7 +9,7 @@ import base64
 import re
 from pathlib import Path
 
-from dure.record.inside import contents
+from dure.record.untrusted_files import contents
 
 _NAME = re.compile(r"\d{3}\.png")
 _SIGNATURE = b"\x89PNG\r\n\x1a\n"

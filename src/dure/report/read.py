@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from dure.errors import RunFolderError
-from dure.record.inside import contents
-from dure.record.now import NOW
-from dure.record.settings import LINEAGE, altered, without_sums
+from dure.record.live_status import NOW
+from dure.record.settings import LINEAGE, alteration_note, without_sums
+from dure.record.untrusted_files import contents
 from dure.report.answers import answers_of
 from dure.report.facts import (
     divided_of,
@@ -142,7 +142,7 @@ def _config(folder: Path, notes: list[str]) -> Mapping[str, Any]:
     """Return config.json. A note reports changes since it was written or signed."""
     config = _object(folder / "config.json", notes)
     lineage = mapping(_object(folder / LINEAGE, notes).get("lineage"))
-    wrong = altered(config, lineage.get("config_sha256"))
+    wrong = alteration_note(config, lineage.get("config_sha256"))
     if wrong is not None:
         notes.append(wrong)
     served = mapping(config.get("world")).get("name") == "network"

@@ -21,9 +21,9 @@ from dure.arguments import check_path
 from dure.contracts.stop import Stop
 from dure.contracts.task import Task
 from dure.errors import RunFolderError
-from dure.record.inside import contents
 from dure.record.run import Run, RunFolder, load_run
 from dure.record.settings import SUMS
+from dure.record.untrusted_files import contents
 from dure.run.asked import check_function
 from dure.run.begun import Asks
 from dure.run.compare import COMPARISON, Comparison, noted, reported

@@ -31,7 +31,7 @@ from dure.federated.privacy.attacks.examine import (
 from dure.federated.privacy.attacks.recording import read_updates
 from dure.federated.strategy import Federated
 from dure.fleet.malicious import malicious_clients
-from dure.record.disk import told, write_atomically
+from dure.record.disk import disk_errors, write_atomically
 from dure.record.png import strip
 from dure.record.run import RunFolder, trained_weights
 from dure.report.values import listing, mapping, numbers
@@ -142,7 +142,7 @@ def _final(path: Path) -> Mapping[str, Tensor] | None:
 def _written(path: Path, rows: Sequence[AttackResult]) -> list[dict[str, Any]]:
     """Return the rows as JSON, and write their pictures; older pictures are deleted."""
     folder = path / FOLDER
-    with told(folder):
+    with disk_errors(folder):
         for old in folder.glob("*.png"):
             old.unlink()
     return [_row(path, number, row) for number, row in enumerate(rows)]
@@ -160,7 +160,7 @@ def _row(path: Path, number: int, row: AttackResult) -> dict[str, Any]:
     if row.why is not None:
         content["why"] = row.why
     if row.pictures is not None and _drawable(row.pictures.true):
-        with told(path / FOLDER):
+        with disk_errors(path / FOLDER):
             (path / FOLDER).mkdir(exist_ok=True)
         name = f"{number:03}.png"
         true = row.pictures.true.double().numpy()

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from dure.collectives.group import Group
 from dure.contracts.strategy import Learner, StepResult
+from dure.record.disk_tensors import DiskTensors
 from dure.record.meter import Meter
-from dure.record.on_disk import TensorsOnDisk
 
 STATE = "ema"
 """Key of the average in a learner's state."""
@@ -165,6 +165,6 @@ class Averaged(Learner):
 
 def _apart(weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """Return copies of weights in memory, which the learner may overwrite later."""
-    if isinstance(weights, TensorsOnDisk):
+    if isinstance(weights, DiskTensors):
         return weights
     return {name: one.detach().clone() for name, one in weights.items()}

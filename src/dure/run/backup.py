@@ -19,9 +19,9 @@ from pathlib import Path
 
 from dure.errors import DamagedUpdateError, RunFolderError
 from dure.record.checkpoint_files import newest
-from dure.record.disk import told
-from dure.record.inside import UnfitFileError, check_file, opened
+from dure.record.disk import disk_errors
 from dure.record.run_files import check_run, read_config
+from dure.record.untrusted_files import UnfitFileError, check_file, opened
 from dure.wire.requests import Reserve, from_json
 from dure.worlds.network.journal import events_in
 from dure.worlds.network.server.model_digests import FILE as MODELS
@@ -54,13 +54,13 @@ def backup(folder: str | Path, to: str | Path) -> Path:
         raise RunFolderError(f"{target} is not empty: choose another folder")
     if target.resolve().is_relative_to(source.resolve()):
         raise RunFolderError(f"{target} lies in {source}, which is copied: choose another folder")
-    with told(target):
+    with disk_errors(target):
         rights = stat.S_IMODE(source.stat().st_mode)
         target.mkdir(mode=rights, parents=True, exist_ok=True)
         if stat.S_IMODE(target.stat().st_mode) & ~rights:
             target.chmod(rights)
     try:
-        with told(target):
+        with disk_errors(target):
             return _copied(source, target)
     except BaseException:
         with suppress(OSError):

@@ -17,7 +17,7 @@ from dure.contracts.strategy import Learner
 from dure.errors import DureError, RunFolderError, described
 from dure.memory.spill_store import SpillStore
 from dure.randomness.seeds import generators_state, restore_generators
-from dure.record.best import settle_best
+from dure.record.best import drop_previous_best
 from dure.record.checkpoint import (
     VERSION,
     check_version,
@@ -110,7 +110,7 @@ class Checkpoints:
             # Several checkpoints may be written within a step, each after more examples.
             past = position.samples if position.midway else 0
             self.folder.save_checkpoint(position.step, pack_checkpoint(weights, state), past)
-            settle_best(self.folder.path)
+            drop_previous_best(self.folder.path)
             self.learner.saved()
 
     def read(self) -> Position | None:

@@ -41,11 +41,11 @@ from dure.machine.compiler import deferred_compiler
 from dure.machine.memory import keep_freed_memory, return_freed_memory, trim_heap
 from dure.machine.threads import threads, threads_for
 from dure.randomness.seeds import generators_state, restore_generators, seed_generators
-from dure.record.best import go_back, keep_best
+from dure.record.best import keep_best, restore_best
+from dure.record.disk_tensors import DiskTensors, Leaf, in_memory
 from dure.record.history import Evaluation, History, Record, Step, finite
+from dure.record.live_status import LiveStatus, delete_status
 from dure.record.meter import Counters, peak_memory, reset_peak_memory, sum_of_counters
-from dure.record.now import Now, forget
-from dure.record.on_disk import Leaf, TensorsOnDisk, in_memory
 from dure.record.run import RunFolder
 from dure.record.settings import LINEAGE
 from dure.record.trace import Lane, Trace
@@ -154,7 +154,7 @@ class Driver:
         """On rank 0, the weights of the best evaluation, if no folder has them."""
         # With several ranks, no rank alone has the counters of all.
         tells = self.folder is not None and self.group.size == 1
-        self.now = Now(self.folder.path) if self.folder is not None and tells else None
+        self.now = LiveStatus(self.folder.path) if self.folder is not None and tells else None
         if self.now is not None:
             self.now.facts = learner.facts
             place.report = _heard_by(self.now, place.report)
@@ -452,7 +452,7 @@ class Driver:
             self.history = self.folder.take_back()
             if self.monitor is not None:
                 best = self.position.best
-                go_back(self.folder.path, None if best is None else best.step)
+                restore_best(self.folder.path, None if best is None else best.step)
 
     def _finish(self, ended: str) -> Outcome:
         self.learner.ended(ended)
@@ -484,7 +484,7 @@ class Driver:
         summary, metadata, beside = self._signed(summary)
         if self.folder is not None:
             summary = self.folder.finish(weights, summary, lanes, metadata, beside)
-            forget(self.folder.path)
+            delete_status(self.folder.path)
         return Outcome(weights, buffers, self.history, summary, self.best)
 
     def _signed(self, summary: dict[str, Any]) -> tuple[dict[str, Any], Any, Any]:
@@ -506,7 +506,7 @@ class Driver:
 
 
 def _heard_by(
-    now: Now, report: Callable[[dict[str, Any]], None]
+    now: LiveStatus, report: Callable[[dict[str, Any]], None]
 ) -> Callable[[dict[str, Any]], None]:
     """Return a report function that also stores a server's news of its clients."""
 
@@ -519,7 +519,7 @@ def _heard_by(
 
 def _all_apart(weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """Return the weights, each in memory of its own; weights in files are read on access."""
-    if isinstance(weights, TensorsOnDisk):
+    if isinstance(weights, DiskTensors):
         return weights
     return {name: _apart(tensor) for name, tensor in weights.items()}
 

@@ -20,8 +20,8 @@ from dure.collectives.group import Group
 from dure.collectives.tensor_transfer import broadcast, gathered
 from dure.memory.mapped import LEAST
 from dure.memory.spill_store import IN_MEMORY, SpillStore
-from dure.record.checkpoint import UNREADABLE, Stored, pack_tree, unpack_tree
-from dure.record.on_disk import Form, Leaf, TensorsOnDisk, forms_of, in_memory
+from dure.record.checkpoint import UNREADABLE, StoredCheckpoint, pack_tree, unpack_tree
+from dure.record.disk_tensors import DiskTensors, Leaf, TensorMeta, forms_of, in_memory
 from dure.record.weights import tensors_in
 
 
@@ -59,7 +59,9 @@ class Handed(msgspec.Struct):
     state: Any
 
 
-def handed(group: Group, stored: Stored | None, shelf: SpillStore, by_parts: bool) -> Handed | None:
+def handed(
+    group: Group, stored: StoredCheckpoint | None, shelf: SpillStore, by_parts: bool
+) -> Handed | None:
     """Broadcast rank 0's checkpoint to every rank; return None if rank 0 has none.
 
     by_parts: whether ranks read their parts from files; else all tensors are in memory. Collective:
@@ -76,7 +78,7 @@ def handed(group: Group, stored: Stored | None, shelf: SpillStore, by_parts: boo
     parts = None if stored is None else (stored.weights, stored.tensors)
     weights, tensors = _taken(group, told, parts, shelf)
     if by_parts:
-        return Handed(TensorsOnDisk(weights), _state(told, _light(tensors)))
+        return Handed(DiskTensors(weights), _state(told, _light(tensors)))
     memory = [{name: in_memory(leaf) for name, leaf in one.items()} for one in (weights, tensors)]
     return Handed(memory[0], _state(told, memory[1]))
 
@@ -93,7 +95,7 @@ def _light(leaves: Mapping[str, Leaf]) -> dict[str, Leaf]:
 _FILES = ("model.safetensors", "state.safetensors")
 
 
-def _told_of(stored: Stored) -> _Told:
+def _told_of(stored: StoredCheckpoint) -> _Told:
     return _Told(
         path=str(stored.path.absolute()),
         files=_identities(stored.path),
@@ -125,8 +127,8 @@ def _taken(group: Group, told: _Told, parts: _Parts | None, shelf: SpillStore) -
         return parts
     weights, tensors = parts if parts is not None else ({}, {})
     return (
-        broadcast(group, weights, [Form(*form) for form in told.weights], shelf.place),
-        broadcast(group, tensors, [Form(*form) for form in told.tensors], shelf.place),
+        broadcast(group, weights, [TensorMeta(*form) for form in told.weights], shelf.place),
+        broadcast(group, tensors, [TensorMeta(*form) for form in told.tensors], shelf.place),
     )
 
 

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dure.errors import LineageError, RunFolderError
-from dure.record.inside import contents
 from dure.record.run_files import read_json
 from dure.record.seal import sha256_of
-from dure.record.settings import config_digest, spelled
+from dure.record.settings import canonical_json, config_digest
+from dure.record.untrusted_files import contents
 from dure.worlds.network.server.model_digests import FILE as MODELS
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def signed(lineage: Mapping[str, Any], model: str, sign: SigningKey) -> dict[str
     """Return the content of model.lineage.json. model: SHA-256 of the file of weights."""
     said = {"lineage": lineage, "model_sha256": model, "key": sign.public}
     # Through JSON once, as readers get it: a tuple, for example, becomes a list.
-    said = json.loads(spelled(said))
+    said = json.loads(canonical_json(said))
     return {**said, "signature": sign.sign(_message(said)).hex()}
 
 
@@ -142,4 +142,4 @@ def _sha256_of(file: Path) -> str:
 
 
 def _message(said: Mapping[str, Any]) -> bytes:
-    return b"dure lineage 1\n" + spelled(said)
+    return b"dure lineage 1\n" + canonical_json(said)

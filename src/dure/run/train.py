@@ -27,10 +27,10 @@ from dure.machine.compiler import deferred_compiler
 from dure.machine.user_code import call_with_modules, user_modules_of
 from dure.memory.file_backed_init import in_files_like, why_not
 from dure.randomness.seeds import generators_state, restore_generators
-from dure.record.disk import told
+from dure.record.disk import disk_errors
 from dure.record.history import is_spread
-from dure.record.now import failed
-from dure.record.now import forget as forget_now
+from dure.record.live_status import delete_status as forget_now
+from dure.record.live_status import record_failure
 from dure.record.run import Run, RunFolder
 from dure.record.settings import LINEAGE
 from dure.references import is_reference
@@ -290,7 +290,7 @@ def resume(
             model=job.fresh.state_dict() if job.fresh is not None else None,
         )
         # The lineage describes an earlier end of the run, and is no longer true.
-        with told(path / LINEAGE):
+        with disk_errors(path / LINEAGE):
             (path / LINEAGE).unlink(missing_ok=True)
     job = dataclasses.replace(
         job, folder=path, resume=True, elastic=world.starts_again, config=new_config
@@ -513,7 +513,7 @@ def _kept(folder: Path | None) -> Iterator[None]:
     # An interrupt ends a run, and is no failure.
     except Exception as error:
         if folder is not None:
-            failed(folder, text_of(error).strip() or described(error))
+            record_failure(folder, text_of(error).strip() or described(error))
         raise
 
 

@@ -27,7 +27,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from dure.record.disk import sync_folder, told
+from dure.record.disk import disk_errors, sync_folder
 
 try:
     from cryptography import x509
@@ -75,7 +75,7 @@ def make_authority(folder: Path, name: str = "dure", days: float = AUTHORITY_DAY
     for file in pair:
         if file.exists():
             raise ValueError(f"there is an authority already: {file}")
-    with told(folder):
+    with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
     key = ec.generate_private_key(ec.SECP256R1())
     subject = _named(f"{name} authority")
@@ -381,7 +381,7 @@ def _write(
 
 def _replace(file: Path, content: bytes, mode: int) -> None:
     beside = file.with_name(f".{file.name}.{os.getpid()}")
-    with told(file):
+    with disk_errors(file):
         # The mode protects the key from its first byte on.
         descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, mode)
         with open(descriptor, "wb") as opened:

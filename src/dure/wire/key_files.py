@@ -11,8 +11,8 @@ import threading
 from pathlib import Path
 from typing import TypeVar
 
-from dure.record.disk import sync_folder, told
-from dure.record.inside import opened
+from dure.record.disk import disk_errors, sync_folder
+from dure.record.untrusted_files import opened
 
 try:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -39,7 +39,7 @@ def kept_in(path: Path, kind: type[Private]) -> Private:
     RunFolderWriteError if a new key cannot be written.
     """
     if not path.exists():
-        with told(path):
+        with disk_errors(path):
             keep(kind.generate(), path)
     # Read the file: another process may have created it first.
     return _read(path, kind)

@@ -36,7 +36,7 @@ from pathlib import Path
 import msgspec
 
 from dure.record.disk import write_atomically
-from dure.record.inside import contents
+from dure.record.untrusted_files import contents
 from dure.wire.boxes import Member, PublicKey, Run, Signature, check_run
 from dure.wire.members import (
     RosterError,

@@ -16,7 +16,7 @@ from dure.contracts.strategy import RankContext
 from dure.machine.memory import trim_heap
 from dure.memory.spill_store import SpillStore
 from dure.parallel.zero import ZeroRedundancy
-from dure.record.on_disk import OnDisk, in_memory
+from dure.record.disk_tensors import DiskTensor, in_memory
 
 WIDTH, LAYERS = 1024, 8
 WHOLE = LAYERS * WIDTH * WIDTH * 4
@@ -50,7 +50,7 @@ def peak(name: str) -> int:
 def same(left: Any, right: Any) -> bool:
     if isinstance(left, dict):
         return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
-    if isinstance(left, (Tensor, OnDisk)):
+    if isinstance(left, (Tensor, DiskTensor)):
         return torch.equal(in_memory(left), in_memory(right))
     return bool(left == right)
 
@@ -68,7 +68,7 @@ def program(folder: Path, place: RankContext) -> list[Any]:
     grown = peak("VmHWM") - before
     told: Any = None
     if place.group.rank == 0:
-        lie = [isinstance(leaf, OnDisk) for leaf in weights.leaves.values()]  # type: ignore[attr-defined]
+        lie = [isinstance(leaf, DiskTensor) for leaf in weights.leaves.values()]  # type: ignore[attr-defined]
         told = [sum(lie), list(weights) == list(model_of(1).state_dict())]
     like = [same(dict(weights), zero.state_dict()), same(state, zero.optimizer_state_dict())]
     return [grown, told, like]

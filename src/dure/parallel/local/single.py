@@ -68,7 +68,7 @@ from dure.privacy.example_level import ExampleLevel, PrivacyBudget, PrivacyReque
 from dure.privacy.per_example.unsupported_layers import check_layers
 from dure.privacy.poisson import PoissonBatches
 from dure.randomness.seeds import seed_generators
-from dure.record.meter import Clock, Meter
+from dure.record.meter import Meter, StepClock
 from dure.settings import parse_fields
 from dure.tasks.batch_norm import check_pieces
 from dure.tasks.evaluation import evaluate
@@ -386,7 +386,7 @@ class SingleLearner(Learner):
         if self.private is not None:
             return self._private_gradients(self.private, indices, wish)
         self.optimizer.zero_grad(set_to_none=True)
-        clock = Clock(self.group.meter, self.step + 1)
+        clock = StepClock(self.group.meter, self.step + 1)
 
         def read(piece: Tensor) -> tuple[Any, Any]:
             batch = self.read(piece)

@@ -25,7 +25,7 @@ from dure.parallel.tensor.division import Division
 from dure.parallel.tensor.functions import gathered as joined
 from dure.parallel.tensor.state import divisions
 from dure.record.checkpoint import tree_from_bytes, tree_to_bytes
-from dure.record.on_disk import Leaf, OnDisk, TensorsOnDisk, in_memory, leaves_of
+from dure.record.disk_tensors import DiskTensor, DiskTensors, Leaf, in_memory, leaves_of
 from dure.tensors.buffers import load_passing_buffers, passing_buffers
 from dure.tensors.optimizer_state import load_optimizer
 
@@ -38,7 +38,7 @@ def weights_of(held: RankState) -> Mapping[str, Tensor]:
         found |= part
     # In the model's order, not in the order of stages.
     names = held.model.state_dict(keep_vars=True) if found else ()
-    return TensorsOnDisk({name: found[name] for name in names})
+    return DiskTensors({name: found[name] for name in names})
 
 
 @torch.no_grad()
@@ -69,7 +69,7 @@ def _joined(
 
     keeps: whether this rank needs the result. All tensor neighbours call this function together.
     """
-    if how is None and isinstance(value, OnDisk):
+    if how is None and isinstance(value, DiskTensor):
         return value
     whole = _whole(in_memory(value).detach(), how)
     if not keeps:
@@ -160,7 +160,7 @@ def _state_joined(
 
 def _is_of(value: Any, shape: Sequence[int]) -> bool:
     """Return whether a value is a tensor of this shape, which is divided like its parameter."""
-    return isinstance(value, (Tensor, OnDisk)) and tuple(value.shape) == tuple(shape)
+    return isinstance(value, (Tensor, DiskTensor)) and tuple(value.shape) == tuple(shape)
 
 
 def _names_in_the_optimizer(held: RankState) -> list[list[str]]:
@@ -197,12 +197,12 @@ def _own_part(
     }
     if held.zero is not None:
         return own
-    return {key: in_memory(one) if isinstance(one, OnDisk) else one for key, one in own.items()}
+    return {key: in_memory(one) if isinstance(one, DiskTensor) else one for key, one in own.items()}
 
 
 def _cut(value: Leaf, how: tuple[Division, Group] | None, shelf: SpillStore) -> Leaf:
     """Return this rank's part of a tensor; the part of a file is in a file."""
-    if how is None or not isinstance(value, OnDisk):
+    if how is None or not isinstance(value, DiskTensor):
         return _part(in_memory(value), how)
     return spilled_copy(_part(value.mapped(), how), shelf)
 

@@ -29,10 +29,10 @@ from dure.parallel.zero.agreement import raise_on_all_ranks
 from dure.parallel.zero.optimizer import PartitionedOptimizer
 from dure.parallel.zero.shares import ParameterShare
 from dure.record.checkpoint import pack_tree, unpack_tree
-from dure.record.disk import Summed, write_atomically
-from dure.record.inside import LARGE, contents, pinned
-from dure.record.on_disk import Leaf
+from dure.record.disk import ChecksummedPieces, write_atomically
+from dure.record.disk_tensors import Leaf
 from dure.record.seal import checksum, checksum_of
+from dure.record.untrusted_files import LARGE, contents, pinned
 from dure.record.weights import TensorFile, pairs_in, weights_from_bytes
 
 VERSION = 2
@@ -63,7 +63,7 @@ def save(
     # Rank 0 may name the parts in an index only when all of them are there.
     with raise_on_all_ranks(group, "waiting for all parts of a checkpoint"):
         folder.mkdir(parents=True, exist_ok=True)
-        pieces = Summed(_part(shares, division))
+        pieces = ChecksummedPieces(_part(shares, division))
         write_atomically(_new(folder, file_of(group.rank, group.size)), pieces)
     # Checksums travel as float64 numbers, which represent 32 bits exactly.
     told = group.all_gather_values([float(int(pieces.checksum, 16))], "checksums of a checkpoint")
@@ -152,7 +152,7 @@ def _write_index(
         "order": [divided.get(id(parameter)) for parameter in division.parameters],
         "settings": settings,
     }
-    pieces = Summed(TensorFile(rest))
+    pieces = ChecksummedPieces(TensorFile(rest))
     write_atomically(_new(folder, _REST), pieces)
     names = [_REST, *(file_of(rank, ranks) for rank in range(ranks))]
     # A folder that is local to each host would make a checkpoint with missing parts.

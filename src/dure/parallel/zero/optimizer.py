@@ -21,10 +21,10 @@ from dure.collectives.tensor_transfer import gathered
 from dure.memory.spill_store import IN_MEMORY, SpillStore
 from dure.parallel.zero.shares import OptimizerPiece, ParameterShare
 from dure.record.checkpoint import tree_from_bytes, tree_to_bytes
-from dure.record.on_disk import (
-    Form,
+from dure.record.disk_tensors import (
+    DiskTensor,
     Leaf,
-    OnDisk,
+    TensorMeta,
     elements,
     form_of,
     forms_of,
@@ -167,7 +167,7 @@ def _divided(
     piece = held.piece
 
     def cut(value: Any) -> Any:
-        if not isinstance(value, (Tensor, OnDisk)):
+        if not isinstance(value, (Tensor, DiskTensor)):
             return value
         # A tensor without dimensions is not cut: a count of steps, or the state of a parameter with
         # a single element.
@@ -224,9 +224,11 @@ class _Whole:
             own = self.state.setdefault(number, {})
             for key, dtype, value in row:
                 if key not in own:
-                    own[key] = value if dtype is None else self.shelf.place(Form(key, dtype, shape))
+                    own[key] = (
+                        value if dtype is None else self.shelf.place(TensorMeta(key, dtype, shape))
+                    )
 
-    def place(self, form: Form) -> Leaf:
+    def place(self, form: TensorMeta) -> Leaf:
         """Return the memory of a run of elements, by "number start name"."""
         number, start, key = form.name.split(" ", 2)
         (length,) = form.shape

@@ -611,7 +611,7 @@ class ZeroRedundancy:
 
         On other ranks the state has no tensors. All ranks call this method. The state loads into
         the same optimizer of one process, or of any number of ranks. shelf: storage of the tensors
-        on rank 0; unless it is memory, large tensors are `dure.record.on_disk.OnDisk`.
+        on rank 0; unless it is memory, large tensors are `dure.record.disk_tensors.DiskTensor`.
         """
         return self.division.state_dict(self._quiet, shelf)
 

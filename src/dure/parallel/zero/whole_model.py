@@ -21,11 +21,11 @@ from dure.parallel.zero.chunk_collectives import Algorithm, ChunkCollectives
 from dure.parallel.zero.partitioned_parameters import elements_of, set_elements
 from dure.parallel.zero.passes import ZeROPasses
 from dure.parallel.zero.shares import ParameterShare
-from dure.record.on_disk import (
-    Form,
+from dure.record.disk_tensors import (
+    DiskTensor,
+    DiskTensors,
     Leaf,
-    OnDisk,
-    TensorsOnDisk,
+    TensorMeta,
     elements,
     form_of,
     forms_of,
@@ -145,7 +145,7 @@ class UndividedModel:
         return state
 
     @torch.no_grad()
-    def weights(self, shelf: SpillStore) -> TensorsOnDisk:
+    def weights(self, shelf: SpillStore) -> DiskTensors:
         """Return the state_dict on rank 0, with tensors on a shelf; empty on other ranks.
 
         No rank has more than its share in memory: other ranks send a few million bytes at a time.
@@ -167,16 +167,16 @@ class UndividedModel:
                 if not whole and piece is not None:
                     own[f"{piece.start} {name}"] = share.of(share.master, piece)
 
-        def place(form: Form) -> Leaf:
+        def place(form: TensorMeta) -> Leaf:
             start, _, name = form.name.partition(" ")
             return run_of(places[name], int(start), int(start) + form.shape[0])
 
         gathered(self.wire.group, own, place)
         if not leads:
-            return TensorsOnDisk({})
+            return DiskTensors({})
         for form in forms_of(own):
             put(place(form), 0, own[form.name])
-        return TensorsOnDisk(self._named(places))
+        return DiskTensors(self._named(places))
 
     def _named(self, places: Mapping[str, Leaf]) -> dict[str, Leaf]:
         """Return a state_dict of the model with these tensors in place of divided parameters."""
@@ -218,7 +218,7 @@ class UndividedModel:
         rest = {name: value for name, value in leaves.items() if id(known[name]) not in divided}
         self.model.load_state_dict(
             {
-                name: in_memory(value) if isinstance(value, OnDisk) else value
+                name: in_memory(value) if isinstance(value, DiskTensor) else value
                 for name, value in rest.items()
             },
             strict=False,
@@ -245,7 +245,7 @@ def _check_fits(state: Mapping[str, Any], known: Mapping[str, Any]) -> None:
         if not isinstance(own, Tensor):  # a module's extra state, which is its own matter
             continue
         there = state[name]
-        if not isinstance(there, (Tensor, OnDisk)):
+        if not isinstance(there, (Tensor, DiskTensor)):
             raise ValueError(f"{name} is a {type(there).__name__} here, a tensor in the model")
         if tuple(there.shape) != tuple(own.shape):
             raise ValueError(

@@ -30,7 +30,7 @@ from dure.parameter_server import messages
 from dure.parameter_server.layout import ShardLayout
 from dure.parameter_server.scheduler import BatchPart
 from dure.record.checkpoint import pack_tree, unpack_tree
-from dure.record.on_disk import in_memory
+from dure.record.disk_tensors import in_memory
 
 
 class WorkLease(msgspec.Struct, frozen=True, tag="Grant"):

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from dure.errors import RunFolderError
-from dure.record.inside import contents
+from dure.record.live_status import NOW
 from dure.record.lock import is_held
-from dure.record.now import NOW
+from dure.record.untrusted_files import contents
 from dure.report.history_file import HistoryFile
 from dure.report.read import distinct_labels, read_run, run_folders
 from dure.report.runs import Run, Runs

@@ -13,7 +13,7 @@ import msgspec
 
 from dure.contracts.channels import Channels, ClientConnected, ClientFrame
 from dure.record.disk import write_atomically
-from dure.record.inside import contents
+from dure.record.untrusted_files import contents
 from dure.split.network.checks import MOST_EXAMPLES
 from dure.split.network.control import Failed, Hello
 from dure.split.network.frames import FrameError, decode

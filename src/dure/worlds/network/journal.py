@@ -46,9 +46,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dure.errors import RunFolderError, RunFolderWriteError
-from dure.record.disk import sync_folder, told
-from dure.record.inside import opened
+from dure.record.disk import disk_errors, sync_folder
 from dure.record.lock import Lock
+from dure.record.untrusted_files import opened
 from dure.worlds.network.clock import Clock
 from dure.worlds.network.local_disk import warn_if_remote
 
@@ -410,7 +410,7 @@ def backup(folder: Path, to: Path) -> None:
     if not path.is_file():
         raise RunFolderError(f"there is no {path}")
     try:
-        with told(to):
+        with disk_errors(to):
             os.close(os.open(to, os.O_WRONLY | os.O_CREAT, 0o600))
         with closing(sqlite3.connect(path)) as source, closing(sqlite3.connect(to)) as copy:
             copy.execute("PRAGMA synchronous=FULL")

@@ -16,8 +16,8 @@ from typing import Any
 
 from dure.errors import RunFolderError
 from dure.record.checkpoint import UNREADABLE, pack_tree, unpack_tree
-from dure.record.disk import Piece, sync_folder, told, write_atomically
-from dure.record.inside import LARGE, contents
+from dure.record.disk import Piece, disk_errors, sync_folder, write_atomically
+from dure.record.untrusted_files import LARGE, contents
 from dure.record.weights import TensorFile, weights_from_bytes
 
 _TREE = "tree"
@@ -40,7 +40,7 @@ class Trees:
         packed, tensors = pack_tree(tree)
         pieces = _Hashed(TensorFile(tensors, {_TREE: json.dumps(packed)}))
         if not self.folder.is_dir():
-            with told(self.folder):
+            with disk_errors(self.folder):
                 self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             sync_folder(self.folder.parent)
         write_atomically(self._path(number), pieces)
@@ -72,14 +72,14 @@ class Trees:
     def delete(self, numbers: Collection[int]) -> None:
         """Delete the existing files with these numbers. Raises RunFolderWriteError."""
         for number in numbers:
-            with told(self._path(number)):
+            with disk_errors(self._path(number)):
                 self._path(number).unlink(missing_ok=True)
 
     def delete_from(self, number: int) -> None:
         """Delete the files from this number on, and incomplete files."""
         self.delete([one for one in self._there() if one >= number])
         for half in self.folder.glob(f".*{_ENDING}.*"):
-            with told(half):
+            with disk_errors(half):
                 half.unlink(missing_ok=True)
 
     def keep_only(self, numbers: Collection[int]) -> None:

@@ -30,9 +30,9 @@ from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 import msgspec
 
 from dure.errors import DamagedUpdateError, RunFolderError, RunFolderWriteError
-from dure.record.disk import sync_folder, told
-from dure.record.inside import contents, descriptor_of, opened
+from dure.record.disk import disk_errors, sync_folder
 from dure.record.seal import sha256_of
+from dure.record.untrusted_files import contents, descriptor_of, opened
 from dure.worlds.network.local_disk import free_bytes
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class Updates:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        with told(folder):
+        with disk_errors(folder):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         sync_folder(folder.parent)
         self._lock = threading.Lock()
@@ -121,7 +121,7 @@ class Updates:
         return upload
 
     def _check_room(self, upload: Upload) -> None:
-        with told(self.folder):
+        with disk_errors(self.folder):
             free = max(0, free_bytes(self.folder) - KEPT_FREE)
         with self._lock:
             others = sum(each.left for each in self._uploads.values() if each is not upload)
@@ -256,7 +256,7 @@ class Upload:
         with self._lock:
             self._check_open()
             if not self._begun:
-                with told(self._part):
+                with disk_errors(self._part):
                     self._find()
                 self._begun = True
 
@@ -361,14 +361,14 @@ class Upload:
                 raise PartError(f"{self.left} bytes of {self.announced.bytes} are missing")
             if self._whole.exists() and not self._part.exists():
                 return
-            with told(self._part):
+            with disk_errors(self._part):
                 # Creates the file of an update without bytes, which has no parts.
                 _write_at(self._part, self.offset, memoryview(b""))
             if self._stream.hexdigest() != self.announced.digest:
                 self._empty()
                 raise PartError("the update is not what its digest says: send it again")
             try:
-                with told(self._part):
+                with disk_errors(self._part):
                     if lasts:
                         _sync(self._part)
                     os.replace(self._part, self._whole)
@@ -387,7 +387,7 @@ class Upload:
         _remove(self._folder, self.ticket)
         self.offset = 0
         self._stream = hashlib.sha256()
-        with told(self._parts):
+        with disk_errors(self._parts):
             self._note([])
 
     def end(self) -> None:
@@ -465,7 +465,7 @@ class Part:
             if upload._coming is not self:
                 raise OvertakenError
             try:
-                with told(upload._part):
+                with disk_errors(upload._part):
                     yield upload
             except (PartError, RunFolderWriteError):
                 upload._drop()
@@ -475,7 +475,7 @@ class Part:
 def _remove(folder: Path, ticket: int) -> None:
     for ending in _ENDINGS:
         path = folder / f"{ticket}{ending}"
-        with told(path):
+        with disk_errors(path):
             path.unlink(missing_ok=True)
 
 

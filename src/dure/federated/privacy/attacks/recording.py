@@ -26,8 +26,8 @@ from dure.errors import RunFolderError, warn
 from dure.protocol.carrier import ClientOrder
 from dure.protocol.messages import Update
 from dure.record.disk import write_atomically
-from dure.record.inside import LARGE, contents
 from dure.record.seal import checksum, sha256, sha256_of
+from dure.record.untrusted_files import LARGE, contents
 from dure.record.weights import TensorFile, weights_from_bytes
 
 UPDATES = "updates"

@@ -39,8 +39,8 @@ from typing import Annotated, NamedTuple
 import msgspec
 
 from dure.errors import AuditError
-from dure.record.disk import opened_itself, sync_folder, told
-from dure.record.inside import LARGE, contents
+from dure.record.disk import disk_errors, open_regular_file, sync_folder
+from dure.record.untrusted_files import LARGE, contents
 from dure.worlds.network.client.lock import lock, unlock
 from dure.worlds.network.client.quota import Quota
 
@@ -93,7 +93,7 @@ class Audit:
         self._unsynced = False
         """Whether lines have been written since the last sync."""
         self._synced = time.monotonic()
-        with told(path):
+        with disk_errors(path):
             try:
                 self._file = lock(path)
             except BlockingIOError as error:
@@ -101,7 +101,7 @@ class Audit:
                     f"{path} is in use by another process: each client has a log of its own"
                 ) from error
         try:
-            with told(path):
+            with disk_errors(path):
                 content = contents(path, most=LARGE)
             # The directory entry too must be on the disk before any message leaves.
             sync_folder(path.parent)
@@ -197,7 +197,7 @@ class Audit:
             self.quota.check(len(line) + 1, "a line of the log")
         # Checking the clock at each line needs no timer thread.
         at_once = at_once or time.monotonic() - self._synced > LATER
-        with told(self.path):
+        with disk_errors(self.path):
             self._put(line + b"\n", at_once)
         self._end += len(line) + 1
         self._chain = Chain(number, hashlib.sha256(line).hexdigest())
@@ -237,7 +237,7 @@ class Audit:
         head = _head(self.path)
         beside = head.with_name(f".{head.name}.{os.getpid()}")
         with suppress(OSError):
-            with open(beside, "wb", opener=opened_itself) as file:
+            with open(beside, "wb", opener=open_regular_file) as file:
                 file.write(msgspec.json.encode(self._chain))
             os.replace(beside, head)
 

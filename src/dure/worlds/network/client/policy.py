@@ -64,7 +64,7 @@ import torch
 from dure.catalog import SYSTEMS
 from dure.errors import PolicyError, suggestion
 from dure.machine.threads import set_own_threads
-from dure.record.inside import contents
+from dure.record.untrusted_files import contents
 from dure.references import is_reference, last_part
 from dure.wire.members import key_said
 from dure.wire.requests import Trains, Welcome

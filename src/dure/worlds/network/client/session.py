@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from dure.errors import DureError, PolicyError
-from dure.record.inside import opened
+from dure.record.untrusted_files import opened
 from dure.wire.layout import is_extra
 from dure.wire.requests import (
     AnswerTo,

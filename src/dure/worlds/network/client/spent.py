@@ -17,7 +17,7 @@ import zlib
 from pathlib import Path
 
 from dure.errors import StateError
-from dure.record.disk import cut, sync_folder, told
+from dure.record.disk import disk_errors, sync_folder, truncate_file
 
 SPENT = "spent-models"
 """Name of the file."""
@@ -59,7 +59,7 @@ class SpentModelsFile:
             return
         new = not self._path.exists()
         whole = RECORD * len(self._models)
-        with told(self._path):
+        with disk_errors(self._path):
             flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW
             descriptor = os.open(self._path, flags, 0o600)
             try:
@@ -83,7 +83,7 @@ class SpentModelsFile:
         # The last record may be partial after a kill or a power failure.
         if records and not _is_whole(records[-1]):
             records.pop()
-            cut(self._path, RECORD * len(records))
+            truncate_file(self._path, RECORD * len(records))
         damaged = next((at for at, one in enumerate(records) if not _is_whole(one)), None)
         if damaged is not None:
             raise StateError(

@@ -44,9 +44,9 @@ import msgspec
 from msgspec.structs import replace
 
 from dure.errors import StateError
-from dure.record.disk import opened_itself, sync_folder, told, write_atomically
-from dure.record.inside import contents, opened
+from dure.record.disk import disk_errors, open_regular_file, sync_folder, write_atomically
 from dure.record.seal import checksum, sha256_of
+from dure.record.untrusted_files import contents, opened
 from dure.wire.requests import Reserve, from_json, to_json
 from dure.wire.signatures import Key
 from dure.worlds.network.client.agreement import AgreedRun
@@ -248,7 +248,7 @@ class ClientState:
                 except StateError:
                     path.unlink(missing_ok=True)
                     raise
-                with told(path):
+                with disk_errors(path):
                     _sync(path)
                     os.replace(path, self.folder / file.name)
                     sync_folder(self.folder)
@@ -488,7 +488,7 @@ class ClientState:
         path = self._measured(run)
         line = f"{round} {digest}\n"
         self.quota.check(len(line), "the list of evaluations")
-        with told(path), open(path, "ab") as file:
+        with disk_errors(path), open(path, "ab") as file:
             file.write(line.encode("ascii"))
             file.flush()
             os.fsync(file.fileno())
@@ -547,9 +547,9 @@ class ClientState:
         self.quota.check(size_of(forms_of(tensors)), f"the file of {kind} {number}")
         beside = self.folder / f".tensors.{os.getpid()}"
         digest = hashlib.sha256()
-        with told(beside):
+        with disk_errors(beside):
             try:
-                with open(beside, "wb", opener=opened_itself) as content:
+                with open(beside, "wb", opener=open_regular_file) as content:
                     for piece in pieces(tensors):
                         digest.update(piece)
                         content.write(piece)

@@ -31,7 +31,7 @@ from typing import BinaryIO
 from torch import Tensor
 
 from dure.errors import DureError
-from dure.record.disk import opened_itself, sync_folder, told
+from dure.record.disk import disk_errors, open_regular_file, sync_folder
 from dure.record.weights import header_of
 from dure.wire.requests import RequestError, Reserve, Reserved, from_json
 from dure.wire.tensors import Form, TensorsError, bytes_of, forms_of, receive
@@ -275,8 +275,8 @@ class _Kept:
     def __enter__(self) -> _Kept:
         if self._path is not None:
             self._beside = self._path.with_name(f".{self._path.name}.{os.getpid()}")
-            with told(self._path):
-                self._file = open(self._beside, "wb", buffering=0, opener=opened_itself)
+            with disk_errors(self._path):
+                self._file = open(self._beside, "wb", buffering=0, opener=open_regular_file)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -288,14 +288,14 @@ class _Kept:
     def write(self, some: memoryview) -> None:
         if self._file is None or self._path is None:
             return
-        with told(self._path):
+        with disk_errors(self._path):
             while some:
                 some = some[self._file.write(some) :]
 
     def put_in_place(self) -> None:
         if self._file is None or self._path is None:
             return
-        with told(self._path):
+        with disk_errors(self._path):
             # Without the sync the name could reach the disk before the content in a power failure.
             os.fsync(self._file.fileno())
             os.replace(self._beside, self._path)

@@ -47,8 +47,8 @@ from dure.protocol.messages import (
     UpdateOutcomes,
 )
 from dure.record.disk import write_atomically
-from dure.record.inside import contents
 from dure.record.seal import checksum
+from dure.record.untrusted_files import contents
 from dure.wire.layout import Federation
 from dure.wire.requests import (
     Machine,

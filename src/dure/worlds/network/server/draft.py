@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from dure.errors import RunFolderError
-from dure.record.disk import patiently, told, write_atomically
-from dure.record.inside import contents
+from dure.record.disk import disk_errors, retry_write, write_atomically
+from dure.record.untrusted_files import contents
 from dure.worlds.network.trees import Trees
 
 DRAFT = "draft"
@@ -42,13 +42,13 @@ class DraftFile:
         """Store the tree. Raises RunFolderWriteError."""
         number = self._number()
         digests: list[str] = []
-        patiently(lambda: digests.append(self._trees.write(number, tree)))
-        patiently(lambda: write_atomically(self._digest(number), digests[-1].encode()))
+        retry_write(lambda: digests.append(self._trees.write(number, tree)))
+        retry_write(lambda: write_atomically(self._digest(number), digests[-1].encode()))
 
     def over(self) -> None:
         """Delete the draft. Raises RunFolderWriteError."""
         for digest in self._folder.glob("*.sha256"):
-            with told(digest):
+            with disk_errors(digest):
                 digest.unlink(missing_ok=True)
         self._trees.keep_only([])
 

@@ -19,9 +19,9 @@ from typing import Literal
 import msgspec
 
 from dure.errors import RunFolderError, RunFolderWriteError, warn
-from dure.record.disk import Lines, patiently
-from dure.record.inside import LARGE, contents
+from dure.record.disk import LineFile, retry_write
 from dure.record.seal import sha256_of, with_checksum, without_checksum
+from dure.record.untrusted_files import LARGE, contents
 
 FILE = "models.jsonl"
 """Name of the file in a run folder."""
@@ -45,7 +45,7 @@ class ModelDigests:
 
     def __init__(self, path: Path | None, writes: bool = True) -> None:
         self._path = path
-        self._lines: Lines | None = None
+        self._lines: LineFile | None = None
         there = path is not None and path.is_file()
         content = contents(path, most=LARGE) if path is not None and there else b""
         self.there = there
@@ -55,7 +55,7 @@ class ModelDigests:
         self.compared: set[int] = set()
         self.differ: list[int] = []
         if path is not None and writes:
-            self._lines = Lines(path)
+            self._lines = LineFile(path)
 
     @property
     def newest(self) -> int:
@@ -79,12 +79,12 @@ class ModelDigests:
         if self._lines is not None:
             self._add(self._lines, _written(_Line(model, of, sha256)))
 
-    def _add(self, lines: Lines, line: bytes) -> None:
+    def _add(self, lines: LineFile, line: bytes) -> None:
         try:
             lines.add(line)
         except RunFolderWriteError:
             # The line stays in the buffer, and is written by the next call, which adds no line.
-            patiently(lambda: lines.add(b""))
+            retry_write(lambda: lines.add(b""))
 
     def _differs(self, model: int) -> None:
         if not self.differ:

@@ -21,7 +21,7 @@ from msgspec.structs import replace
 
 from dure.errors import RunFolderError
 from dure.protocol.carrier import STEP, AssignmentRecord
-from dure.record.disk import patiently
+from dure.record.disk import retry_write
 from dure.wire.requests import Said, from_json, to_json
 from dure.worlds.network.journal import Event, Journal
 from dure.worlds.network.server.draft import DRAFT, DraftFile
@@ -97,7 +97,7 @@ class Once:
         self._files = number + 1
         digests: list[str] = []
         # A disk that is full for a moment must not lose a sum.
-        patiently(lambda: digests.append(self._trees.write(number, tree)))
+        retry_write(lambda: digests.append(self._trees.write(number, tree)))
         travelled = [(client, *both) for client, both in sorted(self.travelled.items())]
         self._journal.write("once", body=to_json(Made(number, what, digests[-1], travelled)))
         # The event is applied in order with the others, as after a restart.

@@ -27,8 +27,8 @@ from typing import Literal, NamedTuple, TypeVar
 from dure.errors import RunFolderError, RunFolderWriteError
 from dure.peer_text import printable
 from dure.record.disk import sync_folder
-from dure.record.inside import check_file
 from dure.record.seal import checksum
+from dure.record.untrusted_files import check_file
 
 FILE = "clients.db"
 """Name of the file in a run folder."""

@@ -34,8 +34,8 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from dure.contracts.page import MOST_BODY, PACE, EventStream, Page
-from dure.record.disk import sync_folder, told
-from dure.record.inside import opened
+from dure.record.disk import disk_errors, sync_folder
+from dure.record.untrusted_files import opened
 from dure.worlds.network.clock import Clock
 from dure.worlds.network.journal import Journal
 from dure.worlds.network.server.access import Access, Refused
@@ -290,7 +290,7 @@ def kept_token(folder: Path) -> str:
     """
     path = folder / TOKEN
     if not path.exists():
-        with told(path):
+        with disk_errors(path):
             _make(path)
     try:
         with opened(path, most=_MOST_TOKEN) as file:

@@ -20,8 +20,8 @@ from typing import Any
 
 import msgspec
 
-from dure.record.disk import opened_itself
-from dure.record.inside import contents
+from dure.record.disk import open_regular_file
+from dure.record.untrusted_files import contents
 
 NOW = "now.json"
 """Its name in a run folder."""
@@ -33,7 +33,7 @@ _SHARE = 50
 """Least ratio of the pause to the duration of the last write."""
 
 
-class Now:
+class LiveStatus:
     """State of a run in progress. facts: returns the learner's facts; None without any."""
 
     def __init__(self, folder: Path) -> None:
@@ -64,7 +64,7 @@ class Now:
         self._due = began + max(SECONDS, _SHARE * took)
 
 
-def failed(folder: Path, why: str) -> None:
+def record_failure(folder: Path, why: str) -> None:
     """Add the reason for a failure; the other content stays."""
     path = folder / NOW
     told: Any = None
@@ -73,7 +73,7 @@ def failed(folder: Path, why: str) -> None:
     _replace(path, {**(told if isinstance(told, dict) else {}), "failed": why})
 
 
-def forget(folder: Path) -> None:
+def delete_status(folder: Path) -> None:
     """Delete the file, since the summary replaces it or the run begins again."""
     with suppress(OSError):
         (folder / NOW).unlink(missing_ok=True)
@@ -83,7 +83,7 @@ def _replace(path: Path, content: Mapping[str, Any]) -> None:
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     with suppress(OSError):
         try:
-            with open(beside, "wb", opener=opened_itself) as file:
+            with open(beside, "wb", opener=open_regular_file) as file:
                 file.write(msgspec.json.encode(content))
             os.replace(beside, path)
         except OSError:

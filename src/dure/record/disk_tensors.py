@@ -20,13 +20,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dure.record.inside import descriptor_of
+from dure.record.untrusted_files import descriptor_of
 
 PIECE = 4 << 20
 """Bytes in memory at once during a transfer of a tensor."""
 
 
-class Form(NamedTuple):
+class TensorMeta(NamedTuple):
     """Description of a tensor without its values. dtype: its name in torch."""
 
     name: str
@@ -40,7 +40,7 @@ class Form(NamedTuple):
         return found
 
 
-class File:
+class OpenFile:
     """An open file, closed when the last reference is gone. descriptor: owned from now on."""
 
     def __init__(self, descriptor: int) -> None:
@@ -48,15 +48,15 @@ class File:
         weakref.finalize(self, os.close, descriptor)
 
     @classmethod
-    def of(cls, path: Path) -> File:
+    def of(cls, path: Path) -> OpenFile:
         """Open the file of this name for reading. Raises OSError."""
         return cls(descriptor_of(path))
 
 
-class OnDisk:
+class DiskTensor:
     """A tensor in a file. at: offset of its first byte."""
 
-    def __init__(self, file: File, at: int, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    def __init__(self, file: OpenFile, at: int, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         self.file = file
         self.at = at
         self.dtype = dtype
@@ -129,16 +129,16 @@ class OnDisk:
             at += done
 
 
-Leaf = Tensor | OnDisk
+Leaf = Tensor | DiskTensor
 """A tensor, in memory or in a file."""
 
 
-def form_of(name: str, dtype: torch.dtype, shape: Sequence[int]) -> Form:
+def form_of(name: str, dtype: torch.dtype, shape: Sequence[int]) -> TensorMeta:
     """Return the form of a tensor with this name."""
-    return Form(name, str(dtype).removeprefix("torch."), list(shape))
+    return TensorMeta(name, str(dtype).removeprefix("torch."), list(shape))
 
 
-def forms_of(leaves: Mapping[str, Leaf]) -> list[Form]:
+def forms_of(leaves: Mapping[str, Leaf]) -> list[TensorMeta]:
     """Return the forms of tensors, in their order."""
     return [form_of(name, leaf.dtype, leaf.shape) for name, leaf in leaves.items()]
 
@@ -159,33 +159,33 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 
 def elements(leaf: Leaf, start: int, stop: int) -> Tensor:
     """Return the elements [start, stop) of a tensor, flat, for reading: a copy or a view."""
-    if isinstance(leaf, OnDisk):
+    if isinstance(leaf, DiskTensor):
         return leaf.elements(start, stop)
     return leaf.detach().reshape(-1)[start:stop]
 
 
 def run_of(leaf: Leaf, start: int, stop: int) -> Leaf:
     """Return the elements [start, stop) of a contiguous tensor, flat, without a copy."""
-    if isinstance(leaf, OnDisk):
+    if isinstance(leaf, DiskTensor):
         at = leaf.at + start * leaf.dtype.itemsize
-        return OnDisk(leaf.file, at, leaf.dtype, (stop - start,))
+        return DiskTensor(leaf.file, at, leaf.dtype, (stop - start,))
     return leaf.view(-1)[start:stop]
 
 
 def in_memory(leaf: Leaf) -> Tensor:
     """Return the tensor in memory; a copy if it is in a file."""
-    return leaf.tensor() if isinstance(leaf, OnDisk) else leaf
+    return leaf.tensor() if isinstance(leaf, DiskTensor) else leaf
 
 
 def put(leaf: Leaf, start: int, elements: Tensor) -> None:
     """Write consecutive elements into a contiguous tensor."""
-    if isinstance(leaf, OnDisk):
+    if isinstance(leaf, DiskTensor):
         leaf.put(start, elements)
     else:
         leaf.view(-1)[start : start + elements.numel()] = elements.reshape(-1)
 
 
-class TensorsOnDisk(Mapping[str, Tensor]):
+class DiskTensors(Mapping[str, Tensor]):
     """Tensors by name; each tensor in a file is mapped when it is accessed.
 
     leaves: the same tensors, without mapping.
@@ -196,7 +196,7 @@ class TensorsOnDisk(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         leaf = self.leaves[name]
-        return leaf.mapped() if isinstance(leaf, OnDisk) else leaf
+        return leaf.mapped() if isinstance(leaf, DiskTensor) else leaf
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.leaves)
@@ -211,4 +211,4 @@ class TensorsOnDisk(Mapping[str, Tensor]):
 
 def leaves_of(tensors: Mapping[str, Any]) -> dict[str, Any]:
     """Return the leaves of a mapping of tensors, without mapping files into memory."""
-    return dict(tensors.leaves if isinstance(tensors, TensorsOnDisk) else tensors)
+    return dict(tensors.leaves if isinstance(tensors, DiskTensors) else tensors)
