@@ -10,7 +10,14 @@ import cloudpickle
 import pytest
 
 from dure.data.partition import IID, Partition
-from dure.references import file_of, followed_as, is_reference, load, reference_of, resolved
+from dure.references import (
+    file_of,
+    following_references,
+    is_reference,
+    load,
+    reference_of,
+    resolved,
+)
 
 OWN = """
 from dataclasses import dataclass
@@ -86,7 +93,7 @@ def test_what_is_asked_first_decides_what_is_followed(own: Path) -> None:
             raise ValueError("not that one")
         return f"{own}:Mine"
 
-    with followed_as(ask):
+    with following_references(ask):
         assert load("mine:Any").__name__ == "Mine"
         with pytest.raises(ValueError, match="not that one"):
             load(f"{own}:Mine")

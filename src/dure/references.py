@@ -12,9 +12,9 @@ process cannot import that module. Therefore its definitions are pickled by valu
 
 Following a reference runs the code that the reference names, so only the user's own text is
 followed: an argument in Python, a word on a command line. A run folder and a message of a server
-are data. Code that reads data does so under `followed_as`, which decides which references may be
-followed; `refuse` follows none. While a module is imported, only the folder that the user has named
-is on `sys.path`: a file, such as a ZIP archive, is not a folder.
+are data. Code that reads data does so under `following_references`, which decides which references
+may be followed; `refuse` follows none. While a module is imported, only the folder that the user
+has named is on `sys.path`: a file, such as a ZIP archive, is not a folder.
 """
 
 from __future__ import annotations
@@ -65,10 +65,10 @@ def reference_of(cls: type) -> str | None:
     # A class inside a function or another class, or a class whose name was reassigned.
     if getattr(module, cls.__qualname__, None) is not cls:
         return None
-    return f"{place_of(module)}:{cls.__qualname__}"
+    return f"{location_of(module)}:{cls.__qualname__}"
 
 
-def place_of(module: ModuleType) -> str:
+def location_of(module: ModuleType) -> str:
     """Return the part before the colon of a reference to an object of this module."""
     file = getattr(module, "__file__", None)
     if file is None or is_installed(Path(file)):
@@ -102,7 +102,7 @@ def installed_folders() -> tuple[Path, ...]:
     return tuple(Path(name).resolve() for name in names)
 
 
-def is_brought_along(cls: type) -> bool:
+def is_part_of_dure(cls: type) -> bool:
     """Return whether the class is dure's own, and so has a name there."""
     return cls.__module__.partition(".")[0] == __name__.partition(".")[0]
 
@@ -142,7 +142,7 @@ def find(reference: str, wanted: Callable[[Any], bool]) -> Any:
     return getattr(module, name)
 
 
-Ask = Callable[[str], str]
+ReferencePolicy = Callable[[str], str]
 """Function that returns the reference to follow in place of a reference in data.
 
 It raises an error if no reference may be followed.
@@ -150,7 +150,7 @@ It raises an error if no reference may be followed.
 
 
 def refuse(reference: str) -> str:
-    """Refuse every reference: the `Ask` of data that may name only dure's own code.
+    """Refuse every reference: the `ReferencePolicy` of data that may name only dure's own code.
 
     Raises ValueError.
     """
@@ -159,11 +159,11 @@ def refuse(reference: str) -> str:
     )
 
 
-_ASK: ContextVar[Ask | None] = ContextVar("_ASK", default=None)
+_ASK: ContextVar[ReferencePolicy | None] = ContextVar("_ASK", default=None)
 
 
 @contextlib.contextmanager
-def followed_as(ask: Ask) -> Iterator[None]:
+def following_references(ask: ReferencePolicy) -> Iterator[None]:
     """Context manager: `find` follows the result of `ask` for each reference.
 
     `ask` raises an error to refuse a reference.
@@ -258,7 +258,7 @@ def from_file(path: Path) -> ModuleType:
 
 
 @dataclass(frozen=True)
-class Place:
+class ModuleLocation:
     """Location of a user's module, for other processes of this machine.
 
     folder: the folder through which the module was imported; None for a file run by its path.
@@ -270,7 +270,7 @@ class Place:
 
 
 @dataclass(frozen=True, eq=False)
-class Source:
+class LoadedModule:
     """User's module, with its state directly after it was run.
 
     digest: hash of the file. names: global names of the module. attributes: attributes of its
@@ -278,7 +278,7 @@ class Source:
     """
 
     module: ModuleType
-    place: Place
+    place: ModuleLocation
     digest: bytes
     names: Mapping[str, Any]
     attributes: Mapping[str, Mapping[str, Any]]
@@ -291,15 +291,15 @@ class Source:
             return False
 
 
-_SOURCES: dict[str, Source] = {}
+_SOURCES: dict[str, LoadedModule] = {}
 
 
-def sources() -> Mapping[str, Source]:
+def sources() -> Mapping[str, LoadedModule]:
     """Return the modules that other processes cannot import, by name."""
     return _SOURCES
 
 
-def run_again(place: Place) -> ModuleType:
+def run_again(place: ModuleLocation) -> ModuleType:
     """Return the module of this place, running the file if this process has not.
 
     Raises ValueError if the module cannot be run, or if the file has changed.
@@ -322,11 +322,13 @@ def _digest(file: Path) -> bytes:
 def _note(module: ModuleType, file: Path, folder: Path | None) -> None:
     """Register a user's module that was run here, so that other processes can run it."""
     cloudpickle.register_pickle_by_value(module)
-    place = Place(str(file), module.__name__, None if folder is None else str(folder))
+    place = ModuleLocation(str(file), module.__name__, None if folder is None else str(folder))
     classes = {
         cls.__qualname__: dict(vars(cls)) for cls in _classes_in(vars(module), module.__name__)
     }
-    _SOURCES[module.__name__] = Source(module, place, _digest(file), dict(vars(module)), classes)
+    _SOURCES[module.__name__] = LoadedModule(
+        module, place, _digest(file), dict(vars(module)), classes
+    )
 
 
 def _classes_in(names: Mapping[str, Any], module: str) -> Iterator[type]:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 from dure.errors import suggestion as suggestion
-from dure.references import is_brought_along, is_reference, load, reference_of
+from dure.references import is_part_of_dure, is_reference, load, reference_of
 
 Setting = TypeVar("Setting")
 
@@ -45,7 +45,7 @@ def name_of(kind: type[Any]) -> str:
 
     A class of a script or a function, which no reference can find, has its qualified name.
     """
-    if is_brought_along(kind):
+    if is_part_of_dure(kind):
         name: str = kind.name
         return name
     return reference_of(kind) or kind.__qualname__
@@ -53,7 +53,7 @@ def name_of(kind: type[Any]) -> str:
 
 def can_be_read(setting: Any) -> bool:
     """Return whether the texts of a setting and of its inner settings find their classes again."""
-    if not is_brought_along(type(setting)) and reference_of(type(setting)) is None:
+    if not is_part_of_dure(type(setting)) and reference_of(type(setting)) is None:
         return False
     values = [getattr(setting, field.name) for field in dataclasses.fields(setting)]
     return all(map(can_be_read, filter(dataclasses.is_dataclass, values)))

@@ -47,7 +47,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
-        self._sources: dict[str, references.Source | None] = {}
+        self._sources: dict[str, references.LoadedModule | None] = {}
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, type):
@@ -76,7 +76,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
                     return _found, (source.place, held)
         return super().reducer_override(obj)
 
-    def _source_of(self, module: str) -> references.Source | None:
+    def _source_of(self, module: str) -> references.LoadedModule | None:
         """Return the file of a module that was run by its path, if the file is unchanged since."""
         if module not in self._sources:
             source = references.sources().get(module)
@@ -95,7 +95,7 @@ def dumps(thing: Any) -> bytes:
 class UserModules:
     """Modules that another process runs before it unpickles the objects that follow."""
 
-    def __init__(self, places: Sequence[references.Place | str]) -> None:
+    def __init__(self, places: Sequence[references.ModuleLocation | str]) -> None:
         self.places = tuple(places)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -127,7 +127,7 @@ def call_with_modules(files: UserModules, program: Callable[..., Value], *argume
     return program(*arguments)
 
 
-def _brought(places: Sequence[references.Place | str]) -> UserModules:
+def _brought(places: Sequence[references.ModuleLocation | str]) -> UserModules:
     for place in places:
         if isinstance(place, str):
             importlib.import_module(place)
@@ -139,7 +139,7 @@ def _brought(places: Sequence[references.Place | str]) -> UserModules:
 class _Names:
     """Global names of a user's file; unpickled, the names of the file that was run there."""
 
-    def __init__(self, place: references.Place) -> None:
+    def __init__(self, place: references.ModuleLocation) -> None:
         self.place = place
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -153,7 +153,7 @@ def _set_names(module: types.ModuleType, values: dict[str, Any]) -> None:
     vars(module).update(values)
 
 
-def _changed(source: references.Source) -> dict[str, Any]:
+def _changed(source: references.LoadedModule) -> dict[str, Any]:
     """Return the names of a module whose values differ from those directly after its run."""
     return {
         name: value
@@ -163,11 +163,11 @@ def _changed(source: references.Source) -> dict[str, Any]:
     }
 
 
-def _names(place: references.Place) -> dict[str, Any]:
+def _names(place: references.ModuleLocation) -> dict[str, Any]:
     return vars(references.run_again(place))
 
 
-def _found(place: references.Place, name: str) -> Any:
+def _found(place: references.ModuleLocation, name: str) -> Any:
     found = _at(references.run_again(place), name)
     if found is None:
         raise ValueError(f"{place.path} has no {name} when it is run in another process")

@@ -70,7 +70,7 @@ def _classes(value: Any) -> Iterator[str]:
     """Yield the references of a setting's class and of the classes of nested settings."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         kind = type(value)
-        reference = None if references.is_brought_along(kind) else references.reference_of(kind)
+        reference = None if references.is_part_of_dure(kind) else references.reference_of(kind)
         if reference is not None:
             yield reference
         for field in dataclasses.fields(value):
@@ -84,7 +84,7 @@ def _classes(value: Any) -> Iterator[str]:
 
 
 class Asks:
-    """The check that `references.followed_as` applies to references in a folder's config.json.
+    """The check that `references.following_references` applies to references in a folder's config.json.
 
     named_again: references from the user, each replacing the reference with the same last name.
     """

@@ -19,7 +19,7 @@ from dure.references import last_part
 
 
 class GivenReferences:
-    """The `dure.references.Ask` of a client: resolves the references that a server sends.
+    """The `dure.references.ReferencePolicy` of a client: resolves the references that a server sends.
 
     Args:
         given: references of the site's user.

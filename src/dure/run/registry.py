@@ -48,7 +48,7 @@ from dure.memory.recompute_setting import Recompute, as_recompute
 from dure.parallel.mesh.mesh import AXES
 from dure.parallel.tensor.written_plan import TensorPlan
 from dure.privacy.dp_sgd import DPSGD, parse_dp_sgd
-from dure.references import Ask
+from dure.references import ReferencePolicy
 from dure.run.asked import not_an_object
 from dure.settings import can_be_read
 from dure.split.leakage import Defence, parse_defence
@@ -184,7 +184,9 @@ def _plain(value: Any) -> Any:
         return _UNWRITTEN
 
 
-def decode_strategy(written: Mapping[str, Any], ask: Ask = references.refuse) -> Strategy:
+def decode_strategy(
+    written: Mapping[str, Any], ask: ReferencePolicy = references.refuse
+) -> Strategy:
     """Return the strategy that `encode` has written, from data of any origin.
 
     ask: returns the reference to follow for a reference in the data, or raises; by default all are
@@ -194,14 +196,16 @@ def decode_strategy(written: Mapping[str, Any], ask: Ask = references.refuse) ->
     return strategy
 
 
-def decode_world(written: Mapping[str, Any], ask: Ask = references.refuse) -> World:
+def decode_world(written: Mapping[str, Any], ask: ReferencePolicy = references.refuse) -> World:
     """Return the world that `encode` has written; arguments and errors as of `decode_strategy`."""
     world: World = _decoded(world_class, written, ask)
     return world
 
 
-def _decoded(class_of: Callable[[str], type[Any]], written: Mapping[str, Any], ask: Ask) -> Any:
-    with references.followed_as(ask):
+def _decoded(
+    class_of: Callable[[str], type[Any]], written: Mapping[str, Any], ask: ReferencePolicy
+) -> Any:
+    with references.following_references(ask):
         try:
             return _decode(class_of(_reference(written)), written)
         # Values of types that the class cannot compute with, and texts with endless nesting.

@@ -39,7 +39,7 @@ from dure.protocol.messages import (
     UpdateOutcomes,
     nbytes,
 )
-from dure.references import Ask, refuse
+from dure.references import ReferencePolicy, refuse
 from dure.run.registry import decode_strategy
 from dure.tasks.dtypes import check_dtypes
 from dure.tasks.loss_shares import tensor_of
@@ -97,7 +97,7 @@ class Training:
     policy: Policy = field(default_factory=Policy)
     evaluations: Evaluations | None = None
     sums: SecureClientContext | None = None
-    ask: Ask = refuse
+    ask: ReferencePolicy = refuse
     _began: dict[int, float] = field(default_factory=dict)
     _told_bad: bool = False
 

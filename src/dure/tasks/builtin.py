@@ -395,7 +395,7 @@ def _record(reference: str, options: dict[str, Any]) -> dict[str, Any] | None:
     if colon:
         # A module that is not installed can be found from elsewhere only together with its folder.
         module = None if references.is_file(place) else sys.modules.get(place)
-        place = references.resolved(place) if module is None else references.place_of(module)
+        place = references.resolved(place) if module is None else references.location_of(module)
         reference = f"{place}:{attribute}"
     written = {
         name: str(value) if isinstance(value, Path) else value for name, value in options.items()
