@@ -18,8 +18,8 @@ import dure
 from dure.cli.main import main
 from dure.fleet.conditions import Conditions
 from dure.report.read import read_run
-from dure.report.repeat import USUAL
-from dure.report.repeat import command as command_of
+from dure.report.repeat_command import USUAL
+from dure.report.repeat_command import command as command_of
 
 RANKS = ["train", "digits", "data-parallel", "--workers", "2", "--deadline", "30"]
 

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from dure.cli.show import Display, facts, fraction_done, human_bytes, table
 from dure.contracts.stop import Stop
-from dure.report.words import duration
+from dure.report.formatting import duration
 
 
 def event(step: int = 12, unit: str = "step", **changes):

@@ -11,10 +11,10 @@ import numpy as np
 from sample_runs import write_run
 
 from dure.record.png import png
-from dure.report.answers import answers, answers_of
 from dure.report.client_bars import client_bars
 from dure.report.differences import differences
 from dure.report.federated_figures import federations_of
+from dure.report.prediction_tables import answers, answers_of
 from dure.report.read import read_run, read_runs
 
 TOLD = {

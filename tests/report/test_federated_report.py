@@ -24,9 +24,9 @@ from dure.cli.main import main
 from dure.report import charts, write_report
 from dure.report.federated import in_a_line, spread
 from dure.report.federated_figures import ROWS, UPDATES, figures, quantile
+from dure.report.formatting import metric_value
 from dure.report.read import read_run
 from dure.report.table import clock_columns
-from dure.report.words import metric_value
 from dure.tasks.builtin import load_task
 
 Report = Callable[..., str]

@@ -16,12 +16,12 @@ from sample_runs import write_run
 from dure.record.live_status import NOW, record_failure
 from dure.record.lock import Lock
 from dure.report.history_file import HistoryFile
-from dure.report.live.door import Door
-from dure.report.live.following import Following
+from dure.report.live.json_patch import changes, patched
 from dure.report.live.listener import Listener
+from dure.report.live.login import TokenLogin
 from dure.report.live.page import LivePage
-from dure.report.live.patch import changes, patched
-from dure.report.live.state import States
+from dure.report.live.run_follower import RunFollower
+from dure.report.live.state import PageStates
 from dure.report.read import read_run
 
 CODE = "ABCD-EFGH"
@@ -78,7 +78,7 @@ def test_a_history_is_read_as_it_grows_and_when_it_was_taken_back(tmp_path_facto
 
 def test_how_a_run_is_follows_from_its_lock_its_summary_and_what_it_said(tmp_path) -> None:
     run = write_run(tmp_path / "run", "run", killed=True)
-    following = Following([tmp_path])
+    following = RunFollower([tmp_path])
     assert [one.state for one in following.look().followed] == ["stopped"]
     lock = Lock.take(run, "held")
     assert [one.state for one in following.look().followed] == ["running"]
@@ -94,7 +94,7 @@ def test_how_a_run_is_follows_from_its_lock_its_summary_and_what_it_said(tmp_pat
 
 
 def test_a_folder_without_runs_is_waited_for(tmp_path) -> None:
-    states = States([tmp_path])
+    states = PageStates([tmp_path])
     state = states.newest()
     assert not state.over
     assert "Nothing has begun" in state.sections[1]
@@ -120,7 +120,7 @@ def test_until_its_summary_a_run_tells_who_took_part_in_now_json(tmp_path) -> No
     assert federation is not None
     assert [one.client for one in federation.assignments] == [0]
     lock = Lock.take(run, "held")
-    assert "clients here" in States([run]).newest().sections[1]
+    assert "clients here" in PageStates([run]).newest().sections[1]
     lock.release()
 
 
@@ -135,7 +135,7 @@ def test_clients_with_trouble_come_first_and_what_they_say_is_text(tmp_path) -> 
         "who": who,
         "newest_refusals": [{"kind": "forged", "reason": "<svg onload=x>", "address": "10.0.0.1"}],
     }
-    now = States([run], lambda: told).newest().sections[1]
+    now = PageStates([run], lambda: told).newest().sections[1]
     assert now.index("&lt;script&gt;") < now.index("calm")
     assert "<script>" not in now
     assert "<img" not in now
@@ -193,7 +193,7 @@ def test_the_token_is_given_for_a_cookie_that_scripts_and_other_sites_cannot_use
     assert headers["cache-control"] == "no-store"
     assert asked(listening, "/here", Authorization=f"Bearer {CODE}")[0] == 204
     # That of another token opens nothing.
-    other = Door("another", secure=True).enter(b"token=another")
+    other = TokenLogin("another", secure=True).enter(b"token=another")
     assert other is not None
     assert "; Secure" in other.headers["set-cookie"]
     assert asked(listening, "/here", Cookie=other.headers["set-cookie"])[0] == 401

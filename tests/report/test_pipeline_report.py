@@ -23,9 +23,9 @@ from dure.parallel.mesh.mesh import Mesh
 from dure.parallel.mesh.pipeline import Pipeline
 from dure.parallel.mesh.strategy import Parallel
 from dure.parallel.pipeline.schedule import Schedule
+from dure.report.formatting import duration, size
 from dure.report.pipeline import in_a_line, measured_step
 from dure.report.read import read_run
-from dure.report.words import duration, size
 from dure.tasks.builtin import load_task
 from dure.worlds.processes.world import Processes
 

@@ -16,7 +16,7 @@ import dure.report
 from dure.errors import RunFolderError
 from dure.report import write_report
 from dure.report.read import read_run
-from dure.report.repeat import command
+from dure.report.repeat_command import command
 
 Report = Callable[..., str]
 

@@ -18,7 +18,7 @@ from dure.cli.main import main
 from dure.errors import RunFolderError
 from dure.record.png import SIGNATURE
 from dure.report.read import read_run
-from dure.report.update_leaks import update_leaks
+from dure.report.update_leakage import update_leaks
 from dure.run.audit import audit
 
 QUICK = ["--iterations", "20", "--groups", "2"]

@@ -13,9 +13,9 @@ import pytest
 import dure
 from dure.contracts.stop import Stop
 from dure.errors import RunFolderError
+from dure.report.formatting import metric_value
 from dure.report.read import read_runs
 from dure.report.seeds import groups, over_seeds
-from dure.report.words import metric_value
 from small import same_bits, small_task
 
 STOP = Stop(epochs=3)

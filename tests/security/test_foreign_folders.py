@@ -17,7 +17,7 @@ import dure
 from dure.cli.main import main
 from dure.errors import DureError, RunFolderError
 from dure.record.untrusted_files import UnfitFileError, check_links, contents, opened, pinned
-from dure.report.live.state import States
+from dure.report.live.state import PageStates
 from small import small_task
 
 SECRET = "a-secret-of-the-reader"
@@ -156,7 +156,7 @@ def test_neither_python_nor_the_live_page_hangs_or_quotes(
         yield lambda: dure.load_run(folder, small_task().model)
         yield lambda: dure.resume(folder, task=small_task(), stop=dure.Stop(rounds=3))
         yield lambda: dure.backup(folder, tmp_path / "out" / "copy")
-        yield lambda: States([folder], dict).newest().whole()
+        yield lambda: PageStates([folder], dict).newest().whole()
 
     with tricked(run, name, trick, tmp_path) as folder, in_time():
         for read in reads(folder):

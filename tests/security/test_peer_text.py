@@ -15,7 +15,7 @@ from dure.cli.client_display import in_words
 from dure.cli.federation_view import FederationView
 from dure.peer_text import MOST_REASON, one_line, printable
 from dure.report import document
-from dure.report.words import escape
+from dure.report.formatting import escape
 from dure.wire.boxes import check_name
 from dure.wire.requests import Refusal, to_json
 from dure.worlds.network.client.link import own_words

@@ -17,7 +17,7 @@ import dure
 from dure.cli.main import main
 from dure.report.page import write_report
 from dure.report.read import read_run
-from dure.report.repeat import command
+from dure.report.repeat_command import command
 from small import largest_difference, small_task
 
 CUDA = torch.cuda.device_count() > 0

@@ -17,7 +17,7 @@ from dure.bench.result import BenchResult
 from dure.bench.table import FITTED, link_texts, ratio_text, seconds_text
 from dure.record.disk import write_atomically
 from dure.report.document import document, plotly_source, section, source
-from dure.report.words import escape, size
+from dure.report.formatting import escape, size
 
 # Kinds differ in dash and symbol too, for print and readers without colours.
 _DASHES = {"peer": "dash", "backend": "solid", "algorithm": "solid", "floor": "dot"}

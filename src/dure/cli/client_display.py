@@ -23,7 +23,7 @@ from rich.text import Text
 
 from dure.cli.show import error_console, human_bytes
 from dure.peer_text import printable
-from dure.report.words import duration
+from dure.report.formatting import duration
 
 About = Mapping[str, object]
 

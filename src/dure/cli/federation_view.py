@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dure.peer_text import printable
-from dure.report.words import duration, listed, size
+from dure.report.formatting import duration, listed, size
 
 SECONDS = 2.0
 """Least seconds between two plain lines."""

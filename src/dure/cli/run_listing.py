@@ -23,11 +23,11 @@ from dure.record.history import is_spread, judging
 from dure.record.lock import is_held
 from dure.record.settings import LINEAGE, alteration_note, without_sums
 from dure.record.untrusted_files import contents, opened
-from dure.report.values import mapping, number, text_of
-from dure.report.words import duration, metric_name, metric_value
+from dure.report.formatting import duration, metric_name, metric_value
+from dure.report.json_values import mapping, number, text_of
 
 if TYPE_CHECKING:
-    from dure.report.runs import Result
+    from dure.report.runs import RunResult
 
 _DEPTH = 3
 """Levels of subfolders that are searched for runs."""
@@ -255,9 +255,9 @@ def _result(run: Mapping[str, Any]) -> str:
 def _facts(folder: Path) -> Iterator[tuple[str, str]]:
     """Yield the description of a run: pairs of a name and a text."""
     from dure.report import federated, pipeline, privacy
+    from dure.report.formatting import count, size
     from dure.report.read import read_run
-    from dure.report.repeat import command, settings
-    from dure.report.words import count, size
+    from dure.report.repeat_command import command, settings
 
     run = read_run(folder)
     told = listed(folder)
@@ -286,7 +286,7 @@ def _facts(folder: Path) -> Iterator[tuple[str, str]]:
     yield "next", _next(folder, told["state"])
 
 
-def _measured(result: Result, name: str, last: float) -> str:
+def _measured(result: RunResult, name: str, last: float) -> str:
     """Return a metric of the best and the last model, or the last and its best evaluation."""
     told = metric_value(name, last)
     if result.chosen is None:
@@ -295,7 +295,7 @@ def _measured(result: Result, name: str, last: float) -> str:
     return f"{chosen} best model, {told} last"
 
 
-def _about(result: Result) -> Iterator[tuple[str, str]]:
+def _about(result: RunResult) -> Iterator[tuple[str, str]]:
     """Yield notes on the metrics: the best model, a mean of models, the majority class."""
     chosen = result.chosen
     if chosen is not None:

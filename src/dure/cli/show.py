@@ -24,7 +24,7 @@ from dure.contracts.stop import Stop
 from dure.peer_text import printable
 from dure.record import idleness
 from dure.record.history import is_spread, lower_is_better
-from dure.report.words import duration
+from dure.report.formatting import duration
 from dure.run.progress import facts, fraction_done
 
 PLAIN_SECONDS = 2.0

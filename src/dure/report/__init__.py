@@ -25,7 +25,8 @@ server.keeps_here(__name__)
 
 
 def __getattr__(name: str) -> Any:
-    # Lazy: the terminal needs only `words`, and the whole report would be half the time of --help.
+    # Lazy: the terminal needs only `formatting`, and the whole report would be half the time of
+    # --help.
     if name != "write_report":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from dure.report.page import write_report

@@ -19,8 +19,17 @@ from functools import partial
 from typing import Any
 
 from dure.record.history import is_spread
-from dure.report.runs import CLOCKS, Line, Partition, Run, Span, Trace, clock_of, time_of
-from dure.report.words import count, duration, higher_is_better, is_share, listed, metric_name
+from dure.report.formatting import count, duration, higher_is_better, is_share, listed, metric_name
+from dure.report.runs import (
+    CLOCKS,
+    HistoryLine,
+    PartitionSummary,
+    ReportedRun,
+    RunTimeline,
+    TimelineSpan,
+    clock_of,
+    time_of,
+)
 
 JSON = dict[str, Any]
 Clock = Callable[[float], float | None]
@@ -58,7 +67,7 @@ def style(index: int) -> JSON:
     }
 
 
-def metrics(runs: Sequence[Run]) -> list[str]:
+def metrics(runs: Sequence[ReportedRun]) -> list[str]:
     """Return all metrics of the runs, the most important first.
 
     Losses come last. Of the statistics of a metric over clients, the worst tenth and the worst
@@ -74,7 +83,7 @@ def _has_a_curve(key: str) -> bool:
     return not is_spread(key) or (key.endswith(("_p10", "_worst")) and "loss" not in key)
 
 
-def curves(runs: Sequence[Run]) -> JSON | None:
+def curves(runs: Sequence[ReportedRun]) -> JSON | None:
     """Return the curves of the runs; None if there is nothing to draw.
 
     Every metric, the training loss and the strategies' numbers per round, against epochs, seconds,
@@ -105,7 +114,7 @@ def curves(runs: Sequence[Run]) -> JSON | None:
     }
 
 
-def _keys(runs: Sequence[Run], series: Sequence[JSON]) -> list[str]:
+def _keys(runs: Sequence[ReportedRun], series: Sequence[JSON]) -> list[str]:
     """Return the keys of the curves, in the order of the menu.
 
     Metrics, the training loss, and numbers of strategies that are not always 0.
@@ -123,7 +132,7 @@ def _keys(runs: Sequence[Run], series: Sequence[JSON]) -> list[str]:
     return [key for key in menu if key in known]
 
 
-def _axes(runs: Sequence[Run], series: Sequence[JSON]) -> list[JSON]:
+def _axes(runs: Sequence[ReportedRun], series: Sequence[JSON]) -> list[JSON]:
     units = sorted({run.result.unit for run in runs})
     counted = " or ".join(f"{unit}s" for unit in units)
     axes = [
@@ -147,7 +156,7 @@ def _axis(key: str, name: str, title: str) -> JSON:
     return {"title": title, "key": key, "name": name}
 
 
-def timelines(runs: Sequence[Run]) -> list[JSON]:
+def timelines(runs: Sequence[ReportedRun]) -> list[JSON]:
     """Return lanes and spans by category for each run with a trace, each bounded in number."""
     traced = [(index, run.trace) for index, run in enumerate(runs) if run.trace]
     # Many runs share the capacity of a page.
@@ -155,9 +164,9 @@ def timelines(runs: Sequence[Run]) -> list[JSON]:
     return [_timeline(index, trace, most) for index, trace in traced]
 
 
-def partitions(runs: Sequence[Run]) -> list[JSON]:
+def partitions(runs: Sequence[ReportedRun]) -> list[JSON]:
     """Return the distinct partitions, each with the runs that used it."""
-    users: list[tuple[Partition, list[str]]] = []
+    users: list[tuple[PartitionSummary, list[str]]] = []
     for run in runs:
         if run.partition is None:
             continue
@@ -170,7 +179,7 @@ def partitions(runs: Sequence[Run]) -> list[JSON]:
     return [_partition(partition, names) for partition, names in users]
 
 
-def _evaluations(index: int, run: Run) -> JSON:
+def _evaluations(index: int, run: ReportedRun) -> JSON:
     lines = [line for line in run.evaluations if line.metrics]
     columns = {key: _column(lines, key) for key in _said(lines) if _has_a_curve(key)}
     places: set[int] = set()
@@ -188,7 +197,7 @@ def _evaluations(index: int, run: Run) -> JSON:
     return {"run": index, "x": x, "y": y}
 
 
-def _times(run: Run, lines: Sequence[Line]) -> dict[str, list[float | None]]:
+def _times(run: ReportedRun, lines: Sequence[HistoryLine]) -> dict[str, list[float | None]]:
     """Return the times of the lines, on each clock that the run has.
 
     A simulation's real seconds do not measure the simulated system: they have no axis.
@@ -203,7 +212,7 @@ def _times(run: Run, lines: Sequence[Line]) -> dict[str, list[float | None]]:
     }
 
 
-def _said(lines: Sequence[Line]) -> list[str]:
+def _said(lines: Sequence[HistoryLine]) -> list[str]:
     """Return the keys of the lines' metrics, in order of first occurrence."""
     keys: dict[str, None] = {}
     for line in lines:
@@ -211,7 +220,7 @@ def _said(lines: Sequence[Line]) -> list[str]:
     return list(keys)
 
 
-def _training(index: int, run: Run) -> JSON:
+def _training(index: int, run: ReportedRun) -> JSON:
     lines = run.steps
     # The loss of a batch fluctuates; the mean of a stretch shows the trend.
     stretches = _stretches(len(lines), POINTS // 2)
@@ -230,7 +239,7 @@ def _training(index: int, run: Run) -> JSON:
     return {"run": index, "x": x, "y": y}
 
 
-def _column(lines: Sequence[Line], key: str) -> list[float | None]:
+def _column(lines: Sequence[HistoryLine], key: str) -> list[float | None]:
     return [line.metrics.get(key) for line in lines]
 
 
@@ -253,7 +262,7 @@ def _extremes(values: Sequence[float | None], most: int) -> list[int]:
     return sorted(kept)
 
 
-def _clock(run: Run) -> Clock:
+def _clock(run: ReportedRun) -> Clock:
     """Return the federation's clock by step, 0 at the start; always None without a clock."""
     told = [(line.step, time_of(line)) for line in run.steps]
     if all(now is None for _, now in told):
@@ -288,7 +297,7 @@ def _wide(series: Sequence[JSON], axis: str) -> bool:
     return axis != "epoch" and bool(ends) and max(ends) > 10 * min(ends)
 
 
-def _timeline(run: int, trace: Trace, most: int) -> JSON:
+def _timeline(run: int, trace: RunTimeline, most: int) -> JSON:
     starts: dict[int, float] = {}
     for span in trace.spans:
         starts.setdefault(span.lane, span.start)
@@ -321,7 +330,7 @@ def _timeline(run: int, trace: Trace, most: int) -> JSON:
     }
 
 
-def _timeline_note(trace: Trace, lanes: int, drawn: int, kept: int, end: float) -> str:
+def _timeline_note(trace: RunTimeline, lanes: int, drawn: int, kept: int, end: float) -> str:
     parts = []
     more = len(trace.lanes) - lanes
     if more > 0:
@@ -341,7 +350,7 @@ def _timeline_note(trace: Trace, lanes: int, drawn: int, kept: int, end: float) 
     return " ".join(parts)
 
 
-def _window(spans: Sequence[Span]) -> float:
+def _window(spans: Sequence[TimelineSpan]) -> float:
     """Return the milliseconds to show first: 300, but between 40 and 400 spans."""
     begin = spans[0].start
 
@@ -352,11 +361,11 @@ def _window(spans: Sequence[Span]) -> float:
     return max(min(max(300.0, until(40)), until(400)), 0.001)
 
 
-def _category(span: Span) -> str:
+def _category(span: TimelineSpan) -> str:
     return span.category if span.category in CATEGORIES else "other"
 
 
-def _partition(partition: Partition, users: Sequence[str]) -> JSON:
+def _partition(partition: PartitionSummary, users: Sequence[str]) -> JSON:
     clients = len(partition.counts)
     width = len(partition.classes) or 1
     # Whole clients are left out, never single classes.

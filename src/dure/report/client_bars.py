@@ -6,15 +6,15 @@ of the metric is marked.
 
 from __future__ import annotations
 
-from dure.report.federated_figures import Told, name_of
-from dure.report.parts import swatch
-from dure.report.words import escape, higher_is_better, is_share, metric_name, metric_value
+from dure.report.federated_figures import FederationRun, name_of
+from dure.report.formatting import escape, higher_is_better, is_share, metric_name, metric_value
+from dure.report.html_fragments import swatch
 
 MOST = 100
 """Most clients with a bar."""
 
 
-def client_bars(one: Told, metric: str) -> str:
+def client_bars(one: FederationRun, metric: str) -> str:
     """Return the bars of a run; empty if no client has a name, or none has measured."""
     values = one.federation.by_client.get(f"client_{metric}", ())
     known = [
@@ -42,7 +42,7 @@ def client_bars(one: Told, metric: str) -> str:
     return f'<div class="bars clients">{heading}<ul>{rows}</ul>{more}</div>'
 
 
-def _has_name(one: Told, client: int) -> bool:
+def _has_name(one: FederationRun, client: int) -> bool:
     return name_of(one.run, client) != str(client)
 
 

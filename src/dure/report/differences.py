@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dure.report.document import section
-from dure.report.parts import swatch
-from dure.report.repeat import plain
-from dure.report.runs import Run
-from dure.report.words import UNKNOWN, count, escape
+from dure.report.formatting import UNKNOWN, count, escape
+from dure.report.html_fragments import swatch
+from dure.report.repeat_command import setting_text
+from dure.report.runs import ReportedRun
 
 _NO_SETTINGS = ("label", "run", "partition", "classes", "command", "versions", "parameters")
 """Keys of config.json that are no settings: results, and values unique to each run."""
@@ -18,7 +18,7 @@ _MOST = 24
 """Most columns of the table."""
 
 
-def differences(runs: Sequence[Run]) -> str:
+def differences(runs: Sequence[ReportedRun]) -> str:
     """Return the section; empty if the runs do not differ."""
     settings = [_flat(run.config) for run in runs]
     columns = _differing(settings)
@@ -64,7 +64,7 @@ def _differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _text(own: Mapping[str, Any], name: str) -> str | None:
     """Return the text to compare; None for null, which counts as not set."""
-    return plain(own.get(name))
+    return setting_text(own.get(name))
 
 
 def _written(own: Mapping[str, Any], name: str) -> str:

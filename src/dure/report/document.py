@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dure.peer_text import printable
-from dure.report.words import escape
+from dure.report.formatting import escape
 
 _BEYOND_ASCII = re.compile(r"[^\x00-\x7f]+")
 

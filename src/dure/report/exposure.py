@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dure.report.document import section
-from dure.report.parts import swatch, table
-from dure.report.runs import Run
-from dure.report.words import escape
+from dure.report.formatting import escape
+from dure.report.html_fragments import swatch, table
+from dure.report.runs import ReportedRun
 
 
-def exposures(runs: Sequence[Run]) -> str:
+def exposures(runs: Sequence[ReportedRun]) -> str:
     """Return the section; empty if no run reports its exposure."""
     told = [
         (place, run, run.federation.exposure)

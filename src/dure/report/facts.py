@@ -8,34 +8,43 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dure.report.runs import (
-    Assignment,
-    Busy,
-    Cost,
-    Divided,
-    Doing,
-    Federation,
-    Held,
-    Leakage,
-    Member,
-    Presence,
-    Rank,
-    Sent,
-    Servers,
-    Sort,
-    Stage,
+from dure.report.json_values import (
+    listing,
+    mapping,
+    number,
+    numbers,
+    rows,
+    text_of,
+    whole,
+    whole_number,
 )
-from dure.report.values import listing, mapping, number, numbers, rows, text_of, whole, whole_number
+from dure.report.runs import (
+    AssignmentSpan,
+    BusySpan,
+    ClientFacts,
+    FederationCost,
+    FederationFacts,
+    LeakageFacts,
+    MessageCounts,
+    ParameterServerFacts,
+    PartySpan,
+    PresenceSpan,
+    RankFacts,
+    ShardFacts,
+    SplitFacts,
+    StageFacts,
+    UpdateRecord,
+)
 
 
-def ranks_of(summary: Mapping[str, Any]) -> list[Rank]:
+def ranks_of(summary: Mapping[str, Any]) -> list[RankFacts]:
     """Return the ranks' facts; [] if any rank has none."""
     told = [mapping(facts) for facts in listing(summary.get("facts"))]
     workers = [mapping(worker) for worker in listing(summary.get("per_worker"))]
     # Facts and workers are matched by position: with one missing, all would be wrong.
     if len(told) != len(workers):
         return []
-    ranks: list[Rank] = []
+    ranks: list[RankFacts] = []
     for facts, worker in zip(told, workers, strict=True):
         rank = _rank(facts, worker, f"rank {len(ranks)}")
         if rank is None:
@@ -44,7 +53,7 @@ def ranks_of(summary: Mapping[str, Any]) -> list[Rank]:
     return ranks
 
 
-def _rank(facts: Mapping[str, Any], worker: Mapping[str, Any], name: str) -> Rank | None:
+def _rank(facts: Mapping[str, Any], worker: Mapping[str, Any], name: str) -> RankFacts | None:
     place = mapping(facts.get("at"))
     at = [number(place.get(axis)) for axis in ("data", "pipeline", "tensor")]
     # Facts without these keys are those of a federation's server.
@@ -52,7 +61,7 @@ def _rank(facts: Mapping[str, Any], worker: Mapping[str, Any], name: str) -> Ran
         return None
     seconds = number(worker.get("inside_seconds"))
     steps = number(worker.get("inside_steps"))
-    return Rank(
+    return RankFacts(
         name=str(worker.get("name", name)),
         at=(whole(at[0]), whole(at[1]), whole(at[2])),
         stages=[_stage(mapping(stage)) for stage in listing(facts.get("stages"))],
@@ -64,8 +73,8 @@ def _rank(facts: Mapping[str, Any], worker: Mapping[str, Any], name: str) -> Ran
     )
 
 
-def _stage(raw: Mapping[str, Any]) -> Stage:
-    return Stage(
+def _stage(raw: Mapping[str, Any]) -> StageFacts:
+    return StageFacts(
         number=whole(raw.get("stage")),
         begins=str(raw.get("begins", "")),
         parameters=whole(raw.get("parameters")),
@@ -74,12 +83,12 @@ def _stage(raw: Mapping[str, Any]) -> Stage:
     )
 
 
-def federation_of(summary: Mapping[str, Any]) -> Federation | None:
+def federation_of(summary: Mapping[str, Any]) -> FederationFacts | None:
     """Return the facts of a federation's server; None for any other run."""
     facts = mapping(next(iter(listing(summary.get("facts"))), None))
     if not isinstance(facts.get("flights"), list):
         return None
-    return Federation(
+    return FederationFacts(
         engine=text_of(facts.get("engine")),
         assignments=rows(facts["flights"], _assignment),
         outcomes=_by_name(facts.get("outcomes")),
@@ -107,14 +116,14 @@ def federation_of(summary: Mapping[str, Any]) -> Federation | None:
     )
 
 
-def _cost(told: Mapping[str, Any]) -> Cost | None:
+def _cost(told: Mapping[str, Any]) -> FederationCost | None:
     raw = mapping(told.get("raw_data"))
     nbytes = number(told.get("bytes"))
     raw_bytes = number(raw.get("bytes"))
     raw_seconds = number(raw.get("seconds"))
     if nbytes is None or raw_bytes is None or raw_seconds is None:
         return None
-    return Cost(
+    return FederationCost(
         nbytes=nbytes,
         joules=number(told.get("joules")),
         raw_bytes=raw_bytes,
@@ -129,16 +138,16 @@ def _exposure(raw: Sequence[Any]) -> tuple[str, str]:
     return str(who), str(what)
 
 
-def _presence(raw: Sequence[Any]) -> Presence:
+def _presence(raw: Sequence[Any]) -> PresenceSpan:
     client, began, ended = raw
     first = number(began)
     last = number(ended)
     if first is None or last is None:
         raise ValueError("who was there came and went")
-    return Presence(whole_number(client), first, last)
+    return PresenceSpan(whole_number(client), first, last)
 
 
-def _member(raw: Mapping[str, Any]) -> Member:
+def _member(raw: Mapping[str, Any]) -> ClientFacts:
     machine = mapping(raw.get("machine"))
     said = [
         f"torch {machine['torch']}" if "torch" in machine else "",
@@ -146,7 +155,7 @@ def _member(raw: Mapping[str, Any]) -> Member:
         f"{whole(machine.get('threads'))} threads" if "threads" in machine else "",
     ]
     client = whole(raw.get("client"))
-    return Member(
+    return ClientFacts(
         client=client,
         name=text_of(raw.get("name")) or str(client),
         examples=None if raw.get("examples") is None else whole(raw["examples"]),
@@ -160,21 +169,21 @@ def _texts(raw: object) -> list[str]:
     return [str(one) for one in listing(raw)]
 
 
-def _assignment(raw: Sequence[Any]) -> Assignment:
+def _assignment(raw: Sequence[Any]) -> AssignmentSpan:
     # A later dure may write more entries; a row that is too short raises, and `rows` drops it.
     client, round, began, ended, outcome = raw[:5]
     first = number(began)
     last = number(ended)
     if first is None or last is None:
         raise ValueError("an assignment has a beginning and an end")
-    return Assignment(
+    return AssignmentSpan(
         whole_number(client), whole_number(round), began=first, ended=last, outcome=str(outcome)
     )
 
 
-def _sent(raw: Sequence[Any]) -> Sent:
+def _sent(raw: Sequence[Any]) -> UpdateRecord:
     round, client, lies, norm, cosine = raw
-    return Sent(
+    return UpdateRecord(
         whole_number(round),
         whole_number(client),
         bool(lies),
@@ -183,7 +192,7 @@ def _sent(raw: Sequence[Any]) -> Sent:
     )
 
 
-def servers_of(summary: Mapping[str, Any]) -> Servers | None:
+def servers_of(summary: Mapping[str, Any]) -> ParameterServerFacts | None:
     """Return the facts of a parameter server; None without one."""
     facts = mapping(next(iter(listing(summary.get("facts"))), None))
     told = mapping(facts.get("parameter_server"))
@@ -195,7 +204,7 @@ def servers_of(summary: Mapping[str, Any]) -> Servers | None:
         [*listing(keys), _entry(sizes, place), _entry(owners, place)]
         for place, keys in enumerate(listing(told["shards"]))
     ]
-    return Servers(
+    return ParameterServerFacts(
         shards=rows(shards, _held),
         staleness=_by_number(told.get("staleness")),
         counts=text_of(told.get("staleness_counts")) or "clocks",
@@ -223,9 +232,9 @@ def _lost(raw: Sequence[Any]) -> tuple[str, str]:
     return str(name), str(why)
 
 
-def _held(raw: Sequence[Any]) -> Held:
+def _held(raw: Sequence[Any]) -> ShardFacts:
     vector, start, stop, nbytes, owner = raw
-    return Held(
+    return ShardFacts(
         whole_number(vector),
         whole_number(start),
         whole_number(stop),
@@ -234,13 +243,13 @@ def _held(raw: Sequence[Any]) -> Held:
     )
 
 
-def _busy(raw: Sequence[Any]) -> Busy:
+def _busy(raw: Sequence[Any]) -> BusySpan:
     who, category, began, seconds, clock = raw
     first = number(began)
     length = number(seconds)
     if first is None or length is None or length < 0:
         raise ValueError("what took time has a beginning and a length")
-    return Busy(
+    return BusySpan(
         str(who),
         category=str(category),
         began=first,
@@ -249,7 +258,7 @@ def _busy(raw: Sequence[Any]) -> Busy:
     )
 
 
-def divided_of(summary: Mapping[str, Any]) -> Divided | None:
+def divided_of(summary: Mapping[str, Any]) -> SplitFacts | None:
     """Return the facts of split learning; None if no model was cut."""
     facts = mapping(next(iter(listing(summary.get("facts"))), None))
     told = mapping(facts.get("split"))
@@ -257,7 +266,7 @@ def divided_of(summary: Mapping[str, Any]) -> Divided | None:
     if not at:
         return None
     formulas = mapping(told.get("formulas"))
-    return Divided(
+    return SplitFacts(
         at=at,
         shares=[share for raw in listing(told.get("shares")) if (share := number(raw)) is not None],
         weights=list(map(whole, listing(told.get("weights")))),
@@ -270,30 +279,30 @@ def divided_of(summary: Mapping[str, Any]) -> Divided | None:
     )
 
 
-def _sorts(told: Mapping[str, Any]) -> list[Sort]:
+def _sorts(told: Mapping[str, Any]) -> list[MessageCounts]:
     return rows(told.get("kinds"), _sort)
 
 
-def _sort(raw: Sequence[Any]) -> Sort:
+def _sort(raw: Sequence[Any]) -> MessageCounts:
     kind, *counts = raw
     messages, nbytes, largest = map(whole_number, counts)
-    return Sort(str(kind), messages, nbytes, largest, formula=None)
+    return MessageCounts(str(kind), messages, nbytes, largest, formula=None)
 
 
 def _known(formulas: Mapping[str, Any], kind: str) -> int | None:
     return whole(formulas[kind]) if number(formulas.get(kind)) else None
 
 
-def _doing(raw: Sequence[Any]) -> Doing:
+def _doing(raw: Sequence[Any]) -> PartySpan:
     who, what, began, seconds = raw
     first = number(began)
     length = number(seconds)
     if first is None or length is None or length < 0:
         raise ValueError("what took time has a beginning and a length")
-    return Doing(str(who), str(what), first, length)
+    return PartySpan(str(who), str(what), first, length)
 
 
-def leakage_of(summary: Mapping[str, Any]) -> Leakage | None:
+def leakage_of(summary: Mapping[str, Any]) -> LeakageFacts | None:
     """Return the leakage facts of split learning; None if the run has none."""
     facts = mapping(next(iter(listing(summary.get("facts"))), None))
     told = mapping(facts.get("leakage"))
@@ -301,7 +310,7 @@ def leakage_of(summary: Mapping[str, Any]) -> Leakage | None:
     if exposure is None:
         return None
     defence = text_of(told.get("defence")) or "none"
-    return Leakage(defence, exposure, numbers(mapping(told.get("measured"))))
+    return LeakageFacts(defence, exposure, numbers(mapping(told.get("measured"))))
 
 
 def promises_of(summary: Mapping[str, Any]) -> Sequence[Any]:

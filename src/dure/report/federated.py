@@ -22,18 +22,16 @@ from dure.report.federated_figures import (
     COLOURS,
     HONEST,
     PREFIX,
-    Told,
+    FederationRun,
     colour,
     federations_of,
     metrics_of,
+    model_pairs,
     models_of,
     name_of,
-    pairs_of,
     quantile,
 )
-from dure.report.parts import figure_of, grid, swatch, table
-from dure.report.runs import Cost, Federation, Member, Run, clock_of, time_of
-from dure.report.words import (
+from dure.report.formatting import (
     UNKNOWN,
     count,
     duration,
@@ -45,10 +43,19 @@ from dure.report.words import (
     plural,
     size,
 )
+from dure.report.html_fragments import figure_of, grid, swatch, table
+from dure.report.runs import (
+    ClientFacts,
+    FederationCost,
+    FederationFacts,
+    ReportedRun,
+    clock_of,
+    time_of,
+)
 
 
 @dataclass(frozen=True)
-class Spread:
+class ClientSpread:
     """Statistics of a metric over clients with equal weights."""
 
     clients: int
@@ -58,16 +65,16 @@ class Spread:
     median: float
 
 
-def spread(key: str, values: Sequence[float]) -> Spread:
+def spread(key: str, values: Sequence[float]) -> ClientSpread:
     """Return the statistics. values: the metric `key` of each client, for at least one client."""
     mean = sum(values) / len(values)
     variance = sum((value - mean) ** 2 for value in values) / len(values)
     # From the worst client on: of a metric that should fall, the highest values are the worst.
     worst_tenth = quantile(values, 0.1 if higher_is_better(key) else 0.9)
-    return Spread(len(values), mean, worst_tenth, variance**0.5, quantile(values, 0.5))
+    return ClientSpread(len(values), mean, worst_tenth, variance**0.5, quantile(values, 0.5))
 
 
-def in_a_line(run: Run) -> str | None:
+def in_a_line(run: ReportedRun) -> str | None:
     """Return engine, clock, outcomes and missing clients in a line for a terminal.
 
     None for a run that is no federation.
@@ -83,7 +90,7 @@ def in_a_line(run: Run) -> str | None:
     return "; ".join(filter(None, told))
 
 
-def _left(run: Run) -> str | None:
+def _left(run: ReportedRun) -> str | None:
     """Describe the clients missing at the end, and the share of the data that was there."""
     federation = run.federation
     if federation is None or not federation.left:
@@ -103,7 +110,7 @@ def _left(run: Run) -> str | None:
     return f"{plural(len(federation.left), 'client')}{of} missing at the end: {who}{data}"
 
 
-def _bits(federation: Federation) -> str | None:
+def _bits(federation: FederationFacts) -> str | None:
     """Describe whether clients on a network compute the same bits as a simulation."""
     if federation.bits is None:
         return None
@@ -113,7 +120,7 @@ def _bits(federation: Federation) -> str | None:
     return f"clients compute close to a simulation, not the same bits{why}"
 
 
-def _came(run: Run, federation: Federation) -> str:
+def _came(run: ReportedRun, federation: FederationFacts) -> str:
     """Return a text such as "40 updates, 3 late, 2 dropped out"."""
     # Without the number of updates per client, the number of accepted assignments serves.
     updates = sum(federation.turns.values()) or _outcomes(run, federation).get("accepted", 0)
@@ -127,7 +134,7 @@ def _came(run: Run, federation: Federation) -> str:
     return ", ".join(said) + ("" if most is None else f"; refused most often: {most}")
 
 
-def _outcomes(run: Run, federation: Federation) -> dict[str, int]:
+def _outcomes(run: ReportedRun, federation: FederationFacts) -> dict[str, int]:
     """Return counts of assignments by outcome, in the order of the colours, without zeros.
 
     Updates that arrived in time but were invalid count as refused and not as accepted.
@@ -147,7 +154,7 @@ def _outcomes(run: Run, federation: Federation) -> dict[str, int]:
 # Participation over time.
 
 
-def federations(runs: Sequence[Run], drawn: Mapping[str, JSON]) -> str:
+def federations(runs: Sequence[ReportedRun], drawn: Mapping[str, JSON]) -> str:
     """Return the section on participation, a block for each run; empty without federations.
 
     drawn: figures of the section.
@@ -171,7 +178,7 @@ def federations(runs: Sequence[Run], drawn: Mapping[str, JSON]) -> str:
     return section("federations", "Federation", lead, "".join(_block(one, drawn) for one in told))
 
 
-def _block(one: Told, drawn: Mapping[str, JSON]) -> str:
+def _block(one: FederationRun, drawn: Mapping[str, JSON]) -> str:
     place, run, federation = one
 
     def figure(key: str, heading: str, note: str = "") -> str:
@@ -197,7 +204,7 @@ def _block(one: Told, drawn: Mapping[str, JSON]) -> str:
     )
 
 
-def _facts(run: Run, federation: Federation) -> str:
+def _facts(run: ReportedRun, federation: FederationFacts) -> str:
     said = [in_a_line(run)]
     turns = federation.turns.values()
     if turns:
@@ -222,7 +229,7 @@ def _facts(run: Run, federation: Federation) -> str:
     return whole[0].upper() + whole[1:]
 
 
-def _everybody(run: Run, gave: int, clients: int | None, least: int) -> str | None:
+def _everybody(run: ReportedRun, gave: int, clients: int | None, least: int) -> str | None:
     """Return a sentence if every client took part in every round, else None."""
     rounds = run.result.steps
     if rounds is None or gave != clients or least < rounds:
@@ -233,7 +240,7 @@ def _everybody(run: Run, gave: int, clients: int | None, least: int) -> str | No
     )
 
 
-def _cost(cost: Cost) -> str:
+def _cost(cost: FederationCost) -> str:
     """Compare the bytes and energy spent with uploading the data."""
     spent = "" if cost.joules is None else f" and spent {cost.joules:,.4g} J"
     raw = "" if cost.raw_joules is None else f" and {cost.raw_joules:,.4g} J"
@@ -248,7 +255,7 @@ def _cost(cost: Cost) -> str:
     )
 
 
-def _some(run: Run, clients: Sequence[int]) -> str:
+def _some(run: ReportedRun, clients: Sequence[int]) -> str:
     """Return the clients' names, cut to a few."""
     return listed([name_of(run, client) for client in clients])
 
@@ -257,7 +264,7 @@ def _between(low: int, high: int) -> str:
     return count(low) if low == high else f"{count(low)} to {count(high)}"
 
 
-def _flights_note(federation: Federation, flights: JSON) -> str:
+def _flights_note(federation: FederationFacts, flights: JSON) -> str:
     """Return a note about data that the figure leaves out."""
     parts = []
     rows = len(flights["rows"])
@@ -286,7 +293,7 @@ def _honesty(figure: JSON) -> str:
     return said + (f"One round of {every} is drawn." if every > 1 else "")
 
 
-def _outcome_table(run: Run, federation: Federation) -> str:
+def _outcome_table(run: ReportedRun, federation: FederationFacts) -> str:
     asked = sum(federation.outcomes.values())
     if not asked:
         return ""
@@ -298,7 +305,7 @@ def _outcome_table(run: Run, federation: Federation) -> str:
     return table("Outcomes", "narrow", ("outcome", "assignments", "share"), rows)
 
 
-def _cohort(federation: Federation) -> str:
+def _cohort(federation: FederationFacts) -> str:
     """Return a table of the clients on a network, with the reasons for rejected updates."""
     if not federation.cohort:
         return ""
@@ -318,7 +325,7 @@ MOST_MEMBERS = 100
 """Most clients in the table of a network's clients."""
 
 
-def _failed(federation: Federation) -> dict[int, Counter[str]]:
+def _failed(federation: FederationFacts) -> dict[int, Counter[str]]:
     """Return failed assignments: client -> reason -> number."""
     failed: dict[int, Counter[str]] = {}
     for one in federation.assignments:
@@ -329,7 +336,7 @@ def _failed(federation: Federation) -> dict[int, Counter[str]]:
     return failed
 
 
-def _member_row(one: Member, federation: Federation, failed: Mapping[str, int]) -> str:
+def _member_row(one: ClientFacts, federation: FederationFacts, failed: Mapping[str, int]) -> str:
     why = "; ".join(
         reason if number == 1 else f"{reason} ({count(number)} times)"
         for reason, number in sorted(failed.items(), key=lambda item: -item[1])
@@ -351,7 +358,7 @@ def _member_row(one: Member, federation: Federation, failed: Mapping[str, int]) 
 # Fairness of the models.
 
 
-def fairness(runs: Sequence[Run], drawn: Mapping[str, JSON]) -> str:
+def fairness(runs: Sequence[ReportedRun], drawn: Mapping[str, JSON]) -> str:
     """Return the section on metrics by client, of all runs; empty without such metrics.
 
     drawn: figures of the section.
@@ -377,7 +384,7 @@ def fairness(runs: Sequence[Run], drawn: Mapping[str, JSON]) -> str:
     return section("fairness", "Client by client", lead, f'<div class="pipeline">{body}</div>')
 
 
-def _failures(one: Told) -> str:
+def _failures(one: FederationRun) -> str:
     """Return a note about clients that could not measure, with reasons."""
     reasons: dict[str, list[int]] = {}
     for client, reason in one.federation.not_measured.items():
@@ -393,7 +400,7 @@ def _failures(one: Told) -> str:
     return f"<p>{escape(text)}</p>"
 
 
-def _fair(told: Sequence[Told], metric: str, drawn: Mapping[str, JSON]) -> str:
+def _fair(told: Sequence[FederationRun], metric: str, drawn: Mapping[str, JSON]) -> str:
     name = escape(metric_name(metric))
     clients = f"clients-{metric}"
     personal = f"personal-{metric}"
@@ -419,7 +426,7 @@ def _fair(told: Sequence[Told], metric: str, drawn: Mapping[str, JSON]) -> str:
     return whole + "".join(client_bars(one, metric) for one in told)
 
 
-def _spread_row(one: Told, model: str, metric: str, values: Sequence[float]) -> str:
+def _spread_row(one: FederationRun, model: str, metric: str, values: Sequence[float]) -> str:
     of = spread(metric, values)
     who = f"<div>{swatch(one.place)}<span>{escape(one.run.label)}</span></div>"
     cells = "".join(
@@ -435,7 +442,7 @@ def _spread_row(one: Told, model: str, metric: str, values: Sequence[float]) -> 
     )
 
 
-def _worst(one: Told, key: str) -> str:
+def _worst(one: FederationRun, key: str) -> str:
     """Return the worst client's value and name."""
     values = one.federation.by_client.get(key, ())
     known = [
@@ -454,11 +461,11 @@ def _curve_names(figure: JSON) -> str:
     return "Dotted: each client’s own model." if own else ""
 
 
-def _better(told: Sequence[Told], metric: str) -> str:
+def _better(told: Sequence[FederationRun], metric: str) -> str:
     """Return for how many clients the personalised model is better than the global model."""
     parts = []
     for one in told:
-        pairs = pairs_of(one.federation, metric)
+        pairs = model_pairs(one.federation, metric)
         won = sum(
             # Better in the direction of the metric; equal counts for neither.
             (own > theirs) == higher_is_better(metric) and own != theirs

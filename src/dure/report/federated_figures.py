@@ -12,8 +12,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from dure.report.charts import JSON, POINTS, SPANS, SPANS_OF_ALL_RUNS, short, style, xy
-from dure.report.runs import Assignment, Federation, Presence, Run, Sent, clock_of
-from dure.report.words import metric_name
+from dure.report.formatting import metric_name
+from dure.report.runs import (
+    AssignmentSpan,
+    FederationFacts,
+    PresenceSpan,
+    ReportedRun,
+    UpdateRecord,
+    clock_of,
+)
 
 ROWS = 60
 """Most clients in the figure of assignments."""
@@ -36,15 +43,15 @@ def colour(outcome: str) -> str:
     return COLOURS.get(outcome, "other")
 
 
-class Told(NamedTuple):
+class FederationRun(NamedTuple):
     """A run that is a federation, and its place in the report."""
 
     place: int
-    run: Run
-    federation: Federation
+    run: ReportedRun
+    federation: FederationFacts
 
 
-class Look(NamedTuple):
+class MarkerStyle(NamedTuple):
     """Appearance of the points of updates. sign: symbol of a legend outside of the chart."""
 
     who: str
@@ -53,8 +60,8 @@ class Look(NamedTuple):
     sign: str
 
 
-HONEST = Look("honest", "var(--run-0)", "circle", "●")
-ATTACKER = Look("attacker", "var(--run-1)", "x", "✕")
+HONEST = MarkerStyle("honest", "var(--run-0)", "circle", "●")
+ATTACKER = MarkerStyle("attacker", "var(--run-1)", "x", "✕")
 
 _MODELS = {"client": "global", "personal": "own"}
 """Prefix of clients' metrics, and the measured model."""
@@ -63,16 +70,16 @@ PREFIX = {model: prefix for prefix, model in _MODELS.items()}
 """Measured model, and the prefix of its metrics."""
 
 
-def federations_of(runs: Sequence[Run]) -> list[Told]:
+def federations_of(runs: Sequence[ReportedRun]) -> list[FederationRun]:
     """Return the federations among the runs."""
     return [
-        Told(place, run, run.federation)
+        FederationRun(place, run, run.federation)
         for place, run in enumerate(runs)
         if run.federation is not None
     ]
 
 
-def figures(runs: Sequence[Run]) -> dict[str, JSON]:
+def figures(runs: Sequence[ReportedRun]) -> dict[str, JSON]:
     """Return the figures by name, without empty figures.
 
     Figures of a run end in its place in the report: flights-0, staleness-0, norms-0, cosines-0.
@@ -95,7 +102,7 @@ def figures(runs: Sequence[Run]) -> dict[str, JSON]:
     return {name: figure for name, figure in drawn.items() if figure is not None}
 
 
-def metrics_of(told: Sequence[Told]) -> list[str]:
+def metrics_of(told: Sequence[FederationRun]) -> list[str]:
     """Return the main metric of each run, without client_: the first that is not a loss."""
     chosen = []
     for one in told:
@@ -109,7 +116,9 @@ def metrics_of(told: Sequence[Told]) -> list[str]:
     return list(dict.fromkeys(chosen))
 
 
-def models_of(told: Sequence[Told], metric: str) -> list[tuple[Told, str, list[float]]]:
+def models_of(
+    told: Sequence[FederationRun], metric: str
+) -> list[tuple[FederationRun, str, list[float]]]:
     """Return (run, model, metric of each client) for the runs whose main metric it is."""
     found = []
     for one in told:
@@ -123,7 +132,7 @@ def models_of(told: Sequence[Told], metric: str) -> list[tuple[Told, str, list[f
     return found
 
 
-def pairs_of(federation: Federation, metric: str) -> list[tuple[float, float]]:
+def model_pairs(federation: FederationFacts, metric: str) -> list[tuple[float, float]]:
     """Return (metric of the global model, of the client's own) for clients with both."""
     theirs = federation.by_client.get(f"client_{metric}", ())
     own = federation.by_client.get(f"personal_{metric}", ())
@@ -143,7 +152,7 @@ def quantile(values: Sequence[float], share: float) -> float:
     return ordered[low] + (place - low) * (ordered[high] - ordered[low])
 
 
-def _called(run: Run) -> Callable[[int], str]:
+def _called(run: ReportedRun) -> Callable[[int], str]:
     """Return a function from a client to its name, escaped for the page."""
 
     def called(client: int) -> str:
@@ -152,7 +161,7 @@ def _called(run: Run) -> Callable[[int], str]:
     return called
 
 
-def name_of(run: Run, client: int) -> str:
+def name_of(run: ReportedRun, client: int) -> str:
     """Return a client's name: its own name on a network, else its name in the data."""
     said = None if run.federation is None else run.federation.name_of(client)
     if said is not None:
@@ -162,7 +171,7 @@ def name_of(run: Run, client: int) -> str:
 
 
 def _flights(
-    federation: Federation, most: int, called: Callable[[int], str], seconds: str
+    federation: FederationFacts, most: int, called: Callable[[int], str], seconds: str
 ) -> JSON | None:
     assignments = federation.assignments
     asked = Counter(one.client for one in assignments)
@@ -193,7 +202,7 @@ def _flights(
     }
 
 
-def _there(there: Sequence[Presence], row: Mapping[int, int]) -> list[JSON]:
+def _there(there: Sequence[PresenceSpan], row: Mapping[int, int]) -> list[JSON]:
     """Return wide bars behind the others, for the time in which clients were connected."""
     spans = [
         [row[one.client], short(one.began, 8), short(one.ended - one.began), None] for one in there
@@ -201,7 +210,7 @@ def _there(there: Sequence[Presence], row: Mapping[int, int]) -> list[JSON]:
     return [{"name": "there", "color": "var(--line)", "wide": True, "spans": spans}] * bool(spans)
 
 
-def _bar(one: Assignment, row: Mapping[int, int]) -> list[float | None]:
+def _bar(one: AssignmentSpan, row: Mapping[int, int]) -> list[float | None]:
     # Rounds count from 1 for readers, from 0 in the records.
     return [row[one.client], short(one.began, 8), short(one.ended - one.began), one.round + 1]
 
@@ -221,26 +230,26 @@ def _staleness(staleness: Mapping[int, int]) -> JSON | None:
     return xy("staleness", "updates", [bars])
 
 
-class Thinned(NamedTuple):
+class SampledUpdates(NamedTuple):
     """Updates to draw: those of every `every`-th round."""
 
-    updates: Sequence[Sent]
+    updates: Sequence[UpdateRecord]
     every: int
 
 
-def _thinned(updates: Sequence[Sent]) -> Thinned:
+def _thinned(updates: Sequence[UpdateRecord]) -> SampledUpdates:
     """Drop whole rounds if there are too many updates."""
     # Whole rounds, so that the updates of a round can be compared with one another.
     every = max(1, -(-len(updates) // UPDATES))
     # Every `every`-th of the rounds with updates.
     rounds = set(sorted({sent.round for sent in updates})[::every])
-    return Thinned([sent for sent in updates if sent.round in rounds], every)
+    return SampledUpdates([sent for sent in updates if sent.round in rounds], every)
 
 
 def _points(
-    thinned: Thinned,
+    thinned: SampledUpdates,
     name: str,
-    value: Callable[[Sent], float | None],
+    value: Callable[[UpdateRecord], float | None],
     called: Callable[[int], str],
     log: bool = False,
 ) -> JSON | None:
@@ -270,7 +279,7 @@ def _points(
     return {**figure, "every": thinned.every}
 
 
-def _clients(told: Sequence[Told], metric: str) -> JSON | None:
+def _clients(told: Sequence[FederationRun], metric: str) -> JSON | None:
     """Return a curve for each model: its sorted values over the clients."""
     series = []
     for one, model, values in models_of(told, metric):
@@ -290,11 +299,11 @@ def _clients(told: Sequence[Told], metric: str) -> JSON | None:
     return {**figure, "shares": True}
 
 
-def _personal(told: Sequence[Told], metric: str) -> JSON | None:
+def _personal(told: Sequence[FederationRun], metric: str) -> JSON | None:
     """Return a point for each client: its own model's value over the global model's."""
     series = []
     for one in told:
-        pairs = pairs_of(one.federation, metric) if metric in metrics_of([one]) else []
+        pairs = model_pairs(one.federation, metric) if metric in metrics_of([one]) else []
         if pairs:
             points = {"x": [short(x) for x, _ in pairs], "y": [short(y) for _, y in pairs]}
             series.append({"type": "markers", "name": _named(one), **style(one.place), **points})
@@ -305,5 +314,5 @@ def _personal(told: Sequence[Told], metric: str) -> JSON | None:
     return {**figure, "diagonal": True}
 
 
-def _named(one: Told, model: str = "") -> str:
+def _named(one: FederationRun, model: str = "") -> str:
     return html.escape(one.run.label, quote=False) + (f", {model} model" if model else "")

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from dure.record.untrusted_files import opened
-from dure.report.runs import Line
-from dure.report.values import mapping, number
+from dure.report.json_values import mapping, number
+from dure.report.runs import HistoryLine
 
 _KNOWN = 128
 """Bytes before the last position, which identify the file."""
@@ -31,8 +31,8 @@ class HistoryFile:
         self._begin()
 
     def _begin(self) -> None:
-        self.steps: list[Line] = []
-        self.evaluations: list[Line] = []
+        self.steps: list[HistoryLine] = []
+        self.evaluations: list[HistoryLine] = []
         self.damaged = 0
         """Number of lines that could not be parsed."""
         self._read = 0
@@ -83,9 +83,9 @@ class HistoryFile:
         kind.append(line_of(step, raw))
 
 
-def line_of(step: float, raw: Mapping[str, Any]) -> Line:
+def line_of(step: float, raw: Mapping[str, Any]) -> HistoryLine:
     """Return a line of the history, from its JSON."""
-    return Line(
+    return HistoryLine(
         step=step,
         epoch=number(raw.get("epoch")),
         seconds=number(raw.get("seconds")),

@@ -8,31 +8,31 @@ from typing import Any
 
 from dure.record.disk import disk_errors, write_atomically
 from dure.report import charts
-from dure.report.answers import answers
-from dure.report.answers import figures as figures_of_answers
 from dure.report.differences import differences
 from dure.report.document import document, plotly_source, section, source
 from dure.report.exposure import exposures
 from dure.report.federated import fairness, federations
 from dure.report.federated_figures import figures
-from dure.report.parts import bar, legend, percents, swatch
+from dure.report.formatting import count, duration, escape, size
+from dure.report.html_fragments import bar, legend, percents, swatch
+from dure.report.json_values import mapping, number
 from dure.report.pipeline import pipelines
+from dure.report.prediction_tables import answers
+from dure.report.prediction_tables import figures as figures_of_answers
 from dure.report.privacy import figures as figures_of_privacy
 from dure.report.privacy import promises
-from dure.report.ranks import holdings
+from dure.report.rank_memory import rank_memory_section
 from dure.report.read import read_runs
-from dure.report.repeat import command, plain, settings
-from dure.report.runs import Run, Runs, Worker, is_simulated
+from dure.report.repeat_command import command, setting_text, settings
+from dure.report.runs import ReportedRun, ReportedRuns, WorkerTime, is_simulated
 from dure.report.seeds import groups, over_seeds
 from dure.report.servers import figures as figures_of_servers
 from dure.report.servers import parameter_servers
 from dure.report.split import divided_models
 from dure.report.split_figures import figures as figures_of_split
-from dure.report.split_leaks import leaks
+from dure.report.split_leakage import split_leakage_section
 from dure.report.table import table
-from dure.report.update_leaks import update_leaks
-from dure.report.values import mapping, number
-from dure.report.words import count, duration, escape, size
+from dure.report.update_leakage import update_leaks
 
 _BARS = 6
 """Bars of a run with many workers: its first, and five of the others (`_chosen`)."""
@@ -62,13 +62,13 @@ def write_report(folders: Sequence[Path], out: Path, title: str | None = None) -
     return out
 
 
-def page(runs: Runs, title: str, plotly: str) -> str:
+def page(runs: ReportedRuns, title: str, plotly: str) -> str:
     """Return the whole HTML document. plotly: source of plotly.js."""
     sections, data = content(runs, title)
     return document(title, sections, data=data, plotly=plotly, script=page_script())
 
 
-def content(runs: Runs, title: str) -> tuple[list[str], dict[str, Any]]:
+def content(runs: ReportedRuns, title: str) -> tuple[list[str], dict[str, Any]]:
     """Return (HTML of each section, "" for an empty section; data of the charts)."""
     curves = charts.curves(runs.runs)
     timelines = charts.timelines(runs.runs)
@@ -94,11 +94,11 @@ def content(runs: Runs, title: str) -> tuple[list[str], dict[str, Any]]:
         answers(runs.runs),
         _time_bars(runs.runs),
         pipelines(runs.runs),
-        holdings(runs.runs),
+        rank_memory_section(runs.runs),
         _timelines(runs.runs, timelines),
         parameter_servers(runs.runs, drawn),
         divided_models(runs.runs, drawn),
-        leaks(runs.runs, drawn),
+        split_leakage_section(runs.runs, drawn),
         promises(runs.runs, drawn),
         update_leaks(runs.runs),
         federations(runs.runs, drawn),
@@ -116,7 +116,7 @@ def page_script() -> str:
     return f"{{\n{source(__file__, 'tools.js')}{source(__file__, 'page.js')}}}\n"
 
 
-def _groups(runs: Sequence[Run]) -> list[dict[str, Any]]:
+def _groups(runs: Sequence[ReportedRun]) -> list[dict[str, Any]]:
     """Return groups of runs that differ only in their seed: label and places of the runs."""
     places = {id(run): place for place, run in enumerate(runs)}
     return [
@@ -128,7 +128,7 @@ def _groups(runs: Sequence[Run]) -> list[dict[str, Any]]:
 # Header: the requests of the runs.
 
 
-def title_of(runs: Runs) -> str:
+def title_of(runs: ReportedRuns) -> str:
     """Return the title of a page about these runs."""
     tasks = list(dict.fromkeys(_task(run) for run in runs.runs))
     task = f"{len(tasks)} tasks" if tasks else "comparison"
@@ -138,11 +138,11 @@ def title_of(runs: Runs) -> str:
     return f"{task}: {what}"
 
 
-def _header(runs: Runs, title: str) -> str:
-    asked: list[tuple[str, Callable[[Run], str | None]]] = [
+def _header(runs: ReportedRuns, title: str) -> str:
+    asked: list[tuple[str, Callable[[ReportedRun], str | None]]] = [
         ("task", _task),
         ("stop", _stop),
-        ("seed", lambda run: plain(run.config.get("seed"))),
+        ("seed", lambda run: setting_text(run.config.get("seed"))),
         ("parameters", lambda run: _counted(run, "parameters")),
         ("training examples", lambda run: _counted(run, "train_examples")),
         ("test examples", lambda run: _counted(run, "test_examples")),
@@ -164,7 +164,7 @@ def _header(runs: Runs, title: str) -> str:
     )
 
 
-def _repeat(runs: Sequence[Run]) -> str:
+def _repeat(runs: Sequence[ReportedRun]) -> str:
     """Return how to repeat each run: its command if there is one, else its settings."""
     rows = []
     for run in runs:
@@ -179,36 +179,38 @@ def _repeat(runs: Sequence[Run]) -> str:
     return f"<details{opened}><summary>To run it again</summary>{body}</details>"
 
 
-def _task(run: Run) -> str:
+def _task(run: ReportedRun) -> str:
     task = mapping(run.config.get("task"))
     return str(task.get("title") or task.get("name") or "a task made in Python")
 
 
-def _stop(run: Run) -> str | None:
+def _stop(run: ReportedRun) -> str | None:
     stop = {
         key: value for key, value in mapping(run.config.get("stop")).items() if value is not None
     }
     # Monitor and min_delta belong to patience, and mean nothing without it.
     measure, least = stop.pop("monitor", None), stop.pop("min_delta", None)
-    said = {key: f"{plain(value)} {key}" for key, value in stop.items()}
+    said = {key: f"{setting_text(value)} {key}" for key, value in stop.items()}
     if "target" in stop:
-        said["target"] = f"target {plain(stop['target'])}"
+        said["target"] = f"target {setting_text(stop['target'])}"
     if "bytes" in stop:
         said["bytes"] = size(number(stop["bytes"]))
     if "patience" in stop:
-        by = "" if measure is None else f" {plain(measure)}"
-        more = f" by more than {plain(least)}" if least else ""
-        said["patience"] = f"{plain(stop['patience'])} evaluations without a better{by}{more}"
+        by = "" if measure is None else f" {setting_text(measure)}"
+        more = f" by more than {setting_text(least)}" if least else ""
+        said["patience"] = (
+            f"{setting_text(stop['patience'])} evaluations without a better{by}{more}"
+        )
     return " or ".join(said.values())
 
 
-def _versions(run: Run) -> str:
+def _versions(run: ReportedRun) -> str:
     return ", ".join(
-        f"{key} {plain(value)}" for key, value in mapping(run.config.get("versions")).items()
+        f"{key} {setting_text(value)}" for key, value in mapping(run.config.get("versions")).items()
     )
 
 
-def _counted(run: Run, key: str) -> str | None:
+def _counted(run: ReportedRun, key: str) -> str | None:
     value = number(run.config.get(key))
     return None if value is None else count(value)
 
@@ -216,7 +218,7 @@ def _counted(run: Run, key: str) -> str | None:
 # Charts: the places that page.js draws into.
 
 
-def _curves(runs: Sequence[Run]) -> str:
+def _curves(runs: Sequence[ReportedRun]) -> str:
     chips = "".join(
         f'<button type="button" aria-pressed="true" data-run="{index}">'
         f"{swatch(index)}<span>{escape(run.label)}</span></button>"
@@ -248,7 +250,7 @@ def _curves(runs: Sequence[Run]) -> str:
     return section("learning", "Curves", lead, body)
 
 
-def _time_bars(runs: Sequence[Run]) -> str:
+def _time_bars(runs: Sequence[ReportedRun]) -> str:
     """Return a stacked bar of time for each worker, each run to its own scale."""
     blocks = []
     for index, run in enumerate(runs):
@@ -270,7 +272,7 @@ def _time_bars(runs: Sequence[Run]) -> str:
     return section("time", "Where the time went", lead, body)
 
 
-def _time_row(name: str, worker: Worker, longest: float) -> str:
+def _time_row(name: str, worker: WorkerTime, longest: float) -> str:
     """Return a worker's bar. longest: seconds of the longest bar."""
     who = f'<span class="who">{escape(name)}{_moved(worker)}</span>'
     shares = f"<small>{percents(worker)}</small>"
@@ -278,14 +280,14 @@ def _time_row(name: str, worker: Worker, longest: float) -> str:
     return f"<li>{who}{bar(worker, longest)}{much}</li>"
 
 
-def _moved(worker: Worker) -> str:
+def _moved(worker: WorkerTime) -> str:
     """Return the bytes that passed through a worker, a master included."""
     if not worker.sent and not worker.received:
         return ""
     return f"<small>↑ {size(worker.sent)} ↓ {size(worker.received)}</small>"
 
 
-def _chosen(workers: Sequence[Worker]) -> list[tuple[str, Worker]]:
+def _chosen(workers: Sequence[WorkerTime]) -> list[tuple[str, WorkerTime]]:
     """Return the workers to show, with their names.
 
     All of a few; of many, the first (a federation's server), and five from the busiest to the least
@@ -304,7 +306,7 @@ def _chosen(workers: Sequence[Worker]) -> list[tuple[str, Worker]]:
     return chosen
 
 
-def _timelines(runs: Sequence[Run], timelines: Sequence[dict[str, Any]]) -> str:
+def _timelines(runs: Sequence[ReportedRun], timelines: Sequence[dict[str, Any]]) -> str:
     if not timelines:
         return ""
     # The first run with several lanes shows waiting, which is the most informative.
@@ -353,7 +355,7 @@ def _partition_figure(place: int, one: dict[str, Any]) -> str:
     )
 
 
-def _footer(runs: Sequence[Run]) -> str:
+def _footer(runs: Sequence[ReportedRun]) -> str:
     versions = "; ".join(dict.fromkeys(filter(None, map(_versions, runs)))) or "unknown"
     return (
         "<footer><h2>What the words mean</h2>"

@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING
 
 from dure.record import idleness
 from dure.report.document import section
-from dure.report.parts import swatch
-from dure.report.runs import Rank, Run, Stage, Trace
-from dure.report.words import UNKNOWN, count, duration, escape, size
+from dure.report.formatting import UNKNOWN, count, duration, escape, size
+from dure.report.html_fragments import swatch
+from dure.report.runs import RankFacts, ReportedRun, RunTimeline, StageFacts
 
 if TYPE_CHECKING:
     from dure.parallel.pipeline.schedule import Action, Schedule
@@ -35,16 +35,16 @@ _NAMED = re.compile(r"(forward|backward|input gradient|weight gradient) ([0-9]+)
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredPipelineStep:
     """A step of a run, on the ranks of its first pipeline, and its simulation."""
 
     step: int
-    ranks: Sequence[Rank]
+    ranks: Sequence[RankFacts]
     measured: ScheduleSimulation
     simulated: ScheduleSimulation
 
 
-def measured_step(run: Run) -> Measured | None:
+def measured_step(run: ReportedRun) -> MeasuredPipelineStep | None:
     """Return the median step of a run.
 
     None for a run that has no pipeline, no facts about it, or no full step.
@@ -73,7 +73,9 @@ def measured_step(run: Run) -> Measured | None:
     # The lower median: a measured step, and not the mean of two.
     step = ordered[(len(ordered) - 1) // 2]
     times = _mean_times(found[step].spans, schedule.stages)
-    return Measured(step, ranks, measured=found[step], simulated=simulate(schedule, times))
+    return MeasuredPipelineStep(
+        step, ranks, measured=found[step], simulated=simulate(schedule, times)
+    )
 
 
 def _simulation(spans: Sequence[ActionSpan], ranks: int) -> ScheduleSimulation:
@@ -94,7 +96,7 @@ def _by_rank(spans: Sequence[ActionSpan], ranks: int) -> list[list[Action]]:
 
 
 def _full_steps(
-    trace: Trace, names: Sequence[str], schedule: Schedule
+    trace: RunTimeline, names: Sequence[str], schedule: Schedule
 ) -> dict[int, list[ActionSpan]]:
     """Return the computing spans of each full step, by start; times in seconds.
 
@@ -148,7 +150,7 @@ def _mean_times(spans: Sequence[ActionSpan], stages: int) -> Times:
     )
 
 
-def in_a_line(run: Run) -> str | None:
+def in_a_line(run: ReportedRun) -> str | None:
     """Return the stages and the bubble in a line for a terminal; None without a pipeline."""
     found = measured_step(run)
     if found is None:
@@ -170,7 +172,7 @@ _STAGES_IN_A_LINE = 6
 # The section.
 
 
-def pipelines(runs: Sequence[Run]) -> str:
+def pipelines(runs: Sequence[ReportedRun]) -> str:
     """Return the section on the pipelines among the runs; empty without pipelines."""
     blocks = ""
     for index, run in enumerate(runs):
@@ -193,7 +195,7 @@ def pipelines(runs: Sequence[Run]) -> str:
     return section("pipelines", "Pipeline", lead, blocks)
 
 
-def _gantt(step: Measured) -> str:
+def _gantt(step: MeasuredPipelineStep) -> str:
     from dure.parallel.pipeline.gantt import gantt_svg
 
     def in_milliseconds(spans: Sequence[ActionSpan]) -> list[ActionSpan]:
@@ -205,11 +207,11 @@ def _gantt(step: Measured) -> str:
     return f'<div class="gantt" role="region" aria-label="Gantt chart" tabindex="0">{drawn}</div>'
 
 
-def _both(step: Measured) -> Mapping[str, ScheduleSimulation]:
+def _both(step: MeasuredPipelineStep) -> Mapping[str, ScheduleSimulation]:
     return {"measured": step.measured, "simulated": step.simulated}
 
 
-def _numbers(step: Measured) -> str:
+def _numbers(step: MeasuredPipelineStep) -> str:
     held = [f"held by {escape(rank.name)}" for rank in step.ranks]
     rows = ""
     for name, one in _both(step).items():
@@ -220,7 +222,7 @@ def _numbers(step: Measured) -> str:
     return _table("Bubble", _heads("", "bubble", "idle over busy", "makespan", *held), rows)
 
 
-def _stage_table(step: Measured) -> str:
+def _stage_table(step: MeasuredPipelineStep) -> str:
     rows = ""
     stages = _stages(step.ranks)
     for place, (stage, rank) in enumerate(stages):
@@ -241,9 +243,9 @@ def _stage_table(step: Measured) -> str:
     return _table("Stages", head, rows)
 
 
-def _stages(ranks: Sequence[Rank]) -> list[tuple[Stage, Rank]]:
+def _stages(ranks: Sequence[RankFacts]) -> list[tuple[StageFacts, RankFacts]]:
     """Return every stage with its rank, in order."""
-    found: list[tuple[Stage, Rank]] = []
+    found: list[tuple[StageFacts, RankFacts]] = []
     for rank in ranks:
         found += [(stage, rank) for stage in rank.stages]
     return sorted(found, key=lambda pair: pair[0].number)

@@ -7,16 +7,16 @@ from typing import Any
 
 from dure.report.charts import JSON, style, xy
 from dure.report.document import section
-from dure.report.parts import figure_of, grid, swatch, table
-from dure.report.runs import Run
-from dure.report.values import listing, mapping, number, text_of
-from dure.report.words import UNKNOWN, escape
+from dure.report.formatting import UNKNOWN, escape
+from dure.report.html_fragments import figure_of, grid, swatch, table
+from dure.report.json_values import listing, mapping, number, text_of
+from dure.report.runs import ReportedRun
 
 FIGURE = "epsilon"
 """Name of the figure."""
 
 
-def figures(runs: Sequence[Run]) -> dict[str, JSON]:
+def figures(runs: Sequence[ReportedRun]) -> dict[str, JSON]:
     """Return epsilon over rounds or steps, of all runs that report epsilon."""
     series = []
     for place, run in enumerate(runs):
@@ -35,7 +35,7 @@ def figures(runs: Sequence[Run]) -> dict[str, JSON]:
     return {FIGURE: xy("rounds or steps", "epsilon", series)} if series else {}
 
 
-def promises(runs: Sequence[Run], drawn: Mapping[str, JSON]) -> str:
+def promises(runs: Sequence[ReportedRun], drawn: Mapping[str, JSON]) -> str:
     """Return the section; empty if no run has a promise. drawn: its figure."""
     rows = "".join(
         _row(place, run, mapping(one))
@@ -59,13 +59,13 @@ def promises(runs: Sequence[Run], drawn: Mapping[str, JSON]) -> str:
     return section("privacy", "Differential privacy", lead, f'<div class="pipeline">{body}</div>')
 
 
-def in_a_line(run: Run) -> str | None:
+def in_a_line(run: ReportedRun) -> str | None:
     """Return a run's promises in a line for a terminal; None without a promise."""
     said = [text_of(mapping(one).get("said")) for one in run.promises]
     return "; ".join(filter(None, said)) or None
 
 
-def _row(place: int, run: Run, one: Mapping[str, Any]) -> str:
+def _row(place: int, run: ReportedRun, one: Mapping[str, Any]) -> str:
     who = f"<div>{swatch(place)}<span>{escape(run.label)}</span></div>"
     epsilon, delta = number(one.get("epsilon")), number(one.get("delta"))
     numbers = f"<td>{_digits(epsilon, 'no bound')}</td><td>{_digits(delta, UNKNOWN)}</td>"

@@ -2,9 +2,9 @@
 
 A run may have been killed at any moment: `summary.json` and `trace.json` may be absent, the last
 line of `history.jsonl` may be incomplete. Missing values are rebuilt from the history if that is
-exact, and are `None` otherwise; damaged content is left out and reported in `Run.notes`. A value of
-the wrong type, NaN and infinity count as missing. If a resumed run wrote a step again, the newer
-line counts.
+exact, and are `None` otherwise; damaged content is left out and reported in `ReportedRun.notes`. A
+value of the wrong type, NaN and infinity count as missing. If a resumed run wrote a step again, the
+newer line counts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from dure.errors import RunFolderError
 from dure.record.live_status import NOW
 from dure.record.settings import LINEAGE, alteration_note, without_sums
 from dure.record.untrusted_files import contents
-from dure.report.answers import answers_of
 from dure.report.facts import (
     divided_of,
     federation_of,
@@ -30,31 +29,32 @@ from dure.report.facts import (
     ranks_of,
     servers_of,
 )
+from dure.report.formatting import higher_is_better
 from dure.report.history_file import HistoryFile
+from dure.report.json_values import listing, mapping, number, numbers, text_of, whole
+from dure.report.prediction_tables import answers_of
 from dure.report.runs import (
     BestModel,
-    Line,
-    Partition,
-    Result,
-    Run,
-    Runs,
-    Span,
-    Target,
-    Trace,
-    Worker,
+    HistoryLine,
+    PartitionSummary,
+    ReportedRun,
+    ReportedRuns,
+    RunResult,
+    RunTimeline,
+    TargetResult,
+    TimelineSpan,
+    WorkerTime,
 )
-from dure.report.update_leaks import audit_of
-from dure.report.values import listing, mapping, number, numbers, text_of, whole
-from dure.report.words import higher_is_better
+from dure.report.update_leakage import audit_of
 
 
-def read_runs(folders: Sequence[Path]) -> Runs:
+def read_runs(folders: Sequence[Path]) -> ReportedRuns:
     """Read run folders, and folders of run folders: a comparison, or any folder with runs.
 
     Raises RunFolderError if a folder has no run, or no folders are given.
     """
     found, failed = run_folders(folders)
-    return Runs(distinct_labels([read_run(folder) for folder in found]), failed)
+    return ReportedRuns(distinct_labels([read_run(folder) for folder in found]), failed)
 
 
 def run_folders(folders: Sequence[Path]) -> tuple[list[Path], dict[str, str]]:
@@ -101,7 +101,7 @@ def _runs_below(folder: Path) -> tuple[list[Path], dict[str, str]]:
     return [folder / name for name in names if name not in missing], failed
 
 
-def read_run(folder: Path, lines: HistoryFile | None = None) -> Run:
+def read_run(folder: Path, lines: HistoryFile | None = None) -> ReportedRun:
     """Read a run folder, however incomplete.
 
     lines: history of the run, if the caller reads it repeatedly while it grows.
@@ -117,7 +117,7 @@ def read_run(folder: Path, lines: HistoryFile | None = None) -> Run:
     evaluations = lines.evaluations
     # Facts of the run at its end; before the end the last report (docs/run-folder.md).
     told = summary or _object(folder / NOW, notes)
-    return Run(
+    return ReportedRun(
         folder=folder,
         label=text_of(config.get("label")) or text_of(summary.get("label")) or folder.name,
         config=config,
@@ -162,11 +162,11 @@ def _natural(folder: Path) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
 
 
-def distinct_labels(runs: Sequence[Run]) -> list[Run]:
+def distinct_labels(runs: Sequence[ReportedRun]) -> list[ReportedRun]:
     """Return the runs with distinct labels: equal labels get the name of the folder."""
     times = Counter(run.label for run in runs)
 
-    def named(run: Run) -> Run:
+    def named(run: ReportedRun) -> ReportedRun:
         if times[run.label] == 1:
             return run
         return replace(run, label=f"{run.label} ({run.folder.name})")
@@ -191,9 +191,9 @@ def _object(path: Path, notes: list[str]) -> Mapping[str, Any]:
 def _result(
     config: Mapping[str, Any],
     summary: Mapping[str, Any],
-    steps: Sequence[Line],
-    evaluations: Sequence[Line],
-) -> Result:
+    steps: Sequence[HistoryLine],
+    evaluations: Sequence[HistoryLine],
+) -> RunResult:
     # The last step, or a later evaluation if the step lines end before it.
     newest = max((*steps[-1:], *evaluations[-1:]), key=lambda line: line.step, default=_NOTHING)
     evaluated = evaluations[-1] if evaluations else _NOTHING
@@ -212,7 +212,7 @@ def _result(
         said = number(summary.get(key))
         return otherwise if said is None else said
 
-    return Result(
+    return RunResult(
         unit=text_of(summary.get("unit")) or _unit(config),
         world=text_of(summary.get("world")),
         ended=text_of(summary.get("ended")),
@@ -254,7 +254,7 @@ def _shuffle(summary: Mapping[str, Any]) -> tuple[float, float] | None:
     return nbytes / workers, seconds / workers
 
 
-_NOTHING = Line(
+_NOTHING = HistoryLine(
     step=0.0,
     epoch=None,
     seconds=None,
@@ -269,7 +269,7 @@ _NOTHING = Line(
 """Values of a history without lines."""
 
 
-def _best(evaluations: Iterable[Line]) -> dict[str, float]:
+def _best(evaluations: Iterable[HistoryLine]) -> dict[str, float]:
     best: dict[str, float] = {}
     for line in evaluations:
         for key, value in line.metrics.items():
@@ -279,7 +279,9 @@ def _best(evaluations: Iterable[Line]) -> dict[str, float]:
     return best
 
 
-def _everyone(summary: Mapping[str, Any], evaluated: Line, steps: Sequence[Line]) -> Worker | None:
+def _everyone(
+    summary: Mapping[str, Any], evaluated: HistoryLine, steps: Sequence[HistoryLine]
+) -> WorkerTime | None:
     """Return the time of all workers together; of rank 0 alone, if killed before an evaluation."""
     total = _worker({**summary, "name": "all workers"})
     # No summary: a killed run. Evaluations count all workers, steps rank 0 alone.
@@ -290,11 +292,11 @@ def _everyone(summary: Mapping[str, Any], evaluated: Line, steps: Sequence[Line]
     return total if total.total > 0 else None
 
 
-def _worker(raw: Mapping[str, Any]) -> Worker:
+def _worker(raw: Mapping[str, Any]) -> WorkerTime:
     def amount(key: str) -> float:
         return max(number(raw.get(key)) or 0.0, 0.0)
 
-    return Worker(
+    return WorkerTime(
         name=str(raw.get("name", "?")),
         compute=amount("compute_seconds"),
         communication=amount("communication_seconds"),
@@ -304,11 +306,11 @@ def _worker(raw: Mapping[str, Any]) -> Worker:
     )
 
 
-def _line_worker(name: str, line: Line) -> Worker:
-    return Worker(name, line.compute or 0.0, line.communication or 0.0, line.idle or 0.0)
+def _line_worker(name: str, line: HistoryLine) -> WorkerTime:
+    return WorkerTime(name, line.compute or 0.0, line.communication or 0.0, line.idle or 0.0)
 
 
-def _bytes_each(config: Mapping[str, Any], evaluated: Line) -> float | None:
+def _bytes_each(config: Mapping[str, Any], evaluated: HistoryLine) -> float | None:
     """Return the bytes per rank of a killed run.
 
     None for federations, whose sum includes the server's bytes.
@@ -325,19 +327,19 @@ def _unit(config: Mapping[str, Any]) -> str:
     return "round" if of_rounds else "step"
 
 
-def _targets(raw: Mapping[str, Any]) -> list[Target]:
+def _targets(raw: Mapping[str, Any]) -> list[TargetResult]:
     targets = []
     for key, entry in raw.items():
         value = number(mapping(entry).get("target"))
         if value is not None:
-            targets.append(Target(key, value, number(mapping(entry).get("reached"))))
+            targets.append(TargetResult(key, value, number(mapping(entry).get("reached"))))
     return targets
 
 
-def _trace(path: Path, notes: list[str]) -> Trace | None:
+def _trace(path: Path, notes: list[str]) -> RunTimeline | None:
     raw = _object(path, notes)
     lanes: dict[int, str] = {}
-    spans: list[Span] = []
+    spans: list[TimelineSpan] = []
     dropped = 0
     for event in listing(raw.get("traceEvents")):
         if not isinstance(event, dict) or not isinstance(event.get("tid", 0), int):
@@ -356,10 +358,10 @@ def _trace(path: Path, notes: list[str]) -> Trace | None:
     spans.sort(key=lambda span: span.start)
     # A lane whose name was damaged still has its spans.
     nameless = {span.lane: f"lane {span.lane}" for span in spans}
-    return Trace(nameless | lanes, spans, dropped)
+    return RunTimeline(nameless | lanes, spans, dropped)
 
 
-def _spans(lane: int, event: Mapping[str, Any], arguments: Mapping[str, Any]) -> list[Span]:
+def _spans(lane: int, event: Mapping[str, Any], arguments: Mapping[str, Any]) -> list[TimelineSpan]:
     """Return the span of an event, times in milliseconds; [] if its times are damaged."""
     start = number(event.get("ts"))
     length = number(event.get("dur"))
@@ -368,7 +370,7 @@ def _spans(lane: int, event: Mapping[str, Any], arguments: Mapping[str, Any]) ->
     step = number(arguments.get("step"))
     name = str(event.get("name", ""))
     return [
-        Span(
+        TimelineSpan(
             lane,
             name if step is None else f"{name} {step:.0f}",
             category=str(event.get("cat", "")),
@@ -380,7 +382,7 @@ def _spans(lane: int, event: Mapping[str, Any], arguments: Mapping[str, Any]) ->
     ]
 
 
-def _partition(config: Mapping[str, Any]) -> Partition | None:
+def _partition(config: Mapping[str, Any]) -> PartitionSummary | None:
     raw = mapping(config.get("partition"))
     counts = list(map(whole, listing(raw.get("counts"))))
     rows = [list(map(whole, listing(row))) for row in listing(raw.get("label_histograms"))]
@@ -396,7 +398,7 @@ def _partition(config: Mapping[str, Any]) -> Partition | None:
     names = [str(name) for name in listing(config.get("classes"))]
     classes = names if len(names) == width else [str(index) for index in range(width)]
     called = [str(name) for name in listing(raw.get("names"))]
-    return Partition(
+    return PartitionSummary(
         text_of(raw.get("description")) or "partition",
         counts,
         histograms,

@@ -12,7 +12,7 @@ CLOCKS = {"virtual_seconds": "virtual", "wall_seconds": "wall"}
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class HistoryLine:
     """A line of history.jsonl.
 
     The counters of a step line are rank 0's, of an evaluation line those of all workers; the
@@ -32,7 +32,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Worker:
+class WorkerTime:
     """A rank, thread, client or server: its time in seconds by kind, and its bytes."""
 
     name: str
@@ -49,7 +49,7 @@ class Worker:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class TimelineSpan:
     """A span of a lane; `start` and `duration` in milliseconds since the run began.
 
     The name ends with the step.
@@ -64,16 +64,16 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Trace:
+class RunTimeline:
     """The timeline: names of lanes, spans in order of start, and the number of dropped spans."""
 
     lanes: Mapping[int, str]
-    spans: Sequence[Span]
+    spans: Sequence[TimelineSpan]
     dropped: int
 
 
 @dataclass(frozen=True)
-class Partition:
+class PartitionSummary:
     """Division of examples among clients.
 
     `histograms`: clients x classes, or None without labels. `names`: of the clients, None if the
@@ -92,7 +92,7 @@ class Partition:
 
 
 @dataclass(frozen=True)
-class Stage:
+class StageFacts:
     """A stage of a pipeline.
 
     begins: first module of the stage. there, back: bytes per full step over the boundary to the
@@ -107,7 +107,7 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Rank:
+class RankFacts:
     """Facts of a rank of a mesh.
 
     at: data, pipeline and tensor index. held: bytes of parameters, gradients, optimizer and
@@ -116,7 +116,7 @@ class Rank:
 
     name: str
     at: tuple[int, int, int]
-    stages: Sequence[Stage]
+    stages: Sequence[StageFacts]
     held: Mapping[str, float]
     peak_memory: float | None
     inside: float | None
@@ -124,7 +124,7 @@ class Rank:
 
 
 @dataclass(frozen=True, slots=True)
-class Assignment:
+class AssignmentSpan:
     """An assignment of a client in a round.
 
     began, ended: on the federation's clock. outcome: "accepted", "late", or the reason for a
@@ -139,7 +139,7 @@ class Assignment:
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
+class UpdateRecord:
     """A client's update, part of the step to the model of `round` + 1.
 
     norm: of the update. cosine: between the update and that step. Both are None if not finite.
@@ -154,7 +154,7 @@ class Sent:
 
 
 @dataclass(frozen=True, slots=True)
-class Presence:
+class PresenceSpan:
     """Time in which a client was connected, on the federation's clock."""
 
     client: int
@@ -163,7 +163,7 @@ class Presence:
 
 
 @dataclass(frozen=True)
-class Member:
+class ClientFacts:
     """A client on a network.
 
     examples: None if the number is protected. machine: the machine's description, in words.
@@ -179,7 +179,7 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Cost:
+class FederationCost:
     """Cost of a simulated federation, compared with uploading its data.
 
     Args:
@@ -202,7 +202,7 @@ class Cost:
 
 
 @dataclass(frozen=True)
-class Federation:
+class FederationFacts:
     """Facts of a federation.
 
     Args:
@@ -230,23 +230,23 @@ class Federation:
     """
 
     engine: str | None
-    assignments: Sequence[Assignment]
+    assignments: Sequence[AssignmentSpan]
     outcomes: Mapping[str, int]
     staleness: Mapping[int, int]
     turns: Mapping[int, int]
-    updates: Sequence[Sent]
+    updates: Sequence[UpdateRecord]
     by_client: Mapping[str, Sequence[float | None]]
     why: str | None = None
     refusals: Mapping[str, int] = field(default_factory=dict)
     clients: Sequence[int] = ()
     not_measured: Mapping[int, str] = field(default_factory=dict)
     out: Sequence[int] = ()
-    there: Sequence[Presence] = ()
-    cohort: Sequence[Member] = ()
+    there: Sequence[PresenceSpan] = ()
+    cohort: Sequence[ClientFacts] = ()
     bits: str | None = None
     differs: Sequence[str] = ()
     refused: Mapping[int, int] = field(default_factory=dict)
-    cost: Cost | None = None
+    cost: FederationCost | None = None
     exposure: Sequence[tuple[str, str]] = ()
     left: Mapping[int, int] = field(default_factory=dict)
     took_part: Mapping[str, float] = field(default_factory=dict)
@@ -257,7 +257,7 @@ class Federation:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class ShardFacts:
     """A shard: the keys start … stop-1 of a vector. owner: its server; None if it is lost."""
 
     vector: int
@@ -268,7 +268,7 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
-class Busy:
+class BusySpan:
     """Busy time of a worker's computation or a server's link, in seconds of a virtual clock.
 
     clock: the worker's logical clock.
@@ -282,7 +282,7 @@ class Busy:
 
 
 @dataclass(frozen=True)
-class Servers:
+class ParameterServerFacts:
     """Facts of a parameter server.
 
     Args:
@@ -295,13 +295,13 @@ class Servers:
         busy: first busy times, under a virtual clock.
     """
 
-    shards: Sequence[Held]
+    shards: Sequence[ShardFacts]
     staleness: Mapping[int, int]
     counts: str
     pushes: int
     push_bytes: int | None
     lost: Mapping[str, str]
-    busy: Sequence[Busy]
+    busy: Sequence[BusySpan]
 
     @property
     def pulls(self) -> int:
@@ -315,7 +315,7 @@ class Servers:
         return None if None in sizes else sum(size for size in sizes if size is not None)
 
 
-class Doing(NamedTuple):
+class PartySpan(NamedTuple):
     """Busy time of a party: computation with a part of the model, or use of its link.
 
     Seconds of the run's clock.
@@ -327,7 +327,7 @@ class Doing(NamedTuple):
     seconds: float
 
 
-class Sort(NamedTuple):
+class MessageCounts(NamedTuple):
     """Messages of a kind. largest: bytes of the largest. formula: its predicted bytes, or None."""
 
     kind: str
@@ -338,7 +338,7 @@ class Sort(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Divided:
+class SplitFacts:
     """Facts of a run of split learning.
 
     Args:
@@ -358,14 +358,14 @@ class Divided:
     weights: Sequence[int]
     examples: int
     flops: float | None
-    first: Sequence[Doing]
-    newest: Sequence[Doing]
+    first: Sequence[PartySpan]
+    newest: Sequence[PartySpan]
     round: int
-    sorts: Sequence[Sort]
+    sorts: Sequence[MessageCounts]
 
 
 @dataclass(frozen=True)
-class Leakage:
+class LeakageFacts:
     """Exposure of the data in split learning, and the newest leakage metrics, if any."""
 
     defence: str
@@ -374,7 +374,7 @@ class Leakage:
 
 
 @dataclass(frozen=True)
-class Attacked:
+class AttackReport:
     """Result of an attack on updates.
 
     Args:
@@ -397,7 +397,7 @@ class Attacked:
 
 
 @dataclass(frozen=True)
-class Audit:
+class AuditReport:
     """Result of `dure audit` on a run.
 
     guess: quality of a guess without updates. sums_only: whether the server got sums only.
@@ -405,14 +405,14 @@ class Audit:
     empty.
     """
 
-    rows: Sequence[Attacked]
+    rows: Sequence[AttackReport]
     guess: Mapping[str, float]
     sums_only: bool
     canaries: Mapping[str, float]
     promised: Mapping[str, float]
 
 
-class Seen(NamedTuple):
+class ShownExample(NamedTuple):
     """A test example. picture: a data URI. label, said: true and predicted class indices."""
 
     picture: str
@@ -422,7 +422,7 @@ class Seen(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Answers:
+class PredictionSummary:
     """Predictions of the trained model.
 
     confusion: test examples by true class and predicted class. examples: number of evaluated
@@ -433,11 +433,11 @@ class Answers:
     confusion: Sequence[Sequence[int]]
     examples: int
     of: int
-    seen: Sequence[Seen]
+    seen: Sequence[ShownExample]
 
 
 @dataclass(frozen=True)
-class Target:
+class TargetResult:
     """Steps or rounds until `metric` was at `value`; `reached` is None if it never was."""
 
     metric: str
@@ -455,7 +455,7 @@ class BestModel:
 
 
 @dataclass(frozen=True)
-class Result:
+class RunResult:
     """Result of a run: from `summary.json`, or from the history of a killed run.
 
     shuffle: bytes of examples that a worker sent, and seconds; None if unknown. chosen: the best
@@ -474,9 +474,9 @@ class Result:
     train_loss: float | None
     bytes_per_worker: float | None
     peak_memory: float | None
-    everyone: Worker | None
-    workers: Sequence[Worker]
-    targets: Sequence[Target]
+    everyone: WorkerTime | None
+    workers: Sequence[WorkerTime]
+    targets: Sequence[TargetResult]
     shuffle: tuple[float, float] | None = None
     chosen: BestModel | None = None
     mean_of: str | None = None
@@ -489,61 +489,61 @@ class Result:
 
 
 @dataclass(frozen=True)
-class Run:
+class ReportedRun:
     """A run folder."""
 
     folder: Path
     label: str
     config: Mapping[str, Any]
-    steps: Sequence[Line]
-    evaluations: Sequence[Line]
-    result: Result
-    trace: Trace | None
-    partition: Partition | None
+    steps: Sequence[HistoryLine]
+    evaluations: Sequence[HistoryLine]
+    result: RunResult
+    trace: RunTimeline | None
+    partition: PartitionSummary | None
     notes: Sequence[str]
-    ranks: Sequence[Rank] = ()
-    federation: Federation | None = None
-    servers: Servers | None = None
-    divided: Divided | None = None
-    leakage: Leakage | None = None
+    ranks: Sequence[RankFacts] = ()
+    federation: FederationFacts | None = None
+    servers: ParameterServerFacts | None = None
+    divided: SplitFacts | None = None
+    leakage: LeakageFacts | None = None
     promises: Sequence[Any] = ()
     """Promises of differential privacy, as the run reported them."""
-    audit: Audit | None = None
-    answers: Answers | None = None
+    audit: AuditReport | None = None
+    answers: PredictionSummary | None = None
     goes_on: bool = False
     """Whether a process is training the run now."""
 
 
 @dataclass(frozen=True)
-class Runs:
+class ReportedRuns:
     """All runs of a report.
 
     failed: name -> reason, of a comparison's failed runs.
     """
 
-    runs: Sequence[Run]
+    runs: Sequence[ReportedRun]
     failed: Mapping[str, str] = field(default_factory=dict)
 
 
-def time_of(line: Line) -> float | None:
+def time_of(line: HistoryLine) -> float | None:
     """Return the time on the federation's clock at a step; None without such a clock."""
     told = (line.metrics.get(key) for key in CLOCKS)
     return next((now for now in told if now is not None), None)
 
 
-def virtual_seconds(run: Run) -> float | None:
+def virtual_seconds(run: ReportedRun) -> float | None:
     """Return a simulation's own clock at its end; None for a run in real time."""
     if not is_simulated(run):
         return None
     return next((now for line in reversed(run.steps) if (now := time_of(line)) is not None), None)
 
 
-def is_simulated(run: Run) -> bool:
+def is_simulated(run: ReportedRun) -> bool:
     """Return whether times are virtual seconds, which are not comparable with real seconds."""
     return clock_of(run) == "virtual"
 
 
-def clock_of(run: Run) -> str | None:
+def clock_of(run: ReportedRun) -> str | None:
     """Return "virtual" or "wall", the kind of the federation's clock; None without a clock."""
     keys = {key for line in run.steps[-1:] for key in line.metrics}
     return next((words for key, words in CLOCKS.items() if key in keys), None)

@@ -9,16 +9,16 @@ from dure.record.history import is_spread
 from dure.record.spread import Spread, spread
 from dure.report import charts
 from dure.report.document import section
-from dure.report.runs import Run, is_simulated, virtual_seconds
-from dure.report.words import UNKNOWN, duration, escape, metric_name, metric_value, size
+from dure.report.formatting import UNKNOWN, duration, escape, metric_name, metric_value, size
+from dure.report.runs import ReportedRun, is_simulated, virtual_seconds
 
 _SAME = ("label", "task", "strategy", "world", "stop")
 """Keys of config.json that are equal in runs that differ only in their seed."""
 
 
-def groups(runs: Sequence[Run]) -> list[list[Run]]:
+def groups(runs: Sequence[ReportedRun]) -> list[list[ReportedRun]]:
     """Return groups of runs that differ only in their seed, in the order of the runs."""
-    found: dict[str, list[Run]] = {}
+    found: dict[str, list[ReportedRun]] = {}
     for run in runs:
         same = {name: run.config.get(name) for name in _SAME}
         found.setdefault(json.dumps(same, sort_keys=True), []).append(run)
@@ -27,7 +27,7 @@ def groups(runs: Sequence[Run]) -> list[list[Run]]:
     ]
 
 
-def over_seeds(runs: Sequence[Run]) -> str:
+def over_seeds(runs: Sequence[ReportedRun]) -> str:
     """Return the section with a row for each system with several seeds; empty without any."""
     together = groups(runs)
     if not together:
@@ -54,12 +54,12 @@ def over_seeds(runs: Sequence[Run]) -> str:
     return section("over-seeds", "Over seeds", lead, body)
 
 
-Column = tuple[str, Callable[[Run], float | None], Callable[[float | None], str]]
+SeedColumn = tuple[str, Callable[[ReportedRun], float | None], Callable[[float | None], str]]
 """Heading, value of a run, and its text."""
 
 
-def _columns(runs: Sequence[Run]) -> list[Column]:
-    columns: list[Column] = []
+def _columns(runs: Sequence[ReportedRun]) -> list[SeedColumn]:
+    columns: list[SeedColumn] = []
     for key in charts.metrics(runs):
         if not is_spread(key):
             columns.append(_metric(key))
@@ -75,12 +75,12 @@ def _loss(value: float | None) -> str:
     return metric_value("loss", value)
 
 
-def _seconds(run: Run) -> float | None:
+def _seconds(run: ReportedRun) -> float | None:
     """Return the training seconds; None for a simulation, whose real time means nothing."""
     return None if is_simulated(run) else run.result.seconds
 
 
-def _metric(key: str) -> Column:
+def _metric(key: str) -> SeedColumn:
     return (
         metric_name(key),
         lambda run: run.result.final.get(key),
@@ -89,7 +89,9 @@ def _metric(key: str) -> Column:
 
 
 def _cell(
-    group: Sequence[Run], value: Callable[[Run], float | None], text: Callable[[float | None], str]
+    group: Sequence[ReportedRun],
+    value: Callable[[ReportedRun], float | None],
+    text: Callable[[float | None], str],
 ) -> str:
     found = spread([number for number in map(value, group) if number is not None])
     if found is None:

@@ -16,32 +16,41 @@ from typing import NamedTuple
 from dure.report.charts import CATEGORIES, JSON, SPANS, SPANS_OF_ALL_RUNS, short, style, xy
 from dure.report.document import section
 from dure.report.federated_figures import ROWS
-from dure.report.parts import figure_of, grid, swatch, table
-from dure.report.runs import Busy, Run, Servers, Worker, clock_of, time_of
-from dure.report.words import UNKNOWN, count, escape, plural, size
+from dure.report.formatting import UNKNOWN, count, escape, plural, size
+from dure.report.html_fragments import figure_of, grid, swatch, table
+from dure.report.runs import (
+    BusySpan,
+    ParameterServerFacts,
+    ReportedRun,
+    WorkerTime,
+    clock_of,
+    time_of,
+)
 
 SHARDS = 40
 """Most shards in the table of owners."""
 
 
-class Told(NamedTuple):
+class ParameterServerRun(NamedTuple):
     """A run with parameter servers, and its place in the report."""
 
     place: int
-    run: Run
-    servers: Servers
+    run: ReportedRun
+    servers: ParameterServerFacts
 
 
-def _told(runs: Sequence[Run]) -> list[Told]:
+def _told(runs: Sequence[ReportedRun]) -> list[ParameterServerRun]:
     return [
-        Told(place, run, run.servers) for place, run in enumerate(runs) if run.servers is not None
+        ParameterServerRun(place, run, run.servers)
+        for place, run in enumerate(runs)
+        if run.servers is not None
     ]
 
 
 # Data for page.js.
 
 
-def figures(runs: Sequence[Run]) -> dict[str, JSON]:
+def figures(runs: Sequence[ReportedRun]) -> dict[str, JSON]:
     """Return the figures by name, with the run's place: clocks-0, waiting-0, busy-0.
 
     Empty figures are left out.
@@ -56,7 +65,7 @@ def figures(runs: Sequence[Run]) -> dict[str, JSON]:
     return {name: figure for name, figure in drawn.items() if figure is not None}
 
 
-def _clocks(servers: Servers) -> JSON | None:
+def _clocks(servers: ParameterServerFacts) -> JSON | None:
     if not servers.staleness:
         return None
     x = sorted(servers.staleness)
@@ -65,7 +74,7 @@ def _clocks(servers: Servers) -> JSON | None:
     return xy(f"staleness in {servers.counts}", "pulls", [bars])
 
 
-def _waiting(place: int, run: Run) -> JSON | None:
+def _waiting(place: int, run: ReportedRun) -> JSON | None:
     known = [
         (line.step, waited)
         for line in run.steps
@@ -79,7 +88,7 @@ def _waiting(place: int, run: Run) -> JSON | None:
     return {**xy("round", "share of the workers’ time", [curve]), "share": True}
 
 
-def _busy(busy: Sequence[Busy], clock: str | None) -> JSON | None:
+def _busy(busy: Sequence[BusySpan], clock: str | None) -> JSON | None:
     """Return a lane for each server and worker, from the start of the run."""
     names = sorted({one.who for one in busy}, key=_in_order)[:ROWS]
     if not names:
@@ -118,7 +127,7 @@ def _numbered(clock: int | None) -> int | None:
 # The section.
 
 
-def parameter_servers(runs: Sequence[Run], drawn: Mapping[str, JSON]) -> str:
+def parameter_servers(runs: Sequence[ReportedRun], drawn: Mapping[str, JSON]) -> str:
     """Return the section, a block for each run; empty without any. drawn: its figures."""
     told = _told(runs)
     if not told:
@@ -133,7 +142,7 @@ def parameter_servers(runs: Sequence[Run], drawn: Mapping[str, JSON]) -> str:
     return section("servers", "Parameter servers", lead, blocks)
 
 
-def _block(one: Told, drawn: Mapping[str, JSON]) -> str:
+def _block(one: ParameterServerRun, drawn: Mapping[str, JSON]) -> str:
     place, run, servers = one
 
     def figure(key: str, heading: str, note: str = "") -> str:
@@ -155,7 +164,7 @@ def _block(one: Told, drawn: Mapping[str, JSON]) -> str:
     )
 
 
-def _facts(run: Run, servers: Servers) -> str:
+def _facts(run: ReportedRun, servers: ParameterServerFacts) -> str:
     workers = len(_workers(run))
     owners = {shard.owner for shard in servers.shards if shard.owner is not None}
     said = [
@@ -174,17 +183,17 @@ def _facts(run: Run, servers: Servers) -> str:
     return "; ".join(said) + "."
 
 
-def _workers(run: Run) -> list[Worker]:
+def _workers(run: ReportedRun) -> list[WorkerTime]:
     return [one for one in run.result.workers if one.name.startswith("worker")]
 
 
-def _seconds(run: Run) -> tuple[float | None, str]:
+def _seconds(run: ReportedRun) -> tuple[float | None, str]:
     """Return the duration of the run, and the kind of clock."""
     now = next((at for line in reversed(run.steps) if (at := time_of(line)) is not None), None)
     return (now, clock_of(run) or "virtual") if now is not None else (run.result.seconds, "wall")
 
 
-def _traffic(run: Run, servers: Servers) -> str:
+def _traffic(run: ReportedRun, servers: ParameterServerFacts) -> str:
     """Return a table of the workers' bytes, measured and by the formula."""
     workers = _workers(run)
     nbytes = servers.nbytes
@@ -206,7 +215,7 @@ def _traffic(run: Run, servers: Servers) -> str:
     return table("Bytes", "long", head, rows)
 
 
-def _owners(servers: Servers) -> str:
+def _owners(servers: ParameterServerFacts) -> str:
     """Return a table of the shards' owners at the end."""
     rows = ""
     for number, shard in enumerate(servers.shards[:SHARDS]):

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 
 from dure.report.charts import JSON
 from dure.report.document import section
-from dure.report.parts import figure_of, swatch, table
-from dure.report.runs import Divided, Run, Sort, Worker
+from dure.report.formatting import UNKNOWN, count, escape, plural, size
+from dure.report.html_fragments import figure_of, swatch, table
+from dure.report.runs import MessageCounts, ReportedRun, SplitFacts, WorkerTime
 from dure.report.split_figures import PARTS
-from dure.report.words import UNKNOWN, count, escape, plural, size
 
 _KINDS = {
     "Smashed": ("smashed data", "up"),
@@ -29,7 +29,7 @@ _KINDS = {
 """Messages by the name of their class, in the order of a step, with their direction."""
 
 
-def divided_models(runs: Sequence[Run], drawn: Mapping[str, JSON]) -> str:
+def divided_models(runs: Sequence[ReportedRun], drawn: Mapping[str, JSON]) -> str:
     """Return the section, a block for each run; empty if no model was cut. drawn: its figures."""
     blocks = "".join(
         _block(place, run, run.divided, drawn)
@@ -55,7 +55,7 @@ def _legend() -> str:
     return f"{names}<br>"
 
 
-def _block(place: int, run: Run, divided: Divided, drawn: Mapping[str, JSON]) -> str:
+def _block(place: int, run: ReportedRun, divided: SplitFacts, drawn: Mapping[str, JSON]) -> str:
     def figure(key: str, heading: str, note: str) -> str:
         name = f"{key}-{place}"
         return figure_of(name, heading, note) if name in drawn else ""
@@ -75,7 +75,7 @@ _KEPT = 1_500
 """Most recorded spans of the newest round."""
 
 
-def _facts(run: Run, divided: Divided) -> str:
+def _facts(run: ReportedRun, divided: SplitFacts) -> str:
     clients = [one for one in run.result.workers if one.name.startswith("client")]
     said = [f"cut at {' and '.join(divided.at)}"]
     # A server does not know the computing time of clients on other machines.
@@ -96,8 +96,8 @@ def _facts(run: Run, divided: Divided) -> str:
     return "; ".join(said) + "."
 
 
-def _together(clients: Sequence[Worker]) -> Worker:
-    return Worker(
+def _together(clients: Sequence[WorkerTime]) -> WorkerTime:
+    return WorkerTime(
         "clients",
         compute=sum(one.compute for one in clients),
         communication=sum(one.communication for one in clients),
@@ -105,7 +105,7 @@ def _together(clients: Sequence[Worker]) -> Worker:
     )
 
 
-def _parts(divided: Divided) -> str:
+def _parts(divided: SplitFacts) -> str:
     """Return a table of head, tail and end: owner, weights and operations."""
     rows = ""
     for name, share, weights in zip(
@@ -124,7 +124,7 @@ def _parts(divided: Divided) -> str:
     return table("Parts of the model", "long", head, rows, texts=["with"]) if rows else ""
 
 
-def _traffic(divided: Divided) -> str:
+def _traffic(divided: SplitFacts) -> str:
     """Return a table of messages against their formulas."""
     order = list(_KINDS)
     known = [one for one in divided.sorts if one.kind in _KINDS]
@@ -136,7 +136,7 @@ def _traffic(divided: Divided) -> str:
     return table("Bytes", "long", head, rows, texts=["way"])
 
 
-def _row(one: Sort) -> str:
+def _row(one: MessageCounts) -> str:
     name, way = _KINDS.get(one.kind, (escape(one.kind), UNKNOWN))
     ratio = f"{one.largest / one.formula:.4g}" if one.formula else UNKNOWN
     return (

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from dure.report.charts import JSON, metrics, short, style, xy
 from dure.report.federated_figures import ROWS
-from dure.report.runs import Divided, Doing, Run, clock_of
-from dure.report.words import metric_name
+from dure.report.formatting import metric_name
+from dure.report.runs import PartySpan, ReportedRun, SplitFacts, clock_of
 
 PARTS = {"head": "compute", "tail": "checkpoint", "end": "evaluation", "link": "communication"}
 """Activities, and the names of their colours."""
@@ -28,7 +28,7 @@ LEAKS = {
 """Leakage metrics of a round, in words."""
 
 
-def figures(runs: Sequence[Run]) -> dict[str, JSON]:
+def figures(runs: Sequence[ReportedRun]) -> dict[str, JSON]:
     """Return the figures by name, without empty figures.
 
     Figures of a run end in its place in the report: steps-0, round-0. Figures of all runs end in
@@ -46,7 +46,7 @@ def figures(runs: Sequence[Run]) -> dict[str, JSON]:
     return {name: figure for name, figure in drawn.items() if figure is not None}
 
 
-def _lanes(doings: Sequence[Doing], divided: Divided, seconds: str) -> JSON | None:
+def _lanes(doings: Sequence[PartySpan], divided: SplitFacts, seconds: str) -> JSON | None:
     """Return a lane for the server and each client; None if no activity took time."""
     if not any(one.seconds for one in doings):
         return None
@@ -81,7 +81,7 @@ def _in_order(name: str) -> tuple[bool, int, str]:
     return bool(number), int(number) if number.isdigit() else 0, kind
 
 
-def _curves(runs: Sequence[Run], meter: str) -> JSON | None:
+def _curves(runs: Sequence[ReportedRun], meter: str) -> JSON | None:
     """Return a curve of the leakage metric over rounds for each run that has it."""
     series = []
     for place, run in enumerate(runs):
@@ -103,7 +103,7 @@ def _curves(runs: Sequence[Run], meter: str) -> JSON | None:
     return {**xy("round", "AUC", series), **whole, "guess": 0.5}
 
 
-def _trade(runs: Sequence[Run], meter: str) -> JSON | None:
+def _trade(runs: Sequence[ReportedRun], meter: str) -> JSON | None:
     """Return the runs' main metric over their leakage in the newest round, for several runs."""
     keys = [key for key in metrics(runs) if key.startswith("test_")]
     series = []
@@ -126,7 +126,7 @@ def _trade(runs: Sequence[Run], meter: str) -> JSON | None:
     return {**figure, "ranges": {"x": [0, _ABOVE]}}
 
 
-def _named(run: Run) -> str:
+def _named(run: ReportedRun) -> str:
     defence = run.leakage.defence if run.leakage else "none"
     more = "" if defence == "none" or defence in run.label else f", {defence}"
     return html.escape(f"{run.label}{more}", quote=False)

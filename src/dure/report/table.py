@@ -9,9 +9,7 @@ from dure.record import idleness
 from dure.record.history import is_spread
 from dure.report import charts
 from dure.report.document import section
-from dure.report.parts import bar, legend, percents, swatch, world
-from dure.report.runs import Result, Run, Runs, Target, Worker, is_simulated, virtual_seconds
-from dure.report.words import (
+from dure.report.formatting import (
     UNKNOWN,
     count,
     duration,
@@ -22,10 +20,20 @@ from dure.report.words import (
     plural,
     size,
 )
+from dure.report.html_fragments import bar, legend, percents, swatch, world
+from dure.report.runs import (
+    ReportedRun,
+    ReportedRuns,
+    RunResult,
+    TargetResult,
+    WorkerTime,
+    is_simulated,
+    virtual_seconds,
+)
 
 
 @dataclass(frozen=True)
-class Column:
+class TableColumn:
     """A column of the table.
 
     Args:
@@ -38,14 +46,14 @@ class Column:
     """
 
     title: str
-    html: Callable[[Run], str]
-    value: Callable[[Run], float | str | None]
+    html: Callable[[ReportedRun], str]
+    value: Callable[[ReportedRun], float | str | None]
     better: int = 0
     finished_only: bool = True  # a killed run has sent few bytes: that makes it no winner
     of_model: bool = False
 
 
-def table(runs: Runs) -> str:
+def table(runs: ReportedRuns) -> str:
     """Return the section with a row for each run, and a row for each run that failed."""
     columns = _columns(runs.runs)
     # The best of each column over all runs, before any row is written.
@@ -81,7 +89,7 @@ def table(runs: Runs) -> str:
     return section("runs", "Runs", lead, whole)
 
 
-def _about(run: Run) -> list[str]:
+def _about(run: ReportedRun) -> list[str]:
     """Describe a run's best model, its mean of models and missing clients, below the table."""
     told = []
     chosen = run.result.chosen
@@ -102,7 +110,7 @@ def _about(run: Run) -> list[str]:
     return told
 
 
-def _baseline(runs: Sequence[Run]) -> str:
+def _baseline(runs: Sequence[ReportedRun]) -> str:
     """Describe the accuracy of always predicting the most frequent class, if runs report it."""
     told = {
         f"{metric_name(key)} {metric_value(key, value)}"
@@ -138,9 +146,9 @@ def _failed(failed: Mapping[str, str], columns: int) -> str:
     return f'<tbody class="failed">{rows}</tbody>'
 
 
-def _columns(runs: Sequence[Run]) -> list[Column]:
+def _columns(runs: Sequence[ReportedRun]) -> list[TableColumn]:
     keys = charts.metrics(runs)
-    columns: list[Column] = []
+    columns: list[TableColumn] = []
     if keys:
         # The main metric has two columns; of the others the final value is enough.
         columns += [_metric_column("best", keys[0]), _metric_column("final", keys[0])]
@@ -165,44 +173,46 @@ def _columns(runs: Sequence[Run]) -> list[Column]:
         *_shuffle_column(runs),
         _number_column("peak memory", lambda r: r.peak_memory, size, -1),
         *_target_columns(runs),
-        Column("ended by", lambda run: escape(ended(run)), ended),
+        TableColumn("ended by", lambda run: escape(ended(run)), ended),
     ]
     return columns
 
 
 def _number_column(
     title: str,
-    pick: Callable[[Result], float | None],
+    pick: Callable[[RunResult], float | None],
     write: Callable[[float | None], str],
     better: int = 0,
-) -> Column:
-    return Column(title, lambda run: write(pick(run.result)), lambda run: pick(run.result), better)
+) -> TableColumn:
+    return TableColumn(
+        title, lambda run: write(pick(run.result)), lambda run: pick(run.result), better
+    )
 
 
-def _shuffle_column(runs: Sequence[Run]) -> list[Column]:
+def _shuffle_column(runs: Sequence[ReportedRun]) -> list[TableColumn]:
     """Return a column of shuffled bytes if any worker sent examples."""
     if not any(run.result.shuffle and run.result.shuffle[0] for run in runs):
         return []
 
-    def cell(run: Run) -> str:
+    def cell(run: ReportedRun) -> str:
         if run.result.shuffle is None:
             return UNKNOWN
         nbytes, seconds = run.result.shuffle
         return f"{size(nbytes)} in {duration(seconds)}" if nbytes else "nothing"
 
-    def nbytes(run: Run) -> float | None:
+    def nbytes(run: ReportedRun) -> float | None:
         return None if run.result.shuffle is None else run.result.shuffle[0]
 
-    return [Column("shuffled per worker", cell, nbytes)]
+    return [TableColumn("shuffled per worker", cell, nbytes)]
 
 
-def clock_columns(runs: Sequence[Run]) -> list[Column]:
+def clock_columns(runs: Sequence[ReportedRun]) -> list[TableColumn]:
     """Return columns of time and its shares; real and virtual seconds have separate columns.
 
     The real time of a simulation has no best: it measures no system.
     """
     simulated = [run for run in runs if is_simulated(run)]
-    columns: list[Column] = []
+    columns: list[TableColumn] = []
     if len(simulated) < len(runs):
         columns += [
             _time_column("time", lambda run: None if is_simulated(run) else run.result.seconds, -1),
@@ -221,42 +231,44 @@ def clock_columns(runs: Sequence[Run]) -> list[Column]:
     return columns
 
 
-def _time_column(title: str, pick: Callable[[Run], float | None], better: int) -> Column:
-    return Column(title, lambda run: duration(pick(run)), pick, better)
+def _time_column(
+    title: str, pick: Callable[[ReportedRun], float | None], better: int
+) -> TableColumn:
+    return TableColumn(title, lambda run: duration(pick(run)), pick, better)
 
 
-def _share_column(title: str, simulated: bool) -> Column:
+def _share_column(title: str, simulated: bool) -> TableColumn:
     """Return a column of time shares, sorted by computing; no run is best."""
 
-    def of(run: Run) -> Worker | None:
+    def of(run: ReportedRun) -> WorkerTime | None:
         return run.result.everyone if is_simulated(run) == simulated else None
 
-    def computing(run: Run) -> float | None:
+    def computing(run: ReportedRun) -> float | None:
         worker = of(run)
         return worker.compute / worker.total if worker else None
 
-    return Column(title, lambda run: _share_cell(of(run)), computing)
+    return TableColumn(title, lambda run: _share_cell(of(run)), computing)
 
 
-def _idle_column(title: str, simulated: bool) -> Column:
+def _idle_column(title: str, simulated: bool) -> TableColumn:
     """Return a column of the idle share of time; no run is best, since slow computing lowers it."""
 
-    def share(run: Run) -> float | None:
+    def share(run: ReportedRun) -> float | None:
         worker = run.result.everyone
         if worker is None or is_simulated(run) != simulated:
             return None
         return idleness.idle_share(worker.compute + worker.communication, worker.idle)
 
-    return Column(title, lambda run: idleness.written(share(run)), share)
+    return TableColumn(title, lambda run: idleness.written(share(run)), share)
 
 
-def _metric_column(which: str, key: str) -> Column:
-    def value(run: Run) -> float | None:
+def _metric_column(which: str, key: str) -> TableColumn:
+    def value(run: ReportedRun) -> float | None:
         if which == "best" and run.result.chosen is not None:
             return run.result.chosen.metrics.get(key)
         return (run.result.best if which == "best" else run.result.final).get(key)
 
-    def cell(run: Run) -> str:
+    def cell(run: ReportedRun) -> str:
         # Which of its two models the number measures.
         chosen = run.result.chosen
         step = None if chosen is None else chosen.step if which == "best" else run.result.steps
@@ -267,16 +279,16 @@ def _metric_column(which: str, key: str) -> Column:
     of_model = not key.startswith("personal_")
     title = f"{which} {metric_name(key)}".strip()
     better = 1 if higher_is_better(key) else -1
-    return Column(title, cell, value, better, finished_only=False, of_model=of_model)
+    return TableColumn(title, cell, value, better, finished_only=False, of_model=of_model)
 
 
-def _step(run: Run, step: float) -> str:
+def _step(run: ReportedRun, step: float) -> str:
     return f"{escape(run.result.unit)} {count(step)}"
 
 
-def _steps_column(runs: Sequence[Run]) -> Column:
+def _steps_column(runs: Sequence[ReportedRun]) -> TableColumn:
     one = _one_unit(runs)
-    return Column(
+    return TableColumn(
         f"{one}s" if one else "steps or rounds",
         lambda run: (
             count(run.result.steps) if one else plural(run.result.steps, escape(run.result.unit))
@@ -285,13 +297,13 @@ def _steps_column(runs: Sequence[Run]) -> Column:
     )
 
 
-def _one_unit(runs: Sequence[Run]) -> str | None:
+def _one_unit(runs: Sequence[ReportedRun]) -> str | None:
     """Return "step" or "round" if all runs count the same, else None."""
     units = {run.result.unit for run in runs}
     return units.pop() if len(units) == 1 else None
 
 
-def _target_columns(runs: Sequence[Run]) -> list[Column]:
+def _target_columns(runs: Sequence[ReportedRun]) -> list[TableColumn]:
     """Return a column for each target of any run."""
     asked: dict[tuple[str, float], None] = {}
     for run in runs:
@@ -301,26 +313,26 @@ def _target_columns(runs: Sequence[Run]) -> list[Column]:
     return [_target_column(metric, goal, better) for metric, goal in asked]
 
 
-def _target_column(metric: str, goal: float, better: int) -> Column:
-    def target_of(run: Run) -> Target | None:
+def _target_column(metric: str, goal: float, better: int) -> TableColumn:
+    def target_of(run: ReportedRun) -> TargetResult | None:
         same = (one for one in run.result.targets if (one.metric, one.value) == (metric, goal))
         return next(same, None)
 
-    def reached(run: Run) -> float | None:
+    def reached(run: ReportedRun) -> float | None:
         target = target_of(run)
         return None if target is None else target.reached
 
-    def cell(run: Run) -> str:
+    def cell(run: ReportedRun) -> str:
         if target_of(run) is None:
             return UNKNOWN
         steps = reached(run)
         return "not reached" if steps is None else plural(steps, escape(run.result.unit))
 
     title = f"to {metric_value(metric, goal).replace('.00', '')} {metric_name(metric)}"
-    return Column(title, cell, reached, better, finished_only=False)
+    return TableColumn(title, cell, reached, better, finished_only=False)
 
 
-def _best(column: Column, runs: Sequence[Run]) -> str | None:
+def _best(column: TableColumn, runs: Sequence[ReportedRun]) -> str | None:
     """Return the best text of a column; None without differing values to compare.
 
     Equal texts are equally good: runs of the same computation differ in the last bits.
@@ -337,7 +349,7 @@ def _best(column: Column, runs: Sequence[Run]) -> str | None:
     return text
 
 
-def _cell(column: Column, run: Run, best: str | None) -> str:
+def _cell(column: TableColumn, run: ReportedRun, best: str | None) -> str:
     value = column.value(run)
     body = column.html(run)
     sort = "" if value is None else f' data-value="{escape(value)}"'
@@ -347,18 +359,18 @@ def _cell(column: Column, run: Run, best: str | None) -> str:
     return f"<td{kind}{sort}>{body}</td>"
 
 
-def _competes(column: Column, run: Run) -> bool:
+def _competes(column: TableColumn, run: ReportedRun) -> bool:
     if column.of_model and run.result.mean_of is not None:
         return False
     return finished(run) or not column.finished_only
 
 
-def finished(run: Run) -> bool:
+def finished(run: ReportedRun) -> bool:
     """Return whether a run has ended without an interruption."""
     return run.result.ended not in (None, "interrupt")
 
 
-def ended(run: Run) -> str:
+def ended(run: ReportedRun) -> str:
     """Return the reason for the run's end: a limit, or a kill; a dash while it is training."""
     result = run.result
     if run.goes_on:
@@ -368,7 +380,7 @@ def ended(run: Run) -> str:
     return result.ended
 
 
-def _share_cell(worker: Worker | None) -> str:
+def _share_cell(worker: WorkerTime | None) -> str:
     if worker is None:
         return UNKNOWN
     return (

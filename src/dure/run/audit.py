@@ -34,7 +34,7 @@ from dure.fleet.malicious import malicious_clients
 from dure.record.disk import disk_errors, write_atomically
 from dure.record.png import strip
 from dure.record.run import RunFolder, trained_weights
-from dure.report.values import listing, mapping, numbers
+from dure.report.json_values import listing, mapping, numbers
 from dure.run.begun import Asks
 from dure.run.config import asked_in
 from dure.run.train import found_again, train

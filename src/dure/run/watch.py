@@ -55,8 +55,8 @@ def watch(
     for folder in folders:
         if not folder.is_dir():
             raise RunFolderError(f"there is no folder {folder}")
-    from dure.report.live.door import new_code
     from dure.report.live.listener import Listener
+    from dure.report.live.login import new_code
     from dure.report.live.page import LivePage
 
     code = new_code()

@@ -1,7 +1,7 @@
 """The live page: responses to requests, independent of the listener.
 
     GET  /            the page; without the token, a form for it
-    POST /            the token, for a cookie (`dure.report.live.door`)
+    POST /            the token, for a cookie (`dure.report.live.login`)
     GET  /events      changes since a state, as server-sent events
     GET  /plotly.js   the drawing library, which a browser caches
     GET  /here        204, or 401 without the token
@@ -29,10 +29,10 @@ from urllib.parse import parse_qs
 
 from dure.contracts.page import PageResponse
 from dure.report import document
-from dure.report.live.door import Door
-from dure.report.live.state import State, States
+from dure.report.formatting import escape
+from dure.report.live.login import TokenLogin
+from dure.report.live.state import PageState, PageStates
 from dure.report.page import page_script
-from dure.report.words import escape
 
 BEAT = 10.0
 """Seconds between two heartbeats; the page reconnects after three missing heartbeats."""
@@ -80,9 +80,9 @@ class LivePage:
         server: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
         document.check_plotly("the live page")
-        self._door = Door(token, secure)
+        self._door = TokenLogin(token, secure)
         self._where = where_token
-        self.states = States(folders, server)
+        self.states = PageStates(folders, server)
         self._closed = threading.Event()
         self.readers = 0
 
@@ -125,7 +125,7 @@ class LivePage:
         if self.readers >= MOST_READERS:
             return PageResponse(503, {"retry-after": "10"})
         headers = {"content-type": "text/event-stream; charset=utf-8", "x-accel-buffering": "no"}
-        return PageResponse(200, headers, stream=Events(self, since))
+        return PageResponse(200, headers, stream=PageEvents(self, since))
 
     @cached_property
     def _plotly(self) -> tuple[bytes, bytes, str]:
@@ -161,7 +161,7 @@ class LivePage:
         return _html(status, _around("dure", body), secrets.token_urlsafe(16))
 
 
-class Events:
+class PageEvents:
     """The event stream of one reader. since: version of the reader's state."""
 
     def __init__(self, page: LivePage, since: str) -> None:
@@ -234,7 +234,7 @@ def _around(title: str, body: str, attributes: str = "", scripts: str = "") -> s
     )
 
 
-def _document(state: State, nonce: str) -> str:
+def _document(state: PageState, nonce: str) -> str:
     parts = "".join(
         f'<div data-part="{place}">{html}</div>\n' for place, html in enumerate(state.sections)
     )

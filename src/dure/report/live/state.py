@@ -1,7 +1,7 @@
 """States of the live page, and the updates between them.
 
     whole   all sections and all data
-    patch   changed sections, and changes of the data (`dure.report.live.patch`)
+    patch   changed sections, and changes of the data (`dure.report.live.json_patch`)
 
 A state is made on request, at least `PACE` seconds after the last state and at least ten times the
 time that making it took: watching a run costs at most a tenth of a core, and nothing without
@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dure.report.live.following import Following, Look
-from dure.report.live.now import now
-from dure.report.live.patch import changes
+from dure.report.live.json_patch import changes
+from dure.report.live.run_follower import RunFollower, RunsSnapshot
+from dure.report.live.status_section import now
 from dure.report.page import content, title_of
 
 PACE = 1.0
@@ -32,11 +32,11 @@ KEPT = 4
 
 
 @dataclass(frozen=True)
-class State:
+class PageState:
     """State of the page.
 
     version: unique, also across restarts of the server. over: no changes are to come. sections:
-    HTML; the second section is the present (`dure.report.live.now`).
+    HTML; the second section is the present (`dure.report.live.status_section`).
     """
 
     version: str
@@ -58,7 +58,7 @@ class State:
             "data": self.data,
         }
 
-    def since(self, before: State) -> dict[str, Any]:
+    def since(self, before: PageState) -> dict[str, Any]:
         """Return the update for a reader whose state is `before`."""
         pairs = zip(before.sections, self.sections, strict=True)
         return {
@@ -71,23 +71,23 @@ class State:
         }
 
 
-class States:
+class PageStates:
     """The states of a page. server: returns the content of /status, else nothing."""
 
     def __init__(self, folders: list[Path], server: Callable[[], Mapping[str, Any]] = dict) -> None:
-        self._following = Following(folders)
+        self._following = RunFollower(folders)
         self._server = server
-        self._kept: OrderedDict[str, State] = OrderedDict()
+        self._kept: OrderedDict[str, PageState] = OrderedDict()
         self._boot = secrets.token_hex(4)
         self._made = 0
         self._due = 0.0
-        self._looked: Look | None = None
+        self._looked: RunsSnapshot | None = None
         self._title = ""
         self._sections: list[str] = []
         self._data: dict[str, Any] = {}
         self._lock = threading.Lock()
 
-    def newest(self, at_once: bool = False) -> State:
+    def newest(self, at_once: bool = False) -> PageState:
         """Return the newest state, made recently. at_once: make a state now."""
         with self._lock:
             began = time.monotonic()
@@ -97,7 +97,7 @@ class States:
                 self._due = time.monotonic() + max(PACE, 10 * took)
             return next(reversed(self._kept.values()))
 
-    def known(self, version: str) -> State | None:
+    def known(self, version: str) -> PageState | None:
         """Return an earlier state, if it is still stored."""
         with self._lock:
             return self._kept.get(version)
@@ -118,7 +118,7 @@ class States:
         if before is not None and before.shows(over, sections, self._data):
             return
         self._made += 1
-        state = State(
+        state = PageState(
             version=f"{self._boot}-{self._made}",
             title=self._title,
             over=over,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
-from dure.report.runs import Run, Worker
-from dure.report.values import mapping, number
-from dure.report.words import UNKNOWN, count, duration, escape
+from dure.report.formatting import UNKNOWN, count, duration, escape
+from dure.report.json_values import mapping, number
+from dure.report.runs import ReportedRun, WorkerTime
 
 
-def world(run: Run) -> str:
+def world(run: ReportedRun) -> str:
     """Return the world of a run, in words."""
     asked = mapping(run.config.get("world"))
     name = str(asked.get("name", UNKNOWN))
@@ -18,7 +18,7 @@ def world(run: Run) -> str:
     return run.result.world or (f"{count(ranks)} {name}" if ranks else name)
 
 
-def bar(worker: Worker, full: float) -> str:
+def bar(worker: WorkerTime, full: float) -> str:
     """Return a stacked bar. full: seconds of the whole width."""
     # The names are also the classes of the colours in style.css.
     parts = {"compute": worker.compute, "communication": worker.communication, "idle": worker.idle}
@@ -31,7 +31,7 @@ def bar(worker: Worker, full: float) -> str:
     return f'<span class="bar" role="img" aria-label="{text}" title="{text}">{segments}</span>'
 
 
-def percents(worker: Worker) -> str:
+def percents(worker: WorkerTime) -> str:
     """Return the shares of computing, sending and waiting, in percent."""
     shares = [worker.compute, worker.communication, worker.idle]
     return " / ".join(f"{100 * value / worker.total:.0f}" for value in shares) + " %"

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 
 from dure.report.charts import JSON
 from dure.report.document import section
-from dure.report.parts import figure_of, grid, swatch, table
-from dure.report.runs import Run
+from dure.report.formatting import UNKNOWN, escape
+from dure.report.html_fragments import figure_of, grid, swatch, table
+from dure.report.runs import ReportedRun
 from dure.report.split_figures import LEAKS
-from dure.report.words import UNKNOWN, escape
 
 _SHORT = {
     "norm_leak_auc": "norm AUC",
@@ -20,7 +20,7 @@ _SHORT = {
 """Headings of the leakage metrics."""
 
 
-def leaks(runs: Sequence[Run], drawn: Mapping[str, JSON]) -> str:
+def split_leakage_section(runs: Sequence[ReportedRun], drawn: Mapping[str, JSON]) -> str:
     """Return the section; empty if no run reports exposure. drawn: its figures."""
     told = [(place, run) for place, run in enumerate(runs) if run.leakage is not None]
     if not told:
@@ -45,7 +45,7 @@ def leaks(runs: Sequence[Run], drawn: Mapping[str, JSON]) -> str:
     return section("leaks", "Who could learn what", lead, _table(told) + grid(figures + trades))
 
 
-def _table(told: Sequence[tuple[int, Run]]) -> str:
+def _table(told: Sequence[tuple[int, ReportedRun]]) -> str:
     shown = [key for key in LEAKS if any(key in _measured(run) for _, run in told)]
     rows = ""
     for place, run in told:
@@ -63,5 +63,5 @@ def _table(told: Sequence[tuple[int, Run]]) -> str:
     return table("Exposure", "long", head, rows, texts=["defence", "who could learn what"])
 
 
-def _measured(run: Run) -> Mapping[str, float]:
+def _measured(run: ReportedRun) -> Mapping[str, float]:
     return run.leakage.measured if run.leakage is not None else {}

@@ -11,10 +11,7 @@ from typing import Any
 
 from dure.record.history import is_spread, judging
 from dure.report.document import section
-from dure.report.live.following import FAILED, OVER, RUNNING, STARTING, STOPPED, Followed, Look
-from dure.report.parts import swatch, table
-from dure.report.values import listing, mapping, number, text_of
-from dure.report.words import (
+from dure.report.formatting import (
     UNKNOWN,
     count,
     duration,
@@ -24,6 +21,17 @@ from dure.report.words import (
     metric_value,
     plural,
     size,
+)
+from dure.report.html_fragments import swatch, table
+from dure.report.json_values import listing, mapping, number, text_of
+from dure.report.live.run_follower import (
+    FAILED,
+    OVER,
+    RUNNING,
+    STARTING,
+    STOPPED,
+    FollowedRun,
+    RunsSnapshot,
 )
 
 MOST_CLIENTS = 200
@@ -43,7 +51,7 @@ _SAID = {
 }
 
 
-def now(look: Look, server: Mapping[str, Any]) -> str:
+def now(look: RunsSnapshot, server: Mapping[str, Any]) -> str:
     """Return the section. server: content of /status if a server shows this page, else empty."""
     if not look.followed:
         lead = "Nothing has begun in this folder. What begins there is shown here."
@@ -58,7 +66,7 @@ def now(look: Look, server: Mapping[str, Any]) -> str:
     return section("now", "Now", _lead(look), body)
 
 
-def _lead(look: Look) -> str:
+def _lead(look: RunsSnapshot) -> str:
     """Summarise the state of all runs in a sentence."""
     if len(look.followed) == 1:
         one = look.followed[0]
@@ -71,7 +79,7 @@ def _lead(look: Look) -> str:
     return what if look.goes_on else f"{what} Nothing is to come: below is the final report."
 
 
-def _row(place: int, label: str, one: Followed) -> str:
+def _row(place: int, label: str, one: FollowedRun) -> str:
     run = one.run
     result = run.result
     steps = UNKNOWN if result.steps is None else plural(result.steps, result.unit)
@@ -90,7 +98,7 @@ def _row(place: int, label: str, one: Followed) -> str:
     )
 
 
-def _measured(one: Followed) -> str:
+def _measured(one: FollowedRun) -> str:
     """Return the newest value of the main metric."""
     final = one.run.result.final
     names = [name for name in final if not is_spread(name)]
@@ -100,7 +108,7 @@ def _measured(one: Followed) -> str:
     return f"{metric_value(name, final[name])} <small>{escape(metric_name(name))}</small>"
 
 
-def _share(one: Followed) -> float | None:
+def _share(one: FollowedRun) -> float | None:
     """Return the finished share of the run, by the nearest limit; None if no limit is known."""
     stop = mapping(one.run.config.get("stop"))
     result = one.run.result
@@ -118,7 +126,7 @@ def _share(one: Followed) -> float | None:
     return max(shares, default=None)
 
 
-def _why(one: Followed) -> str:
+def _why(one: FollowedRun) -> str:
     """Return the reason for a failed or stopped run; empty for other runs."""
     why = text_of(one.now.get("failed"))
     if one.state == FAILED and why:
@@ -131,7 +139,7 @@ def _why(one: Followed) -> str:
     return ""
 
 
-def _federation(one: Followed) -> str:
+def _federation(one: FollowedRun) -> str:
     """Return a server's facts about its clients, from the run folder that it writes."""
     told = mapping(one.now.get("federation"))
     if not told or not one.goes_on:

@@ -31,7 +31,7 @@ def new_code() -> str:
     return "-".join(groups)
 
 
-class Door:
+class TokenLogin:
     """Checks the token of requests. secure: the page uses TLS, and so must the cookie."""
 
     def __init__(self, token: str, secure: bool) -> None:

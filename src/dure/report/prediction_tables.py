@@ -16,11 +16,11 @@ from typing import Any
 
 from dure.report.charts import JSON
 from dure.report.document import section
-from dure.report.parts import swatch, table
+from dure.report.formatting import UNKNOWN, count, escape
+from dure.report.html_fragments import swatch, table
+from dure.report.json_values import listing, mapping, rows, whole, whole_number
 from dure.report.pictures import picture_in
-from dure.report.runs import Answers, Run, Seen
-from dure.report.values import listing, mapping, rows, whole, whole_number
-from dure.report.words import UNKNOWN, count, escape
+from dure.report.runs import PredictionSummary, ReportedRun, ShownExample
 
 _MOST = 50
 """Most classes of a run."""
@@ -29,7 +29,7 @@ _SHOWN = 8
 """Runs with pictures in the page."""
 
 
-def answers_of(folder: Path, raw: Mapping[str, Any]) -> Answers | None:
+def answers_of(folder: Path, raw: Mapping[str, Any]) -> PredictionSummary | None:
     """Return the content of a run's answers.json; None if it is missing or has no square table."""
     cells = rows(raw.get("confusion"), _counts)
     number = len(cells)
@@ -38,7 +38,7 @@ def answers_of(folder: Path, raw: Mapping[str, Any]) -> Answers | None:
     names = [str(name) for name in listing(raw.get("classes"))]
     classes = names if len(names) == number else list(map(str, range(number)))
     pictures = [_seen(folder / "answers", mapping(one), number) for one in _first(raw)]
-    return Answers(
+    return PredictionSummary(
         classes=classes,
         confusion=cells,
         examples=whole(raw.get("examples")),
@@ -59,16 +59,16 @@ def _counts(row: Sequence[Any]) -> list[int]:
     return counts
 
 
-def _seen(folder: Path, raw: Mapping[str, Any], classes: int) -> Seen | None:
+def _seen(folder: Path, raw: Mapping[str, Any], classes: int) -> ShownExample | None:
     picture = picture_in(folder, raw.get("file"))
     label = whole(raw.get("label"))
     said = whole(raw.get("said"))
     if picture is None or not (0 <= label < classes and 0 <= said < classes):
         return None
-    return Seen(picture, whole(raw.get("example")), label, said)
+    return ShownExample(picture, whole(raw.get("example")), label, said)
 
 
-def figures(runs: Sequence[Run]) -> list[JSON]:
+def figures(runs: Sequence[ReportedRun]) -> list[JSON]:
     """Return the confusion matrix of each run that has one, as the page draws it."""
     return [
         {"run": place, "classes": list(told.classes), "cells": told.confusion}
@@ -76,11 +76,11 @@ def figures(runs: Sequence[Run]) -> list[JSON]:
     ]
 
 
-def _told(runs: Sequence[Run]) -> list[tuple[int, Run, Answers]]:
+def _told(runs: Sequence[ReportedRun]) -> list[tuple[int, ReportedRun, PredictionSummary]]:
     return [(place, run, run.answers) for place, run in enumerate(runs) if run.answers is not None]
 
 
-def answers(runs: Sequence[Run]) -> str:
+def answers(runs: Sequence[ReportedRun]) -> str:
     """Return the section; empty if no run has predictions."""
     told = _told(runs)
     if not told:
@@ -106,7 +106,7 @@ def answers(runs: Sequence[Run]) -> str:
     return section("answers", "Class by class", lead, f'{chart}<div class="answers">{blocks}</div>')
 
 
-def _block(place: int, run: Run, told: Answers, opened: bool, shows: bool) -> str:
+def _block(place: int, run: ReportedRun, told: PredictionSummary, opened: bool, shows: bool) -> str:
     recalls = [_recall(told, at) for at in range(len(told.classes))]
     known = [one for one in recalls if one is not None]
     least = min(known, default=None)
@@ -124,7 +124,7 @@ def _block(place: int, run: Run, told: Answers, opened: bool, shows: bool) -> st
     )
 
 
-def _line(told: Answers, at: int, least: float | None) -> str:
+def _line(told: PredictionSummary, at: int, least: float | None) -> str:
     row = told.confusion[at]
     recall = _recall(told, at)
     said = sum(line[at] for line in told.confusion)
@@ -141,12 +141,12 @@ def _line(told: Answers, at: int, least: float | None) -> str:
     )
 
 
-def _recall(told: Answers, at: int) -> float | None:
+def _recall(told: PredictionSummary, at: int) -> float | None:
     row = told.confusion[at]
     return row[at] / sum(row) if sum(row) else None
 
 
-def _taken_for(told: Answers, at: int) -> str:
+def _taken_for(told: PredictionSummary, at: int) -> str:
     others = [(times, -place) for place, times in enumerate(told.confusion[at]) if place != at]
     times, place = max(others)
     if not times:
@@ -158,7 +158,7 @@ def _percent(share: float | None) -> str:
     return UNKNOWN if share is None else f"{100 * share:.1f} %"
 
 
-def _pictures(told: Answers) -> str:
+def _pictures(told: PredictionSummary) -> str:
     """Return pictures of test examples with their true and predicted classes."""
     if not told.seen:
         return ""
@@ -169,7 +169,7 @@ def _pictures(told: Answers) -> str:
     )
 
 
-def _picture(told: Answers, one: Seen) -> str:
+def _picture(told: PredictionSummary, one: ShownExample) -> str:
     label = escape(told.classes[one.label])
     said = escape(told.classes[one.said])
     right = one.label == one.said

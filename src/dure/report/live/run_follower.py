@@ -25,9 +25,9 @@ from dure.record.live_status import NOW
 from dure.record.lock import is_held
 from dure.record.untrusted_files import contents
 from dure.report.history_file import HistoryFile
+from dure.report.json_values import mapping, text_of
 from dure.report.read import distinct_labels, read_run, run_folders
-from dure.report.runs import Run, Runs
-from dure.report.values import mapping, text_of
+from dure.report.runs import ReportedRun, ReportedRuns
 
 STARTING = "starting"
 RUNNING = "running"
@@ -47,13 +47,13 @@ _FILES = (
 
 
 @dataclass(frozen=True)
-class Followed:
+class FollowedRun:
     """A run and its state.
 
     now: content of now.json, the run's last report. held: whether a process is training there.
     """
 
-    run: Run
+    run: ReportedRun
     held: bool
     now: Mapping[str, Any]
 
@@ -74,21 +74,21 @@ class Followed:
 
 
 @dataclass(frozen=True)
-class Look:
+class RunsSnapshot:
     """State of all runs at a moment.
 
     runs: for the report, each with a distinct label. followed: the same runs, in the same order.
     """
 
-    runs: Runs
-    followed: Sequence[Followed]
+    runs: ReportedRuns
+    followed: Sequence[FollowedRun]
 
     @property
     def goes_on(self) -> bool:
         """Whether changes are to be expected; true for a folder without runs, which may begin."""
         return not self.followed or any(one.goes_on for one in self.followed)
 
-    def shows_the_same(self, other: Look) -> bool:
+    def shows_the_same(self, other: RunsSnapshot) -> bool:
         """Return whether the page for this state would equal the page for another."""
         if self.runs.failed != other.runs.failed or len(self.followed) != len(other.followed):
             return False
@@ -101,22 +101,22 @@ class Look:
 class _Known:
     lines: HistoryFile
     seen: object = None
-    found: Followed | None = None
+    found: FollowedRun | None = None
 
 
 @dataclass
-class Following:
+class RunFollower:
     """The runs in some folders."""
 
     folders: Sequence[Path]
     _known: dict[Path, _Known] = field(default_factory=dict)
 
-    def look(self) -> Look:
+    def look(self) -> RunsSnapshot:
         """Return the current state of all runs."""
         folders, failed = self._folders()
         followed = [self._run(folder) for folder in folders]
         labelled = distinct_labels([one.run for one in followed])
-        return Look(Runs(labelled, failed), followed)
+        return RunsSnapshot(ReportedRuns(labelled, failed), followed)
 
     def _folders(self) -> tuple[list[Path], Mapping[str, str]]:
         try:
@@ -125,14 +125,14 @@ class Following:
         except RunFolderError:
             return [], {}
 
-    def _run(self, folder: Path) -> Followed:
+    def _run(self, folder: Path) -> FollowedRun:
         known = self._known.setdefault(folder, _Known(HistoryFile(folder / "history.jsonl")))
         held = is_held(folder)
         # Before the files are read: changes during reading are noticed at the next look.
         seen = (held, [_stamp(folder / name) for name in _FILES])
         if known.found is None or seen != known.seen:
             run = replace(read_run(folder, known.lines), goes_on=held)
-            known.found = Followed(run, held, _now(folder))
+            known.found = FollowedRun(run, held, _now(folder))
             known.seen = seen
         return known.found
 

@@ -7,12 +7,12 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from dure.report.parts import world
-from dure.report.runs import Run
-from dure.report.values import mapping, text_of
+from dure.report.html_fragments import world
+from dure.report.json_values import mapping, text_of
+from dure.report.runs import ReportedRun
 
 
-def command(run: Run) -> str | None:
+def command(run: ReportedRun) -> str | None:
     """Return the shell command that repeats a run; None if flags cannot express its settings.
 
     A `command` in config.json is returned unchanged. Otherwise the run needs a named task, a
@@ -44,7 +44,7 @@ def command(run: Run) -> str | None:
         # A bool is a bare flag whose name depends on the default, which is not known here.
         if any(isinstance(one, (bool, dict, list)) for one in values):
             return None
-        words += [f"--{key.replace('_', '-')}", *(plain(one) or "None" for one in values)]
+        words += [f"--{key.replace('_', '-')}", *(setting_text(one) or "None" for one in values)]
     return shlex.join(words)
 
 
@@ -61,7 +61,7 @@ def _learning(task: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in told.items() if value is not None}
 
 
-def _asked(run: Run, workers: object) -> dict[str, Any]:
+def _asked(run: ReportedRun, workers: object) -> dict[str, Any]:
     """Return the flags of limits, world, seed and evaluation; None for a flag that was not set."""
     place = mapping(run.config.get("world"))
     stop = mapping(run.config.get("stop"))
@@ -129,21 +129,21 @@ def _fields(strategy: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in strategy.items() if key not in ("name", "from")}
 
 
-def settings(run: Run) -> str:
+def settings(run: ReportedRun) -> str:
     """Return the strategy with its fields, and the world, in words."""
     strategy = mapping(run.config.get("strategy"))
     parts = [str(strategy.get("name", "strategy unknown"))]
     for key, value in _fields(strategy).items():
-        parts.append(f"{key.replace('_', ' ')} {plain(value)}")
+        parts.append(f"{key.replace('_', ' ')} {setting_text(value)}")
     return " · ".join([*parts, world(run)])
 
 
-def plain(value: object) -> str | None:
+def setting_text(value: object) -> str | None:
     """Return a value of config.json as text; None for null."""
     if value is None:
         return None
     if isinstance(value, dict):
-        return ", ".join(f"{key} {plain(inner)}" for key, inner in value.items())
+        return ", ".join(f"{key} {setting_text(inner)}" for key, inner in value.items())
     if isinstance(value, float) and value.is_integer():
         return str(int(value))
     return json.dumps(value) if isinstance(value, (bool, list)) else str(value)

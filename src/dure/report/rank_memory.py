@@ -12,19 +12,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from dure.report.document import section
-from dure.report.parts import swatch
-from dure.report.runs import Rank, Run
-from dure.report.words import UNKNOWN, duration, escape, size
+from dure.report.formatting import UNKNOWN, duration, escape, size
+from dure.report.html_fragments import swatch
+from dure.report.runs import RankFacts, ReportedRun
 
 _MOST = 32
 """Most ranks in a table."""
 
 _AXES = ("data", "pipeline", "tensor")
 
-Column = tuple[str, Callable[[Rank], str]]
+RankColumn = tuple[str, Callable[[RankFacts], str]]
 
 
-def holdings(runs: Sequence[Run]) -> str:
+def rank_memory_section(runs: Sequence[ReportedRun]) -> str:
     """Return the section with a table for each run whose ranks reported memory, else ""."""
     # With its place among all runs, which determines its mark and colour.
     told = [(index, run) for index, run in enumerate(runs) if run.ranks]
@@ -46,11 +46,11 @@ def holdings(runs: Sequence[Run]) -> str:
     return section("holdings", "What each rank holds", lead, blocks)
 
 
-def _divides_layers(run: Run) -> bool:
+def _divides_layers(run: ReportedRun) -> bool:
     return any(rank.inside is not None for rank in run.ranks)
 
 
-def _block(index: int, run: Run) -> str:
+def _block(index: int, run: ReportedRun) -> str:
     columns = _columns(run)
     names = ("rank", *(name for name, _ in columns))
     head = "".join(f'<th scope="col">{name}</th>' for name in names)
@@ -66,21 +66,21 @@ def _block(index: int, run: Run) -> str:
     )
 
 
-def _row(rank: Rank, columns: Sequence[Column]) -> str:
+def _row(rank: RankFacts, columns: Sequence[RankColumn]) -> str:
     cells = "".join(f"<td>{text(rank)}</td>" for _, text in columns)
     return f'<tr><th scope="row">{escape(rank.name)}</th>{cells}</tr>'
 
 
-def _columns(run: Run) -> list[Column]:
-    def held(key: str) -> Callable[[Rank], str]:
+def _columns(run: ReportedRun) -> list[RankColumn]:
+    def held(key: str) -> Callable[[RankFacts], str]:
         return lambda rank: size(rank.held.get(key))
 
-    def index_on(axis: int) -> Callable[[Rank], str]:
+    def index_on(axis: int) -> Callable[[RankFacts], str]:
         return lambda rank: str(rank.at[axis])
 
     # The number of places along each axis.
     degrees = [len(set(places)) for places in zip(*(rank.at for rank in run.ranks), strict=True)]
-    columns: list[Column] = []
+    columns: list[RankColumn] = []
     # If a single axis divides, the rank's number is enough.
     if sum(degree > 1 for degree in degrees) > 1:
         columns += [(name, index_on(axis)) for axis, name in enumerate(_AXES) if degrees[axis] > 1]
@@ -97,7 +97,7 @@ def _columns(run: Run) -> list[Column]:
     return columns
 
 
-def _inside(rank: Rank, run: Run) -> str:
+def _inside(rank: RankFacts, run: ReportedRun) -> str:
     if rank.inside is None:
         return UNKNOWN
     seconds = run.result.seconds

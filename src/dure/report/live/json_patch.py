@@ -13,15 +13,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-Change = list[Any]
+JsonChange = list[Any]
 
 
-def changes(old: Any, new: Any) -> list[Change]:
+def changes(old: Any, new: Any) -> list[JsonChange]:
     """Return the patches from `old` to `new`; both are dictionaries."""
     return list(_changes([], old, new))
 
 
-def _changes(path: list[Any], old: Any, new: Any) -> Iterator[Change]:
+def _changes(path: list[Any], old: Any, new: Any) -> Iterator[JsonChange]:
     if old is new or old == new:
         return
     if isinstance(old, dict) and isinstance(new, dict):
@@ -38,7 +38,7 @@ def _changes(path: list[Any], old: Any, new: Any) -> Iterator[Change]:
         yield [path, "set", new]
 
 
-def _of_lists(path: list[Any], old: list[Any], new: list[Any]) -> Iterator[Change]:
+def _of_lists(path: list[Any], old: list[Any], new: list[Any]) -> Iterator[JsonChange]:
     if old and new[: len(old)] == old:
         yield [path, "add", new[len(old) :]]
     elif len(old) == len(new) and all(isinstance(one, (dict, list)) for one in [*old, *new]):
@@ -48,7 +48,7 @@ def _of_lists(path: list[Any], old: list[Any], new: list[Any]) -> Iterator[Chang
         yield [path, "set", new]
 
 
-def patched(value: Any, made: list[Change]) -> Any:
+def patched(value: Any, made: list[JsonChange]) -> Any:
     """Apply patches to a value in place, as live.js does, and return the value."""
     for path, what, *given in made:
         *way, last = path

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from dure.report.document import section
-from dure.report.parts import swatch, table
+from dure.report.formatting import UNKNOWN, count, escape, plural
+from dure.report.html_fragments import swatch, table
+from dure.report.json_values import listing, mapping, number, numbers, text_of, whole
 from dure.report.pictures import picture_in
-from dure.report.runs import Attacked, Audit, Run
-from dure.report.values import listing, mapping, number, numbers, text_of, whole
-from dure.report.words import UNKNOWN, count, escape, plural
+from dure.report.runs import AttackReport, AuditReport, ReportedRun
 
 _SHORT = {
     "labels_right": "labels right",
@@ -27,12 +27,12 @@ _SHORT = {
 """Headings of the figures."""
 
 
-def audit_of(folder: Path, raw: Mapping[str, Any]) -> Audit | None:
+def audit_of(folder: Path, raw: Mapping[str, Any]) -> AuditReport | None:
     """Return the content of a run's audit.json; None without rows."""
     rows = [_row(folder, mapping(one)) for one in listing(raw.get("rows"))]
     if not rows:
         return None
-    return Audit(
+    return AuditReport(
         rows=rows,
         guess=numbers(mapping(raw.get("guess"))),
         sums_only=raw.get("sums_only") is True,
@@ -41,13 +41,13 @@ def audit_of(folder: Path, raw: Mapping[str, Any]) -> Audit | None:
     )
 
 
-def _row(folder: Path, raw: Mapping[str, Any]) -> Attacked:
+def _row(folder: Path, raw: Mapping[str, Any]) -> AttackReport:
     figures = {}
     for name, interval in mapping(raw.get("figures")).items():
         values = [number(one) for one in listing(interval)]
         if len(values) == 3 and None not in values:
             figures[str(name)] = tuple(one for one in values if one is not None)
-    return Attacked(
+    return AttackReport(
         attack=text_of(raw.get("attack")) or UNKNOWN,
         sum=whole(raw.get("sum")),
         change=text_of(raw.get("change")) or UNKNOWN,
@@ -58,7 +58,7 @@ def _row(folder: Path, raw: Mapping[str, Any]) -> Attacked:
     )
 
 
-def update_leaks(runs: Sequence[Run]) -> str:
+def update_leaks(runs: Sequence[ReportedRun]) -> str:
     """Return the section; empty if no run was audited."""
     told = [(place, run, run.audit) for place, run in enumerate(runs) if run.audit is not None]
     if not told:
@@ -74,7 +74,7 @@ def update_leaks(runs: Sequence[Run]) -> str:
     return section("updates", "What an update gives away", lead, body)
 
 
-def _table(place: int, run: Run, audit: Audit) -> str:
+def _table(place: int, run: ReportedRun, audit: AuditReport) -> str:
     shown = [key for key in _SHORT if any(key in row.figures for row in audit.rows)]
     rows = "".join(_line(row, shown) for row in audit.rows)
     head = ("attack", "seen", "update", "examples", *(_SHORT[key] for key in shown))
@@ -83,7 +83,7 @@ def _table(place: int, run: Run, audit: Audit) -> str:
     return heading + table("Attacks", "long", head, rows, texts=["seen", "update"]) + aside
 
 
-def _line(row: Attacked, shown: Sequence[str]) -> str:
+def _line(row: AttackReport, shown: Sequence[str]) -> str:
     of = "1 update" if row.sum == 1 else f"{count(row.sum)} updates"
     first = (
         f'<tr><th scope="row">{escape(row.attack)}</th><td class="text">{of}</td>'
@@ -105,7 +105,7 @@ def _figure(interval: Sequence[float] | None) -> str:
     return f"{value:.3g}" if low == high else f"{value:.3g} <small>{low:.3g} to {high:.3g}</small>"
 
 
-def _asides(audit: Audit) -> list[str]:
+def _asides(audit: AuditReport) -> list[str]:
     lines = []
     if "psnr" in audit.guess:
         lines.append(
@@ -131,13 +131,13 @@ def _asides(audit: Audit) -> list[str]:
     return lines
 
 
-def _pictures(audit: Audit) -> str:
+def _pictures(audit: AuditReport) -> str:
     """Return the pictures: originals on top, their reconstructions below."""
     figures = "".join(_strip(row) for row in audit.rows if row.picture is not None)
     return f'<div class="grid">{figures}</div>' if figures else ""
 
 
-def _strip(row: Attacked) -> str:
+def _strip(row: AttackReport) -> str:
     of = "1 update" if row.sum == 1 else f"{count(row.sum)} updates"
     words = f"{row.attack}, {of}, {row.change}"
     what = f"Originals above, and what {words} gave of them below"
