@@ -41,7 +41,7 @@ from torch import nn
 import dure
 from dure.contracts.strategy import Strategy, World
 from dure.fleet.latency import latency
-from dure.run.latency import measured
+from dure.run.latency import measure_latency
 
 ROW = dict[str, Any]
 TEAM = 4
@@ -346,7 +346,7 @@ def latencies(bench: Bench) -> list[ROW]:
     }
     found = []
     for name, (task, model) in models.items():
-        here = measured(task, model)
+        here = measure_latency(task, model)
         for link, (up, down, delay) in LINKS.items():
             both = latency(
                 here.call,

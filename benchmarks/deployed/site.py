@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from dure.protocol.messages import ProtocolAnswer, ProtocolStep
+from dure.run.client_site import ConnectionOptions, context_for
 from dure.run.join import join
-from dure.run.site import Reach, context_for
 from dure.wire.requests import (
     VERSION,
     CheckIn,
@@ -107,7 +107,9 @@ def echo(asked: argparse.Namespace) -> str:
     with ClientState(asked.state) as kept:
         session = Session(
             asked.url,
-            context=context_for(asked.url, Reach(authority=asked.tls / "authority.pem")),
+            context=context_for(
+                asked.url, ConnectionOptions(authority=asked.tls / "authority.pem")
+            ),
             state=kept,
             audit=None,
             stop=threading.Event(),

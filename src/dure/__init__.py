@@ -85,11 +85,11 @@ if TYPE_CHECKING:
     from dure.record.run import Run as Run
     from dure.record.run import load_run as load_run
     from dure.report import write_report as write_report
-    from dure.run.again import resume_comparison as resume_comparison
     from dure.run.backup import backup as backup
     from dure.run.client import Client as Client
     from dure.run.compare import Comparison as Comparison
     from dure.run.compare import compare as compare
+    from dure.run.existing_runs import resume_comparison as resume_comparison
     from dure.run.join import join as join
     from dure.run.personalise import personal_model as personal_model
     from dure.run.personalise import personalise as personalise
@@ -171,7 +171,7 @@ _WHERE = {
     "personalise": "dure.run.personalise",
     "replay": "dure.run.replay",
     "resume": "dure.run.train",
-    "resume_comparison": "dure.run.again",
+    "resume_comparison": "dure.run.existing_runs",
     "serve": "dure.run.serve",
     "train": "dure.run.train",
 }

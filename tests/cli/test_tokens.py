@@ -13,7 +13,7 @@ import pytest
 from dure.cli.main import main
 from dure.cli.tokens import token_of
 from dure.run import join as joining
-from dure.run.site import Reach
+from dure.run.client_site import ConnectionOptions
 
 TOKEN = "0123456789abcdef0123456789abcdef"
 
@@ -96,7 +96,7 @@ def test_join_and_its_check_take_a_token_in_each_way(
         tokens.append(str(how["token"]))
         return "the run is over"
 
-    def checked(url: str, task: object, reach: Reach) -> list[str]:
+    def checked(url: str, task: object, reach: ConnectionOptions) -> list[str]:
         tokens.append(reach.token)
         return []
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dure.fleet.latency import PredictionCall, latency
-from dure.run.latency import measured
+from dure.run.latency import measure_latency
 from small import small_task
 
 
@@ -37,9 +37,9 @@ def test_a_call_is_measured_of_the_task_s_own_example() -> None:
     task = small_task()
     model = torch.nn.Sequential(torch.nn.Linear(task.train.inputs.shape[1], 3), torch.nn.Dropout())
     model.double()
-    found = measured(task, model, times=3)
+    found = measure_latency(task, model, times=3)
     assert found.call == PredictionCall(task.train.inputs[:1].nbytes, 3 * 8)
     assert found.seconds > 0
     assert model.training
     with pytest.raises(ValueError, match="times is 0"):
-        measured(task, model, times=0)
+        measure_latency(task, model, times=0)

@@ -25,7 +25,7 @@ from dure.memory.file_backed_init import (
 from dure.memory.mapped import Disk, DiskError, is_mapped, mapped
 from dure.parallel.mesh.mesh import Mesh
 from dure.parallel.pipeline.cut import release_tensors
-from dure.run.fresh import FreshModel
+from dure.run.run_model import RunModel
 from dure.run.train import prepare
 
 WIDTH = 384
@@ -73,7 +73,7 @@ def on_both_ways(place: RankContext) -> dict[str, list[tuple[str, float]]]:
     for name, strategy in SYSTEMS.items():
         found[name] = []
         for divided in (False, True):
-            place.prepared = FreshModel(TASK, 0, None, divided=divided).take
+            place.prepared = RunModel(TASK, 0, None, divided=divided).take
             learner = strategy.learner(TASK, place, 0)
             left = place.group.all_gather_values([float(len(mapping._segments))])
             for _ in range(2):

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 import dure
 from dure.data.examples import Examples
 from dure.record.png import SIGNATURE
-from dure.run import answers as module
-from dure.run.answers import may_show
+from dure.run import model_predictions as module
+from dure.run.model_predictions import may_show
 
 STOP = dure.Stop(epochs=1)
 

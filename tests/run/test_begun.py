@@ -20,7 +20,7 @@ import dure
 from dure.cli.main import main
 from dure.errors import RunFolderError
 from dure.machine.state import state_folder
-from dure.run.begun import Asks
+from dure.run.trusted_code import ReferenceGuard
 
 TASK = """
 from pathlib import Path
@@ -256,14 +256,14 @@ def test_an_installed_module_is_not_looked_for_in_the_working_directory(
     own: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from dure.machine import state
-    from dure.run.begun import _name
+    from dure.run.trusted_code import _name
 
     asked = config(task={"name": "my_task:task", "options": {}})
     state.write_state_file(_name(asked), b'{"files": {}}')
     monkeypatch.chdir(own)
     with pytest.raises(RunFolderError, match="is not what it was when the run was begun"):
-        Asks(own, asked)("my_task:task")
-    assert Asks(own, asked)("json.tool:main") == "json.tool:main"
+        ReferenceGuard(own, asked)("my_task:task")
+    assert ReferenceGuard(own, asked)("json.tool:main") == "json.tool:main"
 
 
 def test_what_is_kept_is_private_and_not_believed_otherwise(own: Path) -> None:

@@ -8,13 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dure
-from dure.run.early import Best, after
+from dure.run.early_stopping import BestEvaluation, updated_best
 
 
-def best_of(values: list[float], stop: dure.Stop, monitor: str = "validation_loss") -> Best:
+def best_of(
+    values: list[float], stop: dure.Stop, monitor: str = "validation_loss"
+) -> BestEvaluation:
     best = None
     for step, value in enumerate(values):
-        best = after(best, stop, monitor, step, {monitor: value})
+        best = updated_best(best, stop, monitor, step, {monitor: value})
     assert best is not None
     return best
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import dure
-import dure.run.fits
+import dure.run.memory_check
 from dure.machine.limits import RemainingMemory
 from dure.memory.formula import (
     TrainingMemory,
@@ -27,7 +27,7 @@ from dure.memory.formula import (
     training_memory_of,
 )
 from dure.memory.mapped import Disk, mapped
-from dure.run.fits import check_fits, held_by
+from dure.run.memory_check import check_fits, held_by
 from small import network, small_task
 
 linux = pytest.mark.skipif(platform.system() != "Linux", reason="limits are read from /proc")
@@ -142,8 +142,8 @@ def refusal(free: int, strategy: dure.Strategy, world: dure.World, **room: bool)
     task = small_task(model=model, optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9))
     here = [RemainingMemory(free * 10**6, 0, "a limit", shared=room.pop("shared", False), **room)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dure.run.fits, "remaining_memory", lambda: here)
-        patch.setattr(dure.run.fits, "free_in_heap", lambda: 0)
+        patch.setattr(dure.run.memory_check, "remaining_memory", lambda: here)
+        patch.setattr(dure.run.memory_check, "free_in_heap", lambda: 0)
         try:
             check_fits(task, strategy, world, model())
         except ValueError as error:

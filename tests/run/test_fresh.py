@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import dure
 from dure.contracts.strategy import seeded_model
 from dure.run.compare import compare
-from dure.run.fresh import FreshModel
+from dure.run.run_model import RunModel
 from dure.tensors.copies import copy_of
 from small import CLASSES, FEATURES, same_bits, small_task
 
@@ -125,7 +125,7 @@ def test_what_the_user_gets_has_the_models_ties_buffers_and_marks() -> None:
 
 def test_a_taken_model_leaves_a_shell_that_takes_no_memory() -> None:
     task = small_task()
-    fresh = FreshModel(task, 3, seeded_model(task, 3))
+    fresh = RunModel(task, 3, seeded_model(task, 3))
     taken = fresh.take()
     shell = fresh._shell
     assert shell is not None
@@ -167,7 +167,7 @@ def test_a_model_that_saves_a_part_of_itself_is_whole_in_the_end() -> None:
 
 def test_the_model_takes_no_memory_here_while_it_is_trained_elsewhere() -> None:
     model = nn.Linear(FEATURES, CLASSES)
-    fresh = FreshModel(small_task(), 0, model)
+    fresh = RunModel(small_task(), 0, model)
     fresh.rest()
     assert model.weight.untyped_storage().nbytes() > 0  # the user's own, who may look at it
     trained = fresh.trained(

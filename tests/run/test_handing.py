@@ -16,7 +16,7 @@ import dure
 from dure.contracts.strategy import Strategy
 from dure.record.disk_tensors import DiskTensor
 from dure.record.run import RunFolder
-from dure.run import handing
+from dure.run import checkpoint_transfer
 from small import same_bits
 
 WIDTH = 600
@@ -26,7 +26,7 @@ WIDTH = 600
 def network(blind: bool) -> nn.Module:
     """blind: this rank sees no file of rank 0's."""
     if blind:
-        handing._where_they_lie = lambda told: None
+        checkpoint_transfer._where_they_lie = lambda told: None
     return nn.Sequential(
         nn.Linear(5, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
     )

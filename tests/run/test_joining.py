@@ -19,8 +19,8 @@ from torch import nn
 
 import dure
 from dure.errors import DureError
+from dure.run.client_site import ConnectionOptions
 from dure.run.join import check
-from dure.run.site import Reach
 from dure.worlds.network.server.desk import GRACE
 from dure.worlds.network.server.register import FILE, Register
 from small import CLASSES, FEATURES, examples, network, same_bits, small_task
@@ -400,8 +400,8 @@ def test_a_check_says_what_would_be_sent_and_sends_nothing(
 
     def site(url: str) -> Any:
         with pytest.raises(ValueError, match="part is 7, but clients have the numbers 0 to 0"):
-            list(check(url, task, Reach(part=7)))
-        lines.extend(check(url, task, Reach("a", tmp_path / "state", part=0)))
+            list(check(url, task, ConnectionOptions(part=7)))
+        lines.extend(check(url, task, ConnectionOptions("a", tmp_path / "state", part=0)))
         return dure.join(url, task, name="a", part=0, state=tmp_path / "state")
 
     run, (began,) = served(task, strategy, site, out=tmp_path / "run", rounds=1)

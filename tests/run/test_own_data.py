@@ -15,7 +15,7 @@ import dure
 from dure.contracts.strategy import World
 from dure.data.rank_examples import RankDataFactory, RankExamples
 from dure.errors import DataError, RunFolderError, WorkerFailedError
-from dure.run.own_data import to_look_at
+from dure.run.rank_data import task_for_checks
 from small import CLASSES, FEATURES, examples, same_bits, small_task
 
 TWO = dure.Processes(2)
@@ -55,7 +55,7 @@ def test_an_elastic_job_is_refused():
         starts_again = True
 
     with pytest.raises(ValueError, match="elastic"):
-        to_look_at(small_task(train=own), dure.DataParallel(), Elastic())
+        task_for_checks(small_task(train=own), dure.DataParallel(), Elastic())
 
 
 def fails_on_1(rank: int, world: int) -> Any:

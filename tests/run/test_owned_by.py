@@ -15,8 +15,8 @@ from msgspec.structs import replace
 import dure
 from dure.errors import DureError, PolicyError, ServeError
 from dure.run.client import _check_protects_nothing
+from dure.run.client_site import ClientSite, ConnectionOptions, opened
 from dure.run.join import check
-from dure.run.site import Reach, Site, opened
 from dure.wire.members import fingerprint
 from dure.wire.owners_roster import FILE, Listed, OwnersRoster, Pinned, _signed
 from dure.wire.requests import Machine, Trains, Welcome
@@ -100,7 +100,7 @@ def test_sites_on_the_roster_have_their_numbers_there_and_take_part(tmp_path: Pa
     checked: list[str] = []
 
     def looks_then_joins(url: str) -> Any:
-        reach = Reach(state=tmp_path / "b", owner=OWNER.public)
+        reach = ConnectionOptions(state=tmp_path / "b", owner=OWNER.public)
         checked.extend(check(url, small_task(), reach))
         return joins(tmp_path, "b")(url)
 
@@ -206,10 +206,12 @@ def welcome(text: str = "", client: int = 0, clients: int = 2, **strategy: Any) 
 
 
 @contextmanager
-def site(folder: Path, owner: str = OWNER.public, policy: str = "", **more: Any) -> Iterator[Site]:
+def site(
+    folder: Path, owner: str = OWNER.public, policy: str = "", **more: Any
+) -> Iterator[ClientSite]:
     (folder / "a").mkdir(exist_ok=True)
     (folder / "a" / "policy.toml").write_text(policy)
-    reach = Reach(state=folder / "a", owner=owner, **more)
+    reach = ConnectionOptions(state=folder / "a", owner=owner, **more)
     with opened("http://127.0.0.1:9", reach, threading.Event()) as found:
         yield found
 

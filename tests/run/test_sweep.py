@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import dure
 from dure.contracts.stop import Stop
-from dure.run.sweep import Range, judge_of, parse_values, ranked, trials
+from dure.run.sweep import ValueRange, judge_of, parse_values, ranked, trials
 from small import small_task
 
 
@@ -24,7 +24,7 @@ def test_a_grid_is_every_combination_in_its_order():
 
 @given(st.integers(1, 12), st.integers(0, 3))
 def test_draws_are_of_their_ranges_and_of_the_seed_alone(draws, seed):
-    space = {"a": Range(0.01, 10, "log"), "b": Range(2, 5, "int"), "c": ["x", "y"]}
+    space = {"a": ValueRange(0.01, 10, "log"), "b": ValueRange(2, 5, "int"), "c": ["x", "y"]}
     found = trials(space, draws, seed)
     assert found == trials(space, draws, seed)
     assert len(found) == draws
@@ -60,7 +60,7 @@ def test_what_is_neither_values_nor_a_range_is_refused(text, complaint):
     ("space", "draws", "complaint"),
     [
         ({}, None, "at least one setting"),
-        ({"lr": Range(0, 1)}, None, "no grid goes through"),
+        ({"lr": ValueRange(0, 1)}, None, "no grid goes through"),
         ({"lr": ["1"]}, 0, "at least 1"),
     ],
 )

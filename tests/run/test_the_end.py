@@ -70,14 +70,14 @@ def test_the_optimizer_s_state_and_gradients_go_before_the_weights_are_gathered(
 def test_what_is_given_keeps_no_other_memory_alive() -> None:
     """Data parallel's parameters are views of flat memory."""
     outcome = []
-    take = dure.run.fresh.FreshModel.trained
+    take = dure.run.run_model.RunModel.trained
 
     def noted(fresh: Any, weights: Any, *rest: Any) -> Any:
         outcome.append(weights)
         return take(fresh, weights, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dure.run.fresh.FreshModel, "trained", noted)
+        patch.setattr(dure.run.run_model.RunModel, "trained", noted)
         dure.train(small_task(), dure.DataParallel(batch_size=8), dure.Processes(1), STOP)
     (weights,) = outcome
     assert all(one.untyped_storage().nbytes() == one.nbytes for one in weights.values())

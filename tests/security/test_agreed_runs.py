@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from dure.errors import PolicyError
-from dure.run.site import Reach, Site
-from dure.run.training import Training
+from dure.run.client_site import ClientSite, ConnectionOptions
+from dure.run.client_training import ClientTraining
 from dure.wire.requests import (
     CheckIn,
     Machine,
@@ -104,18 +104,20 @@ class Server:
 
 
 @contextmanager
-def site(folder: Path, policy: Policy) -> Iterator[tuple[Site, Server]]:
+def site(folder: Path, policy: Policy) -> Iterator[tuple[ClientSite, Server]]:
     with ClientState(folder) as kept, Audit(folder / "audit.jsonl") as audit:
         session = Session(
             "http://127.0.0.1:1", context=None, state=kept, audit=audit, stop=threading.Event()
         )
         try:
-            yield Site(session, kept, policy, Reach(), "", audit), Server(session)
+            yield ClientSite(session, kept, policy, ConnectionOptions(), "", audit), Server(session)
         finally:
             session.close()
 
 
-def agrees(one: Site, server: Server, welcome: Welcome = WELCOME, approve: bool = False) -> None:
+def agrees(
+    one: ClientSite, server: Server, welcome: Welcome = WELCOME, approve: bool = False
+) -> None:
     server.answers.append(welcome)
     one.agree(one.look(CheckIn(2, "ward", 0, looks=True)), approve)
 
@@ -234,9 +236,9 @@ def test_a_step_of_a_protocol_belongs_to_a_run_that_has_one() -> None:
     AgreementChecks(holds, 1, lambda welcome: None, lambda: 1).word(say)
 
 
-def training(policy: Policy, **strategy: Any) -> Training:
+def training(policy: Policy, **strategy: Any) -> ClientTraining:
     """A site of the small task that has begun; of all clients of a run of three."""
-    one = Training(small_task(), "ward", None, policy=policy)
+    one = ClientTraining(small_task(), "ward", None, policy=policy)
     told = {**WELCOME.strategy, "clients": 3, **strategy}
     told.pop("partition")
     one.begin(replace(WELCOME, clients=3, strategy=told), None)
@@ -280,7 +282,7 @@ def test_models_of_fewer_updates_than_a_site_asks_for_are_not_joined(system: str
 
 
 def test_a_site_computes_with_no_more_threads_than_its_user_allows() -> None:
-    one = Training(small_task(), "ward", None, policy=Policy(cores=2))
+    one = ClientTraining(small_task(), "ward", None, policy=Policy(cores=2))
     told = {"name": "fed-avg", "clients": 3}
     machine = replace(WELCOME.machine, threads=64)
     one.begin(replace(WELCOME, clients=3, strategy=told, machine=machine), None)

@@ -21,12 +21,12 @@ import dure
 from dure import catalog, references
 from dure.errors import DureError, PolicyError, RunFolderError
 from dure.run import join as joining
-from dure.run.begun import Asks
-from dure.run.config import Asked, AskedTask
-from dure.run.given import GivenReferences
+from dure.run.client_references import ClientReferences
+from dure.run.client_site import ClientSite, ConnectionOptions
+from dure.run.config import RunRequest, TaskRequest
 from dure.run.registry import decode_strategy, decode_world, encode, strategy_class, world_class
-from dure.run.site import Reach, Site
-from dure.run.train import found_again
+from dure.run.train import reload_run
+from dure.run.trusted_code import ReferenceGuard
 from dure.tasks.builtin import load_task
 from dure.wire.requests import Machine, Trains, Welcome
 from dure.wire.signatures import Key
@@ -246,13 +246,15 @@ def site(disk: Disk, monkeypatch: pytest.MonkeyPatch):
     def takes_part(lie: dict[str, Any], check: bool, **how: Any) -> None:
         fed_avg = encode(dure.FedAvg(clients=2))
         session = cast(Session, Lies(lie if check else fed_avg, lie))
-        reach = Reach(state=disk.state, rules=how.get("rules", ()))
+        reach = ConnectionOptions(state=disk.state, rules=how.get("rules", ()))
         policy = Policy(systems=("fed-avg", *how.get("systems", ())))
 
         @contextmanager
-        def opened(url: str, reach_: Reach, stop: object, **more: object) -> Iterator[Site]:
+        def opened(
+            url: str, reach_: ConnectionOptions, stop: object, **more: object
+        ) -> Iterator[ClientSite]:
             with ClientState(disk.state) as kept:
-                yield Site(session, kept, policy, reach, "")
+                yield ClientSite(session, kept, policy, reach, "")
 
         monkeypatch.setattr(joining, "opened", opened)
         task = how.get("task", small_task())
@@ -288,8 +290,8 @@ def forget() -> Iterator[None]:
         del sys.modules[name]
 
 
-def given_by(disk: Disk, *references_: str, task: dure.Task | None = None) -> GivenReferences:
-    return GivenReferences(references_, disk.state, task)
+def given_by(disk: Disk, *references_: str, task: dure.Task | None = None) -> ClientReferences:
+    return ClientReferences(references_, disk.state, task)
 
 
 @pytest.mark.usefixtures("forget")
@@ -376,22 +378,22 @@ def test_a_folder_that_somebody_sent_imports_nothing(
     monkeypatch.setenv("DURE_STATE_HOME", str(tmp_path / "nothing was begun here"))
     strategy = {**encode(dure.FedAvg(clients=2)), field: f"{disk.places[place]}:X"}
     world = encode(dure.Simulated())
-    asked = Asked(
-        "label", AskedTask("digits", {}), strategy, world, dure.Stop(rounds=1), 0, None, None
+    asked = RunRequest(
+        "label", TaskRequest("digits", {}), strategy, world, dure.Stop(rounds=1), 0, None, None
     )
-    ask = Asks(tmp_path, {"strategy": strategy})
+    ask = ReferenceGuard(tmp_path, {"strategy": strategy})
     with nothing_is_imported(disk, monkeypatch):
         with pytest.raises(RunFolderError, match=r"run only if you name it again|was not begun"):
-            found_again(tmp_path, asked, ask, small_task(), None, None)
+            reload_run(tmp_path, asked, ask, small_task(), None, None)
         task = msgspec_replaced(asked, f"{disk.places[place]}:X")
         with pytest.raises(RunFolderError, match=r"run only if you name it again|was not begun"):
-            found_again(tmp_path, task, ask, None, None, None)
+            reload_run(tmp_path, task, ask, None, None, None)
 
 
-def msgspec_replaced(asked: Asked, name: str) -> Asked:
-    return Asked(
+def msgspec_replaced(asked: RunRequest, name: str) -> RunRequest:
+    return RunRequest(
         asked.label,
-        AskedTask(name, {}),
+        TaskRequest(name, {}),
         asked.strategy,
         asked.world,
         asked.stop,
@@ -438,12 +440,15 @@ DOORS: dict[tuple[str, str], str] = {
     ("references.py", "from_import_path"): "`find` and `run_again`: see their callers",
     ("references.py", "import_module"): "`find` and `run_again`: see their callers",
     ("references.py", "spec_from_file_location"): "`find` and `run_again`: see their callers",
-    ("run/begun.py", "import_module"): "an installed module of a run that was begun here",
+    ("run/trusted_code.py", "import_module"): "an installed module of a run that was begun here",
     ("run/registry.py", "import_module"): "a name of the catalog",
     ("run/registry.py", "load"): "the user's text, or data under `following_references`",
     ("run/track.py", "import_module"): FIXED,
     ("settings.py", "load"): "the user's text, or data under `following_references`",
-    ("tasks/builtin.py", "find"): "the user's text, or a folder's that `Asks` has let pass",
+    (
+        "tasks/builtin.py",
+        "find",
+    ): "the user's text, or a folder's that `ReferenceGuard` has let pass",
     ("worlds/processes/fork_child.py", "import_module"): HERE,
     ("worlds/processes/parcel.py", "import_module"): HERE,
     ("worlds/processes/parcel.py", "loads"): HERE,

@@ -11,7 +11,7 @@ import pytest
 import dure
 from dure.cli.main import main
 from dure.cli.network import JoinInstructions
-from dure.run.site import Reach, opened
+from dure.run.client_site import ConnectionOptions, opened
 from dure.wire.loopback import is_loopback
 from dure.worlds.network.client import session
 from dure.worlds.network.world import Network
@@ -73,7 +73,7 @@ def test_a_client_sends_nothing_without_tls(
 @pytest.mark.parametrize("host", HERE)
 def test_this_machine_needs_no_tls(host: str, dials_nobody: list[str]) -> None:
     stop = threading.Event()
-    with pytest.raises(InterruptedError), opened(url_of(host), Reach(), stop):
+    with pytest.raises(InterruptedError), opened(url_of(host), ConnectionOptions(), stop):
         pass
     assert dials_nobody == [url_of(host)]
 

@@ -175,7 +175,7 @@ def resumed(flags: list[str], command: str, judges: ComparisonNotes = _nothing) 
             f"code with --rules"
         )
     start_fork_server()
-    from dure.run.again import resume_comparison, stop_of
+    from dure.run.existing_runs import resume_comparison, stop_of
 
     program = partial(
         resume_comparison,

@@ -18,13 +18,13 @@ from dure.cli.worlds import entry, settings_of
 from dure.contracts.strategy import Strategy, World
 from dure.contracts.task import Task
 from dure.parallel.mesh.mesh import AXES
-from dure.run.registry import divided
+from dure.run.registry import split_settings
 from dure.tasks.builtin import load_task
 
 
 def without_options(system: str, reference: str) -> tuple[str, dict[str, str]]:
     """Return (the system with its own settings, the options of the task as texts)."""
-    name, *settings = divided(system)
+    name, *settings = split_settings(system)
     options = {field.name for field in dataclasses.fields(options_of_task(reference))}
     theirs = {"world", "workers", *settings_of(system)}
     # parallel,data=2 is a degree of its mesh, whatever options a task has.

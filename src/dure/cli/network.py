@@ -145,10 +145,10 @@ def _resumed(flags: list[str]) -> int:
         def hears(asked: Mapping[str, Any]) -> EventHandler:
             if not asked["where"].local:
                 return lambda event: None
-            from dure.run.config import asked_of
+            from dure.run.config import run_request_of
 
             folder: Path = asked["how"].resume
-            was = asked_of(folder)
+            was = run_request_of(folder)
             task = was.task.name or asked["how"].task
             if task is None:
                 raise ValueError("the task was made in Python: start its clients from there")
@@ -272,13 +272,13 @@ def join(given: list[str]) -> int:
     from dure.cli.tokens import token_of
     from dure.peer_text import printable
     from dure.run import join as joins
-    from dure.run.site import Reach
+    from dure.run.client_site import ConnectionOptions
     from dure.tasks.builtin import load_task
 
-    parts = {"task": options_of_task(reference), "reach": Reach, "how": JoinOptions}
+    parts = {"task": options_of_task(reference), "reach": ConnectionOptions, "how": JoinOptions}
     about = "Take part in a federation that a server on a network serves."
     asked = parse_flags(f"dure join URL {reference}", parts, flags, about)
-    reach: Reach = asked["reach"]
+    reach: ConnectionOptions = asked["reach"]
     how: JoinOptions = asked["how"]
     reach = replace(reach, token=token_of(reach.token, how.token_file))
     task: Task = load_task(reference, **given_options(asked["task"]))

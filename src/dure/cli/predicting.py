@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from dure.cli.flags import names_before_flags, parse_flags
 
 if TYPE_CHECKING:
-    from dure.run.predict import Predicted
+    from dure.run.predict import PredictedOutputs
 
 USAGE = "dure predict RUN INPUT ..."
 
@@ -75,7 +75,7 @@ def _name(source: str, place: int, count: int) -> str:
     return source if count == 1 else f"{source} [{place}]"
 
 
-def _in_words(found: Predicted, place: int) -> str:
+def _in_words(found: PredictedOutputs, place: int) -> str:
     best = found.best(place)
     if best:
         return ", ".join(f"{name} {100 * value:.1f} %" for name, value in best)
@@ -84,7 +84,7 @@ def _in_words(found: Predicted, place: int) -> str:
     return ", ".join(f"{value:.6g}" for value in numbers[:12]) + more
 
 
-def _as_json(source: str, found: Predicted) -> list[dict[str, Any]]:
+def _as_json(source: str, found: PredictedOutputs) -> list[dict[str, Any]]:
     told = []
     for place, outputs in enumerate(found.outputs):
         one: dict[str, Any] = {"input": source, "place": place, "outputs": outputs.tolist()}

@@ -51,10 +51,12 @@ def resumed(
     )
     how: ResumeOptions = asked["how"]
     folder = how.resume
-    from dure.run.config import asked_of
+    from dure.run.config import run_request_of
     from dure.run.train import resume
 
-    stop = asked["limits"].stop() if asked["limits"] != LimitOptions() else asked_of(folder).stop
+    stop = (
+        asked["limits"].stop() if asked["limits"] != LimitOptions() else run_request_of(folder).stop
+    )
     return show_run(
         partial(
             resume,

@@ -11,7 +11,7 @@ from dure.cli.flags import given_options, names_before_flags, options_of_task, p
 from dure.cli.running import check_names
 
 if TYPE_CHECKING:
-    from dure.run.replay import Replayed
+    from dure.run.replay import ReplayResult
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def replay(given: list[str]) -> int:
     return 0 if found.same else 1
 
 
-def _where(found: Replayed) -> str:
+def _where(found: ReplayResult) -> str:
     return f", from model {found.differ[0]} on" if found.differ else ": the last model is another"
 
 

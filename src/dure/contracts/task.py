@@ -114,7 +114,7 @@ class Task(SuggestsArguments, common=True):
     show_examples: whether run folders and reports may show a few of the test examples, if they are
         pictures. False shows none. Data with an owner are never shown: over a network, examples
             with
-        keys, or examples that a strategy protects (`dure.run.answers`).
+        keys, or examples that a strategy protects (`dure.run.model_predictions`).
     parse: parse(row) makes the inputs of an example, in the form of the data, from a new row, for
     `dure
         predict`: from a value of JSON, or from a row of a table, a dict of texts by column. None:

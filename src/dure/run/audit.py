@@ -35,9 +35,9 @@ from dure.record.disk import disk_errors, write_atomically
 from dure.record.png import strip
 from dure.record.run import RunFolder, trained_weights
 from dure.report.json_values import listing, mapping, numbers
-from dure.run.begun import Asks
-from dure.run.config import asked_in
-from dure.run.train import found_again, train
+from dure.run.config import run_request_in
+from dure.run.train import reload_run, train
+from dure.run.trusted_code import ReferenceGuard
 from dure.tensors.flat import FlatParameters
 from dure.worlds.simulated import Simulated
 
@@ -49,7 +49,7 @@ DELTA = 1e-5
 
 
 @dataclasses.dataclass(frozen=True)
-class Audited:
+class AuditResult:
     """Result of an audit. rows: result of each attack. content: content of audit.json."""
 
     rows: Sequence[AttackResult]
@@ -65,7 +65,7 @@ def audit(
     task: Task | str | None = None,
     strategy: Strategy | str | None = None,
     say: AttackProgress = lambda what, done, of: None,
-) -> Audited:
+) -> AuditResult:
     """Attack the updates that a simulation has stored (`Simulated(keep_updates=5)`).
 
     Args:
@@ -84,10 +84,10 @@ def audit(
     path = Path(folder)
     config = RunFolder.open(path).config()
     updates = read_updates(path)
-    asked = asked_in(path, config)
+    asked = run_request_in(path, config)
     named = [one for one in (strategy,) if isinstance(one, str)]
-    ask = Asks(path, config, named)
-    task, strategy, world = found_again(path, asked, ask, task, strategy, None)
+    ask = ReferenceGuard(path, config, named)
+    task, strategy, world = reload_run(path, asked, ask, task, strategy, None)
     # Before the attacks, which take long.
     if canaries:
         check_canaries(task, strategy, world, canaries)
@@ -115,7 +115,7 @@ def audit(
             task, strategy, world, asked.stop, canaries, asked.seed, delta
         )
     RunFolder(path).write_json(FILE, content)
-    return Audited(rows, content)
+    return AuditResult(rows, content)
 
 
 def _promised(path: Path) -> dict[str, float] | None:

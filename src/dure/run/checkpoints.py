@@ -25,7 +25,7 @@ from dure.record.checkpoint import (
 )
 from dure.record.meter import Counters, sum_of_counters
 from dure.record.run import RunFolder
-from dure.run.handing import gathered_trees, handed
+from dure.run.checkpoint_transfer import broadcast_checkpoint, gathered_trees
 from dure.run.job import Job, Position
 
 CHECKPOINT_SECONDS = 10.0
@@ -116,15 +116,15 @@ class Checkpoints:
     def read(self) -> Position | None:
         """Load the newest checkpoint on every rank; return its position, None without a checkpoint.
 
-        Rank 0 sends the checkpoint to the others (`dure.run.handing`), so that only rank 0 needs
-        the folder.
+        Rank 0 sends the checkpoint to the others (`dure.run.checkpoint_transfer`), so that only
+        rank 0 needs the folder.
 
         Raises RunFolderError if a newer dure wrote the checkpoint, or if each rank stores its own
         part and the number of ranks has changed.
         """
         stored = self.folder.read_checkpoint() if self.folder is not None else None
         shelf = SpillStore(self.job.folder)
-        received = handed(self.group, stored, shelf, self.learner.by_parts)
+        received = broadcast_checkpoint(self.group, stored, shelf, self.learner.by_parts)
         if received is None:
             return None
         weights, state = received.weights, received.state

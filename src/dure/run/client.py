@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from dure.errors import PolicyError
-from dure.run.site import Reach, opened, path_of, privacy_of
+from dure.run.client_site import ConnectionOptions, opened, path_of, privacy_of
 from dure.wire.layout import is_extra
 from dure.wire.requests import VERSION, CheckIn, Failed, Reserve, Train, Welcome
 from dure.wire.tensors import digest_of, forms_of, size_of
@@ -83,7 +83,7 @@ class Client:
         self._stop = threading.Event()
         self._ending = ExitStack()
         files = path_of(authority), path_of(certificate)
-        reach = Reach(
+        reach = ConnectionOptions(
             name, path_of(state), part, token, *files, give_up, owner=owner, insecure=insecure
         )
         self._name = name
@@ -121,7 +121,7 @@ class Client:
         self._stop.set()
         self._ending.close()
 
-    def __iter__(self) -> Iterator[Work]:
+    def __iter__(self) -> Iterator[ClientAssignment]:
         """Yield the assignments in order, until the run ends."""
         confirmed: list[int] = []
         while True:
@@ -144,7 +144,7 @@ class Client:
             if word.train is not None:
                 yield from self._works(word.train)
 
-    def _works(self, train: Train) -> Iterator[Work]:
+    def _works(self, train: Train) -> Iterator[ClientAssignment]:
         """Yield the assignment, and send heartbeats to the server while the caller trains."""
         with self.session.working(train.ticket) as wanted:
             work = self._work(train, wanted)
@@ -154,7 +154,7 @@ class Client:
             if not work.sent and wanted():
                 self.session.failed(Failed(train.ticket, "NothingSent"))
 
-    def _work(self, train: Train, wanted: Callable[[], bool]) -> Work | None:
+    def _work(self, train: Train, wanted: Callable[[], bool]) -> ClientAssignment | None:
         try:
             tensors = self.session.fetch(train.round, train.tensors, train.bytes)
         # 410: the server has a newer model by now.
@@ -162,7 +162,7 @@ class Client:
             if refused.status != 410:
                 raise
             return None
-        return Work(self, train, tensors, wanted)
+        return ClientAssignment(self, train, tensors, wanted)
 
 
 def _check_protects_nothing(welcome: Welcome) -> None:
@@ -176,7 +176,7 @@ def _check_protects_nothing(welcome: Welcome) -> None:
         )
 
 
-class Work:
+class ClientAssignment:
     """An assignment: train from these weights, and send the update.
 
     round: of the global model, from 0. tensors: received weights by name. wanted: function that

@@ -7,7 +7,7 @@ folders `name-seed-0` and so on, all with the system's label; the report shows s
 (`dure.record.spread`).
 
 All folders are made, with their config.json, before the first run begins, so that an interrupted or
-killed comparison can be resumed from its folder alone (`dure.run.again`).
+killed comparison can be resumed from its folder alone (`dure.run.existing_runs`).
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from dure.contracts.task import Task
 from dure.errors import DureError, exit_is_a_failure, text_of
 from dure.record.disk import write_atomically
 from dure.record.run import Run, RunFolder
-from dure.run.asked import check_asked, check_function, check_task
-from dure.run.fresh import FreshModel, fresh_model
+from dure.run.argument_checks import check_function, check_run_arguments, check_task
 from dure.run.job import Job
 from dure.run.progress import bars_here
 from dure.run.registry import default_world
-from dure.run.train import begun_here, heard, prepare, run_job
+from dure.run.run_model import RunModel, new_model
+from dure.run.train import all_callbacks, begun_here, prepare, run_job
 from dure.worlds.processes.fork_server import server
 
 server.keeps_here(__name__)
@@ -126,11 +126,11 @@ def compare(
         RunFolderError: before any work, if the folder is in use.
     """
     stop = stop if stop is not None else Stop(epochs=10)
-    check_asked(task, stop, seed=seed, evaluate_every=evaluate_every)
+    check_run_arguments(task, stop, seed=seed, evaluate_every=evaluate_every)
     check_seeds(seeds)
     check_path("out", out, optional=True)
     check_function("on_progress", on_progress)
-    heard(callbacks, track)  # what is wrong with them is said before any work
+    all_callbacks(callbacks, track)  # what is wrong with them is said before any work
     bars = bars_here(stop) if on_progress is _ignore else None
     on_progress = on_progress if bars is None else bars
     entries = _entries(task, systems)
@@ -159,13 +159,13 @@ def compare(
             dataclasses.replace(one.job, folder=path, config=one.config),
             one.world,
             functools.partial(on_progress, one.told),
-            heard(callbacks, track),
+            all_callbacks(callbacks, track),
         )
-        if noted(program, one.told, done) == "interrupt":
+        if execute_and_record(program, one.told, done) == "interrupt":
             break  # Ctrl-C is meant for the whole comparison
     if folder is None or not leads:
         return done
-    return dataclasses.replace(done, report=reported(folder, asked, names, done))
+    return dataclasses.replace(done, report=write_comparison_files(folder, asked, names, done))
 
 
 def check_seeds(seeds: Any) -> None:
@@ -228,7 +228,7 @@ def _planned(
         """Return the model that all runs of a task under a seed copy."""
         if (id(task), seed) not in models:
             with exit_is_a_failure("the task", "making the model"):
-                models[id(task), seed] = fresh_model(task, seed, divided, waits)
+                models[id(task), seed] = new_model(task, seed, divided, waits)
         return models[id(task), seed]
 
     prepared: list[list[tuple[Job, dict[str, Any]]]] = []
@@ -258,7 +258,7 @@ def _planned(
     )
     times = Counter((id(one.task), seed) for one in entries for seed in seeds)
 
-    def fresh(own: Task, job: Job) -> FreshModel | None:
+    def fresh(own: Task, job: Job) -> RunModel | None:
         """Return the prepared model if several runs start from it; else drop it until needed."""
         if job.fresh is None or times[id(own), job.seed] > 1:
             return job.fresh
@@ -308,7 +308,7 @@ def _make_folders(folder: Path, asked: Mapping[str, Any], planned: Sequence[_Pla
         begun_here(folder / one.name, one.job.task, one.job.strategy, one.world)
 
 
-def noted(program: Callable[[], Run], told: str, done: Comparison) -> str:
+def execute_and_record(program: Callable[[], Run], told: str, done: Comparison) -> str:
     """Execute a run and record it in `done`; return the reason for its end. told: its label."""
     try:
         run = program()
@@ -320,7 +320,7 @@ def noted(program: Callable[[], Run], told: str, done: Comparison) -> str:
     return str(run.summary["ended"])
 
 
-def reported(
+def write_comparison_files(
     folder: Path, asked: Mapping[str, Any], names: Sequence[str], done: Comparison
 ) -> Path:
     """Write comparison.json and the page. names: folders of the runs that were started."""

@@ -24,7 +24,7 @@ from dure.run.learning import learning_of
 from dure.run.registry import encode
 
 
-class AskedTask(msgspec.Struct):
+class TaskRequest(msgspec.Struct):
     """A task by its name."""
 
     name: str | None
@@ -39,11 +39,11 @@ class AskedTask(msgspec.Struct):
     """Learning options of the task (`dure.contracts.training_options`), if it sets any."""
 
 
-class Asked(msgspec.Struct):
+class RunRequest(msgspec.Struct):
     """The request in config.json, as far as a resumed run needs it."""
 
     label: str
-    task: AskedTask
+    task: TaskRequest
     strategy: dict[str, Any]
     world: dict[str, Any]
     stop: Stop
@@ -72,18 +72,18 @@ def _learning_of(task: Task) -> dict[str, Any]:
     return {"learning": asked} if asked else {}
 
 
-def asked_of(folder: Path) -> Asked:
-    """Return the request of the run in `folder`; errors as in `asked_in`."""
-    return asked_in(folder, without_sums(RunFolder.open(folder).read_json("config.json")))
+def run_request_of(folder: Path) -> RunRequest:
+    """Return the request of the run in `folder`; errors as in `run_request_in`."""
+    return run_request_in(folder, without_sums(RunFolder.open(folder).read_json("config.json")))
 
 
-def asked_in(folder: Path, config: Mapping[str, Any]) -> Asked:
+def run_request_in(folder: Path, config: Mapping[str, Any]) -> RunRequest:
     """Return the request of the run in `folder`, from the content of its config.json.
 
     Raises RunFolderError if config.json is damaged.
     """
     try:
-        asked = msgspec.convert(config, Asked)
+        asked = msgspec.convert(config, RunRequest)
     except (msgspec.ValidationError, ValueError, RecursionError) as error:
         raise RunFolderError(f"{folder / 'config.json'} is damaged: {error}") from error
     for what, written in (("strategy", asked.strategy), ("world", asked.world)):

@@ -49,18 +49,18 @@ from dure.record.meter import Counters, peak_memory, reset_peak_memory, sum_of_c
 from dure.record.run import RunFolder
 from dure.record.settings import LINEAGE
 from dure.record.trace import Lane, Trace
-from dure.run import early
-from dure.run.averaged import with_average
+from dure.run import early_stopping
 from dure.run.checkpoints import Checkpoints
-from dure.run.job import Job, Outcome, Position
+from dure.run.job import Job, Position, RunOutcome
 from dure.run.lineage import METADATA, lineage_of, signed
-from dure.run.own_data import check_as_before, with_own_data
+from dure.run.rank_data import check_as_before, with_own_data
 from dure.run.summary import summarise
 from dure.run.validation import with_validation
 from dure.run.watch import page_of
+from dure.run.weight_averaging import with_average
 
 
-def drive(job: Job, place: RankContext) -> Outcome:
+def drive(job: Job, place: RankContext) -> RunOutcome:
     """Execute the job on this rank, and return its results."""
     trains = place.network is None or job.strategy.trains_at_server
     keeps = trains and not job.strategy.spares_memory
@@ -69,7 +69,7 @@ def drive(job: Job, place: RankContext) -> Outcome:
         return _drive(job, place)
 
 
-def _drive(job: Job, place: RankContext) -> Outcome:
+def _drive(job: Job, place: RankContext) -> RunOutcome:
     # Each rank seeds the generators for draws outside of steps; steps seed their own.
     before = generators_state()
     seed_generators(job.seed, "rank", place.group.rank, everything=True)
@@ -89,7 +89,7 @@ def _drive(job: Job, place: RankContext) -> Outcome:
         place.page = None if job.folder is None else partial(page_of, job.folder)
         if job.strategy.coordinated and place.group.rank:
             ended = job.strategy.run_assistant(job.task, place, job.seed)
-            return Outcome({}, {}, History(), {"ended": ended})
+            return RunOutcome({}, {}, History(), {"ended": ended})
         learner = with_average(
             job.strategy.learner(job.task, place, job.seed), job.task.ema, place.group
         )
@@ -149,7 +149,7 @@ class Driver:
         self.checkpoints = Checkpoints(job, self.group, learner, self.folder)
         self.proofs = [*job.proofs, *learner.proofs]
         self.travelled = 0.0
-        self.monitor = early.monitor_of(job.task, job.stop)
+        self.monitor = early_stopping.monitor_of(job.task, job.stop)
         self.best: Mapping[str, Tensor] | None = None
         """On rank 0, the weights of the best evaluation, if no folder has them."""
         # With several ranks, no rank alone has the counters of all.
@@ -168,7 +168,7 @@ class Driver:
         if self.group.size == 1:
             place.wish = self._wish_within
 
-    def run(self) -> Outcome:
+    def run(self) -> RunOutcome:
         """Run from the start, or the newest checkpoint, to the first limit. Collective."""
         # Locked before the first read, so that no other process changes the folder meanwhile.
         if self.folder is not None:
@@ -413,7 +413,9 @@ class Driver:
         """Store the model if it is the best so far. All ranks reach the same result."""
         position = self.position
         before = position.best
-        position.best = early.after(before, self.job.stop, monitor, position.step, position.metrics)
+        position.best = early_stopping.updated_best(
+            before, self.job.stop, monitor, position.step, position.metrics
+        )
         if before is not None and position.best.step == before.step:
             return
         # Collective: a divided model is gathered here.
@@ -454,7 +456,7 @@ class Driver:
                 best = self.position.best
                 restore_best(self.folder.path, None if best is None else best.step)
 
-    def _finish(self, ended: str) -> Outcome:
+    def _finish(self, ended: str) -> RunOutcome:
         self.learner.ended(ended)
         workers = self._all_counters()
         # All ranks have facts or none has: the gathering is collective.
@@ -485,7 +487,7 @@ class Driver:
         if self.folder is not None:
             summary = self.folder.finish(weights, summary, lanes, metadata, beside)
             delete_status(self.folder.path)
-        return Outcome(weights, buffers, self.history, summary, self.best)
+        return RunOutcome(weights, buffers, self.history, summary, self.best)
 
     def _signed(self, summary: dict[str, Any]) -> tuple[dict[str, Any], Any, Any]:
         """Return (summary, metadata of the model, files beside the model), signed by a server."""

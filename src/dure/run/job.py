@@ -14,8 +14,8 @@ from dure.contracts.stop import Stop
 from dure.contracts.strategy import Proof, Strategy
 from dure.contracts.task import Task
 from dure.record.history import History
-from dure.run.early import Best
-from dure.run.fresh import FreshModel
+from dure.run.early_stopping import BestEvaluation
+from dure.run.run_model import RunModel
 
 
 @dataclass(frozen=True)
@@ -47,13 +47,13 @@ class Job:
     elastic: bool = False
     check: bool = True
     proofs: tuple[Proof, ...] = ()
-    fresh: FreshModel | None = None
+    fresh: RunModel | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
     told: bool = False
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunOutcome:
     """Results of a run.
 
     weights: of the whole model on rank 0; on other ranks the part that the rank stores. buffers:
@@ -92,4 +92,4 @@ class Position(msgspec.Struct):
     numbers: dict[str, float | None] = {}
     midway: bool = False
     lies: list[int] = []
-    best: Best | None = None
+    best: BestEvaluation | None = None

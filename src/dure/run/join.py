@@ -16,11 +16,11 @@ from dure.federated.protections import SecureClientContext
 from dure.machine.compiler import deferred_compiler
 from dure.machine.threads import threads
 from dure.run import party_site
-from dure.run.data_asks import check_data_asks
+from dure.run.client_site import ConnectionOptions, opened, path_of
+from dure.run.client_training import ClientTraining
 from dure.run.registry import decode_strategy
-from dure.run.site import Reach, opened, path_of
+from dure.run.sampling_checks import check_data_asks
 from dure.run.split_site import check_part, take_part
-from dure.run.training import Training
 from dure.split.network.site import SiteLimits
 from dure.split.strategy import Split
 from dure.split.vertical import VerticalSplit
@@ -64,18 +64,18 @@ def join(
     Args:
         url: address of the server.
         task: the task with this site's own examples.
-        name: as in `dure.run.site.Reach`.
-        state: as in `dure.run.site.Reach`.
-        part: as in `dure.run.site.Reach`.
-        token: as in `dure.run.site.Reach`.
-        authority: as in `dure.run.site.Reach`.
-        certificate: as in `dure.run.site.Reach`.
+        name: as in `dure.run.client_site.ConnectionOptions`.
+        state: as in `dure.run.client_site.ConnectionOptions`.
+        part: as in `dure.run.client_site.ConnectionOptions`.
+        token: as in `dure.run.client_site.ConnectionOptions`.
+        authority: as in `dure.run.client_site.ConnectionOptions`.
+        certificate: as in `dure.run.client_site.ConnectionOptions`.
         approve: consent to the served run, if policy.toml requires consent.
-        give_up: as in `dure.run.site.Reach`.
-        identities: as in `dure.run.site.Reach`.
-        owner: as in `dure.run.site.Reach`.
-        insecure: as in `dure.run.site.Reach`.
-        rules: as in `dure.run.site.Reach`.
+        give_up: as in `dure.run.client_site.ConnectionOptions`.
+        identities: as in `dure.run.client_site.ConnectionOptions`.
+        owner: as in `dure.run.client_site.ConnectionOptions`.
+        insecure: as in `dure.run.client_site.ConnectionOptions`.
+        rules: as in `dure.run.client_site.ConnectionOptions`.
         stop: event that ends the client when it is set.
         on_progress: receives events, such as ("training", {"round": 3}).
 
@@ -88,7 +88,7 @@ def join(
         ValueError: for a task that cannot be trained, or a URL without TLS.
     """
     files = path_of(authority), path_of(certificate)
-    reach = Reach(
+    reach = ConnectionOptions(
         name,
         path_of(state),
         part,
@@ -101,7 +101,7 @@ def join(
         tuple(rules),
     )
     # Before the connection: an unusable task spends no token.
-    training = Training(task, name, part)
+    training = ClientTraining(task, name, part)
     with opened(
         url,
         reach,
@@ -163,7 +163,7 @@ def stopped() -> type[Exception]:
     return StoppedError
 
 
-def check(url: str, task: Task, reach: Reach) -> Iterator[str]:
+def check(url: str, task: Task, reach: ConnectionOptions) -> Iterator[str]:
     """Try the steps of `join`, and yield lines about the findings and the data to be sent.
 
     A check-in that only looks tests network, certificate and identity; a line says how much disk is
@@ -171,7 +171,7 @@ def check(url: str, task: Task, reach: Reach) -> Iterator[str]:
     machine, and the check-in is in the log of outgoing messages. Raises the errors of `join`, after
     `CHECK_SECONDS` if the server is unreachable.
     """
-    training = Training(task, reach.name, reach.part)
+    training = ClientTraining(task, reach.name, reach.part)
     reach = replace(reach, give_up=CHECK_SECONDS / 3600)
     with opened(url, reach, threading.Event()) as site:
         kept = site.kept

@@ -20,7 +20,7 @@ TIMES = 21
 """Timed forward passes, of which the median counts; one warm-up pass precedes them."""
 
 
-class Measured(NamedTuple):
+class LatencyMeasurement(NamedTuple):
     """Cost of one call of the model.
 
     call: bytes of the input and of the output. seconds: median time of a forward pass of one
@@ -31,7 +31,7 @@ class Measured(NamedTuple):
     seconds: float
 
 
-def measured(task: Task, model: nn.Module, times: int = TIMES) -> Measured:
+def measure_latency(task: Task, model: nn.Module, times: int = TIMES) -> LatencyMeasurement:
     """Measure the forward pass of one example of the task, in evaluation mode, without gradients.
 
     times: timed passes. Raises ValueError if times is below 1.
@@ -50,7 +50,9 @@ def measured(task: Task, model: nn.Module, times: int = TIMES) -> Measured:
             if home.type == "cuda":
                 torch.cuda.synchronize(home)
             seconds.append(time.perf_counter() - began)
-    return Measured(PredictionCall(_nbytes(inputs), _nbytes(answer)), statistics.median(seconds))
+    return LatencyMeasurement(
+        PredictionCall(_nbytes(inputs), _nbytes(answer)), statistics.median(seconds)
+    )
 
 
 def _nbytes(value: object) -> int:

@@ -63,7 +63,7 @@ def signed(lineage: Mapping[str, Any], model: str, sign: SigningKey) -> dict[str
     return {**said, "signature": sign.sign(_message(said)).hex()}
 
 
-class Verified(NamedTuple):
+class VerifiedLineage(NamedTuple):
     """A lineage with a valid signature.
 
     lineage: the signed content. key: public key of the signer. compared: names of the run's other
@@ -75,7 +75,7 @@ class Verified(NamedTuple):
     compared: tuple[str, ...] = ()
 
 
-def verify(model: str | Path, key: str | None = None) -> Verified:
+def verify(model: str | Path, key: str | None = None) -> VerifiedLineage:
     """Verify a model against the lineage file beside it.
 
     model: the file of weights, or a run folder, whose config.json, models.jsonl and summary.json
@@ -108,7 +108,7 @@ def verify(model: str | Path, key: str | None = None) -> Verified:
         raise LineageError(f"{path} is not the model that was signed")
     if key is not None and public != key.lower():
         raise LineageError(f"{path} was signed by {public}, not by {key}")
-    return Verified(lineage, public, _compared(folder, lineage) if whole else ())
+    return VerifiedLineage(lineage, public, _compared(folder, lineage) if whole else ())
 
 
 def _compared(folder: Path, lineage: Mapping[str, Any]) -> tuple[str, ...]:

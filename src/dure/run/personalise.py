@@ -28,7 +28,7 @@ from dure.wire.layout import is_extra
 from dure.worlds.network.client.state import ClientState
 
 
-class Personal(NamedTuple):
+class PersonalisationResult(NamedTuple):
     """A personalised model.
 
     round: round of the global model. before, after: metrics of the global and of the personalised
@@ -43,7 +43,7 @@ class Personal(NamedTuple):
 
 def personalise(
     state: str | Path, task: Task, *, epochs: int = 1, batch_size: int = 10, seed: int = 0
-) -> Personal:
+) -> PersonalisationResult:
     """Train the newest global model on the task's data, and store it in the client's folder.
 
     Args:
@@ -67,7 +67,7 @@ def personalise(
         before = _measured(task, model)
         _train(task, model, epochs, batch_size, seed)
         kept.keep_personal({name: one.contiguous() for name, one in _state(model).items()})
-        return Personal(round, model, before, _measured(task, model))
+        return PersonalisationResult(round, model, before, _measured(task, model))
 
 
 def personal_model(state: str | Path, task: Task) -> nn.Module:

@@ -1,8 +1,8 @@
 """Predict with a run's model: for the inputs in a file, or for examples of the task.
 
 A run folder is data, and so is an input: arrays are read from npy, csv, JSON and safetensors, none
-of which can contain code. Inputs of more than one tensor are rows (`dure.run.rows`). If the run's
-loss is torch's cross-entropy, outputs are scores of classes, and their softmax is returned as
+of which can contain code. Inputs of more than one tensor are rows (`dure.run.input_rows`). If the
+run's loss is torch's cross-entropy, outputs are scores of classes, and their softmax is returned as
 probabilities.
 """
 
@@ -29,8 +29,8 @@ from dure.contracts.task import Task
 from dure.data.examples import Examples
 from dure.errors import RunFolderError
 from dure.record.run import Run, load_run
-from dure.run.again import task_of
-from dure.run.rows import Table, Tensors, cast, is_structured, parsed, row_inputs
+from dure.run.existing_runs import task_of
+from dure.run.input_rows import CellTable, FileTensors, cast, is_structured, parse_rows, row_inputs
 from dure.tasks.known_losses import cross_entropy_of
 from dure.tasks.modes import in_mode
 
@@ -42,7 +42,7 @@ _EXAMPLE = re.compile(r"(test|train):(\d+)(?::(\d+))?")
 
 
 @dataclass(frozen=True)
-class Predicted:
+class PredictedOutputs:
     """Predictions of a model.
 
     outputs: of all inputs, along the first dimension. probabilities: of classes, float64; None if
@@ -66,7 +66,7 @@ class Predicted:
 
 def predict(
     folder: Path, source: str, task: Task | str | None = None, last: bool = False
-) -> Predicted:
+) -> PredictedOutputs:
     """Return the predictions of the model of the ended run in `folder`.
 
     Args:
@@ -135,15 +135,15 @@ def _scores(outputs: Any) -> Any:
     return outputs.get("logits") if isinstance(outputs, Mapping) else outputs
 
 
-def _told(task: Task, outputs: Tensor) -> Predicted:
+def _told(task: Task, outputs: Tensor) -> PredictedOutputs:
     loss = cross_entropy_of(task.loss)
     if loss is None or outputs.ndim != 2 or not outputs.is_floating_point():
-        return Predicted(outputs)
+        return PredictedOutputs(outputs)
     scores = outputs.double()
     probabilities = scores.softmax(dim=1) if loss.of_scores else scores.exp()
     names = task.train.classes
     fits = names is not None and len(names) == outputs.shape[1]
-    return Predicted(
+    return PredictedOutputs(
         outputs,
         probabilities,
         list(names) if fits and names is not None else list(map(str, range(outputs.shape[1]))),
@@ -163,7 +163,7 @@ def _inputs(task: Task, train: Examples, test: Examples | None, source: str) -> 
         raise ValueError("the task has no data, which would say what an input is like")
     example = _example(data)
     if task.parse is not None:
-        content = parsed(task.parse, content)
+        content = parse_rows(task.parse, content)
     if task.parse is not None or is_structured(data, example):
         return row_inputs(data, example, content, source)
     return _fitted(_array(content, task.features, source), example, source)
@@ -192,13 +192,13 @@ def _example(data: Examples) -> Any:
 
 def _array(content: Any, features: Sequence[str] | None, source: str) -> Any:
     """Return the content of a file as an array. features: order of a table's columns."""
-    if isinstance(content, Tensors):
+    if isinstance(content, FileTensors):
         if len(content) != 1:
             raise ValueError(
                 f"{source} holds {len(content)} tensors, and has to hold the inputs alone"
             )
         return next(iter(content.values()))
-    if isinstance(content, Table):
+    if isinstance(content, CellTable):
         rows: Any = content.cells
         if content.names is not None and features is not None:
             rows = [_chosen(content.names, row, features, source) for row in rows]
@@ -257,7 +257,7 @@ def _read(source: str) -> Any:
         ".npy": lambda: numpy.load(path, allow_pickle=False),
         ".csv": lambda: _table(path),
         ".json": lambda: _parsed(path.read_text(), source),
-        ".safetensors": lambda: Tensors(load_file(path)),
+        ".safetensors": lambda: FileTensors(load_file(path)),
     }
     if path.suffix not in readers:
         raise ValueError(
@@ -279,7 +279,7 @@ def _parsed(text: str, source: str) -> Any:
         raise ValueError(f"{source} is no JSON: {error}") from error
 
 
-def _table(path: Path) -> Table:
+def _table(path: Path) -> CellTable:
     """Return the cells of a table; a first line with text names the columns."""
     with path.open(newline="") as lines:
         rows = [row for row in csv.reader(lines) if row]
@@ -290,8 +290,8 @@ def _table(path: Path) -> Table:
         raise ValueError(f"its lines have {min(widths)} to {max(widths)} cells")
     first = [cell.strip() for cell in rows[0]]
     if all(map(_is_number, first)):
-        return Table(None, rows)
-    return Table(first, rows[1:])
+        return CellTable(None, rows)
+    return CellTable(first, rows[1:])
 
 
 def _is_number(cell: str) -> bool:

@@ -53,7 +53,7 @@ def facts(event: dict[str, Any]) -> str:
     return " · ".join(parts)
 
 
-class Bars:
+class NotebookBars:
     """The progress bars of a notebook, a bar for each run.
 
     display: IPython.display. The cell's output is a single element, which is redrawn.
@@ -103,7 +103,7 @@ def _row(label: str, done: float | None, said: str) -> str:
     )
 
 
-def bars_here(stop: Stop) -> Bars | None:
+def bars_here(stop: Stop) -> NotebookBars | None:
     """Return progress bars in a notebook; None elsewhere."""
     shell = sys.modules.get("IPython")
     running = None if shell is None else shell.get_ipython()
@@ -111,4 +111,4 @@ def bars_here(stop: Stop) -> Bars | None:
     if running is None or not hasattr(running, "kernel"):
         return None
     # Loaded already, by IPython itself.
-    return Bars(stop, sys.modules["IPython.display"])
+    return NotebookBars(stop, sys.modules["IPython.display"])

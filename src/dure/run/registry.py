@@ -49,7 +49,7 @@ from dure.parallel.mesh.mesh import AXES
 from dure.parallel.tensor.written_plan import TensorPlan
 from dure.privacy.dp_sgd import DPSGD, parse_dp_sgd
 from dure.references import ReferencePolicy
-from dure.run.asked import not_an_object
+from dure.run.argument_checks import missing_instance_hint
 from dure.settings import can_be_read
 from dure.split.leakage import Defence, parse_defence
 from dure.worlds.launched import under_torchrun
@@ -133,7 +133,7 @@ def check_kind(thing: Any, base: type[Strategy] | type[World]) -> None:
     A user's own class may lack the base class or a name.
     """
     name = type(thing).__name__
-    meant = not_an_object(thing, base.__name__)
+    meant = missing_instance_hint(thing, base.__name__)
     if meant is not None:
         raise ValueError(meant)
     if not isinstance(thing, base) or not dataclasses.is_dataclass(thing):
@@ -291,7 +291,7 @@ def parse_world(text: str) -> World:
 
 def _read(kind: type[Any], text: str) -> dict[str, Any]:
     """Return the form of `encode` for the text "name,field=value,…"."""
-    name, *settings = divided(text)
+    name, *settings = split_settings(text)
     hints = typing.get_type_hints(kind)
     written: dict[str, Any] = {"name": name}
     for setting in settings:
@@ -327,7 +327,7 @@ def _value(text: str, hint: Any) -> Any:
     return text if _is_text(hint) else msgspec.json.decode(text.encode())
 
 
-def divided(text: str) -> list[str]:
+def split_settings(text: str) -> list[str]:
     """Split a text at its commas, except for commas inside brackets."""
     # The commas in mesh={"data":2,"pipeline":2} do not separate settings.
     parts = [""]

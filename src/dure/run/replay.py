@@ -15,15 +15,15 @@ from dure.errors import RunFolderError
 from dure.record.checkpoint import stored
 from dure.record.run import RunFolder, trained_weights
 from dure.record.settings import LINEAGE, edited, settings, without_sums
-from dure.run.begun import Asks
-from dure.run.config import asked_in
+from dure.run.config import run_request_in
 from dure.run.lineage import verify
-from dure.run.train import found_again, prepare, run_job
+from dure.run.train import prepare, reload_run, run_job
+from dure.run.trusted_code import ReferenceGuard
 from dure.wire.tensors import digest_of
 from dure.worlds.network.replay import Replay
 
 
-class Replayed(NamedTuple):
+class ReplayResult(NamedTuple):
     """Result of a replay.
 
     Args:
@@ -45,7 +45,7 @@ class Replayed(NamedTuple):
 
 def replay(
     folder: str | Path, *, task: Task | str | None = None, strategy: Strategy | str | None = None
-) -> Replayed:
+) -> ReplayResult:
     """Recompute the models of a recorded run (`dure serve --record`), and write nothing.
 
     Every model is compared with the digest that the run has recorded (`models.jsonl`). task,
@@ -56,7 +56,7 @@ def replay(
     """
     path = Path(folder)
     config = _config_of(path)
-    asked = asked_in(path, config)
+    asked = run_request_in(path, config)
     if asked.world.get("name") != "network":
         raise RunFolderError(f"{path} was not served over a network: there is nothing to replay")
     if not asked.world.get("record"):
@@ -64,7 +64,9 @@ def replay(
             f"{path} was not recorded, so what it is made of is gone: serve with --record"
         )
     named = [strategy] if isinstance(strategy, str) else []
-    task, strategy, _ = found_again(path, asked, Asks(path, config, named), task, strategy, None)
+    task, strategy, _ = reload_run(
+        path, asked, ReferenceGuard(path, config, named), task, strategy, None
+    )
     world = Replay(path, asked.run)
     job, _ = prepare(
         task,
@@ -81,7 +83,7 @@ def replay(
     made = world.models
     compared = len(made.compared)
     same = None if last is None and not compared else last is not False and not made.differ
-    return Replayed(
+    return ReplayResult(
         rounds=len(run.history.steps),
         digest=digest_of(weights),
         same=same,

@@ -194,7 +194,7 @@ def _site(
     )
 
 
-class Forms(TypedDict, total=False):
+class CutForms(TypedDict, total=False):
     """JSON descriptions of the values that cross the cut: fields of `Hello`."""
 
     form: bytes
@@ -209,7 +209,7 @@ class _CutSide:
         self._compression = compression
         self._secret = secret
 
-    def forms(self, labels_stay: bool) -> Forms:
+    def forms(self, labels_stay: bool) -> CutForms:
         """Return {}: the server has traced the model itself and knows the values at the cut."""
         return {}
 
@@ -256,7 +256,7 @@ class _HeadSide:
         self._losses = losses
         self._secret = secret
 
-    def forms(self, labels_stay: bool) -> Forms:
+    def forms(self, labels_stay: bool) -> CutForms:
         """Return descriptions of the activations that leave, and of targets unless they stay."""
         targets = b"" if labels_stay else encoded(self._part.targets)
         return {"form": encoded(self._part.leaving), "targets": targets}

@@ -12,7 +12,7 @@ from dure.data.examples import Examples
 from dure.record.history import History, finite
 from dure.record.idleness import idle_share, over_busy
 from dure.record.meter import Counters
-from dure.run.early import monitor_of
+from dure.run.early_stopping import monitor_of
 from dure.run.job import Job, Position
 
 SUMS = (

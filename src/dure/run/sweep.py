@@ -24,11 +24,11 @@ from dure.arguments import shown
 from dure.record.history import is_spread, judging, lower_is_better
 from dure.record.run import Run
 from dure.record.spread import spread
-from dure.run.registry import divided
+from dure.run.registry import split_settings
 
 
 @dataclass(frozen=True)
-class Range:
+class ValueRange:
     """A range of values: uniform, uniform in the logarithm, or whole numbers.
 
     low, high: bounds; whole numbers include both. kind: "uniform", "log" or "int".
@@ -47,7 +47,7 @@ class Range:
         return chance.uniform(self.low, self.high)
 
 
-Values = Sequence[Any] | Range
+Values = Sequence[Any] | ValueRange
 """Possible values of a setting."""
 
 
@@ -72,11 +72,11 @@ def parse_values(name: str, text: str) -> Values:
         raise ValueError(f"{name}={text}: a logarithm is of numbers above 0")
     if kind == "int" and not (low.is_integer() and high.is_integer()):
         raise ValueError(f"{name}={text}: these are no whole numbers")
-    return Range(low, high, kind)
+    return ValueRange(low, high, kind)
 
 
 def _parts(name: str, text: str) -> Sequence[str]:
-    parts = divided(text)
+    parts = split_settings(text)
     if not all(parts):
         raise ValueError(f"{name}={text}: a value is missing")
     if len(set(parts)) < len(parts):
@@ -95,7 +95,7 @@ def trials(
     if not space:
         raise ValueError("a sweep needs at least one setting with several values")
     if draws is None:
-        ranges = [name for name, values in space.items() if isinstance(values, Range)]
+        ranges = [name for name, values in space.items() if isinstance(values, ValueRange)]
         if ranges:
             raise ValueError(
                 f"{ranges[0]} is a range, which no grid goes through: say how many trials are drawn"
@@ -117,7 +117,7 @@ def _drawn(space: Mapping[str, Values], draws: int, seed: int) -> list[dict[str,
         if len(found) == draws:
             break
         trial = {
-            name: values.drawn(chance) if isinstance(values, Range) else chance.choice(values)
+            name: values.drawn(chance) if isinstance(values, ValueRange) else chance.choice(values)
             for name, values in space.items()
         }
         if trial not in found:
@@ -126,7 +126,7 @@ def _drawn(space: Mapping[str, Values], draws: int, seed: int) -> list[dict[str,
 
 
 @dataclass(frozen=True)
-class Ranked:
+class RankedTrial:
     """A trial and its result: the mean over its seeds of the metric that ranks the trials."""
 
     label: str
@@ -154,7 +154,7 @@ def judge_of(runs: Sequence[Run], metric: str | None = None) -> str:
     return min(there, key=judging)
 
 
-def ranked(runs: Sequence[Run], metric: str) -> list[Ranked]:
+def ranked(runs: Sequence[Run], metric: str) -> list[RankedTrial]:
     """Return the trials, best first, without trials that lack a finite value."""
     by_label: dict[str, list[Run]] = {}
     for run in runs:
@@ -166,7 +166,7 @@ def ranked(runs: Sequence[Run], metric: str) -> list[Ranked]:
         told = spread([value for value in values if value is not None])
         # A trial with a failed or diverged seed is not ranked.
         if told is not None and None not in values and len(group) == seeds:
-            found.append(Ranked(label, told.mean, group))
+            found.append(RankedTrial(label, told.mean, group))
     return sorted(found, key=lambda one: one.value, reverse=not lower_is_better(metric))
 
 

@@ -34,23 +34,23 @@ from dure.record.live_status import record_failure
 from dure.record.run import Run, RunFolder
 from dure.record.settings import LINEAGE
 from dure.references import is_reference
-from dure.run.answers import write_answers
-from dure.run.asked import check_asked, check_function
+from dure.run.argument_checks import check_function, check_run_arguments
 from dure.run.bad_data import bad_values_named, warn_of_bad_values
-from dure.run.begun import Asks, note
 from dure.run.callbacks import Callbacks, check_callbacks
-from dure.run.config import Asked, asked_in, config_of
-from dure.run.data_asks import check_data_asks, check_drawn
+from dure.run.config import RunRequest, config_of, run_request_in
 from dure.run.drive import drive
-from dure.run.early import check_early, goes_on
-from dure.run.fits import check_fits, made_in_memory
-from dure.run.fresh import FreshModel, check_fresh, fresh_model
+from dure.run.early_stopping import check_early, resumed_limits
 from dure.run.job import Job
 from dure.run.learning import check_can, check_learned, with_learning
-from dure.run.own_data import forget, to_look_at
+from dure.run.memory_check import check_fits, made_in_memory
+from dure.run.model_predictions import write_answers
 from dure.run.progress import bars_here
+from dure.run.rank_data import release_rank_data, task_for_checks
 from dure.run.registry import check_kind, decode_strategy, decode_world, default_world, is_lost
+from dure.run.run_model import RunModel, check_untrained, new_model
+from dure.run.sampling_checks import check_data_asks, check_drawn
 from dure.run.track import tracker
+from dure.run.trusted_code import ReferenceGuard, remember_run
 from dure.run.validation import check_validation, with_validation
 from dure.tasks.builtin import load_task
 from dure.tasks.dtypes import check_dtypes
@@ -143,7 +143,7 @@ def train(
     stop = stop if stop is not None else Stop(epochs=10)
     check_path("out", out, optional=True)
     check_function("on_progress", on_progress)
-    hearing = heard(callbacks, track)
+    hearing = all_callbacks(callbacks, track)
     on_progress = _shown(on_progress, stop)
     job, config = prepare(
         task,
@@ -214,9 +214,9 @@ def resume(
 
     A folder is data. If the run's task, strategy, world or rules are a user's own, config.json has
     the file or module of the code. The code is imported only if the run was begun on this machine
-    and neither config.json nor the code has changed since (`dure.run.begun`), or if the user names
-    the code again here: `path/to/file.py:Name`. A name replaces the name in config.json; options
-    and fields stay as they are there.
+    and neither config.json nor the code has changed since (`dure.run.trusted_code`), or if the user
+    names the code again here: `path/to/file.py:Name`. A name replaces the name in config.json;
+    options and fields stay as they are there.
 
     Args:
         folder: run folder.
@@ -247,19 +247,19 @@ def resume(
     check_path("folder", folder)
     check_path("weights", weights, optional=True)
     check_function("on_progress", on_progress)
-    hearing = heard(callbacks, track)
+    hearing = all_callbacks(callbacks, track)
     path = Path(folder)
     config = RunFolder.open(path).read_json("config.json")
-    asked = asked_in(path, config)
+    asked = run_request_in(path, config)
     again = {"task": task, "strategy": strategy, "world": world}
     named = [*rules, *(one for one in (strategy, world) if isinstance(one, str))]
     for one in named:
         if not is_reference(one):
             raise ValueError(f"{one!r} is no class of your own: it is path/to/file.py:Name")
-    stop = asked.stop if stop is None else goes_on(stop, asked.stop)
+    stop = asked.stop if stop is None else resumed_limits(stop, asked.stop)
     on_progress = _shown(on_progress, stop)
-    ask = Asks(path, config, named)
-    task, strategy, world = found_again(path, asked, ask, task, strategy, world)
+    ask = ReferenceGuard(path, config, named)
+    task, strategy, world = reload_run(path, asked, ask, task, strategy, world)
     task = _with_weights(path, task, asked, weights)
     if leads_here():
         _tell_of_versions(path, asked)
@@ -298,7 +298,7 @@ def resume(
     return run_job(job, world, on_progress, hearing)
 
 
-def _with_weights(folder: Path, task: Task, asked: Asked, given: str | Path | None) -> Task:
+def _with_weights(folder: Path, task: Task, asked: RunRequest, given: str | Path | None) -> Task:
     """Return the task with the run's initial weights. Raises RunFolderError if they are gone.
 
     given: path from the user; None takes the path in config.json.
@@ -329,17 +329,17 @@ def _blames(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def found_again(
+def reload_run(
     folder: Path,
-    asked: Asked,
-    ask: Asks,
+    asked: RunRequest,
+    ask: ReferenceGuard,
     task: Task | str | None,
     strategy: Strategy | str | None,
     world: World | str | None,
 ) -> tuple[Task, Strategy, World]:
     """Return the objects that config.json names, or the user's replacements."""
     if not isinstance(task, Task):
-        task = task_again(folder, asked, task, ask)
+        task = reload_task(folder, asked, task, ask)
     # A strategy may name user code in any of its fields.
     if not isinstance(strategy, Strategy):
         written = _named(folder, "strategy", asked.strategy, strategy)
@@ -355,7 +355,9 @@ def found_again(
     return task, strategy, world
 
 
-def task_again(folder: Path, asked: Asked, reference: str | None, ask: Asks) -> Task:
+def reload_task(
+    folder: Path, asked: RunRequest, reference: str | None, ask: ReferenceGuard
+) -> Task:
     """Return the task of a folder. reference: the user's replacement for the folder's name.
 
     Raises RunFolderError if the task was made in Python, or its code must not run.
@@ -416,7 +418,7 @@ def _made_in_python(folder: Path, what: str) -> RunFolderError:
     )
 
 
-def _tell_of_versions(folder: Path, asked: Asked) -> None:
+def _tell_of_versions(folder: Path, asked: RunRequest) -> None:
     """Warn if other versions began the run: the last digits of numbers may differ."""
     here = {"dure": __version__, "torch": torch.__version__}
     others = [
@@ -437,7 +439,7 @@ def _note(
 ) -> None:
     """Record on this machine that the run was begun here; warn if the record cannot be written."""
     try:
-        note(config, task, strategy, world)
+        remember_run(config, task, strategy, world)
     except OSError as error:
         warnings.warn(
             f"this machine cannot remember that the run was begun here ({error}): to resume "
@@ -446,7 +448,7 @@ def _note(
         )
 
 
-def heard(callbacks: Sequence[Any], track: str | None) -> list[Any]:
+def all_callbacks(callbacks: Sequence[Any], track: str | None) -> list[Any]:
     """Return all callbacks of a run. Raises ValueError for invalid callbacks or trackers."""
     check_callbacks(callbacks)
     return [*callbacks, *([] if track is None else [tracker(track)])]
@@ -482,11 +484,11 @@ def _done(job: Job, world: World, on_progress: Progress) -> Run:
         )
     # `prepare` made the model in this process.
     assert job.fresh is not None
-    # In a world of processes the job travels to the ranks; its model does not (`FreshModel`).
+    # In a world of processes the job travels to the ranks; its model does not (`RunModel`).
     program = functools.partial(drive, job)
     if world.elsewhere:
         job.fresh.rest()
-        forget(job.task)
+        release_rank_data(job.task)
         if job.task.reference is not None:
             files = user_modules_of(job.task.reference["name"])
             program = functools.partial(call_with_modules, files, program)
@@ -550,7 +552,7 @@ def prepare(
         ValueError: if arguments do not fit together.
     """
     # First, since all further checks call their methods.
-    check_asked(
+    check_run_arguments(
         task,
         stop,
         seed=seed,
@@ -563,7 +565,7 @@ def prepare(
     check_whole(task, strategy.trains_parts, world.serves)
     check_validation(task, strategy, world)
     asked = task
-    task = with_validation(to_look_at(task, strategy, world), seed)
+    task = with_validation(task_for_checks(task, strategy, world), seed)
     has_data = len(task.train) > 0
     if not has_data and not world.serves:
         raise ValueError(
@@ -589,8 +591,8 @@ def prepare(
     # After the cheap checks: creating a large model takes long.
     if model is None:
         with made_in_memory():
-            model = fresh_model(task, seed, divided, world.elsewhere)
-        check_fresh(model)
+            model = new_model(task, seed, divided, world.elsewhere)
+        check_untrained(model)
     if task.weights is not None and world.leads:
         warn_of_drawn(model, task.weights)
     # The checks create optimizers, the first of which would load the compiler for seconds.
@@ -610,7 +612,7 @@ def prepare(
         check=check,
         proofs=(*_told_of_files(divided), *proofs),
         # FreshModel only creates models, so it need not carry the examples of the checks.
-        fresh=FreshModel(asked, seed, model, keep, divided, world.elsewhere),
+        fresh=RunModel(asked, seed, model, keep, divided, world.elsewhere),
     )
     return job, config_of(job, world, task)
 

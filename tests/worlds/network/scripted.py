@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from dure.run.training import Training
+from dure.run.client_training import ClientTraining
 from dure.wire.requests import CheckIn, Outcome, Reserve, Train, Welcome
 from dure.wire.tensors import digest_of, forms_of, size_of
 from dure.worlds.network.client.session import Session
@@ -26,7 +26,7 @@ class Scripted:
         self.session = Session(
             url, context=None, state=self.state, audit=None, stop=threading.Event()
         )
-        training = Training(small_task(), f"player {number}", number)
+        training = ClientTraining(small_task(), f"player {number}", number)
         about = {"version": 1, "name": training.name, "examples": 5, "wants": number}
         self.welcome: Welcome = self.session.check_in(CheckIn(**{**about, **said}))
         self.outcomes: list[Outcome] = []

@@ -19,8 +19,8 @@ import dure
 from dure.federated import builders
 from dure.federated.server.server import FederatedServer
 from dure.protocol.messages import ProtocolAnswer, ProtocolStep, Update, WantedTensor
-from dure.run.site import Reach, opened
-from dure.run.training import Training
+from dure.run.client_site import ConnectionOptions, opened
+from dure.run.client_training import ClientTraining
 from dure.wire.layout import Federation
 from dure.worlds.network.client.link import Backoff
 from dure.worlds.network.client.loop import Loop
@@ -96,7 +96,7 @@ def noted(notes: Path, what: str) -> list[str]:
     return [line.split()[1] for line in lines if line.startswith(f"{what} ")]
 
 
-class Toy(Training):
+class Toy(ClientTraining):
     """A site whose answers are drawn; `said` has them. answers: in place of how it answers."""
 
     said: list[bytes]
@@ -147,7 +147,7 @@ class Played:
         self.heard: list[tuple[str, dict[str, object]]] = []
         self.stop = threading.Event()
         self.ended: str | BaseException = "it has not"
-        self._reach = Reach(name=self.site.name, state=state, part=number)
+        self._reach = ConnectionOptions(name=self.site.name, state=state, part=number)
         self._url = url
         self._thread = threading.Thread(target=self._play, daemon=True)
         self._thread.start()

@@ -8,8 +8,8 @@
 The site stores the agreement (`ClientState.agree`) before it takes a place in the run. A malicious
 server may describe the run differently to an observer, to a training client and to a returning
 client; the client therefore checks every message, and not only the first. `Session.fetch` compares
-the tensors of a model with the tensors of the site's own model, and `dure.run.training` checks
-local work against the policy.
+the tensors of a model with the tensors of the site's own model, and `dure.run.client_training`
+checks local work against the policy.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ learns which examples the site has.
 sends for a batch in split learning (`dure.split.received`).
 
 `owner` is the same as `dure join --owner`: the site takes part only if this owner has signed a
-roster that lists the site (`dure.wire.owners_roster`). `dure.run.site` checks the signature.
+roster that lists the site (`dure.wire.owners_roster`). `dure.run.client_site` checks the signature.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Transfer of tensors from and to a client, over unreliable links.
 
 Download: the stream of safetensors is read directly into the tensors. After an interruption the
-download resumes at the byte reached (`Range`, `If-Range`); at the end the SHA-256 of the stream
-must equal the digest that the server named. Memory: one copy of the model, and small buffers.
+download resumes at the byte reached (`ValueRange`, `If-Range`); at the end the SHA-256 of the
+stream must equal the digest that the server named. Memory: one copy of the model, and small
+buffers.
 
 Upload: the stream is sent from the tensors' own memory, in parts with a digest each. The server
 accepts a part completely or not at all, and returns the number of stored bytes; the client resends

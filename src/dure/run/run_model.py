@@ -30,7 +30,7 @@ _TRAINED: WeakValueDictionary[int, nn.Parameter] = WeakValueDictionary()
 """Parameters in this process that a run trains or has trained, while they are alive."""
 
 
-def check_fresh(model: nn.Module) -> None:
+def check_untrained(model: nn.Module) -> None:
     """Raise ValueError if the model has parameters that an earlier run has trained."""
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and _TRAINED.get(id(parameter)) is parameter:
@@ -41,7 +41,7 @@ def check_fresh(model: nn.Module) -> None:
             )
 
 
-class FreshModel:
+class RunModel:
     """A model created under the run's seed by the task's factory.
 
     The checks before the run read the model. Then a learner in this process takes it. At the end
@@ -76,17 +76,17 @@ class FreshModel:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Pickled without its model, which would be the largest part of the message to a rank.
-        return FreshModel, (self.task, self.seed, None, False, self.divided)
+        return RunModel, (self.task, self.seed, None, False, self.divided)
 
-    def anew(self) -> FreshModel:
+    def anew(self) -> RunModel:
         """Return a copy without the model, which is created again on demand."""
-        return FreshModel(self.task, self.seed, None, False, self.divided, self.waits)
+        return RunModel(self.task, self.seed, None, False, self.divided, self.waits)
 
     def take(self) -> nn.Module:
         """Return the model for a learner; called once."""
         model = self._model
         if model is None:
-            return fresh_model(self.task, self.seed, self.divided)
+            return new_model(self.task, self.seed, self.divided)
         if self.keep:
             return unused_copy(model, self.task, self.seed)
         # The learner gets the model itself, and with it the memory, which it needs anyway.
@@ -153,10 +153,10 @@ class FreshModel:
             return self._model
         if self._shell is not None:
             return self._shell.opened()
-        return fresh_model(self.task, self.seed, self.divided, self.waits)
+        return new_model(self.task, self.seed, self.divided, self.waits)
 
 
-def fresh_model(task: Task, seed: int, divided: bool, waits: bool = False) -> nn.Module:
+def new_model(task: Task, seed: int, divided: bool, waits: bool = False) -> nn.Module:
     """Create the task's model under the seed.
 
     divided: create the model in files, for ranks that take parts. waits: this process is no such

@@ -40,24 +40,24 @@ from dure.machine import state
 from dure.record.settings import without_sums
 
 
-class Begun(msgspec.Struct):
+class BegunRun(msgspec.Struct):
     """Record of a run begun on this machine. files: digest of each file of its code."""
 
     files: dict[str, str]
 
 
-def note(config: Mapping[str, Any], task: Task, strategy: Strategy, world: World) -> None:
+def remember_run(config: Mapping[str, Any], task: Task, strategy: Strategy, world: World) -> None:
     """Record that a run with this config.json was begun here, if it names user code.
 
     Raises OSError.
     """
-    named = list(named_by(task, strategy, world))
+    named = list(code_references(task, strategy, world))
     if named:
         files = {str(file): _digest_of(file) for one in named for file in _files(one)}
-        state.write_state_file(_name(config), msgspec.json.encode(Begun(files)))
+        state.write_state_file(_name(config), msgspec.json.encode(BegunRun(files)))
 
 
-def named_by(task: Task, strategy: Strategy, world: World) -> Iterator[str]:
+def code_references(task: Task, strategy: Strategy, world: World) -> Iterator[str]:
     """Yield the references that find the user's own code again."""
     name = (task.reference or {}).get("name")
     if name is not None and ":" in name:
@@ -83,8 +83,8 @@ def _classes(value: Any) -> Iterator[str]:
             yield from _classes(each)
 
 
-class Asks:
-    """The check that `references.following_references` applies to references in a folder's config.json.
+class ReferenceGuard:
+    """The check of `references.following_references` for references in a folder's config.json.
 
     named_again: references from the user, each replacing the reference with the same last name.
     """
@@ -110,7 +110,7 @@ class _Known:
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
         self.folder = folder
         self.config = config
-        self._begun: Begun | None = None
+        self._begun: BegunRun | None = None
 
     def check(self, reference: str) -> None:
         if self._begun is None:
@@ -126,12 +126,12 @@ class _Known:
             with suppress(Exception):
                 importlib.import_module(place)
 
-    def _looked_up(self, reference: str) -> Begun:
+    def _looked_up(self, reference: str) -> BegunRun:
         content = state.read_state_file(_name(self.config))
         if content is None:
             raise self._refused(reference, "was not begun on this machine, or was edited since")
         try:
-            begun = msgspec.json.decode(content, type=Begun)
+            begun = msgspec.json.decode(content, type=BegunRun)
         except (ValueError, RecursionError):
             raise self._refused(reference, "is not known for certain") from None
         for file, digest in begun.files.items():

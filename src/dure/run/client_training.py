@@ -72,7 +72,7 @@ ENGINE: EngineName = "loop"
 
 
 @dataclass
-class Training:
+class ClientTraining:
     """A dure task, trained as one client of a federated strategy.
 
     Args:

@@ -3,7 +3,7 @@
 A comparison's folder lists the planned runs, and each run's folder has its request. Resuming a
 comparison skips ended runs, and resumes the others from the newest checkpoint or from the start:
 the result has the same bits as an uninterrupted comparison. Failed runs are retried. A folder is
-data, as in `dure.run.begun`.
+data, as in `dure.run.trusted_code`.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from dure.errors import RunFolderError
 from dure.record.run import Run, RunFolder, load_run
 from dure.record.settings import SUMS
 from dure.record.untrusted_files import contents
-from dure.run.asked import check_function
-from dure.run.begun import Asks
-from dure.run.compare import COMPARISON, Comparison, noted, reported
-from dure.run.config import asked_in
-from dure.run.train import heard, resume, task_again
+from dure.run.argument_checks import check_function
+from dure.run.compare import COMPARISON, Comparison, execute_and_record, write_comparison_files
+from dure.run.config import run_request_in
+from dure.run.train import all_callbacks, reload_task, resume
+from dure.run.trusted_code import ReferenceGuard
 from dure.worlds.launched import leads_here
 
 
@@ -49,7 +49,7 @@ def task_of(folder: Path, task: Task | str | None = None) -> Task:
     if isinstance(task, Task):
         return task
     config = RunFolder.open(folder).config()
-    return task_again(folder, asked_in(folder, config), task, Asks(folder, config))
+    return reload_task(folder, run_request_in(folder, config), task, ReferenceGuard(folder, config))
 
 
 def ended_run(folder: Path, task: Task | str | None = None) -> Run:
@@ -88,7 +88,7 @@ def resume_comparison(
     """
     check_path("folder", folder)
     check_function("on_progress", on_progress)
-    heard(callbacks, track)  # what is wrong with them is said before any work
+    all_callbacks(callbacks, track)  # what is wrong with them is said before any work
     path = Path(folder)
     asked = _asked(path)
     done = Comparison([], {})
@@ -108,11 +108,11 @@ def resume_comparison(
                 track=track,
                 on_progress=functools.partial(on_progress, told),
             )
-        if noted(program, told, done) == "interrupt":
+        if execute_and_record(program, told, done) == "interrupt":
             break
     if not leads_here():
         return done
-    return dataclasses.replace(done, report=reported(path, asked, names, done))
+    return dataclasses.replace(done, report=write_comparison_files(path, asked, names, done))
 
 
 def _asked(folder: Path) -> dict[str, Any]:

@@ -36,7 +36,7 @@ Fit = Callable[[Any], Any]
 
 
 @dataclass(frozen=True)
-class Table:
+class CellTable:
     """A table of cells. names: of its columns; None if the first line has no names."""
 
     names: Sequence[str] | None
@@ -49,23 +49,23 @@ class Table:
         return [dict(zip(self.names, row, strict=True)) for row in self.cells]
 
 
-class Tensors(dict[str, Tensor]):
+class FileTensors(dict[str, Tensor]):
     """The tensors of a file by name."""
 
 
-class Rows(list[Any]):
+class InputRows(list[Any]):
     """A list of rows; a single row is in a list too."""
 
 
-def parsed(parse: Callable[[Any], Any], content: Any) -> Rows:
+def parse_rows(parse: Callable[[Any], Any], content: Any) -> InputRows:
     """Return the result of `Task.parse` for each row."""
-    if isinstance(content, Tensors) and len(content) == 1:
+    if isinstance(content, FileTensors) and len(content) == 1:
         content = next(iter(content.values()))
-    if isinstance(content, Table):
+    if isinstance(content, CellTable):
         rows = content.rows()
     else:
         rows = list(content) if isinstance(content, (list, numpy.ndarray, Tensor)) else [content]
-    found = Rows()
+    found = InputRows()
     for number, row in enumerate(rows):
         try:
             found.append(parse(row))
@@ -115,9 +115,9 @@ def _collates(examples: Examples) -> bool:
 
 def _rows(content: Any, fit: Fit, source: str) -> list[Any]:
     """Return the converted rows of a file, or the converted single row."""
-    if isinstance(content, Table):
+    if isinstance(content, CellTable):
         rows = content.rows()
-    elif isinstance(content, Rows) or (
+    elif isinstance(content, InputRows) or (
         isinstance(content, list) and content and not _fits(content, fit)
     ):
         rows = content

@@ -23,7 +23,7 @@ from dure.errors import PolicyError
 from dure.federated.privacy.privacy_settings import Privacy, parse_privacy
 from dure.federated.privacy.secure_aggregation.trust import semi_honest_reason
 from dure.references import is_reference
-from dure.run.given import GivenReferences
+from dure.run.client_references import ClientReferences
 from dure.wire import owners_roster
 from dure.wire.loopback import is_loopback
 from dure.wire.members import RosterError, is_said, key_said
@@ -39,7 +39,7 @@ from dure.worlds.network.client.state import ClientState
 
 
 @dataclass(frozen=True)
-class Reach:
+class ConnectionOptions:
     """Identity of a client, and its connection to the server.
 
     Args:
@@ -96,13 +96,13 @@ def path_of(given: str | Path | None) -> Path | None:
     return None if given is None else Path(given)
 
 
-class Site(NamedTuple):
+class ClientSite(NamedTuple):
     """A site that can exchange messages with its server."""
 
     session: Session
     kept: ClientState
     policy: Policy
-    reach: Reach
+    reach: ConnectionOptions
     owner: str
     """Owner whose signature the roster needs; empty if the site knows no owner."""
     audit: Audit | None = None
@@ -239,13 +239,13 @@ class Site(NamedTuple):
     def _pinned(self, welcome: Welcome) -> Pinned:
         return Pinned.of_client(self.kept.folder, welcome.run)
 
-    def given(self, task: Task | None = None) -> GivenReferences:
+    def given(self, task: Task | None = None) -> ClientReferences:
         """Return the site's own code that the server may name. task: the user's task.
 
         Raises PolicyError for references that cannot be followed.
         """
         systems = filter(is_reference, self.policy.systems)
-        return GivenReferences([*systems, *self.reach.rules], self.kept.folder, task)
+        return ClientReferences([*systems, *self.reach.rules], self.kept.folder, task)
 
     def closed(self) -> float:
         """Return the seconds until the site's working hours; 0 within them."""
@@ -261,12 +261,12 @@ def _decline(reasons: Sequence[str]) -> None:
 @contextmanager
 def opened(
     url: str,
-    reach: Reach,
+    reach: ConnectionOptions,
     stop: threading.Event,
     *,
     tell: Callable[[str], None] = lambda text: None,
     moved: Callable[[int], None] = lambda count: None,
-) -> Iterator[Site]:
+) -> Iterator[ClientSite]:
     """Context manager: open the site, and close it at the end of the block.
 
     Args:
@@ -301,7 +301,7 @@ def opened(
             give_up=reach.give_up_seconds,
         )
         ending.callback(session.close)
-        site = Site(session, kept, policy, reach, owner, audit)
+        site = ClientSite(session, kept, policy, reach, owner, audit)
         # Before the token is spent.
         site.given()
         if reach.token and kept.about is None:
@@ -319,7 +319,7 @@ def _check_secure(url: str, insecure: bool) -> None:
         )
 
 
-def _owner(reach: Reach, policy: Policy) -> str:
+def _owner(reach: ConnectionOptions, policy: Policy) -> str:
     """Return the required signer of the roster, from the command line or policy.toml."""
     try:
         typed = key_said(reach.owner) if reach.owner else ""
@@ -351,7 +351,7 @@ def privacy_of(welcome: Welcome) -> Privacy:
         raise PolicyError(f"the run's privacy is not known here: {error}") from error
 
 
-def context_for(url: str, reach: Reach) -> ssl.SSLContext | None:
+def context_for(url: str, reach: ConnectionOptions) -> ssl.SSLContext | None:
     """Return the TLS context for the server; None over plain HTTP."""
     if not url.startswith("https:"):
         return None

@@ -15,7 +15,7 @@ from dure.contracts.task import Task
 from dure.errors import suggestion
 
 
-def check_asked(
+def check_run_arguments(
     task: Any,
     stop: Any,
     *,
@@ -66,7 +66,7 @@ def check_function(name: str, function: Any) -> None:
         raise ValueError(f"{name} is {shown(function)}, but it has to be a function")
 
 
-def not_an_object(thing: Any, what: str) -> str | None:
+def missing_instance_hint(thing: Any, what: str) -> str | None:
     """Return the object to write in place of a name or a class; None for any other value.
 
     what: "Strategy" or "World".

@@ -57,7 +57,7 @@ FOLDER = "answers"
 
 
 @dataclass(frozen=True)
-class Answers:
+class ClassPredictions:
     """Predictions for the first n of `of` test examples.
 
     targets, said: true and predicted class indices, int64 of shape (n,). classes: names. of: number
@@ -127,7 +127,7 @@ def _write(folder: Path, model: nn.Module, task: Task, shows: bool) -> None:
 
 
 @torch.no_grad()
-def _answers(model: nn.Module, test: Examples, batch: int) -> Answers | None:
+def _answers(model: nn.Module, test: Examples, batch: int) -> ClassPredictions | None:
     """Return the model's predictions for the test data; None if the model predicts no classes."""
     device = device_of_model(model)
     with in_mode(model, training=False):
@@ -145,7 +145,7 @@ def _answers(model: nn.Module, test: Examples, batch: int) -> Answers | None:
     truths = torch.cat(targets)
     # Targets that the loss ignores belong to no class.
     known = (truths >= 0) & (truths < len(classes))
-    return Answers(truths[known], torch.cat(said)[known], classes, len(test))
+    return ClassPredictions(truths[known], torch.cat(said)[known], classes, len(test))
 
 
 def _classes(outputs: Any, targets: Any, test: Examples) -> Sequence[str] | None:
@@ -167,7 +167,7 @@ def _count(model: nn.Module, inputs: Any, there: int) -> int:
     return max(1, min(there, MOST_EXAMPLES, int(affordable)))
 
 
-def _pictures(folder: Path, test: Examples, answers: Answers) -> list[dict[str, Any]]:
+def _pictures(folder: Path, test: Examples, answers: ClassPredictions) -> list[dict[str, Any]]:
     """Write pictures of examples, and return their entries; [] if the inputs are no pictures."""
     wrong = (answers.said != answers.targets).nonzero().flatten()
     first = torch.arange(min(FIRST, len(answers.targets)))

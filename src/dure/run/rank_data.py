@@ -22,7 +22,7 @@ from dure.data.rank_examples import RankDataFactory, RankExamples
 from dure.errors import RunFolderError
 
 
-def to_look_at(task: Task, strategy: Strategy, world: World) -> Task:
+def task_for_checks(task: Task, strategy: Strategy, world: World) -> Task:
     """Return a task with the data of one rank, for checks before the ranks start.
 
     Raises ValueError for a strategy whose ranks cannot have data of their own.
@@ -54,7 +54,7 @@ def to_look_at(task: Task, strategy: Strategy, world: World) -> Task:
     return replace(task, train=RankExamples(own, alike, world.rank_here, counted=False))
 
 
-def forget(task: Task) -> None:
+def release_rank_data(task: Task) -> None:
     """Release the data that the checks loaded, since the ranks are other processes."""
     if isinstance(task.train, RankDataFactory):
         task.train.forget()

@@ -18,8 +18,8 @@ from dure.errors import PolicyError
 from dure.references import last_part
 
 
-class GivenReferences:
-    """The `dure.references.ReferencePolicy` of a client: resolves the references that a server sends.
+class ClientReferences:
+    """The `dure.references.ReferencePolicy` of a client, for references that a server sends.
 
     Args:
         given: references of the site's user.

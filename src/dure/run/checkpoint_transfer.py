@@ -48,7 +48,7 @@ class _Told(msgspec.Struct):
     tensors: list[tuple[str, str, list[int]]]
 
 
-class Handed(msgspec.Struct):
+class ReceivedCheckpoint(msgspec.Struct):
     """A checkpoint as a rank receives it.
 
     weights: of the model; if the rank takes parts, each weight is read on access. state: its large
@@ -59,9 +59,9 @@ class Handed(msgspec.Struct):
     state: Any
 
 
-def handed(
+def broadcast_checkpoint(
     group: Group, stored: StoredCheckpoint | None, shelf: SpillStore, by_parts: bool
-) -> Handed | None:
+) -> ReceivedCheckpoint | None:
     """Broadcast rank 0's checkpoint to every rank; return None if rank 0 has none.
 
     by_parts: whether ranks read their parts from files; else all tensors are in memory. Collective:
@@ -78,9 +78,9 @@ def handed(
     parts = None if stored is None else (stored.weights, stored.tensors)
     weights, tensors = _taken(group, told, parts, shelf)
     if by_parts:
-        return Handed(DiskTensors(weights), _state(told, _light(tensors)))
+        return ReceivedCheckpoint(DiskTensors(weights), _state(told, _light(tensors)))
     memory = [{name: in_memory(leaf) for name, leaf in one.items()} for one in (weights, tensors)]
-    return Handed(memory[0], _state(told, memory[1]))
+    return ReceivedCheckpoint(memory[0], _state(told, memory[1]))
 
 
 def _state(told: _Told, tensors: Mapping[str, Leaf]) -> Any:

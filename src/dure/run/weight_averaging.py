@@ -34,10 +34,10 @@ STATE = "ema"
 
 def with_average(learner: Learner, decay: float | None, group: Group) -> Learner:
     """Return the learner, with an average of its weights if a decay is given."""
-    return learner if decay is None else Averaged(learner, decay, group)
+    return learner if decay is None else AveragedLearner(learner, decay, group)
 
 
-class Averaged(Learner):
+class AveragedLearner(Learner):
     """A learner that trains as before, but evaluates and returns the average of its weights."""
 
     def __init__(self, learner: Learner, decay: float, group: Group) -> None:

@@ -32,7 +32,7 @@ MONITOR = "validation_loss"
 """Default metric for the choice of the best model."""
 
 
-class Best(msgspec.Struct, frozen=True):
+class BestEvaluation(msgspec.Struct, frozen=True):
     """The best evaluation so far, and the state of patience.
 
     step, value: of the best evaluation. mark: value that patience compares with. waited:
@@ -44,11 +44,13 @@ class Best(msgspec.Struct, frozen=True):
     mark: float | None
     waited: int = 0
 
-    def next(self, step: int, value: float | None, falling: bool, min_delta: float) -> Best:
+    def next(
+        self, step: int, value: float | None, falling: bool, min_delta: float
+    ) -> BestEvaluation:
         """Return the state after the evaluation of `step`."""
         best = _better(value, self.value, falling, 0.0)
         counts = _better(value, self.mark, falling, min_delta)
-        return Best(
+        return BestEvaluation(
             step=step if best else self.step,
             value=value if best else self.value,
             mark=value if counts else self.mark,
@@ -63,7 +65,7 @@ def _better(value: float | None, than: float | None, falling: bool, by: float) -
     return than - value > by if falling else value - than > by
 
 
-def goes_on(stop: Stop, was: Stop) -> Stop:
+def resumed_limits(stop: Stop, was: Stop) -> Stop:
     """Return the new limits of a resumed run, with the metric that chose its best model before.
 
     was: limits of the run so far. Raises ValueError if the new limits name another metric: values
@@ -85,14 +87,14 @@ def monitor_of(task: Task, stop: Stop) -> str | None:
     return None if task.validation is None else stop.monitor or MONITOR
 
 
-def after(
-    best: Best | None, stop: Stop, monitor: str, step: int, metrics: Mapping[str, float]
-) -> Best:
+def updated_best(
+    best: BestEvaluation | None, stop: Stop, monitor: str, step: int, metrics: Mapping[str, float]
+) -> BestEvaluation:
     """Return the best evaluation after another evaluation. best: the state before, or None."""
     measured = metrics.get(monitor, math.nan)
     value = measured if math.isfinite(measured) else None
     if best is None:
-        return Best(step, value, value)
+        return BestEvaluation(step, value, value)
     return best.next(step, value, lower_is_better(monitor), stop.min_delta)
 
 
