@@ -17,7 +17,7 @@ from typing import TypeVar
 from outcome import give, takes_result
 
 from dure.fleet.virtual_network import VirtualNetwork
-from dure.split.alignment import AlignedHolder, AlignedParty, Exponent, point_of
+from dure.split.alignment import AlignedHolder, AlignedParty, SecretScalar, point_of
 
 Value = TypeVar("Value")
 
@@ -30,7 +30,7 @@ def main() -> None:
     count = asked.ids
     ours, theirs = range(count), range(count // 2, count // 2 + count)
     hashed, points = timed(lambda: [point_of(str(one)) for one in ours])
-    exponent = Exponent(bytes(range(32)))
+    exponent = SecretScalar(bytes(range(32)))
     raised, _ = timed(lambda: [exponent.power(point) for point in points])
     whole, traffic = timed(lambda: align(list(ours), list(theirs)))
     give(

@@ -122,7 +122,7 @@ LEAVES: dict[str, dict[type, dict[str, str]]] = {
             "turn": _NUMBERS,
             "head": "its head with what the optimizer keeps, where heads go to the server",
         },
-        control.Sealed: {
+        control.SealedHead: {
             "turn, peer": _NUMBERS,
             "content": "its head for the next client, which the server cannot read",
         },
@@ -132,8 +132,8 @@ LEAVES: dict[str, dict[type, dict[str, str]]] = {
             "values": "**activations of test examples**, where the model is measured",
             "targets": "their labels, where the loss is the server's",
         },
-        control.Measured: {"round": _NUMBERS, "values": "metrics on its test examples"},
-        control.Failed: {
+        control.ModelMeasured: {"round": _NUMBERS, "values": "metrics on its test examples"},
+        control.ClientFailed: {
             "reason": "type of an error of its own code; its text as policy.toml says"
         },
     },
@@ -142,7 +142,10 @@ LEAVES: dict[str, dict[type, dict[str, str]]] = {
             "first, total": "how many people it has",
             "points": "their ids, blinded",
         },
-        alignment.Twice: {"first": _NUMBERS, "points": "ids of the other side, blinded once more"},
+        alignment.DoubleBlinded: {
+            "first": _NUMBERS,
+            "points": "ids of the other side, blinded once more",
+        },
         parties_control.Aligned: {"": "that it has written down who is with all parties"},
         parties.Activations: {
             "step": _NUMBERS,
@@ -154,7 +157,7 @@ LEAVES: dict[str, dict[type, dict[str, str]]] = {
             "values": "**activations of its columns, of test examples**",
         },
         parties_control.Resumed: {"turn": _NUMBERS},
-        parties_control.Kept: {"step": _NUMBERS},
+        parties_control.StateSaved: {"step": _NUMBERS},
     },
 }
 """By system, then by message: what each field tells."""

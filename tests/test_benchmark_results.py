@@ -29,7 +29,7 @@ def test_one_that_is_interrupted_does_too(tmp_path: Path, monkeypatch: pytest.Mo
     def interrupted(*given: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("dure.split.alignment.Exponent.power", interrupted)
+    monkeypatch.setattr("dure.split.alignment.SecretScalar.power", interrupted)
     result = tmp_path / "alignment.json"
     result.write_text(OLD)
     with pytest.raises(KeyboardInterrupt):

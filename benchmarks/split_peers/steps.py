@@ -328,14 +328,14 @@ def _halves(model: str) -> tuple[Any, Any]:
     import dure
     from dure.contracts.strategy import seeded_model
     from dure.data.client_part import divide
+    from dure.split.builders import SplitBuilder
     from dure.split.divide import divided
-    from dure.split.halves import Halves
 
     task = getattr(cut_models, model)()
     plan = dure.SplitLearning(cut=(CUT,), clients=1, batch_size=BATCH).plan
     cut = divided(task, seeded_model(task, 0).train(), task.train, plan.at, BATCH, 0)
     parts = divide(plan.partition, 1, task.train, BATCH, 0, joins=False)
-    return Halves(cut, plan, task.train, 0), parts[0]
+    return SplitBuilder(cut, plan, task.train, 0), parts[0]
 
 
 def _say(there: socket.socket, message: Any) -> None:

@@ -11,8 +11,8 @@ import pytest
 
 from dure.errors import StateError, WorkerFailedError
 from dure.run.split_site import take_part
-from dure.split.blame import WrongError
-from dure.split.network.control import Failed
+from dure.split.blame import InvalidMessageError
+from dure.split.network.control import ClientFailed
 from dure.split.network.frames import decode
 from small import small_task
 
@@ -35,7 +35,7 @@ def takes_part(error: BaseException, session: Session) -> None:
     def talks(channel: Any) -> None:
         raise error
 
-    site = SimpleNamespace(talks=talks, at="round 3", hello=Failed("hello"))
+    site = SimpleNamespace(talks=talks, at="round 3", hello=ClientFailed("hello"))
     take_part(
         small_task(),
         None,
@@ -61,12 +61,12 @@ def test_it_names_the_client_and_the_round_and_the_server_hears_what_it_may(
     said = f"client 1 failed in round 3: {type(error).__name__}: {error}"
     assert str(caught.value) == said
     told = decode(session.said[-1])
-    assert isinstance(told, Failed)
+    assert isinstance(told, ClientFailed)
     assert told.reason.startswith(type(error).__name__)
     assert "patient" not in told.reason
 
 
-@pytest.mark.parametrize("error", [StateError("is damaged"), WrongError("not asked for")])
+@pytest.mark.parametrize("error", [StateError("is damaged"), InvalidMessageError("not asked for")])
 def test_what_dure_finds_itself_stays_as_it_is(error: Exception) -> None:
     with pytest.raises(type(error), match=str(error)):
         takes_part(error, Session())

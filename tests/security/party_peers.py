@@ -19,7 +19,7 @@ from dure.collectives.group import Group
 from dure.contracts.strategy import RankContext, examples_for, seeded_model
 from dure.split.network.control import Hello
 from dure.split.network.frames import Frame
-from dure.split.network.parties_served import ServedParties
+from dure.split.network.parties_served import ServedVerticalLearner
 from dure.split.network.parties_site import PartySite
 from dure.wire.boxes import BoxKey
 from dure.wire.signatures import Key
@@ -69,11 +69,11 @@ def parties(
 
 def holder(
     folder: Path, strategy: Any, task: Callable[[], dure.Task], peers: list[Any], lasts: float = 0.3
-) -> ServedParties:
+) -> ServedVerticalLearner:
     """Whoever holds the labels, once all are there and aligned."""
     run = folder / "run"
     run.mkdir(parents=True, exist_ok=True)
     channels = Channels(run, peers, lasts)
-    return ServedParties(
+    return ServedVerticalLearner(
         task(), RankContext(Group(), folder=run), 0, strategy.plan, lambda _: channels
     )

@@ -29,26 +29,26 @@ from dure.contracts.channels import (
 )
 from dure.contracts.strategy import RankContext, seeded_model
 from dure.data.client_part import divide
+from dure.split.builders import SplitBuilder
 from dure.split.client import HeadError
-from dure.split.compressed import Compressed, exchange_of
-from dure.split.cutting import Cut
-from dure.split.halves import Halves
-from dure.split.heads import Heads
+from dure.split.compressed import CompressedNode, exchange_of
+from dure.split.cutting import TracedDividedModel
+from dure.split.head_checks import HeadChecks
 from dure.split.messages import SERVER, Message
-from dure.split.network import ends
+from dure.split.network import server_setup
 from dure.split.network.control import (
-    Answer,
     HeadRefused,
     Hello,
-    Measure,
-    Measured,
-    Members,
+    MeasureModel,
+    ModelMeasured,
     Query,
-    Sealed,
+    QueryAnswer,
+    RosterMembers,
+    SealedHead,
 )
-from dure.split.network.cut_model import CutAtClient
+from dure.split.network.cut_model import CutClientPart
 from dure.split.network.frames import Frame, decode, encode
-from dure.split.network.served import ServedLearner
+from dure.split.network.served import ServedSplitLearner
 from dure.tasks.loss_shares import CountedLoss
 from dure.tasks.measurement import Measurement
 from dure.wire.boxes import BoxKey
@@ -67,18 +67,20 @@ def honest(frame: Frame) -> Sequence[Frame]:
 
 
 @cache
-def cut_of(strategy: Any, task: Callable[[], dure.Task]) -> tuple[Cut, dict[str, Tensor]]:
+def cut_of(
+    strategy: Any, task: Callable[[], dure.Task]
+) -> tuple[TracedDividedModel, dict[str, Tensor]]:
     """The model, cut once, and the weights with which every run begins."""
     made = task()
     plan = strategy.of(made).plan
     model = seeded_model(made, 0).train()
     parts = divide(plan.partition, plan.clients, made.train, plan.batch_size, 0, False)
     largest = max(one.batches.batch_size for one in parts)
-    cut = Cut(made, model, plan.at, largest, 0, CountedLoss(made.loss, made.train))
+    cut = TracedDividedModel(made, model, plan.at, largest, 0, CountedLoss(made.loss, made.train))
     return cut, {name: one.clone() for name, one in model.state_dict().items()}
 
 
-def begun_anew(strategy: Any, task: Callable[[], dure.Task]) -> Cut:
+def begun_anew(strategy: Any, task: Callable[[], dure.Task]) -> TracedDividedModel:
     cut, weights = cut_of(strategy, task)
     model = cut.cut.model
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
@@ -93,18 +95,20 @@ def begun_anew(strategy: Any, task: Callable[[], dure.Task]) -> Cut:
 class Peer:
     """A client. lie: what it makes of each frame that it would send."""
 
-    def __init__(self, number: int, cut: Cut, system: Any, task: dure.Task, lie: Lie) -> None:
+    def __init__(
+        self, number: int, cut: TracedDividedModel, system: Any, task: dure.Task, lie: Lie
+    ) -> None:
         plan = system.of(task).plan
         part = divide(plan.partition, plan.clients, task.train, plan.batch_size, 0, False)[number]
         self.number = number
         self.lie = lie
         self.task = task
         # Of its own: the parts of the model are those of the server's process, taken in turn.
-        self.machine = Halves(cut, plan, task.train, 0).client(number, cut.heads.own(), part)
-        self.machine.heads = Heads(cut.heads)
+        self.machine = SplitBuilder(cut, plan, task.train, 0).client(number, cut.heads.own(), part)
+        self.machine.heads = HeadChecks(cut.heads)
         exchange = exchange_of(plan.compression, cut.cut)
-        self.node = self.machine if exchange is None else Compressed(self.machine, exchange)
-        self.at_client = CutAtClient(cut.cut, plan.compression, self.machine.end)
+        self.node = self.machine if exchange is None else CompressedNode(self.machine, exchange)
+        self.at_client = CutClientPart(cut.cut, plan.compression, self.machine.end)
         self.key = Key.make()
         member = BoxKey.make().member(self.key, number, f"client {number}", RUN)
         self.hello = Hello(
@@ -113,22 +117,22 @@ class Peer:
             digest="0" * 64,
             tests=len(task.test),  # type: ignore[arg-type]
         )
-        self._measuring = Measure(0, -1)
+        self._measuring = MeasureModel(0, -1)
 
     def hears(self, frame: Frame) -> list[Frame]:
         return [lied for said in self._says(frame) for lied in self.lie(said)]
 
     def _says(self, frame: Frame) -> list[Frame]:
-        if isinstance(frame, Members):
+        if isinstance(frame, RosterMembers):
             return []
-        if isinstance(frame, Measure):
+        if isinstance(frame, MeasureModel):
             self._measuring = frame
             return [self._query()]
-        if isinstance(frame, Answer):
-            return [Measured(self._measuring.round, self._measured(frame))]
+        if isinstance(frame, QueryAnswer):
+            return [ModelMeasured(self._measuring.round, self._measured(frame))]
         sender = SERVER
         message: Any = frame
-        if isinstance(frame, Sealed):
+        if isinstance(frame, SealedHead):
             sender = f"client {frame.peer}"
             message = decode(bytearray(frame.content.numpy().tobytes()))
         if not isinstance(message, Message):
@@ -153,7 +157,7 @@ class Peer:
         self.machine.party.side.stages.model.train()
         return found
 
-    def _measured(self, answer: Answer) -> dict[str, float]:
+    def _measured(self, answer: QueryAnswer) -> dict[str, float]:
         inputs, targets = self._batch()
         outputs = self.at_client.outputs(answer, inputs, len(targets))
         measurement = Measurement(self.task, len(targets), len(targets))
@@ -161,9 +165,9 @@ class Peer:
         return {f"test_{name}": one for name, one in measurement.values(Group()).items()}
 
 
-def _sealed(message: Any, to: str) -> Sealed:
+def _sealed(message: Any, to: str) -> SealedHead:
     content = torch.frombuffer(bytearray(_joined(message)), dtype=torch.uint8)
-    return Sealed(message.turn, int(to.removeprefix("client ")), content)
+    return SealedHead(message.turn, int(to.removeprefix("client ")), content)
 
 
 class Channels:
@@ -232,7 +236,7 @@ def _joined(frame: Frame) -> bytes:
 class Served:
     """What a run came to. told: what its user was told."""
 
-    learner: ServedLearner
+    learner: ServedSplitLearner
     channels: Channels
     losses: list[float | None]
     measured: list[dict[str, float]]
@@ -285,12 +289,12 @@ def served(
     def connect(hosted: HostedRun) -> Any:
         return channels
 
-    made_by = ends.Cut
-    ends.Cut = lambda *_: cut  # type: ignore[assignment,misc]
+    made_by = server_setup.TracedDividedModel
+    server_setup.TracedDividedModel = lambda *_: cut  # type: ignore[assignment,misc]
     try:
-        learner = ServedLearner(made, place, 0, plan, connect)
+        learner = ServedSplitLearner(made, place, 0, plan, connect)
     finally:
-        ends.Cut = made_by  # type: ignore[misc]
+        server_setup.TracedDividedModel = made_by  # type: ignore[misc]
     prepare(channels)
     losses: list[float | None] = []
     measured: list[dict[str, float]] = []

@@ -14,9 +14,9 @@ from torch.nn.functional import cross_entropy
 import dure
 from dure.run.split_site import _site
 from dure.split.messages import Gradients, Smashed, Turn
-from dure.split.network.control import Members
+from dure.split.network.control import RosterMembers
 from dure.split.network.frames import decode
-from dure.split.network.site import UNLIMITED, Site, SiteLimits
+from dure.split.network.site import UNLIMITED, SiteLimits, SplitSite
 from dure.wire.boxes import Member
 from dure.wire.roster import Roster
 from dure.wire.signatures import Key
@@ -81,7 +81,7 @@ class Clients:
         self.key = Key.make()
         self.events: list[tuple[str, Any]] = []
         self.channel = Channel()
-        self.sites: list[Site] = []
+        self.sites: list[SplitSite] = []
         for number in range(strategy.clients):
             place = folder / f"{run}-site-{number}"
             place.mkdir(parents=True)
@@ -89,11 +89,11 @@ class Clients:
         members = [msgspec.json.decode(one.hello.member, type=Member) for one in self.sites]
         self.roster = Roster.signed(run, members, self.key)
         for site in self.sites:
-            self.says(site, Members(self.roster.to_json(), form=form))
+            self.says(site, RosterMembers(self.roster.to_json(), form=form))
 
     def _site(
         self, place: Path, strategy: Any, task: Any, number: int, limits: SiteLimits, run: str
-    ) -> Site:
+    ) -> SplitSite:
         welcome: Any = SimpleNamespace(run=run, seed=0, client=number, clients=strategy.clients)
         session: Any = SimpleNamespace(key=Key.kept_in(place / "key.pem"))
         kept: Any = SimpleNamespace(temporary=False, folder=place)
@@ -105,11 +105,11 @@ class Clients:
             task, strategy, welcome, session, kept, f"site {number}", None, None, event, limits
         )
 
-    def says(self, site: Site, frame: Any) -> list[Any]:
+    def says(self, site: SplitSite, frame: Any) -> list[Any]:
         """What a site answers to a frame."""
         return site._hears(frame, self.channel)
 
-    def refused(self, site: Site, frame: Any) -> str:
+    def refused(self, site: SplitSite, frame: Any) -> str:
         """Why a site does not take a frame, in words; fails where it trains with it."""
         before = [one.clone() for one in site.machine.party.own.weights]
         self.events.clear()
@@ -127,7 +127,7 @@ class Clients:
         return reason
 
 
-def turn_for(site: Site, number: int = 0, **changes: Any) -> Turn:
+def turn_for(site: SplitSite, number: int = 0, **changes: Any) -> Turn:
     """An honest turn."""
     steps = site.working.checked.steps
     turn = Turn(number, 0, 0, steps, steps, 0, -1, None)
@@ -140,7 +140,7 @@ def gradients_for(smashed: Smashed, size: float = 1e-3) -> Gradients:
     return Gradients(smashed.step, values, 0, 1.0, float(smashed.examples))
 
 
-def ended(clients: Clients, site: Site, turn: Turn) -> list[Any]:
+def ended(clients: Clients, site: SplitSite, turn: Turn) -> list[Any]:
     """A whole turn, honestly served; what the site says last."""
     said = clients.says(site, turn)
     while isinstance(said[0], Smashed):
@@ -148,5 +148,5 @@ def ended(clients: Clients, site: Site, turn: Turn) -> list[Any]:
     return said
 
 
-def weights_of(site: Site) -> list[Tensor]:
+def weights_of(site: SplitSite) -> list[Tensor]:
     return [one.detach().clone() for one in site.machine.party.own.weights]

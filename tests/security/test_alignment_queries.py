@@ -18,13 +18,13 @@ from dure.split.alignment import (
     AlignedParty,
     Blinded,
     Common,
-    Exponent,
-    Twice,
+    DoubleBlinded,
+    SecretScalar,
     point_of,
     points_of,
     tensor_of,
 )
-from dure.split.network.queries import Queries, secret_in
+from dure.split.network.alignment_queries import AlignmentQueries, secret_in
 
 PRIME = 2**255 - 19
 IDS = [f"person {number}" for number in range(6)]
@@ -64,10 +64,10 @@ def talk(server: AlignedHolder, other: AlignedParty, lie: Callable[[Any], Any]) 
 
 def test_one_value_for_all_places_does_not_make_one_id_match_all() -> None:
     def lie(message: Any) -> Any:
-        if not isinstance(message, Twice):
+        if not isinstance(message, DoubleBlinded):
             return message
         points = points_of("", message.points)
-        return Twice(message.first, tensor_of(points[:1] * len(points)))
+        return DoubleBlinded(message.first, tensor_of(points[:1] * len(points)))
 
     server = holder()
     with pytest.raises(ValueError, match="party 1 sends a point twice: an id names one person"):
@@ -76,15 +76,15 @@ def test_one_value_for_all_places_does_not_make_one_id_match_all() -> None:
 
 
 def test_one_value_is_refused_in_parts_as_well() -> None:
-    points = [Exponent(secret(3)).power(point_of(name)) for name in IDS]
+    points = [SecretScalar(secret(3)).power(point_of(name)) for name in IDS]
     server = holder(most=2)
-    server.receive("party 1", Twice(0, tensor_of(points[:2])), 0.0)
+    server.receive("party 1", DoubleBlinded(0, tensor_of(points[:2])), 0.0)
     with pytest.raises(ValueError, match="party 1 sends a point twice"):
-        server.receive("party 1", Twice(2, tensor_of(points[:2])), 0.0)
+        server.receive("party 1", DoubleBlinded(2, tensor_of(points[:2])), 0.0)
     # The same part again is what a network does, and changes nothing.
-    assert server.receive("party 1", Twice(0, tensor_of(points[:2])), 0.0) == []
+    assert server.receive("party 1", DoubleBlinded(0, tensor_of(points[:2])), 0.0) == []
     with pytest.raises(ValueError, match="party 1 sends two points for place 1"):
-        server.receive("party 1", Twice(1, tensor_of(points[2:4])), 0.0)
+        server.receive("party 1", DoubleBlinded(1, tensor_of(points[2:4])), 0.0)
 
 
 @given(seed=st.integers(1, PRIME - 1), place=st.integers(0, 29), few=st.booleans())
@@ -99,14 +99,14 @@ def test_a_point_of_the_twist_is_refused_in_any_list(seed: int, place: int, few:
     with pytest.raises(ValueError, match="server sends a point"):
         party().receive("server", Blinded(0, count, wrong), 0.0)
     with pytest.raises(ValueError, match="party 1 sends a point"):
-        holder().receive("party 1", Twice(0, wrong[place % count :][:1]), 0.0)
+        holder().receive("party 1", DoubleBlinded(0, wrong[place % count :][:1]), 0.0)
 
 
 def test_points_that_come_back_as_they_were_sent_are_refused() -> None:
     server = holder()
     ((_, blinded),) = server.begin(0.0)
     assert isinstance(blinded, Blinded)
-    for message in (blinded, Twice(0, blinded.points)):
+    for message in (blinded, DoubleBlinded(0, blinded.points)):
         with pytest.raises(ValueError, match="party 1 sends a point back as it was sent to it"):
             server.receive("party 1", message, 0.0)
 
@@ -135,12 +135,12 @@ def test_no_message_does_more_than_to_be_refused(data: st.DataObject) -> None:
     dtype = data.draw(st.sampled_from([torch.uint8, torch.int64, torch.float32, torch.bool]))
     tensor = torch.zeros(shape, dtype=dtype)
     first = data.draw(st.integers(-3, 3))
-    kind = data.draw(st.sampled_from([Blinded, Twice, Common]))
+    kind = data.draw(st.sampled_from([Blinded, DoubleBlinded, Common]))
     message = (
         Blinded(first, 2, tensor)
         if kind is Blinded
-        else Twice(first, tensor)
-        if kind is Twice
+        else DoubleBlinded(first, tensor)
+        if kind is DoubleBlinded
         else Common(tensor)
     )
     for node, sender in ((holder(), "party 1"), (party(), "server")):
@@ -159,15 +159,15 @@ def test_a_party_that_asks_about_other_ids_is_refused_also_when_the_holder_start
     tmp_path: Path,
 ) -> None:
     asked = tmp_path / "asked.json"
-    first = holder(asks=Queries(asked).ask)
+    first = holder(asks=AlignmentQueries(asked).ask)
     talk(first, party(IDS[:2]), honest)
     assert first.rows is not None
     # The same list, as after a crash of either side, is answered in the same way.
-    again = holder(asks=Queries(asked).ask)
+    again = holder(asks=AlignmentQueries(asked).ask)
     talk(again, party(IDS[:2]), honest)
     assert again.rows == first.rows
     for other in (party(IDS[2:4]), party(IDS[:2], number=7)):
-        server = holder(asks=Queries(asked).ask)
+        server = holder(asks=AlignmentQueries(asked).ask)
         with pytest.raises(ValueError, match="party 1 asks about another list of ids"):
             talk(server, other, honest)
         assert server.rows is None
@@ -178,9 +178,11 @@ def test_a_holder_that_asks_about_other_ids_gets_no_answer(tmp_path: Path) -> No
     guesses = [[f"guess {number}"] for number in range(2)]
     for number, ids in enumerate(guesses):
         ((_, message),) = AlignedHolder("server", ["party 1"], ids, secret(5)).begin(0.0)
-        site = party(asks=Queries(asked).ask)
+        site = party(asks=AlignmentQueries(asked).ask)
         if number == 0:
-            assert any(isinstance(one, Twice) for _, one in site.receive("server", message, 0.0))
+            assert any(
+                isinstance(one, DoubleBlinded) for _, one in site.receive("server", message, 0.0)
+            )
             continue
         with pytest.raises(ValueError, match="server asks about another list of ids"):
             site.receive("server", message, 0.0)
@@ -190,7 +192,7 @@ def test_a_list_is_on_the_disk_before_it_is_answered(tmp_path: Path) -> None:
     asked = tmp_path / "asked.json"
     seen: list[bool] = []
 
-    class Noting(Queries):
+    class Noting(AlignmentQueries):
         def ask(self, sender: str, digest: bytes) -> None:
             super().ask(sender, digest)
             seen.append(digest.hex() in asked.read_text())
@@ -202,16 +204,16 @@ def test_a_list_is_on_the_disk_before_it_is_answered(tmp_path: Path) -> None:
 
 def test_a_part_of_a_list_is_not_answered(tmp_path: Path) -> None:
     """Otherwise a holder could stop in the middle of each list, and ask for ever."""
-    site = party(asks=Queries(tmp_path / "asked.json").ask)
-    points = [Exponent(secret(0)).power(point_of(name)) for name in IDS]
+    site = party(asks=AlignmentQueries(tmp_path / "asked.json").ask)
+    points = [SecretScalar(secret(0)).power(point_of(name)) for name in IDS]
     said = site.receive("server", Blinded(0, 6, tensor_of(points[:5])), 0.0)
-    assert not any(isinstance(message, Twice) for _, message in said)
+    assert not any(isinstance(message, DoubleBlinded) for _, message in said)
     said = site.receive("server", Blinded(5, 6, tensor_of(points[5:])), 0.0)
-    assert [len(message.points) for _, message in said if isinstance(message, Twice)] == [6]
+    assert [len(message.points) for _, message in said if isinstance(message, DoubleBlinded)] == [6]
 
 
 def test_more_than_one_list_is_answered_where_that_was_agreed_upon(tmp_path: Path) -> None:
-    queries = Queries(tmp_path / "asked.json", most=2)
+    queries = AlignmentQueries(tmp_path / "asked.json", most=2)
     for number in range(2):
         queries.ask("party 1", bytes([number]))
     queries.ask("party 2", b"x")

@@ -12,12 +12,12 @@ from torch.nn import functional as F
 import dure
 from dure.contracts.strategy import examples_for, seeded_model
 from dure.errors import PolicyError
+from dure.split.gradient_bound import ReceivedError
 from dure.split.network.control import Hello
 from dure.split.network.parties_control import Evaluate, Evaluated, Resume, Resumed
 from dure.split.network.parties_site import PartySite
 from dure.split.network.site import SiteLimits
-from dure.split.parties.messages import ActivationGradients, Activations, Step
-from dure.split.received import ReceivedError
+from dure.split.parties.messages import ActivationGradients, Activations, BeginStep
 
 COLUMNS = [[0, 1], [2, 3]]
 
@@ -47,7 +47,7 @@ def party(limits: SiteLimits) -> PartySite:
 
 def test_gradients_beyond_the_bound_of_the_site_are_refused() -> None:
     site = party(SiteLimits(largest_gradient=1.0))
-    (activations,) = site._hears(Step(0))
+    (activations,) = site._hears(BeginStep(0))
     assert isinstance(activations, Activations)
     for size in (float("inf"), 1.0):
         before = site.part.kept()["values"]

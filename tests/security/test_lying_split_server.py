@@ -18,14 +18,14 @@ from split_sites import WIDTH, Clients, ended, gradients_for, turn_for, weights_
 from torch import nn
 
 import dure
-from dure.split.messages import Ended, Gradients, HeadSum, Outputs, Own, Pass, Smashed
-from dure.split.network.control import Final, Measure, Measured, Query, Sealed
+from dure.split.gradient_bound import FACTOR, FEWEST, GradientBound, ReceivedError
+from dure.split.messages import Ended, Gradients, HeadSum, Outputs, Pass, SideState, Smashed
+from dure.split.network.control import Final, MeasureModel, ModelMeasured, Query, SealedHead
 from dure.split.network.frames import encode
-from dure.split.network.incoming import Patience
+from dure.split.network.incoming import ProgressTimeout
 from dure.split.network.site import SiteLimits
-from dure.split.parties.messages import ActivationGradients, Step
+from dure.split.parties.messages import ActivationGradients, BeginStep
 from dure.split.parties.party import Party
-from dure.split.received import FACTOR, FEWEST, GradientBound, ReceivedError
 
 PEERS = dure.SplitLearning(clients=2, batch_size=4)
 THREE = dure.SplitLearning(clients=3, batch_size=4)
@@ -159,8 +159,8 @@ def test_a_turn_that_is_not_one_of_this_run_is_refused(
     assert said in clients.refused(site, turn_for(site, **changes))
 
 
-def own_of(site: Any) -> Own:
-    return Own(tuple(torch.zeros_like(one) for one in weights_of(site)), (), ({}, {}))
+def own_of(site: Any) -> SideState:
+    return SideState(tuple(torch.zeros_like(one) for one in weights_of(site)), (), ({}, {}))
 
 
 def test_a_head_of_the_servers_own_is_refused_where_heads_do_not_reach_it(
@@ -170,7 +170,7 @@ def test_a_head_of_the_servers_own_is_refused_where_heads_do_not_reach_it(
     # Such as one that passes examples on: what leaves it would be the examples.
     for frame in (
         turn_for(site, head=own_of(site)),
-        Measure(0, -1, own_of(site)),
+        MeasureModel(0, -1, own_of(site)),
         Final(own_of(site)),
     ):
         assert "heads do not reach it in this run" in clients.refused(site, frame)
@@ -188,7 +188,7 @@ def test_where_they_do_it_has_to_be_one_of_this_model(change: str, tmp_path: Pat
     elif change == "number":
         weights.append(weights[0])
     state = {"momentum_buffer": torch.tensor(math.nan)} if change == "optimizer" else {}
-    head = Own(tuple(weights), (), tuple(state for _ in weights))
+    head = SideState(tuple(weights), (), tuple(state for _ in weights))
     reason = clients.refused(site, turn_for(site, head=head))
     assert "server sends" in reason
 
@@ -208,7 +208,7 @@ def test_a_head_is_handed_on_once_for_a_turn(tmp_path: Path) -> None:
     ended(clients, site, turn_for(site))
     for _ in range(2):
         (sealed,) = clients.says(site, Pass(1, 0, "client 1"))
-        assert isinstance(sealed, Sealed)
+        assert isinstance(sealed, SealedHead)
     # An older one, and the same one for somebody else.
     assert "twice" in clients.refused(site, Pass(1, -1, "client 1"))
     assert "twice" in clients.refused(site, Pass(1, 0, "client 2"))
@@ -217,10 +217,10 @@ def test_a_head_is_handed_on_once_for_a_turn(tmp_path: Path) -> None:
 # Heads on their way from client to client
 
 
-def handed(clients: Clients, turn: int = 1, receiver: int = 1, since: int = 0) -> Sealed:
+def handed(clients: Clients, turn: int = 1, receiver: int = 1, since: int = 0) -> SealedHead:
     """A head as the server gets it from client 0, and hands it on."""
     (sealed,) = clients.says(clients.sites[0], Pass(turn, since, f"client {receiver}"))
-    return Sealed(turn, 0, sealed.content)
+    return SealedHead(turn, 0, sealed.content)
 
 
 def test_the_server_sees_nothing_of_a_head_that_is_handed_on(clients: Clients) -> None:
@@ -294,7 +294,7 @@ def test_a_site_that_measures_no_more_says_so_and_sends_nothing(tmp_path: Path) 
     site = clients.sites[0]
     assert site.test is not None
     for _ in range(2):
-        assert clients.says(site, Measure(3, -1)) == [Measured(3, {})]
+        assert clients.says(site, MeasureModel(3, -1)) == [ModelMeasured(3, {})]
     assert not any(isinstance(one, Query) for one in clients.channel.said)
     assert asked == 2 * [(3, len(site.test))]
 
@@ -302,7 +302,7 @@ def test_a_site_that_measures_no_more_says_so_and_sends_nothing(tmp_path: Path) 
 def test_a_server_by_which_nothing_goes_on_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = 0.0
     monkeypatch.setattr("time.monotonic", lambda: clock)
-    patience = Patience(10.0)
+    patience = ProgressTimeout(10.0)
     # Before all clients are there, a server has nothing to say.
     assert patience.left is None
     patience.note(0)
@@ -345,7 +345,7 @@ def test_a_party_bounds_what_the_holder_of_the_labels_sends() -> None:
         0, "server", part, lambda rows, step: torch.ones(4, 3), batches, 0, lambda *_: 0.0
     )
     party.bound = GradientBound(largest=1.0)
-    party.receive("server", Step(0), 0.0)
+    party.receive("server", BeginStep(0), 0.0)
     for values, said in (
         (torch.ones(4, WIDTH), "at most 1"),
         (torch.full((4, WIDTH), math.inf), "finite"),

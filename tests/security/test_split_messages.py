@@ -22,29 +22,29 @@ from dure.collectives.group import Group
 from dure.contracts.strategy import RankContext
 from dure.errors import LossNotFiniteError
 from dure.fleet.conditions import Conditions
-from dure.split.attendance import Attendance
+from dure.split.availability import AvailabilityTracker
 from dure.split.messages import (
     Ended,
     HeadGradients,
     Message,
     OutputGradients,
-    Own,
+    SideState,
     Smashed,
 )
 from dure.split.network.checks import RULES
 from dure.split.network.control import (
-    Failed,
+    ClientFailed,
     HeadRefused,
     Hello,
-    Measure,
-    Measured,
-    Members,
+    MeasureModel,
+    ModelMeasured,
     Query,
-    Sealed,
+    RosterMembers,
+    SealedHead,
 )
 from dure.split.network.frames import Frame
-from dure.split.network.hall import ClientsLostError
-from dure.split.simulated import SimulatedLearner
+from dure.split.network.split_server import ClientsLostError
+from dure.split.simulated import SimulatedSplitLearner
 from small import small_task
 
 ROUNDS = 3
@@ -134,14 +134,16 @@ VALUES: Mapping[str, Callable[[Any], Any]] = {
     "a turn below 0": lambda m: replace(m, turn=-1),
     "twice": lambda m: [m, m],
     "ended early": lambda m: Ended(m.turn, None),
-    "a head instead": lambda m: Ended(m.turn, Own((), (), ())),
+    "a head instead": lambda m: Ended(m.turn, SideState((), (), ())),
     "gradients of a head instead": lambda m: HeadGradients(m.turn, m.step, ()),
-    "what a server says": lambda m: Members(b""),
-    "a measurement": lambda m: Measured(0, {"test_loss": 0.0}),
+    "what a server says": lambda m: RosterMembers(b""),
+    "a measurement": lambda m: ModelMeasured(0, {"test_loss": 0.0}),
     "a question": lambda m: Query(1, m.values),
-    "a head that nobody asked for": lambda m: Sealed(m.turn, 0, torch.zeros(9, dtype=torch.uint8)),
+    "a head that nobody asked for": lambda m: SealedHead(
+        m.turn, 0, torch.zeros(9, dtype=torch.uint8)
+    ),
     "a head that it was not handed": lambda m: HeadRefused(m.turn, "no"),
-    "failure": lambda m: Failed("x" * 10_000),
+    "failure": lambda m: ClientFailed("x" * 10_000),
     "Hello again": lambda m: Hello(1, b"", ""),
 }
 """Of messages with values."""
@@ -221,11 +223,11 @@ HEADS: Mapping[str, Callable[[Any], Any]] = {
     "remembers a text": remembering({"momentum_buffer": "x"}),
     "remembers another shape": remembering({"momentum_buffer": torch.zeros(3)}),
     "remembers something else": remembering({"step": 3.0}),
-    "empty": lambda m: replace(m, head=Own((), (), ())),
+    "empty": lambda m: replace(m, head=SideState((), (), ())),
 }
 
 KEPT: Mapping[str, Callable[[Any], Any]] = {
-    "a head that stays": lambda m: replace(m, head=Own((), (), ())),
+    "a head that stays": lambda m: replace(m, head=SideState((), (), ())),
     "another turn": lambda m: replace(m, turn=m.turn + 1000),
 }
 
@@ -273,18 +275,18 @@ def dropped_out(system: str, make: Callable[[], dure.Task] = task) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         name = f"client {LIAR}"
 
-        def draw(self: Attendance, one: str) -> None:
+        def draw(self: AvailabilityTracker, one: str) -> None:
             if one == name and self.server.order.round == 1:
                 self._drops[one] = 1
 
-        def following(self: Attendance, one: str, now: float) -> float:
+        def following(self: AvailabilityTracker, one: str, now: float) -> float:
             return math.inf if one == name and self.server.order.round > 1 else now
 
-        patch.setattr(Attendance, "_draw", draw)
-        patch.setattr(Attendance, "_next", following)
+        patch.setattr(AvailabilityTracker, "_draw", draw)
+        patch.setattr(AvailabilityTracker, "_next", following)
         made = make()
         place = RankContext(Group(), conditions=Conditions(drop_out=1e-9))
-        learner = SimulatedLearner(made, place, 0, strategy.of(made).plan)
+        learner = SimulatedSplitLearner(made, place, 0, strategy.of(made).plan)
         losses = [learner.advance(0).loss for _ in range(ROUNDS)]
     heads = {
         number: learner._known(learner.clients[number]).own.weights
@@ -388,7 +390,7 @@ def lies(draw: st.DrawFn) -> Callable[[Any], Any]:
         if field == "targets":
             return replace(message, targets=list(some))
         if field == "head":
-            return replace(message, head=Own(some, some, tuple({} for _ in some)))
+            return replace(message, head=SideState(some, some, tuple({} for _ in some)))
         return message
 
     return change
@@ -417,13 +419,16 @@ MEASURED: Mapping[str, tuple[type, Callable[[Any], Any]]] = {
     "no example": (Query, lambda m: replace(m, examples=0)),
     "another number of test examples": (Query, lambda m: replace(m, of=5)),
     "the same examples again": (Query, lambda m: [m, m]),
-    "a name of the history": (Measured, lambda m: replace(m, values={"loss": 0.0})),
+    "a name of the history": (ModelMeasured, lambda m: replace(m, values={"loss": 0.0})),
     "a metric that the task does not have": (
-        Measured,
+        ModelMeasured,
         lambda m: replace(m, values={"test_fairness": 1.0}),
     ),
-    "a metric that is no number": (Measured, lambda m: replace(m, values={"test_loss": math.nan})),
-    "another round": (Measured, lambda m: replace(m, round=7)),
+    "a metric that is no number": (
+        ModelMeasured,
+        lambda m: replace(m, values={"test_loss": math.nan}),
+    ),
+    "another round": (ModelMeasured, lambda m: replace(m, round=7)),
     "values of training": (Query, lambda m: Smashed(0, 0, 4, 4.0, m.values, None)),
 }
 
@@ -445,7 +450,7 @@ def test_whoever_is_not_asked_to_measure_does_not_end_the_measurement(tmp_path: 
 
         def say(client: int, frame: Any) -> None:
             if client == 2 and b"Measure" in bytes(frame[0]):
-                channels.says(0, Measured(0, {"test_loss": 0.0}))
+                channels.says(0, ModelMeasured(0, {"test_loss": 0.0}))
             says(client, frame)
 
         channels.say = say  # type: ignore[method-assign]
@@ -527,7 +532,7 @@ def test_a_client_without_a_turn_begins_nobody_elses_anew(system: str, tmp_path:
             if isinstance(frame, Smashed):
                 begun.append(frame.step)
                 channels.comes(channels.peers[2])
-                channels.says(2, Failed("no"))
+                channels.says(2, ClientFailed("no"))
             return says(frame)
 
         hall.lie = counts
@@ -617,7 +622,7 @@ def test_a_client_that_speaks_before_all_are_there_is_turned_away(tmp_path: Path
         peer = channels.peers[LIAR]
         channels.events.clear()
         channels.comes(peer)
-        channels.says(LIAR, Measure(0, 0))
+        channels.says(LIAR, MeasureModel(0, 0))
 
         def all_come(number: int, reason: str) -> None:
             channels.after = lambda number, reason: None

@@ -20,12 +20,12 @@ from torch.nn import functional as F
 
 import dure
 from dure.errors import CutNotANumberError, LossNotFiniteError
-from dure.split.alignment import Blinded, Common, NobodyError, Twice
-from dure.split.network.control import Failed
+from dure.split.alignment import Blinded, Common, DoubleBlinded, EmptyIntersectionError
+from dure.split.network.control import ClientFailed
 from dure.split.network.frames import Frame
 from dure.split.network.parties_checks import RULES
-from dure.split.network.parties_control import Aligned, Evaluated, Kept, Resumed
-from dure.split.network.parties_hall import PartyLostError
+from dure.split.network.parties_control import Aligned, Evaluated, Resumed, StateSaved
+from dure.split.network.vertical_split_server import PartyLostError
 from dure.split.parties.messages import Activations
 
 replace = msgspec.structs.replace
@@ -78,13 +78,13 @@ WRONG: Mapping[str, Callable[[Any], Any]] = {
     "another dtype": of_values(lambda one: one.float()),
     "no dimension": of_values(lambda one: one.sum()),
     "twice": lambda m: [m, m],
-    "what nobody asked for": lambda m: [Kept(0), m],
+    "what nobody asked for": lambda m: [StateSaved(0), m],
     "what is long over": lambda m: [Aligned(), m],
     "ids": lambda m: [Blinded(0, 1, torch.zeros(1, 32, dtype=torch.uint8)), m],
     "a turn to come": lambda m: [Resumed(99), m],
     "a turn twice": lambda m: [Resumed(1), m],
     "what a holder says": lambda m: Common(torch.tensor([0])),
-    "failure": lambda m: Failed("x" * 10_000),
+    "failure": lambda m: ClientFailed("x" * 10_000),
 }
 
 
@@ -108,7 +108,7 @@ EVALUATED = {
     "infinite": full(math.inf),
     "absurd": full(1e300),
     "other rows": lambda m: replace(m, first=m.first + 1),
-    "a step instead": lambda m: Kept(3),
+    "a step instead": lambda m: StateSaved(3),
 }
 
 
@@ -133,7 +133,7 @@ def test_a_false_word_that_all_is_kept_ends_the_run_by_the_name_of_the_party(
     change: Callable[[Any], Any], tmp_path: Path
 ) -> None:
     with pytest.raises(PartyLostError, match=r"^party 1 sent what cannot be"):
-        steps(tmp_path, after(0, Kept, change))
+        steps(tmp_path, after(0, StateSaved, change))
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_a_party_that_says_nothing_ends_the_run_by_its_name(tmp_path: Path) -> N
 
 
 @given(
-    change=st.sampled_from([Activations, Evaluated, Kept, Resumed]),
+    change=st.sampled_from([Activations, Evaluated, StateSaved, Resumed]),
     number=st.integers(-(1 << 63), (1 << 63) - 1),
     shape=st.lists(st.integers(0, 9), max_size=3),
     value=st.sampled_from([0.0, 1.0, 1e30, math.inf, math.nan]),
@@ -192,7 +192,7 @@ def test_one_value_for_all_places_ends_the_run_by_the_name_of_the_party(tmp_path
         return replace(message, points=message.points[:1].repeat(len(message.points), 1))
 
     with pytest.raises(PartyLostError, match=r"^party 1 sent what cannot be: .*a point twice"):
-        steps(tmp_path, after(0, Twice, lie), ALIGNED)
+        steps(tmp_path, after(0, DoubleBlinded, lie), ALIGNED)
 
 
 def test_more_ids_than_at_check_in_end_the_run_by_the_name_of_the_party(tmp_path: Path) -> None:
@@ -213,7 +213,7 @@ def test_who_says_too_early_or_twice_that_it_is_aligned_is_refused(
 
 def test_nobody_who_is_with_all_is_nobodys_lie(tmp_path: Path) -> None:
     peers = parties(tmp_path, ALIGNED, lambda: task(100), {})
-    with pytest.raises(NobodyError, match="nobody is with all parties"):
+    with pytest.raises(EmptyIntersectionError, match="nobody is with all parties"):
         holder(tmp_path, ALIGNED, task, peers)
 
 

@@ -18,8 +18,8 @@ from dure.split.alignment import (
     AlignedParty,
     Blinded,
     Common,
-    Exponent,
-    Twice,
+    DoubleBlinded,
+    SecretScalar,
     id_texts,
     message_bytes,
     point_of,
@@ -115,13 +115,14 @@ def test_nothing_but_points_of_secrets_travels() -> None:
     everyone = {name for own in ids for name in own}
     hashes = {point_of(name) for name in everyone}
     powers = {
-        n: {Exponent(secret(n)).power(point_of(name)) for name in ids[n]} for n in range(len(ids))
+        n: {SecretScalar(secret(n)).power(point_of(name)) for name in ids[n]}
+        for n in range(len(ids))
     }
     for sender, _, message in said:
         own = 0 if sender == "server" else 1
         if isinstance(message, Blinded):
             assert set(points_of(sender, message.points)) <= powers[own]
-        elif isinstance(message, Twice):
+        elif isinstance(message, DoubleBlinded):
             points = set(points_of(sender, message.points))
             assert not points & (hashes | powers[0] | powers[1])
         else:
@@ -157,8 +158,8 @@ def test_powers_commute_and_are_those_of_the_standard() -> None:
     scalar = bytes.fromhex("a546e36bf0527c9d3b16154b82465edd62144c0ac1fc5a18506a2244ba449ac4")
     point = bytes.fromhex("e6db6867583030db3594c1a424b15f7c726624ec26b3353b10a903a6d0ab1c4c")
     result = bytes.fromhex("c3da55379de9c6908e94ea4df28d084f32eccf03491c71f754b4075577a28552")
-    assert Exponent(scalar).power(point) == result
-    one, other = Exponent(secret(0)), Exponent(secret(1))
+    assert SecretScalar(scalar).power(point) == result
+    one, other = SecretScalar(secret(0)), SecretScalar(secret(1))
     point = point_of("ann")
     assert one.power(other.power(point)) == other.power(one.power(point))
 
@@ -191,7 +192,7 @@ def test_what_are_no_points_is_refused_by_the_name_of_its_sender(points: torch.T
         with pytest.raises(ValueError, match=f"{sender} sends a tensor of .* but points have 32"):
             node.receive(sender, message, 0.0)
     with pytest.raises(ValueError, match="party 1 sends a tensor"):
-        holder.receive("party 1", Twice(0, points), 0.0)
+        holder.receive("party 1", DoubleBlinded(0, points), 0.0)
 
 
 def test_numbers_beyond_the_prime_are_no_points() -> None:
@@ -205,7 +206,7 @@ def test_messages_that_make_no_sense_are_refused() -> None:
     holder, (party,) = everybody([["ann", "bob"], ["ann"]])
     point = tensor_of([point_of("ann")])
     with pytest.raises(ValueError, match="party 1 sends points 2 to 3 of 2"):
-        holder.receive("party 1", Twice(2, point), 0.0)
+        holder.receive("party 1", DoubleBlinded(2, point), 0.0)
     with pytest.raises(ValueError, match="server is told Common by party 1"):
         holder.receive("party 1", Common(torch.tensor([0])), 0.0)
     with pytest.raises(ValueError, match="server is told Blinded by party 7"):
@@ -247,7 +248,7 @@ def test_messages_that_are_late_or_come_twice_change_nothing() -> None:
         said.append(message)
         late = float(int(now * 7 + len(to) + nbytes(message)) % 3)
         # What is to be raised is raised again; the answer is the same.
-        return (late, late + 1.5) if isinstance(message, Twice) else (late,)
+        return (late, late + 1.5) if isinstance(message, DoubleBlinded) else (late,)
 
     said: list[Any] = []
     ids = [list(range(9)), list(range(3, 12))]
@@ -264,5 +265,5 @@ def test_messages_that_are_late_or_come_twice_change_nothing() -> None:
     assert {ids[0][row] for row in holder.rows} == set(range(3, 9))
     # It is found once, and told once.
     assert sum(isinstance(message, Common) for message in said) == 1
-    late = next(message for message in said if isinstance(message, Twice))
+    late = next(message for message in said if isinstance(message, DoubleBlinded))
     assert holder.receive("party 1", late, 0.0) == []

@@ -20,14 +20,14 @@ import dure
 from dure.cli.main import main
 from dure.contracts.strategy import Strategy, examples_for, seeded_model
 from dure.fleet.virtual_network import NodeLink, VirtualNetwork
-from dure.split.apart.form import decoded, encoded, form_of
-from dure.split.apart.sides import ClientPart, ServerPart
-from dure.split.client import Client
+from dure.split.client import SplitClient
 from dure.split.messages import SERVER
 from dure.split.orders import Amounts
-from dure.split.server import Server
-from dure.split.sides import Party
-from dure.split.simulated import SimulatedLearner
+from dure.split.separate_models.form import decoded, encoded, form_of
+from dure.split.separate_models.sides import ClientPart, ServerPart
+from dure.split.server import TailServer
+from dure.split.sides import SideRunner
+from dure.split.simulated import SimulatedSplitLearner
 from dure.split.strategy import Split
 from dure.tasks.loss_shares import CountedLoss
 from dure.tasks.parts import ModelParts
@@ -264,7 +264,7 @@ def owned(start: Any) -> set[int]:
         one = ahead.pop()
         if isinstance(one, nn.Parameter):
             found.add(id(one))
-        if isinstance(one, (ModuleType, type, SimulatedLearner, type(gc.get_referents))):
+        if isinstance(one, (ModuleType, type, SimulatedSplitLearner, type(gc.get_referents))):
             continue
         parts = gc.get_referents(one)
         if isinstance(one, FunctionType):
@@ -281,14 +281,14 @@ def owned(start: Any) -> set[int]:
 def test_no_side_leads_to_a_parameter_of_the_other(
     kind: type[Split], shape: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    learners: list[SimulatedLearner] = []
-    advance = SimulatedLearner.advance
+    learners: list[SimulatedSplitLearner] = []
+    advance = SimulatedSplitLearner.advance
 
-    def noted(self: SimulatedLearner, wish: int) -> Any:
+    def noted(self: SimulatedSplitLearner, wish: int) -> Any:
         learners.append(self)
         return advance(self, wish)
 
-    monkeypatch.setattr(SimulatedLearner, "advance", noted)
+    monkeypatch.setattr(SimulatedSplitLearner, "advance", noted)
     trained(dure.joined(*two_files(shape)), kind(clients=2, batch_size=SIZE), rounds=1)
     (learner,) = learners
     model = learner.model
@@ -321,19 +321,19 @@ def test_deployed_has_the_bits_of_the_simulation(shape: str) -> None:
     side = server.side()
     plan = strategy.of(theirs).plan
     amounts = Amounts([one.batches.steps_per_epoch for one in parts], [26, 26])
-    order = plan.order(amounts, None, lambda number: Party(side, side.own(), number), 0)
+    order = plan.order(amounts, None, lambda number: SideRunner(side, side.own(), number), 0)
     structure = None if plan.rules.labels_stay else clients[0].targets.structure
     network = VirtualNetwork()
-    machine = Server(order, server.batching, structure)
+    machine = TailServer(order, server.batching, structure)
     network.add(SERVER, machine, NodeLink())
     sides = []
     for number, (one, part) in enumerate(zip(clients, parts, strict=True)):
         own = one.side(losses, server.leaving and decoded(encoded(server.leaving)))
         sides.append(own)
-        party = Party(own, own.own(), number)
+        party = SideRunner(own, own.own(), number)
         network.add(
             f"client {number}",
-            Client(number, party, plan.rules, train, part.at, losses, 0, lambda *_: 0.0),
+            SplitClient(number, party, plan.rules, train, part.at, losses, 0, lambda *_: 0.0),
             NodeLink(),
         )
     network.send(SERVER, machine.begin(0))

@@ -20,14 +20,14 @@ from dure.contracts.strategy import seeded_model
 from dure.data.client_part import divide
 from dure.errors import RunFolderError
 from dure.parallel.pipeline.rng import RandomStream
-from dure.split.blame import WrongError
+from dure.split.blame import InvalidMessageError
 from dure.split.cutting import CutStages, cut_at
-from dure.split.heads import Heads
-from dure.split.messages import Handed, Own
-from dure.split.network.frames import FrameError, decode, encode
+from dure.split.head_checks import HeadChecks
+from dure.split.messages import HeadHandover, SideState
+from dure.split.network.frames import SplitFrameError, decode, encode
 from dure.split.optimizer_settings import check_settings
-from dure.split.sides import Side, weighed
-from dure.split.states import read, written
+from dure.split.sides import Side, weighted_loss
+from dure.split.states import state_from_tree, state_to_tree
 from dure.split.strategy import Split
 from dure.tasks.loss_shares import CountedLoss
 from small import small_task
@@ -211,11 +211,11 @@ def test_an_optimizer_that_looks_at_its_weights_when_it_is_made_begins_anew_with
 def without_settings(folder: Path, monkeypatch: pytest.MonkeyPatch, task: dure.Task) -> None:
     """Save a run as earlier versions of dure did."""
 
-    def as_before(own: Own | None) -> Any:
-        tree = written(own)
+    def as_before(own: SideState | None) -> Any:
+        tree = state_to_tree(own)
         return tree and {name: tree[name] for name in ("weights", "buffers", "optimizer")}
 
-    monkeypatch.setattr("dure.split.simulated.written", as_before)
+    monkeypatch.setattr("dure.split.simulated.state_to_tree", as_before)
     strategy, _ = SYSTEMS["in turn, peers"]
     dure.train(task, strategy, dure.Simulated(), dure.Stop(rounds=1), out=folder)
 
@@ -282,33 +282,35 @@ def test_an_object_that_no_step_changes_is_the_optimizers_own() -> None:
 def side_of(task: dure.Task) -> Side:
     """The heads' side of a small model that is cut."""
     cut = cut_at(task, seeded_model(task, 0), ("1",), 4)
-    loss = weighed(CountedLoss(task.loss, None))
+    loss = weighted_loss(CountedLoss(task.loss, None))
     return Side(CutStages(cut, [0], RandomStream(0, carried=False), loss), task)
 
 
-def after_a_step(side: Side) -> Own:
+def after_a_step(side: Side) -> SideState:
     side.update([torch.ones_like(one) for one in side.parameters.values()], 0)
     return side.own()
 
 
-def as_message(own: Own) -> Own:
-    frame: Any = decode(bytearray(b"".join(map(bytes, encode(Handed(0, own))))))
-    head: Own = frame.head
+def as_message(own: SideState) -> SideState:
+    frame: Any = decode(bytearray(b"".join(map(bytes, encode(HeadHandover(0, own))))))
+    head: SideState = frame.head
     return head
 
 
-def as_saved(own: Own) -> Own:
-    return read(written(own) or {})
+def as_saved(own: SideState) -> SideState:
+    return state_from_tree(state_to_tree(own) or {})
 
 
 @pytest.mark.parametrize("way", [as_message, as_saved])
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_has_changed_travels_and_is_saved(kind: str, way: Callable[[Own], Own]) -> None:
+def test_what_has_changed_travels_and_is_saved(
+    kind: str, way: Callable[[SideState], SideState]
+) -> None:
     side = side_of(task_of(kind))
     begun = side.own().weights[0]
     own = way(after_a_step(side))
     other = side_of(task_of(kind))
-    Heads(other).check(own)
+    HeadChecks(other).check(own)
     other.take(own)
     moved = begun - after_a_step(other).weights[0]
     assert torch.allclose(moved, torch.full_like(moved, 0.3 / 1 + 0.3 / 2))
@@ -338,26 +340,26 @@ def test_settings_that_this_optimizer_cannot_have_are_refused(lie: str) -> None:
     side = side_of(task_of("number"))
     changes, said = LIES[lie]
     own = msgspec.structs.replace(after_a_step(side), **changes)
-    with pytest.raises(WrongError, match=said):
-        Heads(side).check(own)
+    with pytest.raises(InvalidMessageError, match=said):
+        HeadChecks(side).check(own)
 
 
 @pytest.mark.parametrize("groups", [({"lr": 100.0},), ({"maximize": True},)])
 def test_nobody_changes_a_setting_of_an_optimizer_of_torchs_own(groups: Any) -> None:
     side = side_of(small_task())
     own = msgspec.structs.replace(after_a_step(side), groups=groups)
-    with pytest.raises(WrongError, match="does not change that here"):
-        Heads(side).check(own)
+    with pytest.raises(InvalidMessageError, match="does not change that here"):
+        HeadChecks(side).check(own)
 
 
 def test_where_optimizers_begin_anew_no_settings_come() -> None:
     side = side_of(task_of("number"))
-    with pytest.raises(WrongError, match="ends with the round"):
-        Heads(side, forgets=True).check(after_a_step(side))
+    with pytest.raises(InvalidMessageError, match="ends with the round"):
+        HeadChecks(side, forgets=True).check(after_a_step(side))
 
 
 @pytest.mark.parametrize("value", [object(), {1: 2}, {"deep": [object()]}, b"code", {3}])
 def test_a_setting_that_cannot_travel_is_named_before_it_leaves(value: Any) -> None:
     own = msgspec.structs.replace(side_of(small_task()).own(), groups=({"odd": value},))
-    with pytest.raises(FrameError, match="odd"):
-        encode(Handed(0, own))
+    with pytest.raises(SplitFrameError, match="odd"):
+        encode(HeadHandover(0, own))

@@ -27,13 +27,13 @@ from dure.contracts.channels import (
 )
 from dure.contracts.strategy import RankContext, examples_for, seeded_model
 from dure.errors import CutNotANumberError, DureError, StateError
-from dure.split.network.control import Failed, Hello
+from dure.split.network.control import ClientFailed, Hello
 from dure.split.network.frames import decode, encode
-from dure.split.network.parties_control import Evaluated, Kept, Resume, Resumed
-from dure.split.network.parties_hall import PartyLostError
-from dure.split.network.parties_served import ServedParties
+from dure.split.network.parties_control import Evaluated, Resume, Resumed, StateSaved
+from dure.split.network.parties_served import ServedVerticalLearner
 from dure.split.network.parties_site import PartySite
 from dure.split.network.site import Identity
+from dure.split.network.vertical_split_server import PartyLostError
 from dure.split.parties.messages import Activations
 from dure.wire.boxes import BoxKey
 from dure.wire.roster import Pinned
@@ -142,7 +142,7 @@ class Wire(Channels):
         try:
             replies = self.parties[client].site._hears(message)
         except (StateError, DureError, ValueError) as error:
-            replies = [Failed(str(error))]
+            replies = [ClientFailed(str(error))]
         for reply in replies:
             altered = self.alter(client, reply)
             if altered is not None:
@@ -165,16 +165,18 @@ class Wire(Channels):
         pass
 
 
-def learner(wire: Wire, run: Path | None = None, own: dure.Task | None = None) -> ServedParties:
+def learner(
+    wire: Wire, run: Path | None = None, own: dure.Task | None = None
+) -> ServedVerticalLearner:
     def connect(hosted: HostedRun) -> Channels:
         assert hosted.clients == len(wire.parties)
         return wire
 
     place = RankContext(Group(), kind="clients", folder=run)
-    return ServedParties(own or task(), place, 0, wire.strategy.plan, connect)
+    return ServedVerticalLearner(own or task(), place, 0, wire.strategy.plan, connect)
 
 
-def trained(one: ServedParties, wire: Wire, until: int = STEPS) -> tuple[Any, ...]:
+def trained(one: ServedVerticalLearner, wire: Wire, until: int = STEPS) -> tuple[Any, ...]:
     """Losses, metrics and weights of all parts."""
     losses = []
     while one.step < until:
@@ -271,8 +273,16 @@ def with_nan(frame: Any) -> Any:
         (altered(Activations, narrower), PartyLostError, r"of shape \[4, 4\] and torch.float64"),
         (altered(Activations, shorter), PartyLostError, r"of shape \[4, 5\] and torch.float32"),
         (altered(Activations, with_nan), CutNotANumberError, "party 1 sends activations with NaN"),
-        (altered(Activations, lambda frame: Kept(0)), PartyLostError, "Kept was not asked for"),
-        (altered(Activations, lambda frame: Failed("OSError")), PartyLostError, "raised OSError"),
+        (
+            altered(Activations, lambda frame: StateSaved(0)),
+            PartyLostError,
+            "Kept was not asked for",
+        ),
+        (
+            altered(Activations, lambda frame: ClientFailed("OSError")),
+            PartyLostError,
+            "raised OSError",
+        ),
         (altered(Activations, lambda frame: None), PartyLostError, "party 1 said nothing for 0.5"),
         (altered(Activations, lambda frame: Resume(1, 0)), PartyLostError, "is told Resume"),
         (altered(Evaluated, shorter), PartyLostError, r"test data of shape \[9, 5\]"),

@@ -14,8 +14,8 @@ import dure
 from dure.collectives.group import Group
 from dure.contracts.strategy import RankContext
 from dure.fleet.virtual_network import VirtualNetwork, nbytes
-from dure.split.messages import Ended, Handed, HeadGradients, HeadSum, Own, Turn
-from dure.split.simulated import SimulatedLearner
+from dure.split.messages import Ended, HeadGradients, HeadHandover, HeadSum, SideState, Turn
+from dure.split.simulated import SimulatedSplitLearner
 from dure.split.strategy import Split
 from dure.tasks.builtin import load_task
 
@@ -60,13 +60,13 @@ def trained(system: Split, rounds: int = 2, **options: Any) -> dure.Run:
     return dure.train(task(), system, dure.Simulated(), dure.Stop(rounds=rounds), **options)
 
 
-def learner(system: Split) -> SimulatedLearner:
+def learner(system: Split) -> SimulatedSplitLearner:
     made = system.learner(task(), RankContext(Group()), 0)
-    assert isinstance(made, SimulatedLearner)
+    assert isinstance(made, SimulatedSplitLearner)
     return made
 
 
-def tensors(own: Own) -> list[Tensor]:
+def tensors(own: SideState) -> list[Tensor]:
     return [*own.weights, *own.buffers]
 
 
@@ -111,12 +111,12 @@ def test_no_head_travels_and_the_rest_is_as_much_as_with_one_head(
     system: Split, messages: list[Any]
 ) -> None:
     trained(personal(system))
-    assert not [one for one in messages if isinstance(one, Handed | HeadGradients | HeadSum)]
+    assert not [one for one in messages if isinstance(one, HeadHandover | HeadGradients | HeadSum)]
     assert not any(one.head for one in messages if isinstance(one, Turn | Ended))
     at_the_cut = sum(map(nbytes, messages))
     messages.clear()
     trained(personal(system, personal_heads=False))
-    heads = (Handed, HeadGradients, HeadSum, Turn, Ended)
+    heads = (HeadHandover, HeadGradients, HeadSum, Turn, Ended)
     assert at_the_cut == sum(nbytes(one) for one in messages if not isinstance(one, heads))
 
 

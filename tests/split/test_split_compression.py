@@ -23,8 +23,8 @@ from dure.data.conversion import as_examples
 from dure.data.partition import IID
 from dure.errors import LossNotFiniteError
 from dure.fleet.virtual_network import VirtualNetwork, nbytes
-from dure.split.coding import Crossed, Kept, Rounded
-from dure.split.compressed import Exchange, coder
+from dure.split.coding import CodecCoder, CutShape, TopKCoder
+from dure.split.compressed import CutCompression, coder
 from dure.split.leakage.guard import Guard
 from dure.split.messages import SERVER, Gradients, OutputGradients, Outputs, Smashed
 from dure.split.strategy import Split
@@ -132,14 +132,14 @@ def test_the_bytes_at_the_cut_are_those_of_the_formula(
     ("width", "place"), [(2, 1), (256, 1), (257, 2), (32768, 2), (32769, 4), (70000, 4)]
 )
 def test_places_take_as_few_bytes_as_reach_them(width: int, place: int) -> None:
-    crossed = Crossed((2, width), torch.float32, 0, 2)
-    one = Kept(0.5, crossed)
+    crossed = CutShape((2, width), torch.float32, 0, 2)
+    one = TopKCoder(0.5, crossed)
     # The last ones are the largest.
     value = torch.arange(2.0 * width).view(2, width) % width
     sent = one.write(value)
     k = math.ceil(width / 2)
     assert sent.nbytes == one.nbytes(2)[0] == 2 * k * (4 + place)
-    read = Kept(0.5, crossed).read(sent, 2)
+    read = TopKCoder(0.5, crossed).read(sent, 2)
     assert torch.equal(read, torch.where(value >= width - k, value, 0))
 
 
@@ -164,10 +164,10 @@ def test_every_example_arrives_within_the_bound_of_its_code(dim: int, dtype: tor
         size = torch.view_as_real(value).movedim(dim, 0).reshape(6, -1).abs().amax(1)
     else:
         size = value.double().movedim(dim, 0).reshape(6, -1).abs().amax(1)
-    crossed = Crossed((6, 6, 6), dtype, dim, 6)
+    crossed = CutShape((6, 6, 6), dtype, dim, 6)
 
     def off(codec: Compression) -> Tensor:
-        read = round_trip(Rounded(codec, crossed), Rounded(codec, crossed), value, 6)
+        read = round_trip(CodecCoder(codec, crossed), CodecCoder(codec, crossed), value, 6)
         parts = (read - value).resolve_conj()
         real = torch.view_as_real(parts) if dtype.is_complex else parts
         return real.double().movedim(dim, 0).reshape(6, -1).abs().amax(1)
@@ -176,7 +176,7 @@ def test_every_example_arrives_within_the_bound_of_its_code(dim: int, dtype: tor
     half = 2.0**-8 if dtype == torch.bfloat16 else 0.0
     assert bool((off(Int8()) <= size * (1 / 254 + 1e-6 + half)).all())
     assert bool((off(Cast("bfloat16")) <= size * 2.0**-8).all())
-    kept = round_trip(Kept(0.25, crossed), Kept(0.25, crossed), value, 6)
+    kept = round_trip(TopKCoder(0.25, crossed), TopKCoder(0.25, crossed), value, 6)
     assert bool(((kept == value) | (kept == 0) | torch.tensor(dtype.is_complex)).all())
     numbers = torch.view_as_real(kept) if dtype.is_complex else kept
     counts = (numbers != 0).movedim(dim, 0).reshape(6, -1).sum(1)
@@ -184,8 +184,8 @@ def test_every_example_arrives_within_the_bound_of_its_code(dim: int, dtype: tor
 
 
 def test_top_k_sends_the_largest_of_each_example_and_back_the_gradients_there() -> None:
-    crossed = Crossed((2, 5), torch.float64, 0, 2)
-    head, tail = Kept(0.4, crossed), Kept(0.4, crossed)
+    crossed = CutShape((2, 5), torch.float64, 0, 2)
+    head, tail = TopKCoder(0.4, crossed), TopKCoder(0.4, crossed)
     value = torch.tensor([[1.0, -5.0, 0.5, 3.0, 2.0], [0.25, 0.5, -0.75, 0.0, 0.0]]).double()
     arrived = round_trip(head, tail, value, 2)
     expected = [[0.0, -5.0, 0.0, 3.0, 0.0], [0.0, 0.5, -0.75, 0.0, 0.0]]
@@ -200,16 +200,16 @@ def test_top_k_sends_the_largest_of_each_example_and_back_the_gradients_there() 
 
 
 def test_what_gradients_lose_is_sent_with_the_next_ones_of_the_same_shape_and_turn() -> None:
-    crossed = Crossed((4, 3), torch.float64, 0, 4)
+    crossed = CutShape((4, 3), torch.float64, 0, 4)
     draws = torch.Generator().manual_seed(1)
     gradients = [torch.randn(4, 3, generator=draws, dtype=torch.float64) for _ in range(50)]
-    one = Rounded(Int8(), crossed)
+    one = CodecCoder(Int8(), crossed)
     arrived = [one.read_back(one.write_back(gradient), 4) for gradient in gradients]
     total = (sum(arrived) - sum(gradients)).abs().amax()  # type: ignore[union-attr]
     largest = max(float(gradient.abs().amax()) for gradient in gradients) * (1 + 1 / 254)
     assert 0 < float(total) <= largest / 254 * 1.01
     # A batch of another shape, and a turn, begin anew.
-    first = Rounded(Int8(), crossed).write_back(gradients[0])
+    first = CodecCoder(Int8(), crossed).write_back(gradients[0])
     one.write_back(gradients[0][:2])
     assert torch.equal(one.write_back(gradients[0]), first)
     assert not torch.equal(one.write_back(gradients[0]), first)
@@ -452,10 +452,10 @@ def smashed_of(values: tuple[Tensor, ...], examples: int = 4) -> Smashed:
     return Smashed(0, 0, examples, float(examples), values, None)
 
 
-def server_of(compression: Compression) -> tuple[Exchange, Exchange]:
+def server_of(compression: Compression) -> tuple[CutCompression, CutCompression]:
     """Both ends of a cut where 4 numbers of each example cross."""
-    cuts = [[Crossed((2, 4), torch.float32, 0, 2)]]
-    return Exchange(compression, cuts), Exchange(compression, cuts)
+    cuts = [[CutShape((2, 4), torch.float32, 0, 2)]]
+    return CutCompression(compression, cuts), CutCompression(compression, cuts)
 
 
 def spoilt(payload: Tensor, at: int, byte: int) -> Tensor:
@@ -536,7 +536,7 @@ def test_gradients_that_belong_to_no_values_are_refused(compression: Compression
 
 
 def test_a_value_of_which_all_is_kept_has_no_coder() -> None:
-    crossed = Crossed((2, 4), torch.float32, 0, 2)
+    crossed = CutShape((2, 4), torch.float32, 0, 2)
     assert coder(TopK(0.76), crossed) is None
     assert coder(TopK(0.75), crossed) is not None
     assert coder(Int8(), None) is None

@@ -18,7 +18,7 @@ from dure.data.client_part import ClientExamples, divide
 from dure.data.partition import IID, QuantitySkew
 from dure.errors import TooFewClientsError
 from dure.randomness.hashed_numbers import uniform
-from dure.split.attendance import Attendance
+from dure.split.availability import AvailabilityTracker
 from dure.split.strategy import Split
 
 SIZE = 8
@@ -194,14 +194,14 @@ def test_a_client_that_drops_out_leaves_nothing(
     strategy = alike(strategy)
     dropped = run(strategy, task, drop_out=DROP_OUT)
 
-    def is_there(self: Attendance, name: str, now: float) -> bool:
+    def is_there(self: AvailabilityTracker, name: str, now: float) -> bool:
         order = self.server.order
         return order.everyone.index(name) not in WENT[order.round]
 
     # Now the same clients are away to begin with. Who has the head is there to hand it on.
-    monkeypatch.setattr(Attendance, "_is_there", is_there)
-    monkeypatch.setattr(Attendance, "_wait_for", None)
-    monkeypatch.setattr(Attendance, "opens", lambda self, now: now)
+    monkeypatch.setattr(AvailabilityTracker, "_is_there", is_there)
+    monkeypatch.setattr(AvailabilityTracker, "_wait_for", None)
+    monkeypatch.setattr(AvailabilityTracker, "opens", lambda self, now: now)
     if getattr(strategy, "handover", "") == "peer":
         strategy = dataclasses.replace(strategy, handover="server")  # type: ignore[call-arg]
     away = run(strategy, task, drop_out=1e-12)

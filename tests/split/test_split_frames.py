@@ -17,23 +17,23 @@ from dure.split import messages
 from dure.split.messages import (
     Ended,
     Gradients,
-    Handed,
     HeadGradients,
+    HeadHandover,
     HeadSum,
     Message,
     OutputGradients,
     Outputs,
-    Own,
     Pass,
+    SideState,
     Smashed,
     Turn,
 )
 from dure.split.network import frames
-from dure.split.network.control import Control, Hello, Sealed
-from dure.split.network.frames import KINDS, Frame, FrameError, decode, encode
+from dure.split.network.control import Control, Hello, SealedHead
+from dure.split.network.frames import KINDS, Frame, SplitFrameError, decode, encode
 
 ADAM = {"step": torch.tensor(3.0), "exp_avg": torch.ones(2, 3), "exp_avg_sq": torch.zeros(2, 3)}
-HEAD = Own(
+HEAD = SideState(
     weights=(torch.randn(2, 3), torch.randn(3)),
     buffers=(torch.tensor(7), torch.empty(0, 4)),
     optimizer=(ADAM, {"step": 3, "momentum_buffer": None, "name": "ü", "late": True}),
@@ -52,7 +52,7 @@ MESSAGES: list[Message] = [
     Ended(3, None),
     Ended(3, HEAD),
     Pass(3, 2, messages.client(4)),
-    Handed(3, HEAD),
+    HeadHandover(3, HEAD),
 ]
 
 
@@ -92,7 +92,7 @@ def test_what_comes_out_is_what_went_in(message: Message) -> None:
 
 CONTROL: list[Control] = [
     Hello(100, b"{}", "a digest"),
-    Sealed(3, 1, torch.arange(200, dtype=torch.uint8)),
+    SealedHead(3, 1, torch.arange(200, dtype=torch.uint8)),
 ]
 
 
@@ -175,14 +175,14 @@ def test_bytes_that_lie_anywhere_or_may_not_change_are_read_too(offset: int) -> 
         (Smashed(0, 0, 1, 1.0, (), [b"raw"]), "bytes"),
         (Smashed(0, 0, 1, 1.0, (), torch.zeros(1)), "list"),
         (Smashed(0, 0, 1, 1.0, (), [1 << 64]), "64 bits"),
-        (Ended(0, Own((), (), ({"history": [torch.zeros(1)]},))), "history"),
-        (Ended(0, Own((), (), ({1: torch.zeros(1)},))), "names"),  # type: ignore[dict-item]
+        (Ended(0, SideState((), (), ({"history": [torch.zeros(1)]},))), "history"),
+        (Ended(0, SideState((), (), ({1: torch.zeros(1)},))), "names"),  # type: ignore[dict-item]
         (Outputs(0, (torch.zeros(0),) * (frames.MOST_TENSORS + 1), 1.0), "tensors"),
         (Pass(0, -1, "x" * frames.MOST_HEADER), "header"),
     ],
 )
 def test_what_cannot_travel_is_named_before_it_leaves(message: Message, word: str) -> None:
-    with pytest.raises(FrameError, match=word):
+    with pytest.raises(SplitFrameError, match=word):
         encode(message)
 
 
@@ -256,7 +256,7 @@ def test_frames_made_by_hand_are_what_they_seem() -> None:
     ],
 )
 def test_what_is_no_frame_is_refused_in_one_line(content: bytes, word: str) -> None:
-    with pytest.raises(FrameError, match=word) as refused:
+    with pytest.raises(SplitFrameError, match=word) as refused:
         decode(content)
     assert "\n" not in str(refused.value)
     assert len(str(refused.value)) < 500
@@ -265,7 +265,7 @@ def test_what_is_no_frame_is_refused_in_one_line(content: bytes, word: str) -> N
 def test_a_frame_may_have_so_many_bytes() -> None:
     content = frame_of(MESSAGES[2])
     assert decode(content, len(content))
-    with pytest.raises(FrameError, match="may have"):
+    with pytest.raises(SplitFrameError, match="may have"):
         decode(content, len(content) - 1)
 
 
@@ -278,7 +278,7 @@ def well_formed(message: Frame) -> bool:
 def test_no_part_of_a_frame_is_a_frame(message: Message, data: st.DataObject) -> None:
     content = frame_of(message)
     end = data.draw(st.integers(0, len(content) - 1))
-    with pytest.raises(FrameError):
+    with pytest.raises(SplitFrameError):
         decode(content[:end])
 
 
@@ -293,7 +293,7 @@ def test_a_frame_that_was_changed_is_refused_or_is_another(
     cut = data.draw(st.integers(0, 3))
     try:
         other = decode(content + bytes(cut))
-    except FrameError:
+    except SplitFrameError:
         return
     assert well_formed(other)
 
@@ -303,5 +303,5 @@ def test_whatever_comes_is_refused_or_read(content: bytes) -> None:
     for frame in (content, struct.pack("<II", 1, len(content)) + content):
         try:
             assert well_formed(decode(frame))
-        except FrameError:
+        except SplitFrameError:
             continue

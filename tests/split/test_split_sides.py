@@ -18,8 +18,8 @@ from dure.data.examples import Examples
 from dure.parallel.pipeline.rng import RandomStream
 from dure.parallel.pipeline.stage import Microbatch
 from dure.split.cutting import CutStages, cut_at
-from dure.split.sides import Party, Side, copied, weighed
-from dure.split.simulated import SimulatedLearner
+from dure.split.sides import Side, SideRunner, copied, weighted_loss
+from dure.split.simulated import SimulatedSplitLearner
 from dure.split.strategy import Split
 from dure.tasks.loss_shares import CountedLoss, Share
 
@@ -83,7 +83,7 @@ def trained(strategy: Split, meanwhile: bool) -> dict[str, Tensor]:
     torch.manual_seed(0)
     task = task_of(Drawn())
     learner = strategy.learner(task, RankContext(Group()), 0)
-    assert isinstance(learner, SimulatedLearner)
+    assert isinstance(learner, SimulatedSplitLearner)
     nodes = {one.name: one for one in (learner.server, *learner.clients)}
     for client in learner.clients:
         client.seconds = lambda examples, stages, back: 0.0
@@ -112,22 +112,22 @@ def test_parties_that_share_a_side_do_not_see_each_other() -> None:
     inputs = torch.randn(24, 6)
     task = task_of((inputs, torch.arange(24) % 3))
     cut = cut_at(task, layers(), ("1",), 4)
-    loss = weighed(CountedLoss(task.loss, task.train))
+    loss = weighted_loss(CountedLoss(task.loss, task.train))
     side = Side(CutStages(cut, [0], RandomStream(0, carried=False), loss), task)
     first = side.own()
 
-    def step(party: Party, number: int) -> None:
+    def step(party: SideRunner, number: int) -> None:
         batch = Microbatch(4, Share(1.0, 1.0), lambda: (inputs[4 * number :][:4], None))
         values = party.forward(0, number, batch, [])
         party.backward(0, [torch.ones_like(one) for one in values])
         party.update(party.gradients(0), number)
 
     # One after another, and by turns, each with steps of its own.
-    alone = [Party(side, copied(first), number) for number in range(2)]
+    alone = [SideRunner(side, copied(first), number) for number in range(2)]
     for party in alone:
         for number in range(3):
             step(party, party.number + number)
-    mixed = [Party(side, copied(first), number) for number in range(2)]
+    mixed = [SideRunner(side, copied(first), number) for number in range(2)]
     for number in range(3):
         for party in mixed:
             step(party, party.number + number)

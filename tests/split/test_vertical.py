@@ -20,10 +20,10 @@ from dure.data.heart import FILES
 from dure.errors import LossNotFiniteError
 from dure.fleet.virtual_network import VirtualNetwork
 from dure.split.alignment import message_bytes
-from dure.split.parties.messages import ActivationGradients, Activations, Step
+from dure.split.parties.messages import ActivationGradients, Activations, BeginStep
 from dure.split.parties.model import divide
 from dure.split.parties.proof import prove
-from dure.split.parties.simulated import PartiesLearner
+from dure.split.parties.simulated import SimulatedVerticalLearner
 from small import check_all, examples, largest_difference, network, same_bits, small_task
 
 SGD = partial(torch.optim.SGD, lr=0.1)
@@ -239,7 +239,7 @@ def test_what_travels_is_activations_and_their_gradients(
         assert (one["bytes_sent"], one["bytes_received"]) == (own, own)
     holder = counts["server" if label_party is None else f"party {label_party}"]
     assert holder["bytes_sent"] == holder["bytes_received"] == len(far) * own
-    assert {type(one) for one in messages} == {Step, Activations, ActivationGradients}
+    assert {type(one) for one in messages} == {BeginStep, Activations, ActivationGradients}
     inputs = examples().inputs
     for one in messages:
         if isinstance(one, Activations):
@@ -267,11 +267,11 @@ def test_a_step_takes_as_long_as_the_slowest_party(label_party: int | None, tmp_
     assert seconds == pytest.approx({"party 0": 0.2, "party 1": 2.0})
 
 
-def learner(task: dure.Task, **fields: Any) -> PartiesLearner:
+def learner(task: dure.Task, **fields: Any) -> SimulatedVerticalLearner:
     plan = dure.VerticalSplit(**{"batch_size": BATCH, **fields}).plan
     # Devices that take no time: what is said is said at once.
     conditions = dure.Simulated(devices="equal:inf:inf:inf")
-    return PartiesLearner(task, RankContext(Group(), conditions=conditions), 0, plan)
+    return SimulatedVerticalLearner(task, RankContext(Group(), conditions=conditions), 0, plan)
 
 
 def test_the_order_of_arrival_changes_no_bit() -> None:
@@ -301,7 +301,7 @@ def test_messages_that_are_not_due_are_refused_by_the_name_of_their_sender() -> 
         ("party 1", Activations(0, values[:7], True), r"party 1 sends .* \[7, 4\] and .* 8 ex"),
         ("party 1", Activations(3, values, True), "party 1 sends activations of step 4"),
         ("party 2", Activations(0, values, True), "server is told Activations by party 2"),
-        ("party 1", Step(0), "server is told Step by party 1"),
+        ("party 1", BeginStep(0), "server is told Step by party 1"),
     ]:
         with pytest.raises(ValueError, match=said):
             holder.receive(sender, message, 0.0)
@@ -311,10 +311,10 @@ def test_messages_that_are_not_due_are_refused_by_the_name_of_their_sender() -> 
     with pytest.raises(ValueError, match="party 1 is sent gradients of step 1"):
         member.receive("server", ActivationGradients(0, values), 0.0)
     with pytest.raises(ValueError, match="party 1 is told Step by party 0"):
-        member.receive("party 0", Step(0), 0.0)
+        member.receive("party 0", BeginStep(0), 0.0)
     with pytest.raises(ValueError, match="party 1 is told to begin step 3"):
-        member.receive("server", Step(2), 0.0)
-    member.receive("server", Step(0), 0.0)
+        member.receive("server", BeginStep(2), 0.0)
+    member.receive("server", BeginStep(0), 0.0)
     with pytest.raises(ValueError, match=r"server sends party 1 gradients of shape \[7, 4\]"):
         member.receive("server", ActivationGradients(0, values[:7]), 0.0)
 

@@ -23,11 +23,11 @@ from dure.data.examples import Examples
 from dure.errors import CutNotANumberError, LossNotFiniteError
 from dure.split import alignment
 from dure.split.alignment import AlignedHolder, AlignedParty
-from dure.split.busy import Busy
+from dure.split.compute_queue import ComputeQueue
 from dure.split.parties import messages
-from dure.split.parties.holder import Holder, LabelParty
-from dure.split.parties.messages import ActivationGradients, Activations, Leaving, Step
-from dure.split.parties.model import Part
+from dure.split.parties.label_holder import LabelHolder, LabelParty
+from dure.split.parties.messages import ActivationForm, ActivationGradients, Activations, BeginStep
+from dure.split.parties.model import VerticalPart
 from dure.split.parties.part import TrainedPart
 from dure.split.parties.party import Party
 from dure.tasks.loss_shares import CountedLoss
@@ -75,7 +75,7 @@ def begun(module: nn.Module, name: str) -> nn.Module:
 
 
 def trained(module: nn.Module) -> TrainedPart:
-    return TrainedPart(Part.whole(module), module, ADAM)
+    return TrainedPart(VerticalPart.whole(module), module, ADAM)
 
 
 def batches() -> Batches:
@@ -91,13 +91,14 @@ def party(number: int, holder: str) -> Party:
     )
 
 
-def holder(name: str, busy: Busy) -> Holder:
+def holder(name: str, busy: ComputeQueue) -> LabelHolder:
     """Of the tail and the labels, and what leaves each head."""
     _, labels = data()
     leaving = {
-        f"party {number}": Leaving((WIDTH,), torch.float64) for number in range(len(FEATURES))
+        f"party {number}": ActivationForm((WIDTH,), torch.float64)
+        for number in range(len(FEATURES))
     }
-    return Holder(
+    return LabelHolder(
         name,
         leaving,
         trained(begun(tail(), "tail")),
@@ -119,7 +120,7 @@ def everybody(label_party: int | None) -> tuple[str, Nodes]:
     name = "server" if label_party is None else f"party {label_party}"
     nodes: Nodes = {f"party {number}": party(number, name) for number in range(len(FEATURES))}
     if label_party is None:
-        nodes[name] = holder(name, Busy())
+        nodes[name] = holder(name, ComputeQueue())
     else:
         nodes[name] = LabelParty(nodes[name], holder(name, nodes[name].busy))
     return name, nodes
@@ -305,7 +306,7 @@ def test_gradients_that_are_none_name_the_holder_and_change_nothing(
 ) -> None:
     one = party(1, "server")
     before = [weight.clone() for weight in one.part.module.parameters()]
-    one.receive("server", Step(0), 0.0)
+    one.receive("server", BeginStep(0), 0.0)
     with pytest.raises(error, match=said):
         one.receive("server", ActivationGradients(0, values), 0.0)
     assert all(map(torch.equal, before, one.part.module.parameters()))

@@ -24,27 +24,27 @@ from dure.errors import DureError, WorkerFailedError, described, traceback_of
 from dure.machine.compiler import deferred_compiler
 from dure.machine.memory import keep_freed_memory
 from dure.machine.threads import threads
-from dure.split.apart.form import Form, decoded, encoded
-from dure.split.apart.sides import ClientPart
 from dure.split.batching import values_at
-from dure.split.blame import WrongError
-from dure.split.client import Client
-from dure.split.compressed import Compressed, exchange_of
-from dure.split.cutting import Cut
-from dure.split.halves import Halves, guard_of
-from dure.split.leakage.guard import Crossing
+from dure.split.blame import InvalidMessageError
+from dure.split.builders import SplitBuilder, guard_of
+from dure.split.client import SplitClient
+from dure.split.compressed import CompressedNode, exchange_of
+from dure.split.cutting import TracedDividedModel
+from dure.split.leakage.guard import CutValue
 from dure.split.leakage.randomised_response import relabelled
 from dure.split.network import sizes
-from dure.split.network.control import Failed, Hello, Members
-from dure.split.network.cut_model import CutAtClient, check_arriving
-from dure.split.network.frames import FrameError, encode
+from dure.split.network.control import ClientFailed, Hello, RosterMembers
+from dure.split.network.cut_model import CutClientPart, check_arriving
+from dure.split.network.frames import SplitFrameError, encode
 from dure.split.network.incoming import CheckedClient
-from dure.split.network.incoming import Crossing as Crossed
+from dure.split.network.incoming import CutValueChecks as Crossed
 from dure.split.network.outgoing import say
-from dure.split.network.parts import PartAtClient
-from dure.split.network.site import UNLIMITED, Identity, Site, SiteLimits, Working
-from dure.split.plan import Plan
-from dure.split.sides import Party
+from dure.split.network.separate_parts import SeparateClientPart
+from dure.split.network.site import UNLIMITED, Identity, SiteClient, SiteLimits, SplitSite
+from dure.split.plan import SplitPlan
+from dure.split.separate_models.form import OutputForm, decoded, encoded
+from dure.split.separate_models.sides import ClientPart
+from dure.split.sides import SideRunner
 from dure.split.strategy import Split
 from dure.tasks.batch_norm import needs_two
 from dure.tasks.loss_shares import CountedLoss
@@ -117,11 +117,11 @@ def take_part(
                 # Report the failure at once, so that the server need not wait for this client.
                 with suppress(Exception), session.channel() as other:
                     told = what_is_told(0, error, share_errors, kept.folder)
-                    failed = Failed(_in_words(told))
+                    failed = ClientFailed(_in_words(told))
                     say(other, site.hello, encode(site.hello))
                     say(other, failed, encode(failed))
                 # Wrong messages of the server are no errors of this site's own code.
-                if isinstance(error, DureError | FrameError | WrongError):
+                if isinstance(error, DureError | SplitFrameError | InvalidMessageError):
                     raise
                 who = f"client {welcome.client}"
                 reason = described(error)
@@ -139,7 +139,7 @@ def _site(
     known: Mapping[int, str] | None,
     event: Progress,
     limits: SiteLimits,
-) -> Site:
+) -> SplitSite:
     plan = strategy.of(task).plan
     model = seeded_model(task, welcome.seed).train()
     train, test = examples_for(task)
@@ -162,7 +162,7 @@ def _site(
         part_of = ClientPart(task, model, train, batch, welcome.seed)
         side = _HeadSide(part_of, losses, secret)
     else:
-        cut = Cut(task, model, plan.at, batch, welcome.seed, losses)
+        cut = TracedDividedModel(task, model, plan.at, batch, welcome.seed, losses)
         side = _CutSide(cut, plan.compression, secret)
     hello = Hello(
         examples=len(own.indices),
@@ -176,11 +176,11 @@ def _site(
         **side.forms(plan.rules.labels_stay),
     )
 
-    def makes(told: Members) -> Working:
+    def makes(told: RosterMembers) -> SiteClient:
         mine = own_part(strategy, welcome, train, part, told.joins)
         return side.working(told, plan, seen, mine, welcome, limits)
 
-    return Site(
+    return SplitSite(
         task,
         Identity(key, box, member, welcome.run, pinned, known),
         makes,
@@ -204,7 +204,7 @@ class CutForms(TypedDict, total=False):
 class _CutSide:
     """A client that has the whole model, and trains its part."""
 
-    def __init__(self, divided: Cut, compression: Compression, secret: int) -> None:
+    def __init__(self, divided: TracedDividedModel, compression: Compression, secret: int) -> None:
         self._divided = divided
         self._compression = compression
         self._secret = secret
@@ -215,18 +215,18 @@ class _CutSide:
 
     def working(
         self,
-        told: Members,
-        plan: Plan,
+        told: RosterMembers,
+        plan: SplitPlan,
         train: Examples,
         own: ClientExamples,
         welcome: Welcome,
         limits: SiteLimits,
-    ) -> Working:
+    ) -> SiteClient:
         if told.form:
             raise ValueError("the server has a tail of its own: join with the task of its head")
         divided = self._divided
         heads = divided.heads
-        machine = Halves(divided, plan, train, welcome.seed, self._secret).client(
+        machine = SplitBuilder(divided, plan, train, welcome.seed, self._secret).client(
             welcome.client, heads.own(), own
         )
         exchange = exchange_of(plan.compression, divided.cut)
@@ -239,10 +239,10 @@ class _CutSide:
             welcome.clients,
             limits.largest_gradient,
         )
-        return Working(
+        return SiteClient(
             checked,
-            checked if exchange is None else Compressed(checked, exchange),
-            CutAtClient(divided.cut, self._compression, machine.end),
+            checked if exchange is None else CompressedNode(checked, exchange),
+            CutClientPart(divided.cut, self._compression, machine.end),
             [*heads.parameters, *heads.written],
             sizes.largest_message(crossing, sizes.head_bytes(heads)),
         )
@@ -263,17 +263,17 @@ class _HeadSide:
 
     def working(
         self,
-        told: Members,
-        plan: Plan,
+        told: RosterMembers,
+        plan: SplitPlan,
         train: Examples,
         own: ClientExamples,
         welcome: Welcome,
         limits: SiteLimits,
-    ) -> Working:
+    ) -> SiteClient:
         arriving = decoded(told.form) if told.form else None
         heads = self._part.side(self._losses, arriving)
-        party = Party(heads, heads.own(), welcome.client)
-        machine = Client(
+        party = SideRunner(heads, heads.own(), welcome.client)
+        machine = SplitClient(
             welcome.client,
             party,
             plan.rules,
@@ -284,7 +284,7 @@ class _HeadSide:
             lambda *_: 0.0,
             guard_of(plan.defence, lambda: self._crossings(arriving), self._secret, welcome.client),
         )
-        at_client = PartAtClient(self._part, arriving)
+        at_client = SeparateClientPart(self._part, arriving)
         examples = _most_examples(self._part.task, own)
         crossing = sizes.crossing_of_forms([self._part.leaving, arriving], examples)
         leaving = [one.differentiable for one in self._part.leaving.tensors]
@@ -300,7 +300,7 @@ class _HeadSide:
             welcome.clients,
             limits.largest_gradient,
         )
-        return Working(
+        return SiteClient(
             checked,
             checked,
             at_client,
@@ -308,7 +308,7 @@ class _HeadSide:
             sizes.largest_message(crossing, sizes.head_bytes(heads)),
         )
 
-    def _crossings(self, arriving: Form | None) -> list[list[Crossing]]:
+    def _crossings(self, arriving: OutputForm | None) -> list[list[CutValue]]:
         """Return the crossing values of each cut."""
         forms = [self._part.leaving] if arriving is None else [self._part.leaving, arriving]
         for form in forms:
@@ -331,7 +331,7 @@ def check_part(task: Task, strategy: Split, welcome: Welcome, part: int | None) 
             crosses = ClientPart(task, model, train, batch, welcome.seed).leaving.nbytes(batch)
         else:
             losses = CountedLoss(task.loss, train)
-            divided = Cut(task, model, plan.at, batch, welcome.seed, losses)
+            divided = TracedDividedModel(task, model, plan.at, batch, welcome.seed, losses)
             crosses = divided.message_bytes(plan.compression)[0]
         inputs, _ = train.batch(own.indices[:batch])
         began = time.perf_counter()
@@ -349,7 +349,7 @@ def check_part(task: Task, strategy: Split, welcome: Welcome, part: int | None) 
     )
 
 
-def _steps(plan: Plan, own: ClientExamples) -> int:
+def _steps(plan: SplitPlan, own: ClientExamples) -> int:
     """Return the steps of a turn of this client."""
     return plan.local_epochs * own.batches.steps_per_epoch
 

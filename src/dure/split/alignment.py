@@ -95,7 +95,7 @@ _FEW = 24
 """Maximum number of points that are tested one by one, which is faster for few."""
 
 
-class NobodyError(DureError, ValueError):
+class EmptyIntersectionError(DureError, ValueError):
     """No id is known to all parties; no message was invalid."""
 
     exit_code = 2
@@ -105,7 +105,7 @@ Asks = Callable[[str, bytes], None]
 """asks(sender, digest) of a list of points: raises ValueError if the list may not be answered."""
 
 
-def anything(sender: str, digest: bytes) -> None:
+def answer_every_list(sender: str, digest: bytes) -> None:
     """Allow every list to be answered."""
 
 
@@ -120,7 +120,7 @@ class Blinded(msgspec.Struct, frozen=True, tag=True):
     points: Tensor
 
 
-class Twice(msgspec.Struct, frozen=True, tag=True):
+class DoubleBlinded(msgspec.Struct, frozen=True, tag="Twice"):
     """Points of a `Blinded`, raised to the sender's secret as well, in the same order."""
 
     first: int
@@ -133,7 +133,7 @@ class Common(msgspec.Struct, frozen=True, tag=True):
     places: Tensor
 
 
-Message = Blinded | Twice | Common
+Message = Blinded | DoubleBlinded | Common
 Envelope = tuple[str, Message]
 """(receiver, message)."""
 
@@ -179,7 +179,7 @@ def _is_square(a: int) -> bool:
     return n == 1 and not flips & 1
 
 
-class Exponent:
+class SecretScalar:
     """A secret scalar. secret: 32 bytes, such as `secrets.token_bytes(32)`.
 
     Raises ValueError if the library for the curve is not installed.
@@ -286,7 +286,7 @@ class _Side:
         if not texts:
             raise ValueError(f"{name} has no ids: there is nobody to align")
         self.name = name
-        self.exponent = Exponent(secret)
+        self.exponent = SecretScalar(secret)
         self.most = most
         self.asks = asks
         self.rows: list[int] | None = None
@@ -347,7 +347,7 @@ class AlignedParty(_Side):
         secret: bytes,
         most: int = 4096,
         limit: int = MOST_IDS,
-        asks: Asks = anything,
+        asks: Asks = answer_every_list,
     ) -> None:
         super().__init__(name, ids, secret, most, asks)
         self.holder = holder
@@ -373,7 +373,7 @@ class AlignedParty(_Side):
         self._answered = True
         raised = self._raised(self._theirs)
         return own + [
-            (self.holder, Twice(first, tensor_of(raised[first : first + self.most])))
+            (self.holder, DoubleBlinded(first, tensor_of(raised[first : first + self.most])))
             for first in range(0, len(raised), self.most)
         ]
 
@@ -414,7 +414,7 @@ class AlignedHolder(_Side):
         most: int = 4096,
         order: bytes | None = None,
         limits: Mapping[str, int] | None = None,
-        asks: Asks = anything,
+        asks: Asks = answer_every_list,
     ) -> None:
         super().__init__(name, ids, secret, most, asks)
         self.parties = list(parties)
@@ -447,7 +447,7 @@ class AlignedHolder(_Side):
 
         Raises ValueError for an invalid message, and NobodyError if no id is known to all parties.
         """
-        if sender not in self.parties or not isinstance(message, Blinded | Twice):
+        if sender not in self.parties or not isinstance(message, Blinded | DoubleBlinded):
             raise ValueError(f"{self.name} is told {type(message).__name__} by {sender}")
         if isinstance(message, Blinded):
             self._theirs[sender].take(message.first, message.total, message.points)
@@ -470,7 +470,7 @@ class AlignedHolder(_Side):
         for name in self.parties:
             common &= {place for place, point in enumerate(mine[name]) if point in theirs[name]}
         if not common:
-            raise NobodyError(
+            raise EmptyIntersectionError(
                 "nobody is with all parties: look whether they write ids in the same way"
             )
         # Neither the order of ids in storage, which may be by label, nor the order of the points.

@@ -10,15 +10,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dure.split.messages import Own
+from dure.split.messages import SideState
 
 
-def mean(owns: Sequence[Own], weights: Sequence[float]) -> Own:
+def mean(owns: Sequence[SideState], weights: Sequence[float]) -> SideState:
     """Return the weighted mean of weights and buffers, with an empty optimizer state.
 
     Integer buffers, such as the number of batches seen, are those of the first side.
     """
-    return Own(
+    return SideState(
         weights=_means([one.weights for one in owns], weights),
         buffers=_means([one.buffers for one in owns], weights),
         optimizer=tuple({} for _ in owns[0].optimizer),

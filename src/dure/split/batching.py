@@ -14,17 +14,17 @@ from torch import Tensor
 from dure.parallel.pipeline.cut import CutModel
 from dure.parallel.pipeline.program import crossing
 from dure.parallel.pipeline.trace import ValueSpec
-from dure.split.leakage.guard import Crossing
+from dure.split.leakage.guard import CutValue
 
 
 class Batching:
     """Concatenation of clients' batches of these sizes, at all cuts.
 
-    crossings: returns the `Crossing` of each value at each cut; called for several batches only.
+    crossings: returns the `CutValue` of each value at each cut; called for several batches only.
     """
 
     def __init__(
-        self, crossings: Callable[[], Sequence[Sequence[Crossing]]], sizes: Sequence[int]
+        self, crossings: Callable[[], Sequence[Sequence[CutValue]]], sizes: Sequence[int]
     ) -> None:
         self.sizes = list(sizes)
         self.single = len(sizes) == 1
@@ -81,8 +81,8 @@ def crossings(
     boundary: int,
     training: bool = True,
     sizes: tuple[int, int] | None = None,
-) -> list[Crossing]:
-    """Return the `Crossing` of each value at a cut.
+) -> list[CutValue]:
+    """Return the `CutValue` of each value at a cut.
 
     sizes: two batch sizes for the comparison; by default `cut.examples`, and twice that. Raises
     ValueError for a differentiable value of a whole batch.
@@ -90,7 +90,7 @@ def crossings(
     few, many = sizes or (cut.examples, 2 * cut.examples)
     dims = _dims(cut, boundary, few, many, training)
     return [
-        Crossing(dim, value.differentiable)
+        CutValue(dim, value.differentiable)
         for dim, value in zip(dims, values_at(cut, boundary, few, training), strict=True)
     ]
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from dure.errors import DureError, LossNotFiniteError, described
-from dure.split.messages import Own
+from dure.split.messages import SideState
 
 GRADIENT = 1e15
 """Maximum absolute value of a gradient's element, so that its square is finite in float32."""
@@ -36,11 +36,11 @@ FARTHEST = 1e30
 ADVICE = "lower the learning rate, or look for bad values in the data"
 
 
-class WrongError(ValueError):
+class InvalidMessageError(ValueError):
     """A client has sent an invalid message."""
 
 
-class NotANumberError(WrongError):
+class NotANumberError(InvalidMessageError):
     """A client has sent NaN or infinite values."""
 
 
@@ -59,7 +59,7 @@ class CannotComputeError(DureError):
         return "; ".join(f"{name}: {reason}" for name, reason in self.reasons.items())
 
 
-class AbsurdError(DureError):
+class ExcessiveValueError(DureError):
     """Values that training cannot produce."""
 
 
@@ -83,7 +83,9 @@ def check_size(what: str, tensors: Iterable[Tensor | None], most: float) -> None
     """Raise AbsurdError for tensors with NaN, or with elements larger than `most`."""
     size = largest(tensors)
     if not size <= most:
-        raise AbsurdError(f"{what} become as large as {size:g}, and training keeps below {most:g}")
+        raise ExcessiveValueError(
+            f"{what} become as large as {size:g}, and training keeps below {most:g}"
+        )
 
 
 def check_bounded(what: str, gradients: Iterable[Tensor | None]) -> None:
@@ -94,7 +96,7 @@ def check_bounded(what: str, gradients: Iterable[Tensor | None]) -> None:
         )
 
 
-def check_grown(what: str, own: Own, before: float) -> None:
+def check_grown(what: str, own: SideState, before: float) -> None:
     """Raise AbsurdError for a side whose weights have grown too much, or are not finite.
 
     before: the absolute value of its largest weight before the turn.
@@ -107,7 +109,7 @@ def failure(error: Exception) -> tuple[str, bool]:
     """Return (message for clients, whether the error reports a value that is not finite)."""
     if isinstance(error, LossNotFiniteError):
         return f"with its batch the loss is {error.loss}: {ADVICE}", True
-    if isinstance(error, AbsurdError):
+    if isinstance(error, ExcessiveValueError):
         return f"with its batch {error}: {ADVICE}", True
     return f"the server cannot compute with its batch: {described(error)}", False
 

@@ -23,9 +23,9 @@ from dure.parallel.pipeline.stage import Microbatch
 from dure.parallel.pipeline.trace import leaves_of
 from dure.randomness.seeds import seed_generators
 from dure.split import messages
-from dure.split.blame import WrongError
-from dure.split.busy import Busy
-from dure.split.heads import Heads
+from dure.split.blame import InvalidMessageError
+from dure.split.compute_queue import ComputeQueue
+from dure.split.head_checks import HeadChecks
 from dure.split.leakage.defence import Memory
 from dure.split.leakage.guard import Guard
 from dure.split.messages import (
@@ -33,18 +33,18 @@ from dure.split.messages import (
     Ended,
     Envelope,
     Gradients,
-    Handed,
     HeadGradients,
+    HeadHandover,
     HeadSum,
     Message,
     OutputGradients,
     Outputs,
-    Own,
     Pass,
+    SideState,
     Smashed,
     Turn,
 )
-from dure.split.sides import Party, copied, fresh
+from dure.split.sides import SideRunner, copied, without_optimizer_state
 from dure.tasks.loss_shares import CountedLoss, Share
 
 
@@ -81,14 +81,14 @@ class HeadError(DureError):
         return self.reason
 
 
-class Kept(NamedTuple):
+class SplitClientState(NamedTuple):
     """State of a client after a turn. memory: of its defence."""
 
-    own: Own
+    own: SideState
     memory: Memory
 
 
-class Client:
+class SplitClient:
     """State machine of client `number`.
 
     Args:
@@ -106,7 +106,7 @@ class Client:
     def __init__(
         self,
         number: int,
-        party: Party,
+        party: SideRunner,
         rules: Rules,
         examples: Examples,
         at: Callable[[int], Tensor],
@@ -127,19 +127,19 @@ class Client:
         self.guard = guard
         self.taken = 0
         """Number of its steps over all turns."""
-        self.kept = {-1: Kept(party.own, None)}
+        self.kept = {-1: SplitClientState(party.own, None)}
         """States by turn: of the newest turn that counts, and of a turn that may not count yet.
 
         The initial state has the number -1.
         """
-        self.busy = Busy()
-        self.heads: Heads | None = None
+        self.busy = ComputeQueue()
+        self.heads: HeadChecks | None = None
         """Checks of heads from other clients; None if no head comes from elsewhere."""
         self.end = 2 if rules.labels_stay else None
         """Number of the stage of the model's end; None if the server has it."""
         self._turn: Turn | None = None
         self._step = 0
-        self._early: tuple[str, Handed] | None = None
+        self._early: tuple[str, HeadHandover] | None = None
         self._ahead: dict[int, tuple[Tensor, Microbatch]] = {}
         """Batch that was read ahead, by the step over all turns."""
 
@@ -159,7 +159,7 @@ class Client:
         """
         if isinstance(message, Turn):
             return self._begin(message, now)
-        if isinstance(message, Handed):
+        if isinstance(message, HeadHandover):
             return self._handed(sender, message, now)
         if isinstance(message, Outputs):
             return self._end_of_model(message, now)
@@ -169,7 +169,7 @@ class Client:
             return self._summed(message, now)
         if isinstance(message, Pass):
             head = self.after(message.since).own
-            return [(message.to, Handed(message.turn, copied(head)))]
+            return [(message.to, HeadHandover(message.turn, copied(head)))]
         raise ValueError(f"{self.name} is told {type(message).__name__} by {sender}")
 
     # A turn
@@ -199,7 +199,7 @@ class Client:
         self._early = None
         return [] if early is None else self._handed(*early, now)
 
-    def after(self, turn: int) -> Kept:
+    def after(self, turn: int) -> SplitClientState:
         """Return the state after a turn. Raises StateError for a turn whose state is not saved."""
         if turn not in self.kept:
             raise StateError(
@@ -208,14 +208,14 @@ class Client:
             )
         return self.kept[turn]
 
-    def _handed(self, sender: str, message: Handed, now: float) -> list[Envelope]:
+    def _handed(self, sender: str, message: HeadHandover, now: float) -> list[Envelope]:
         if self._turn is None or self._turn.number != message.turn:
             self._early = sender, message
             return []
         try:
             if self.heads is not None:
                 self.heads.check(message.head)
-        except WrongError as error:
+        except InvalidMessageError as error:
             raise HeadError(message.turn, f"{sender} hands on a head, and {error}") from error
         self.party.own = message.head
         return self._go_on(0.0, now)
@@ -331,10 +331,10 @@ class Client:
     def _finish(self, now: float) -> list[Envelope]:
         assert self._turn is not None
         if self.rules.forgets:
-            self.party.own = fresh(self.party.own)
+            self.party.own = without_optimizer_state(self.party.own)
         memory = None if self.guard is None else self.guard.memory
         # Not a copy: the next turn copies it.
-        self.kept[self._turn.number] = Kept(self.party.own, memory)
+        self.kept[self._turn.number] = SplitClientState(self.party.own, memory)
         head = self.party.own if self.rules.returns or self._turn.brings else None
         ended = Ended(self._turn.number, head)
         self._turn = None

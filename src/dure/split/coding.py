@@ -50,7 +50,7 @@ from dure.split.leakage.rows import as_rows, from_rows
 from dure.tensors.elements import element_bytes
 
 
-class Crossed(NamedTuple):
+class CutShape(NamedTuple):
     """Shape of a value that crosses a cut.
 
     shape: for `examples` examples, which dimension `dim` counts.
@@ -94,10 +94,10 @@ class Coder(Protocol):
         """Return the bytes of a value's code, and of its gradient's code."""
 
 
-class Rounded:
+class CodecCoder:
     """Coder by a codec, with error feedback for gradients if the codec has memory."""
 
-    def __init__(self, compression: Compression, crossed: Crossed) -> None:
+    def __init__(self, compression: Compression, crossed: CutShape) -> None:
         self.compression = compression
         self.crossed = crossed
         self._lost: Tensor | None = None
@@ -139,10 +139,10 @@ class Rounded:
         return size, size
 
 
-class Kept:
+class TopKCoder:
     """Coder of the largest absolute values of each example, and their places (top-k)."""
 
-    def __init__(self, ratio: float, crossed: Crossed) -> None:
+    def __init__(self, ratio: float, crossed: CutShape) -> None:
         self.crossed = crossed
         self.width = crossed.rows(crossed.examples).shape[1]
         self.count = math.ceil(ratio * self.width)

@@ -28,7 +28,7 @@ from dure.errors import LossNotFiniteError
 from dure.fleet.virtual_network import Node
 from dure.parallel.pipeline.cut import CutModel
 from dure.split.batching import crossings, values_at
-from dure.split.coding import Coder, Crossed, Kept, Rounded
+from dure.split.coding import CodecCoder, Coder, CutShape, TopKCoder
 from dure.split.messages import (
     Envelope,
     Gradients,
@@ -40,7 +40,7 @@ from dure.split.messages import (
 
 AtCut = Smashed | Outputs | OutputGradients | Gradients
 """Messages whose values are encoded."""
-Cut = Sequence[Crossed | None]
+CutShapes = Sequence[CutShape | None]
 """Values that cross a cut, in order; None for a value that is sent unchanged."""
 Coders = Sequence[Coder | None]
 """Coders of these values."""
@@ -58,7 +58,7 @@ def check_compression(compression: Compression) -> None:
         )
 
 
-def cuts_of(cut: CutModel, training: bool = True) -> list[Cut]:
+def cuts_of(cut: CutModel, training: bool = True) -> list[CutShapes]:
     """Return the values that cross the cuts of a model, in training or in evaluation.
 
     Raises ValueError for a differentiable value of a whole batch, or if no value has a gradient.
@@ -72,8 +72,8 @@ def cuts_of(cut: CutModel, training: bool = True) -> list[Cut]:
     return cuts
 
 
-def _cut(cut: CutModel, boundary: int, training: bool) -> Cut:
-    found: list[Crossed | None] = []
+def _cut(cut: CutModel, boundary: int, training: bool) -> CutShapes:
+    found: list[CutShape | None] = []
     for value, crossing in zip(
         values_at(cut, boundary, cut.examples, training),
         crossings(cut, boundary, training),
@@ -84,21 +84,21 @@ def _cut(cut: CutModel, boundary: int, training: bool) -> Cut:
             continue
         # `crossings` has refused differentiable values without a dimension of examples.
         assert crossing.dim is not None
-        found.append(Crossed(value.shape, value.dtype, crossing.dim, cut.examples))
+        found.append(CutShape(value.shape, value.dtype, crossing.dim, cut.examples))
     return found
 
 
-def coder(compression: Compression, crossed: Crossed | None) -> Coder | None:
+def coder(compression: Compression, crossed: CutShape | None) -> Coder | None:
     """Return a new coder of a value; None if the value is sent unchanged."""
     if crossed is None or not compression.compresses:
         return None
     if isinstance(compression, TopK):
-        kept = Kept(compression.ratio, crossed)
+        kept = TopKCoder(compression.ratio, crossed)
         return kept if kept.count < kept.width else None
-    return Rounded(compression, crossed)
+    return CodecCoder(compression, crossed)
 
 
-def exchange_of(compression: Compression, cut: CutModel) -> Callable[[], Exchange] | None:
+def exchange_of(compression: Compression, cut: CutModel) -> Callable[[], CutCompression] | None:
     """Return a factory of exchanges; None if everything is sent unchanged.
 
     Raises the errors of `cuts_of`.
@@ -108,7 +108,7 @@ def exchange_of(compression: Compression, cut: CutModel) -> Callable[[], Exchang
     cuts = cuts_of(cut)
     if all(coder(compression, value) is None for values in cuts for value in values):
         return None
-    return partial(Exchange, compression, cuts)
+    return partial(CutCompression, compression, cuts)
 
 
 def message_bytes(
@@ -127,10 +127,10 @@ def message_bytes(
     return sum(there for there, _ in sizes), sum(back for _, back in sizes)
 
 
-class Exchange:
+class CutCompression:
     """Compression between a node and another node, batch after batch."""
 
-    def __init__(self, compression: Compression, cuts: Sequence[Cut]) -> None:
+    def __init__(self, compression: Compression, cuts: Sequence[CutShapes]) -> None:
         self.cuts = [[coder(compression, value) for value in cut] for cut in cuts]
         self._back = [
             [own for own, value in zip(coders, cut, strict=True) if value is not None]
@@ -203,16 +203,16 @@ class Exchange:
         return one.read_back(sent, self._examples) if back else one.read(sent, self._examples)
 
 
-class Compressed:
+class CompressedNode:
     """Wrapper around a node that compresses its messages.
 
     exchange: makes a new exchange, for each other node.
     """
 
-    def __init__(self, node: Node, exchange: Callable[[], Exchange]) -> None:
+    def __init__(self, node: Node, exchange: Callable[[], CutCompression]) -> None:
         self.node = node
         self._exchange = exchange
-        self._with: dict[str, Exchange] = {}
+        self._with: dict[str, CutCompression] = {}
 
     @property
     def wake(self) -> float:
@@ -229,7 +229,7 @@ class Compressed:
     def _written(self, said: list[Envelope]) -> list[Envelope]:
         return [(receiver, self._of(receiver).written(message)) for receiver, message in said]
 
-    def _of(self, name: str) -> Exchange:
+    def _of(self, name: str) -> CutCompression:
         found = self._with.get(name)
         if found is None:
             found = self._with[name] = self._exchange()

@@ -32,10 +32,10 @@ from dure.parallel.pipeline.trace import ModelTrace, leaves_of, owner_of
 from dure.randomness.seeds import derive
 from dure.split.batching import Batching, crossings
 from dure.split.compressed import message_bytes
-from dure.split.divided import Divided
-from dure.split.leakage.guard import Crossing
+from dure.split.divided_model import DividedModel
+from dure.split.leakage.guard import CutValue
 from dure.split.optimizer_settings import check_settings
-from dure.split.sides import Loss, Side, StageAtWork, Stages, weighed
+from dure.split.sides import PartyStage, Side, StageLoss, Stages, weighted_loss
 from dure.tasks.loss_shares import CountedLoss
 
 
@@ -46,7 +46,7 @@ class CutStages(Stages):
     """
 
     def __init__(
-        self, cut: CutModel, numbers: Sequence[int], stream: RandomStream, loss: Loss
+        self, cut: CutModel, numbers: Sequence[int], stream: RandomStream, loss: StageLoss
     ) -> None:
         self.cut = cut
         self.model = cut.model
@@ -87,15 +87,15 @@ class CutStages(Stages):
     def arriving(self, number: int, examples: int) -> int:
         return sum(value.differentiable for value in self._program(number, examples).received)
 
-    def without_gradient(self, stages: Mapping[int, StageAtWork], missed: int) -> Sequence[str]:
+    def without_gradient(self, stages: Mapping[int, PartyStage], missed: int) -> Sequence[str]:
         # The trace covers the whole model: the bits refer to the values its last stage received.
         return self.cut.without_gradient(missed) if missed else ()
 
-    def passed_on(self, stage: StageAtWork, missed: int) -> int:
+    def passed_on(self, stage: PartyStage, missed: int) -> int:
         return missed
 
 
-class Cut(Divided):
+class TracedDividedModel(DividedModel):
     """A model that is cut by tracing.
 
     Args:
@@ -128,7 +128,7 @@ class Cut(Divided):
         self.losses = losses
         # Every operation has its own seed, so the sides need not exchange generator states.
         self._stream = RandomStream(derive(seed, "split"), carried=False)
-        self._loss = self._stream.drawing(weighed(losses), -1)
+        self._loss = self._stream.drawing(weighted_loss(losses), -1)
 
     @cached_property
     def heads(self) -> Side:
@@ -164,7 +164,7 @@ class Cut(Divided):
     def _batching(self, sizes: Sequence[int]) -> Batching:
         return Batching(partial(self.crossings, sizes[0], sum(sizes)), sizes)
 
-    def crossings(self, few: int, many: int) -> list[list[Crossing]]:
+    def crossings(self, few: int, many: int) -> list[list[CutValue]]:
         boundaries = range(self.cut.stages - 1)
         return [crossings(self.cut, one, sizes=(few, many)) for one in boundaries]
 

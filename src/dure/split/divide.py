@@ -8,16 +8,16 @@ from torch import nn
 
 from dure.contracts.task import Task
 from dure.data.examples import Examples
-from dure.split.apart.sides import Apart
-from dure.split.cutting import Cut
-from dure.split.divided import Divided
+from dure.split.cutting import TracedDividedModel
+from dure.split.divided_model import DividedModel
+from dure.split.separate_models.sides import SeparateDividedModel
 from dure.tasks.loss_shares import CountedLoss
 from dure.tasks.parts import JoinedTask, ModelParts
 
 
 def divided(
     task: Task, model: nn.Module, train: Examples, at: Sequence[str], examples: int, seed: int
-) -> Divided:
+) -> DividedModel:
     """Return the divided model: by its files if the task has two, else cut at `at`.
 
     Args:
@@ -32,5 +32,5 @@ def divided(
         ValueError: the model cannot be divided in this way.
     """
     if isinstance(task, JoinedTask) and isinstance(model, ModelParts):
-        return Apart(task, model, train, examples, seed)
-    return Cut(task, model, at, examples, seed, CountedLoss(task.loss, train))
+        return SeparateDividedModel(task, model, train, examples, seed)
+    return TracedDividedModel(task, model, at, examples, seed, CountedLoss(task.loss, train))

@@ -30,22 +30,22 @@ from dure.split.batching import crossings
 from dure.split.cutting import cut_at
 
 
-def head_of(run: Run | str | Path, task: Task) -> Part:
+def head_of(run: Run | str | Path, task: Task) -> ModelPart:
     """Return the head of a run, or of the run in a folder: maps examples to smashed data.
 
     run: the result of `dure.train`, or the folder of a run. task: the task of the training. With
     personal heads the head is their mean, as in the run's model. Raises ValueError for a run of
     another system, RunFolderError for a folder without an ended run.
     """
-    return Part(_cut(run, task), 0)
+    return ModelPart(_cut(run, task), 0)
 
 
-def tail_of(run: Run | str | Path, task: Task) -> Part:
+def tail_of(run: Run | str | Path, task: Task) -> ModelPart:
     """Return the server's part. run, task, and errors: as in `head_of`."""
-    return Part(_cut(run, task), 1)
+    return ModelPart(_cut(run, task), 1)
 
 
-def end_of(run: Run | str | Path, task: Task) -> Part:
+def end_of(run: Run | str | Path, task: Task) -> ModelPart:
     """Return the end of the model, which stays with clients in the U-shape.
 
     run, task: as in `head_of`. Raises ValueError for a model that was cut once.
@@ -53,7 +53,7 @@ def end_of(run: Run | str | Path, task: Task) -> Part:
     cut = _cut(run, task)
     if cut.stages < 3:
         raise ValueError("the model was cut once, and its end is the tail: take tail_of")
-    return Part(cut, 2)
+    return ModelPart(cut, 2)
 
 
 def _cut(run: Run | str | Path, task: Task) -> CutModel:
@@ -70,7 +70,7 @@ def _cut(run: Run | str | Path, task: Task) -> CutModel:
     return cut_at(task, model, told["at"], told["examples"])
 
 
-class Part(nn.Module):
+class ModelPart(nn.Module):
     """Part of a cut model, in evaluation mode. number: of the stage; 0 is the head.
 
     The part accepts batches of any size.

@@ -7,9 +7,9 @@ from typing import Any
 
 from dure.collectives.compression import NoCompression
 from dure.record.meter import Meter
-from dure.split.divided import Divided
+from dure.split.divided_model import DividedModel
 from dure.split.leakage.exposure import exposure
-from dure.split.plan import Plan
+from dure.split.plan import SplitPlan
 from dure.split.sides import Side
 
 _WITH_HEADS = ("Turn", "Handed", "Ended")
@@ -17,8 +17,8 @@ _WITH_HEADS = ("Turn", "Handed", "Ended")
 
 
 def facts_of(
-    plan: Plan,
-    divided: Divided,
+    plan: SplitPlan,
+    divided: DividedModel,
     clients: Sequence[Meter],
     *,
     flops: float,
@@ -57,7 +57,7 @@ def facts_of(
     }
 
 
-def leakage_of(plan: Plan, measured: Mapping[str, float]) -> dict[str, Any]:
+def leakage_of(plan: SplitPlan, measured: Mapping[str, float]) -> dict[str, Any]:
     """Return the defence, the exposure of labels, inputs and heads, and the meter's values."""
     return {
         "defence": str(plan.defence),
@@ -73,7 +73,7 @@ def leakage_of(plan: Plan, measured: Mapping[str, float]) -> dict[str, Any]:
 
 
 def _formulas(
-    plan: Plan, heads: Side, cuts: Sequence[tuple[int, int]], target_bytes: int
+    plan: SplitPlan, heads: Side, cuts: Sequence[tuple[int, int]], target_bytes: int
 ) -> dict[str, int]:
     """Return the bytes of each type of message by the formula.
 

@@ -25,13 +25,13 @@ from typing import Any, ClassVar
 
 from dure.contracts.task import Task
 from dure.split.client import Rules
-from dure.split.messages import Ended, Envelope, Own, Pass, Smashed, client
-from dure.split.orders import Amounts, Order
-from dure.split.sides import Party
+from dure.split.messages import Ended, Envelope, Pass, SideState, Smashed, client
+from dure.split.orders import Amounts, TurnOrder
+from dure.split.sides import SideRunner
 from dure.split.strategy import Split
 
 
-class InTurn(Order):
+class SequentialOrder(TurnOrder):
     """Order of a client after another.
 
     Args:
@@ -45,8 +45,8 @@ class InTurn(Order):
     def __init__(
         self,
         amounts: Amounts,
-        head: Own | None,
-        tail: Party,
+        head: SideState | None,
+        tail: SideRunner,
         hands: bool,
         personal: bool = False,
     ) -> None:
@@ -152,6 +152,6 @@ class SplitLearning(Split):
         return Rules(labels_stay=self.labels_stay, hands=hands, returns=returns)
 
     def order(
-        self, amounts: Amounts, head: Own | None, tail: Callable[[int], Party], seed: int
-    ) -> Order:
-        return InTurn(amounts, head, tail(0), self.rules().hands, self.personal_heads)
+        self, amounts: Amounts, head: SideState | None, tail: Callable[[int], SideRunner], seed: int
+    ) -> TurnOrder:
+        return SequentialOrder(amounts, head, tail(0), self.rules().hands, self.personal_heads)

@@ -34,7 +34,7 @@ def client(number: int) -> str:
     return f"client {number}"
 
 
-class Own(msgspec.Struct, frozen=True):
+class SideState(msgspec.Struct, frozen=True):
     """State of a side of the cut: trained weights, buffers that passes change, and optimizer.
 
     optimizer: state by parameter. groups: the settings that the optimizer's steps have changed, for
@@ -72,7 +72,7 @@ class Turn(msgspec.Struct, frozen=True, tag=True):
     until: int
     taken: int
     since: int
-    head: Own | None
+    head: SideState | None
     comes: bool = False
     brings: bool = False
 
@@ -150,7 +150,7 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
     """A client has finished its turn. head: None if the client keeps it or passes it on."""
 
     turn: int
-    head: Own | None
+    head: SideState | None
 
 
 class Pass(msgspec.Struct, frozen=True, tag=True):
@@ -161,11 +161,11 @@ class Pass(msgspec.Struct, frozen=True, tag=True):
     to: str
 
 
-class Handed(msgspec.Struct, frozen=True, tag=True):
+class HeadHandover(msgspec.Struct, frozen=True, tag="Handed"):
     """Head of the turn before, from a client to another."""
 
     turn: int
-    head: Own
+    head: SideState
 
 
 Message = (
@@ -178,7 +178,7 @@ Message = (
     | HeadSum
     | Ended
     | Pass
-    | Handed
+    | HeadHandover
 )
 Envelope = tuple[str, Message]
 """(receiver, message)."""

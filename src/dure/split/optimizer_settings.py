@@ -4,8 +4,8 @@
     changed     the settings that differ from the initial settings
 
 Optimizers such as Prodigy count and estimate in their parameter groups. Changed settings are part
-of the state of a side of the cut, as momenta are (`Own.groups`). A setting that no step has changed
-is not: each client keeps its own learning rate.
+of the state of a side of the cut, as momenta are (`SideState.groups`). A setting that no step has
+changed is not: each client keeps its own learning rate.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Groups = tuple[Mapping[str, Any], ...]
 """Changed settings of each parameter group, by name."""
 
 
-class Settings:
+class ChangedSettings:
     """Settings of a new optimizer.
 
     scheduled: whether a schedule sets the learning rates before every step.
@@ -90,7 +90,7 @@ def keeps_settings(optimizer: Optimizer) -> bool:
     return is_torch_s(optimizer) and not listened(optimizer)
 
 
-def tried(
+def stepped_copy(
     optimizer: Optimizer, parameters: Sequence[nn.Parameter], sign: float
 ) -> tuple[Optimizer, list[nn.Parameter | None]]:
     """Return a copy of an optimizer after some steps, and its copies of the parameters.
@@ -122,9 +122,9 @@ def check_settings(optimizer: Optimizer) -> None:
     if keeps_settings(optimizer):
         return
     try:
-        settings = Settings(optimizer, scheduled=True)
+        settings = ChangedSettings(optimizer, scheduled=True)
         parameters = [one for group in optimizer.param_groups for one in group["params"]]
-        twin, _ = tried(optimizer, parameters, 1.0)
+        twin, _ = stepped_copy(optimizer, parameters, 1.0)
     # An optimizer that needs more than gradients fails in the first real step.
     except Exception:
         return

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from dure.split.average import mean
-from dure.split.messages import Ended, Envelope, Own, Smashed, Turn, client
-from dure.split.sides import Party, copied
+from dure.split.messages import Ended, Envelope, SideState, Smashed, Turn, client
+from dure.split.sides import SideRunner, copied
 
 
 @dataclass(frozen=True)
@@ -29,14 +29,14 @@ class Amounts:
         return len(self.steps)
 
 
-class Order(ABC):
+class TurnOrder(ABC):
     """Base class of the order of turns in a round. tails: the server's part, or its copies.
 
     personal: whether every client has its own head, which is never sent.
     """
 
     def __init__(
-        self, amounts: Amounts, head: Own | None, tail: Party, personal: bool = False
+        self, amounts: Amounts, head: SideState | None, tail: SideRunner, personal: bool = False
     ) -> None:
         self.amounts = amounts
         self.head = head
@@ -95,7 +95,7 @@ class Order(ABC):
     def ended(self, sender: str, message: Ended) -> list[Envelope]:
         """Process the end of a client's turn."""
 
-    def tail(self, clients: Sequence[str]) -> Party:
+    def tail(self, clients: Sequence[str]) -> SideRunner:
         """Return the server's part for these clients."""
         return self.tails[0]
 
@@ -142,7 +142,7 @@ class Order(ABC):
         *,
         first: int,
         until: int | None = None,
-        head: Own | None = None,
+        head: SideState | None = None,
         comes: bool = False,
         brings: bool = False,
     ) -> Envelope:
@@ -189,18 +189,18 @@ class Order(ABC):
         """Number of the client with the newest head, if clients keep heads."""
         return 0
 
-    def given(self) -> Own | None:
+    def given(self) -> SideState | None:
         """Return the head to send to a client; None if the client has it."""
         return None if self.personal or self.head is None else copied(self.head)
 
-    def newest(self, held: Sequence[Own]) -> Own:
+    def newest(self, held: Sequence[SideState]) -> SideState:
         """Return the head for the whole model, from the heads of all clients.
 
         With personal heads it is their mean, which only a simulation can compute.
         """
         return mean(held, self.amounts.examples) if self.personal else self.shared(held)
 
-    def shared(self, held: Sequence[Own]) -> Own:
+    def shared(self, held: Sequence[SideState]) -> SideState:
         """Return the common head, from the heads of all clients."""
         return held[self.keeper]
 

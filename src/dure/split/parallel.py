@@ -23,17 +23,17 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from dure.split.client import Rules
-from dure.split.messages import Ended, Envelope, Own, Smashed
-from dure.split.orders import Amounts, Order
-from dure.split.sides import Party
+from dure.split.messages import Ended, Envelope, SideState, Smashed
+from dure.split.orders import Amounts, TurnOrder
+from dure.split.sides import SideRunner
 from dure.split.strategy import Split
 
 
-class Joint(Order):
+class ParallelOrder(TurnOrder):
     """Order of all clients at once."""
 
     def __init__(
-        self, amounts: Amounts, head: Own | None, tail: Party, personal: bool = False
+        self, amounts: Amounts, head: SideState | None, tail: SideRunner, personal: bool = False
     ) -> None:
         super().__init__(amounts, head, tail, personal)
         self._first = 0
@@ -41,7 +41,7 @@ class Joint(Order):
         self._waiting: dict[str, Smashed] = {}
         self._together: Sequence[str] = ()
         self._ended: list[str] = []
-        self._brought: Own | None = None
+        self._brought: SideState | None = None
         self.holders: list[str] = []
         """Clients with the newest head."""
 
@@ -132,6 +132,6 @@ class ParallelSplit(Split):
         return Rules(labels_stay=self.labels_stay, sums=not self.personal_heads)
 
     def order(
-        self, amounts: Amounts, head: Own | None, tail: Callable[[int], Party], seed: int
-    ) -> Order:
-        return Joint(amounts, head, tail(0), self.personal_heads)
+        self, amounts: Amounts, head: SideState | None, tail: Callable[[int], SideRunner], seed: int
+    ) -> TurnOrder:
+        return ParallelOrder(amounts, head, tail(0), self.personal_heads)

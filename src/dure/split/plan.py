@@ -9,16 +9,16 @@ from dure.collectives.compression import Compression, NoCompression
 from dure.data.partition import Partition
 from dure.split.client import Rules
 from dure.split.leakage import Defence, NoDefence
-from dure.split.messages import Own
-from dure.split.orders import Amounts, Order
-from dure.split.sides import Party
+from dure.split.messages import SideState
+from dure.split.orders import Amounts, TurnOrder
+from dure.split.sides import SideRunner
 
-MakeOrder = Callable[[Amounts, Own | None, Callable[[int], Party], int], Order]
+MakeOrder = Callable[[Amounts, SideState | None, Callable[[int], SideRunner], int], TurnOrder]
 """order(amounts, head, tail, seed): makes the order of turns; tail(number) makes a tail."""
 
 
 @dataclass(frozen=True)
-class Plan:
+class SplitPlan:
     """Settings of a run.
 
     clients, at, local_epochs, batch_size, partition, defence, measure_leaks, compression,

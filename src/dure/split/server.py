@@ -5,8 +5,8 @@
     without labels                         ->  Outputs; OutputGradients  ->  as above
 
 The order (`dure.split.orders`) decides which clients train next, and with which tail;
-`dure.split.due` decides which message of a client is due; `dure.split.blame` attributes failed
-computations to clients.
+`dure.split.message_order` decides which message of a client is due; `dure.split.blame` attributes
+failed computations to clients.
 
 The server does no I/O: messages in, messages out, and `now` is an argument.
 """
@@ -32,9 +32,9 @@ from dure.errors import (
 )
 from dure.parallel.pipeline.stage import Microbatch
 from dure.split.batching import Batching
-from dure.split.blame import GRADIENT, AbsurdError, blamed, check_grown, check_size, largest
-from dure.split.busy import Busy
-from dure.split.due import DueMessages
+from dure.split.blame import GRADIENT, ExcessiveValueError, blamed, check_grown, check_size, largest
+from dure.split.compute_queue import ComputeQueue
+from dure.split.message_order import DueMessages
 from dure.split.messages import (
     SERVER,
     Ended,
@@ -45,16 +45,16 @@ from dure.split.messages import (
     Message,
     OutputGradients,
     Outputs,
-    Own,
+    SideState,
     Smashed,
 )
-from dure.split.orders import Order
-from dure.split.sides import Party, copied
+from dure.split.orders import TurnOrder
+from dure.split.sides import SideRunner, copied
 from dure.tasks.loss_shares import Share
 
 
 @dataclass
-class Joint:
+class JointBatch:
     """Clients' batches that form a batch of the server, during its forward and backward pass.
 
     at: step of the run, over all clients.
@@ -81,20 +81,20 @@ class Joint:
 
 
 @dataclass(frozen=True)
-class Whole:
+class ServerSnapshot:
     """State of a server between turns.
 
-    order: from `Order.state`. losses, samples: as in `Server`.
+    order: from `TurnOrder.state`. losses, samples: as in `TailServer`.
     """
 
     order: Mapping[str, Any]
-    head: Own | None
-    tails: Sequence[Own]
+    head: SideState | None
+    tails: Sequence[SideState]
     losses: Sequence[tuple[float, float]]
     samples: int
 
 
-class Server:
+class TailServer:
     """State machine that trains the server's part with the clients that the order chooses.
 
     targets: structure of a batch's targets for the loss; None if they stay at clients. seconds:
@@ -105,7 +105,7 @@ class Server:
 
     def __init__(
         self,
-        order: Order,
+        order: TurnOrder,
         batching: Callable[[tuple[int, ...]], Batching],
         targets: TreeSpec | None,
         seconds: Callable[[int, bool], float] = lambda examples, back: 0.0,
@@ -114,7 +114,7 @@ class Server:
         self.batching = batching
         self.targets = targets
         self.seconds = seconds
-        self.busy = Busy()
+        self.busy = ComputeQueue()
         self.losses: list[tuple[float, float]] = []
         """(loss, count) of each step, since a caller last cleared the list."""
         self.samples = 0
@@ -124,17 +124,17 @@ class Server:
 
         For remote clients, which may be faulty; otherwise the error is raised unchanged.
         """
-        self._newest: Joint | None = None
+        self._newest: JointBatch | None = None
         """Newest batch whose step of the tail is pending."""
-        self._sized: Whole | None = None
+        self._sized: ServerSnapshot | None = None
         self._sizes: list[float] = []
         """Largest absolute weight of each tail in the state `_sized`."""
-        self._joint: dict[str, Joint] = {}
+        self._joint: dict[str, JointBatch] = {}
         """Current batch of each client."""
         self._heads: dict[str, HeadGradients] = {}
         self.keeps = False
         """Whether turns are transactions, which `back` rolls back."""
-        self.whole: Whole | None = None
+        self.whole: ServerSnapshot | None = None
         """State between turns, if `keeps` is set; `back` restores it."""
 
     # A node
@@ -183,7 +183,7 @@ class Server:
             tail.settle()
             check_grown("the tail", tail.own, self._before(tail))
 
-    def _before(self, tail: Party) -> float:
+    def _before(self, tail: SideRunner) -> float:
         """Return the largest absolute weight of a tail in the state between turns."""
         if self.whole is None:
             return 0.0
@@ -196,7 +196,7 @@ class Server:
 
     def keep(self) -> None:
         """Save the current state for `back`."""
-        self.whole = Whole(
+        self.whole = ServerSnapshot(
             order=self.order.state(),
             head=self.order.head,
             tails=[copied(one.own) for one in self.order.tails],
@@ -264,7 +264,7 @@ class Server:
         if self.blames:
             self._check_newest()
         sizes = [one.examples for one in smashed]
-        joint = Joint(clients, smashed, at, self.batching(tuple(sizes)))
+        joint = JointBatch(clients, smashed, at, self.batching(tuple(sizes)))
         examples = sum(sizes)
         self.samples += examples
         tail = self.order.tail(clients)
@@ -286,7 +286,7 @@ class Server:
 
     def _through(
         self,
-        tail: Party,
+        tail: SideRunner,
         at: int,
         clients: Sequence[str],
         smashed: Sequence[Smashed],
@@ -319,8 +319,8 @@ class Server:
 
     def _backward(
         self,
-        joint: Joint,
-        tail: Party,
+        joint: JointBatch,
+        tail: SideRunner,
         gradients: Sequence[Tensor],
         back: Sequence[OutputGradients] | None,
         seconds: float,
@@ -365,7 +365,7 @@ class Server:
     # Attribution of failed computations
 
     @contextmanager
-    def _computing(self, joint: Joint) -> Iterator[None]:
+    def _computing(self, joint: JointBatch) -> Iterator[None]:
         """Context manager: if `blames` is set, errors inside name the clients that caused them.
 
         The tail is changed after an error: the caller has to call `back`.
@@ -384,7 +384,7 @@ class Server:
                 raise _nobodys(error, joint) from error
             raise named from error
 
-    def _alone(self, joint: Joint, name: str) -> Exception | None:
+    def _alone(self, joint: JointBatch, name: str) -> Exception | None:
         """Return the error that the batch of a client causes alone; None if there is none."""
         one = joint.smashed[joint.clients.index(name)]
         tail = self.order.tail(joint.clients)
@@ -419,13 +419,13 @@ class Server:
         return self._noted([(client, summed) for client in self.order.present])
 
 
-def _nobodys(error: Exception, joint: Joint) -> Exception:
+def _nobodys(error: Exception, joint: JointBatch) -> Exception:
     """Return the error for a batch if no client of it can be named alone."""
     when = f"step {joint.at + 1}"
     who = " and ".join(joint.clients)
     if isinstance(error, LossNotFiniteError):
         return error
-    if isinstance(error, AbsurdError):
+    if isinstance(error, ExcessiveValueError):
         return LossNotFiniteError(math.nan, who, when)
     if isinstance(error, DureError):
         return error

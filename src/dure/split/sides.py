@@ -4,15 +4,15 @@
     backward   gradients of the output     ->  gradients of the received values, and of the weights
     update     a step of the task's optimizer on the weights of the side
 
-The state of a side is an `Own`. If many clients live in one process, they share the modules of one
-model: before a client computes, its own tensors replace the tensors of the modules (`take`), which
-moves no data. The optimizer updates the tensors through parameters of its own, so that autograd
-treats the tensors that a client's graph has saved as unchanged, whichever client computes in
-between. A client's optimizer state and changed settings are put into the optimizer before the
+The state of a side is an `SideState`. If many clients live in one process, they share the modules
+of one model: before a client computes, its own tensors replace the tensors of the modules (`take`),
+which moves no data. The optimizer updates the tensors through parameters of its own, so that
+autograd treats the tensors that a client's graph has saved as unchanged, whichever client computes
+in between. A client's optimizer state and changed settings are put into the optimizer before the
 client's step.
 
 There are two kinds of stages: pieces of a traced model (`dure.split.cutting`), and separate modules
-(`dure.split.apart`).
+(`dure.split.separate_models`).
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from dure.contracts.lr_schedule import ScheduledRates
 from dure.contracts.task import Task
 from dure.errors import RunFolderError
 from dure.parallel.pipeline.stage import Microbatch
-from dure.split.messages import Own
+from dure.split.messages import SideState
 from dure.split.optimizer_settings import (
-    Settings,
+    ChangedSettings,
     copied_value,
     keeps_settings,
     shared_of,
-    tried,
+    stepped_copy,
 )
 from dure.tasks.loss_shares import Computed, CountedLoss, Share
 from dure.tasks.trimming import Trimming
 
-Loss = Callable[[Any, Any, int, Share], Computed]
+StageLoss = Callable[[Any, Any, int, Share], Computed]
 """loss(outputs, targets, examples, share), as for the last stage of a pipeline."""
 
 
-class StageAtWork(Protocol):
+class PartyStage(Protocol):
     """Stage of a party, with the graphs for its backward passes.
 
     losses, counts: loss of a batch at the last stage, and its count, by the batch's number.
@@ -84,7 +84,7 @@ class Stages(ABC):
         """Return the names of the buffers that forward passes may change."""
 
     @abstractmethod
-    def stage(self, number: int) -> StageAtWork:
+    def stage(self, number: int) -> PartyStage:
         """Return a new stage, as each party has its own."""
 
     @abstractmethod
@@ -92,7 +92,7 @@ class Stages(ABC):
         """Return the number of values with a gradient that a stage receives."""
 
     @abstractmethod
-    def without_gradient(self, stages: Mapping[int, StageAtWork], missed: int) -> Sequence[str]:
+    def without_gradient(self, stages: Mapping[int, PartyStage], missed: int) -> Sequence[str]:
         """Return the parameters that no value with a gradient depends on.
 
         stages: of the party, after their backward passes; they are released. missed: bit mask of
@@ -100,7 +100,7 @@ class Stages(ABC):
         """
 
     @abstractmethod
-    def passed_on(self, stage: StageAtWork, missed: int) -> int:
+    def passed_on(self, stage: PartyStage, missed: int) -> int:
         """Return the bit mask for the side before, to send with the gradients."""
 
 
@@ -115,9 +115,9 @@ class Side:
             name: nn.Parameter(parameter.data) for name, parameter in self.parameters.items()
         }
         """Parameters of the optimizer, which share the tensors of `parameters`."""
-        self._taken: Own | None = None
+        self._taken: SideState | None = None
         """State whose tensors the modules have."""
-        self._remembered: Own | None = None
+        self._remembered: SideState | None = None
         """State whose optimizer state and settings the optimizer has."""
         self.trimming = Trimming(task, self.moved.items())
         self.written = stages.written()
@@ -128,7 +128,7 @@ class Side:
         """Make a new optimizer of the current weights."""
         self.optimizer = self._made(self._task)
         self.rates = ScheduledRates(self.optimizer, self._task.lr_schedule)
-        self.settings = Settings(self.optimizer, self.rates.schedule is not None)
+        self.settings = ChangedSettings(self.optimizer, self.rates.schedule is not None)
 
     def _made(self, task: Task) -> Optimizer:
         """Return the task's optimizer, restricted to the parameters of this side."""
@@ -151,11 +151,11 @@ class Side:
         """Return the buffers that forward passes change."""
         return [self.stages.model.get_buffer(name) for name in self.written]
 
-    def own(self) -> Own:
+    def own(self) -> SideState:
         """Return a copy of the state."""
         return copied(self.keep())
 
-    def take(self, own: Own) -> None:
+    def take(self, own: SideState) -> None:
         """Use these tensors as weights and buffers from now on; they are changed in place."""
         if own is self._taken:
             return
@@ -166,10 +166,10 @@ class Side:
             buffer.data = value
         self._taken = own
 
-    def keep(self) -> Own:
+    def keep(self) -> SideState:
         """Return the current state without copies, for a later `take`."""
         moved = list(self.moved.values())
-        own = Own(
+        own = SideState(
             weights=tuple(one.data for one in self.parameters.values()),
             buffers=tuple(one.data for one in self.buffers()),
             optimizer=tuple(self.optimizer.state.get(one, {}) for one in moved),
@@ -179,7 +179,7 @@ class Side:
         self._taken = self._remembered = own
         return own
 
-    def check_kept(self, own: Own) -> None:
+    def check_kept(self, own: SideState) -> None:
         """Raise RunFolderError if `own` lacks the settings that steps of this optimizer change.
 
         Earlier versions of dure saved no settings.
@@ -200,7 +200,7 @@ class Side:
         if keeps_settings(self.optimizer):
             return False
         try:
-            twin, _ = tried(self.optimizer, list(self.moved.values()), 1.0)
+            twin, _ = stepped_copy(self.optimizer, list(self.moved.values()), 1.0)
             return any(self.settings.changed(twin)) or bool(shared_of(twin))
         # A user's optimizer may need more than gradients.
         except Exception:
@@ -245,14 +245,14 @@ class Side:
             parameter.grad = None
 
 
-class Party:
+class SideRunner:
     """A party with a side: its own weights, and the state of its unfinished steps.
 
     Several parties may share a side, as the clients of a simulation do. number: of the party, used
     in the seeds of its random numbers.
     """
 
-    def __init__(self, side: Side, own: Own, number: int) -> None:
+    def __init__(self, side: Side, own: SideState, number: int) -> None:
         self.side = side
         self.number = number
         self._own = own
@@ -263,13 +263,13 @@ class Party:
         self._gradients: dict[str, Tensor] = {}
 
     @property
-    def own(self) -> Own:
+    def own(self) -> SideState:
         """State of the party, after the pending update."""
         self.settle()
         return self._own
 
     @own.setter
-    def own(self, own: Own) -> None:
+    def own(self, own: SideState) -> None:
         self._left = None
         self._own = own
 
@@ -374,9 +374,9 @@ class Party:
             self.update(*left)
 
 
-def copied(own: Own) -> Own:
+def copied(own: SideState) -> SideState:
     """Return a copy with new tensors."""
-    return Own(
+    return SideState(
         weights=tuple(one.clone() for one in own.weights),
         buffers=tuple(one.clone() for one in own.buffers),
         optimizer=tuple(map(_copied, own.optimizer)),
@@ -385,16 +385,16 @@ def copied(own: Own) -> Own:
     )
 
 
-def fresh(own: Own) -> Own:
+def without_optimizer_state(own: SideState) -> SideState:
     """Return the same weights with an empty optimizer state."""
-    return Own(own.weights, own.buffers, tuple({} for _ in own.optimizer), ())
+    return SideState(own.weights, own.buffers, tuple({} for _ in own.optimizer), ())
 
 
 def _copied(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: copied_value(value) for name, value in values.items()}
 
 
-def weighed(losses: CountedLoss) -> Loss:
+def weighted_loss(losses: CountedLoss) -> StageLoss:
     """Return the mean loss of a batch, times its share of the joint batch."""
 
     def loss(outputs: Any, targets: Any, examples: int, share: Share) -> Computed:

@@ -29,24 +29,24 @@ from dure.fleet.devices import BYTES_PER_MBIT
 from dure.fleet.virtual_network import Envelope, Node, NodeLink, VirtualNetwork, nbytes
 from dure.randomness.seeds import generators_state, restore_generators
 from dure.record.meter import Meter
-from dure.split import personal
-from dure.split.account import Account
-from dure.split.across import AcrossTheCut
-from dure.split.attendance import Attendance
-from dure.split.client import Client, Kept
-from dure.split.compressed import Compressed, exchange_of
-from dure.split.cutting import Cut
+from dure.split import personalised
+from dure.split.activity_log import ActivityLog
+from dure.split.availability import AvailabilityTracker
+from dure.split.builders import SplitBuilder
+from dure.split.client import SplitClient, SplitClientState
+from dure.split.compressed import CompressedNode, exchange_of
+from dure.split.compressed_evaluation import CompressedCutModel
+from dure.split.cutting import TracedDividedModel
 from dure.split.divide import divided
 from dure.split.facts import facts_of
-from dure.split.halves import Halves
 from dure.split.leakage.defence import class_labels, count_classes
-from dure.split.leakage.meter import LeakMeter, Metered
+from dure.split.leakage.meter import LeakMeter, MeteredServer
 from dure.split.leakage.randomised_response import relabelled
 from dure.split.messages import SERVER, client
 from dure.split.orders import Amounts
-from dure.split.plan import Plan
-from dure.split.server import Server
-from dure.split.states import read, written
+from dure.split.plan import SplitPlan
+from dure.split.server import TailServer
+from dure.split.states import state_from_tree, state_to_tree
 from dure.tasks.batch_norm import needs_two
 from dure.tasks.evaluation import evaluate
 from dure.tasks.flops import flops_per_step
@@ -54,13 +54,13 @@ from dure.tasks.loss_shares import mean_over
 from dure.tensors.buffers import load_passing_buffers, load_weights, passing_buffers
 
 
-class SimulatedLearner(Learner):
+class SimulatedSplitLearner(Learner):
     """The server and all clients of a run, in one process."""
 
     unit = "round"
     where = "server"
 
-    def __init__(self, task: Task, place: RankContext, seed: int, plan: Plan) -> None:
+    def __init__(self, task: Task, place: RankContext, seed: int, plan: SplitPlan) -> None:
         self.task = task
         self.plan = plan
         self.seed = seed
@@ -79,7 +79,7 @@ class SimulatedLearner(Learner):
         self.shares = self.divided.shares
         self.heads = self.divided.heads
         self.tails = self.divided.tails
-        halves = Halves(self.divided, plan, trained, seed)
+        halves = SplitBuilder(self.divided, plan, trained, seed)
         amounts = Amounts(
             steps=[plan.local_epochs * part.batches.steps_per_epoch for part in self.parts],
             examples=[len(part.indices) for part in self.parts],
@@ -97,15 +97,15 @@ class SimulatedLearner(Learner):
         self.units_per_epoch = 1
         self.round = 0
         self.now = 0.0
-        self.account = Account()
+        self.account = ActivityLog()
         self.leaks = self._leaks() if plan.measure_leaks else None
         self.exchange = None
         self.measured = self.model
         # Values between separate parts are not compressed.
-        if isinstance(self.divided, Cut):
+        if isinstance(self.divided, TracedDividedModel):
             self.exchange = exchange_of(plan.compression, self.divided.cut)
             if self.exchange is not None:
-                self.measured = AcrossTheCut(self.divided.cut, plan.compression)
+                self.measured = CompressedCutModel(self.divided.cut, plan.compression)
         self._begin()
 
     def _leaks(self) -> LeakMeter:
@@ -133,7 +133,7 @@ class SimulatedLearner(Learner):
         speed = self.conditions.server_mbit * BYTES_PER_MBIT
         seen: Node = self.server
         if self.leaks is not None:
-            seen = Metered(self.server, self.leaks, self._held)
+            seen = MeteredServer(self.server, self.leaks, self._held)
         self.attendance = self._attended(seen)
         self.network.add(
             SERVER, self._speaking(self.attendance or seen), NodeLink(out=speed, into=speed)
@@ -149,13 +149,13 @@ class SimulatedLearner(Learner):
         """Return the node, wrapped for compression if it is on."""
         if self.exchange is None:
             return node
-        return Compressed(node, self.exchange)
+        return CompressedNode(node, self.exchange)
 
-    def _attended(self, seen: Node) -> Attendance | None:
+    def _attended(self, seen: Node) -> AvailabilityTracker | None:
         """Return the wrapper for availability; None if all clients are always available."""
         if self.conditions.availability.always and not self.conditions.drop_out:
             return None
-        return Attendance(self.server, seen, self.conditions, self.seed, self._lose)
+        return AvailabilityTracker(self.server, seen, self.conditions, self.seed, self._lose)
 
     def _lose(self, name: str) -> None:
         """Drop the messages and the computation of a lost client."""
@@ -236,7 +236,7 @@ class SimulatedLearner(Learner):
 
     def _count(self, elapsed: float, took_part: AbstractSet[str]) -> None:
         """Add the bytes and the compute time of a round of `elapsed` seconds to the meters."""
-        nodes: list[Server | Client] = [self.server, *self.clients]
+        nodes: list[TailServer | SplitClient] = [self.server, *self.clients]
         for meter, one in zip(self._meters, nodes, strict=True):
             whole = elapsed if meter.name in took_part else 0.0
             self.network.traffic(meter.name).tell(meter, one.busy.computed, whole)
@@ -244,7 +244,7 @@ class SimulatedLearner(Learner):
 
     # Evaluation and checkpoints
 
-    def _known(self, one: Client) -> Kept:
+    def _known(self, one: SplitClient) -> SplitClientState:
         """Return the state of a client after its newest turn that counts."""
         return one.after(self.order.since.get(one.name, -1))
 
@@ -257,7 +257,7 @@ class SimulatedLearner(Learner):
         self._load()
         found = evaluate(self.task, self.measured, self.test, self.group, self.round)
         held_out = [part.held_out for part in self.parts]
-        own = personal.measure(
+        own = personalised.measure(
             self.task, self.measured, self.train, held_out, self._load_own, self.seed
         )
         return found | own
@@ -277,9 +277,9 @@ class SimulatedLearner(Learner):
             "round": self.round,
             "now": self.now,
             "order": self.order.state(),
-            "head": written(self.order.head),
-            "heads": [written(self._known(one).own) for one in self.clients],
-            "tails": [written(one.own) for one in self.order.tails],
+            "head": state_to_tree(self.order.head),
+            "heads": [state_to_tree(self._known(one).own) for one in self.clients],
+            "tails": [state_to_tree(one.own) for one in self.order.tails],
             "remembered": [self._known(one).memory for one in self.clients],
             "buffers": passing_buffers(self.model),
             "account": self.account.state(),
@@ -291,14 +291,14 @@ class SimulatedLearner(Learner):
         self.round = state["round"]
         self.now = state["now"]
         self.order.restore(state["order"])
-        self.order.head = None if state["head"] is None else read(state["head"])
+        self.order.head = None if state["head"] is None else state_from_tree(state["head"])
         held = zip(self.clients, state["heads"], state["remembered"], strict=True)
         for one, head, memory in held:
-            own = read(head)
+            own = state_from_tree(head)
             self.heads.check_kept(own)
-            one.kept[self.order.since.get(one.name, -1)] = Kept(own, memory)
+            one.kept[self.order.since.get(one.name, -1)] = SplitClientState(own, memory)
         for tail, tree in zip(self.order.tails, state["tails"], strict=True):
-            tail.own = read(tree)
+            tail.own = state_from_tree(tree)
             self.tails.check_kept(tail.own)
         self.account.restore(state["account"])
         self._begin()

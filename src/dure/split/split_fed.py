@@ -27,13 +27,13 @@ from dure.contracts.task import Task
 from dure.randomness.seeds import generator
 from dure.split.average import mean
 from dure.split.client import Rules
-from dure.split.messages import Ended, Envelope, Own, Smashed, client
-from dure.split.orders import Amounts, Order
-from dure.split.sides import Party, copied, fresh
+from dure.split.messages import Ended, Envelope, SideState, Smashed, client
+from dure.split.orders import Amounts, TurnOrder
+from dure.split.sides import SideRunner, copied, without_optimizer_state
 from dure.split.strategy import Split
 
 
-class Averaged(Order):
+class SplitFedOrder(TurnOrder):
     """Order of SplitFed.
 
     Args:
@@ -48,8 +48,8 @@ class Averaged(Order):
     def __init__(
         self,
         amounts: Amounts,
-        head: Own | None,
-        tails: Sequence[Party],
+        head: SideState | None,
+        tails: Sequence[SideRunner],
         seed: int,
         copies: bool,
         personal: bool = False,
@@ -59,9 +59,9 @@ class Averaged(Order):
         self.seed = seed
         self.copies = copies
         self._waiting: dict[str, Smashed] = {}
-        self._heads: dict[str, Own | None] = {}
+        self._heads: dict[str, SideState | None] = {}
         """Heads of clients that have ended the round; None for a client that keeps its own."""
-        self._before: Own | None = None
+        self._before: SideState | None = None
         """Tail at the beginning of the round."""
         self._first = 0
         self._step = 0
@@ -79,7 +79,7 @@ class Averaged(Order):
         self._turns = [one for one in turns if client(one) in self.present]
         self._heads.clear()
         if self.copies:
-            self._before = fresh(self.tails[0].own)
+            self._before = without_optimizer_state(self.tails[0].own)
             for tail in self.tails:
                 tail.own = copied(self._before)
         return [self.turn(name, first=self.done, head=self.given()) for name in self.present]
@@ -114,7 +114,7 @@ class Averaged(Order):
             self._position += 1
             return name
 
-    def tail(self, clients: Sequence[str]) -> Party:
+    def tail(self, clients: Sequence[str]) -> SideRunner:
         if not self.copies:
             return self.tails[0]
         return self._tail_of(clients[0])
@@ -126,7 +126,7 @@ class Averaged(Order):
     def rate(self, at: int) -> int:
         return self.round
 
-    def shared(self, held: Sequence[Own]) -> Own:
+    def shared(self, held: Sequence[SideState]) -> SideState:
         # Before the first round clients have the initial heads that they made themselves.
         return held[0] if self.head is None else self.head
 
@@ -162,14 +162,14 @@ class Averaged(Order):
         if self._before is not None:
             self._share(self._before)
 
-    def _heads_of(self, names: Sequence[str]) -> list[Own]:
+    def _heads_of(self, names: Sequence[str]) -> list[SideState]:
         return [head for name in names if (head := self._heads[name]) is not None]
 
-    def _share(self, own: Own) -> None:
+    def _share(self, own: SideState) -> None:
         for tail in self.tails:
             tail.own = copied(own)
 
-    def _tail_of(self, name: str) -> Party:
+    def _tail_of(self, name: str) -> SideRunner:
         return self.tails[self.everyone.index(name)]
 
 
@@ -199,7 +199,7 @@ class SplitFed(Split):
         return Rules(self.labels_stay, returns=returns, forgets=True, by_round=True)
 
     def order(
-        self, amounts: Amounts, head: Own | None, tail: Callable[[int], Party], seed: int
-    ) -> Order:
+        self, amounts: Amounts, head: SideState | None, tail: Callable[[int], SideRunner], seed: int
+    ) -> TurnOrder:
         tails = [tail(number) for number in range(self.count if self.version == 1 else 1)]
-        return Averaged(amounts, head, tails, seed, self.version == 1, self.personal_heads)
+        return SplitFedOrder(amounts, head, tails, seed, self.version == 1, self.personal_heads)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dure.split.messages import Own
+from dure.split.messages import SideState
 
 
-def written(own: Own | None) -> dict[str, Any] | None:
+def state_to_tree(own: SideState | None) -> dict[str, Any] | None:
     """Return the state as a tree; None stays None."""
     if own is None:
         return None
@@ -21,10 +21,10 @@ def written(own: Own | None) -> dict[str, Any] | None:
     }
 
 
-def read(tree: Mapping[str, Any]) -> Own:
+def state_from_tree(tree: Mapping[str, Any]) -> SideState:
     """Return the state of a tree, also of a tree from an earlier version of dure."""
     groups = tree.get("groups")
-    return Own(
+    return SideState(
         weights=tuple(one.clone() for one in tree["weights"]),
         buffers=tuple(one.clone() for one in tree["buffers"]),
         optimizer=tuple(dict(one) for one in tree["optimizer"]),

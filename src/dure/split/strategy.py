@@ -45,21 +45,21 @@ from dure.errors import warn
 from dure.fleet.conditions import Conditions
 from dure.parallel.pipeline.cut import CutModel
 from dure.settings import parse_fields
-from dure.split import personal
-from dure.split.across import AcrossTheCut
-from dure.split.apart.checks import check_parts, notes_on_head
-from dure.split.apart.proof import prove as prove_parts
-from dure.split.apart.sides import Apart, cut_of
+from dure.split import personalised
 from dure.split.client import Rules
 from dure.split.compressed import check_compression, exchange_of
+from dure.split.compressed_evaluation import CompressedCutModel
 from dure.split.conditions import LABELS_APART, WITHOUT, check_conditions
 from dure.split.cutting import check_at, check_optimizer, cut_at, prove
 from dure.split.leakage import Defence, NoDefence, parse_defence
-from dure.split.messages import Own
-from dure.split.orders import Amounts, Order
-from dure.split.plan import Plan
-from dure.split.sides import Party
-from dure.split.simulated import SimulatedLearner
+from dure.split.messages import SideState
+from dure.split.orders import Amounts, TurnOrder
+from dure.split.plan import SplitPlan
+from dure.split.separate_models.checks import check_parts, notes_on_head
+from dure.split.separate_models.proof import prove as prove_parts
+from dure.split.separate_models.sides import SeparateDividedModel, cut_of
+from dure.split.sides import SideRunner
+from dure.split.simulated import SimulatedSplitLearner
 from dure.tasks.batch_norm import check_own_batches
 from dure.tasks.loss_shares import CountedLoss
 from dure.tasks.parts import PARTS, JoinedTask, ModelParts
@@ -162,8 +162,8 @@ class Split(Strategy):
 
     @abstractmethod
     def order(
-        self, amounts: Amounts, head: Own | None, tail: Callable[[int], Party], seed: int
-    ) -> Order:
+        self, amounts: Amounts, head: SideState | None, tail: Callable[[int], SideRunner], seed: int
+    ) -> TurnOrder:
         """Return the order of turns."""
 
     @property
@@ -195,9 +195,9 @@ class Split(Strategy):
         return len(self.cut) == 2
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> SplitPlan:
         """Plan of the run for learners."""
-        return Plan(
+        return SplitPlan(
             clients=self.count,
             at=self.cut,
             local_epochs=self.local_epochs,
@@ -279,7 +279,7 @@ class Split(Strategy):
         if isinstance(task, JoinedTask):
             self._check_model(task, model)
             train, _ = examples_for(task)
-            apart = Apart(task, twin, train, self._examples(task), 0)
+            apart = SeparateDividedModel(task, twin, train, self._examples(task), 0)
             if self.joins or self.defence.guards in ("activations", "gradients"):
                 apart.server.crossings()
         if twin.head is not None:
@@ -302,7 +302,7 @@ class Split(Strategy):
         check_optimizer(task, model)
         cut = cut_at(task, unused_copy(model, task, 0), self.cut, self._examples(task))
         if exchange_of(self.compression, cut) is not None:
-            AcrossTheCut(cut, self.compression)
+            CompressedCutModel(cut, self.compression)
         return cut
 
     def prove(self, task: Task, model: nn.Module, workers: int | None) -> Proof | None:
@@ -328,7 +328,7 @@ class Split(Strategy):
 
     def measures(self, task: Task, model: nn.Module, conditions: Conditions | None) -> list[str]:
         """Return the names of the metrics: on the test data, and on clients' held-out data."""
-        own = personal.names(task) if self.held_out else []
+        own = personalised.names(task) if self.held_out else []
         return super().measures(task, model, conditions) + own
 
     def division(self, task: Task, seed: int) -> PartitionDescription | None:
@@ -340,7 +340,7 @@ class Split(Strategy):
         one = self.of(task)
         if place.channels is not None:
             # Imported here because the network needs libraries that a simulation does not.
-            from dure.split.network.served import ServedLearner
+            from dure.split.network.served import ServedSplitLearner
 
-            return ServedLearner(task, place, seed, one.plan, place.channels)
-        return SimulatedLearner(task, place, seed, one.plan)
+            return ServedSplitLearner(task, place, seed, one.plan, place.channels)
+        return SimulatedSplitLearner(task, place, seed, one.plan)

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from dure.split.blame import WrongError
+from dure.split.blame import InvalidMessageError
 
 TensorForm = tuple[torch.dtype, tuple[int, ...]]
 """(dtype, shape)."""
@@ -33,7 +33,7 @@ def check_forms(what: str, given: Sequence[Tensor], wanted: Sequence[TensorForm]
     """Raise WrongError for tensors of other dtypes or shapes, or another number of tensors."""
     forms = [form_of(one) for one in given]
     if forms != list(wanted):
-        raise WrongError(f"{what} are {_named(forms)}, and have to be {_named(wanted)}")
+        raise InvalidMessageError(f"{what} are {_named(forms)}, and have to be {_named(wanted)}")
 
 
 def check_gradient_forms(
@@ -41,7 +41,7 @@ def check_gradient_forms(
 ) -> None:
     """Raise WrongError for gradients of other dtypes or shapes; a gradient may be None."""
     if len(given) != len(wanted):
-        raise WrongError(f"{len(given)} {what}, of {len(wanted)}")
+        raise InvalidMessageError(f"{len(given)} {what}, of {len(wanted)}")
     for one, form in zip(given, wanted, strict=True):
         if one is not None:
             check_forms(what, [one], [form])

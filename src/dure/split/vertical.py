@@ -43,14 +43,14 @@ from dure.split.conditions import LABELS_APART, WITHOUT, check_conditions
 from dure.split.leakage import Defence, NoDefence, parse_defence
 from dure.split.parties.model import (
     Columns,
-    Division,
+    VerticalDivision,
     activations_of,
     check_columns,
     divide,
 )
-from dure.split.parties.plan import PartiesPlan, ids_of
+from dure.split.parties.plan import VerticalPlan, ids_of
 from dure.split.parties.proof import prove
-from dure.split.parties.simulated import PartiesLearner
+from dure.split.parties.simulated import SimulatedVerticalLearner
 from dure.tasks.batch_norm import check_pieces
 from dure.tensors.flat import check_apart
 
@@ -108,9 +108,9 @@ class VerticalSplit(Strategy):
         return f"vertical split{labels}{', aligned' if self.align else ''}"
 
     @property
-    def plan(self) -> PartiesPlan:
+    def plan(self) -> VerticalPlan:
         """Plan of the run for learners."""
-        return PartiesPlan(
+        return VerticalPlan(
             features=tuple(map(columns_of, self.features)),
             parties=self.parties,
             batch_size=self.batch_size,
@@ -189,7 +189,7 @@ class VerticalSplit(Strategy):
                 f"learns, so leave it out"
             )
 
-    def _divided(self, task: Task, model: nn.Module) -> tuple[Division, list[Tensor]]:
+    def _divided(self, task: Task, model: nn.Module) -> tuple[VerticalDivision, list[Tensor]]:
         """Return the division of the model, and the heads' outputs for an example."""
         train, _ = examples_for(task)
         inputs, _ = train.batch(torch.tensor([0]))
@@ -208,10 +208,10 @@ class VerticalSplit(Strategy):
     def learner(self, task: Task, place: RankContext, seed: int) -> Learner:
         if place.channels is not None:
             # Imported here because the network needs libraries that a simulation does not.
-            from dure.split.network.parties_served import ServedParties
+            from dure.split.network.parties_served import ServedVerticalLearner
 
-            return ServedParties(task, place, seed, self.plan, place.channels)
-        return PartiesLearner(task, place, seed, self.plan)
+            return ServedVerticalLearner(task, place, seed, self.plan, place.channels)
+        return SimulatedVerticalLearner(task, place, seed, self.plan)
 
 
 def columns_of(text: str) -> Columns:

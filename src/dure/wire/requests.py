@@ -369,7 +369,7 @@ class Failed(Said, frozen=True):
 
 
 class MeasuredThis(Said, frozen=True):
-    """Metrics of a model by a client, the counterpart of `Measured` in `dure.protocol.messages`.
+    """Metrics of a model by a client, the counterpart of `ModelMeasured` in `dure.protocol.messages`.
 
     Args:
         round: Number of the global model.

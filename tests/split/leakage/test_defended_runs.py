@@ -19,7 +19,7 @@ from dure.data.examples import Examples
 from dure.data.partition import IID
 from dure.split.in_turn import SplitLearning
 from dure.split.leakage.distance_correlation import distance_correlation
-from dure.split.leakage.guard import Crossing, Guard
+from dure.split.leakage.guard import CutValue, Guard
 from dure.split.leakage.marvell import Marvell
 from dure.split.leakage.no_peek import NoPeek
 from dure.split.parallel import ParallelSplit
@@ -227,7 +227,7 @@ def test_a_run_says_who_could_learn_what() -> None:
 
 
 def test_examples_need_not_be_the_first_dimension_and_values_that_none_have_are_refused() -> None:
-    crossing = [Crossing(1, True), Crossing(None, False), Crossing(0, True)]
+    crossing = [CutValue(1, True), CutValue(None, False), CutValue(0, True)]
     guard = Guard(Marvell(4.0), [], crossing, lambda step: torch.Generator().manual_seed(step))
     draws = torch.Generator().manual_seed(5)
     gradients = [torch.randn(3, 8, 2, generator=draws), torch.randn(8, 4, generator=draws)]
@@ -238,4 +238,4 @@ def test_examples_need_not_be_the_first_dimension_and_values_that_none_have_are_
     )
     assert torch.equal(torch.cat([seen[0].transpose(0, 1).reshape(8, 6), seen[1]], 1), expected)
     with pytest.raises(ValueError, match="belongs to a whole batch"):
-        Guard(NoPeek(), [Crossing(None, True)], [], lambda step: draws)
+        Guard(NoPeek(), [CutValue(None, True)], [], lambda step: draws)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dure.split.leakage.labels import norm_auc
-from dure.split.leakage.marvell import Marvell, Spread, noisy, solve, sum_kl
+from dure.split.leakage.marvell import Marvell, NoiseVariances, noisy, solve, sum_kl
 
 
 class Problem(NamedTuple):
@@ -34,7 +34,7 @@ def problems(count: int = 100) -> list[Problem]:
     return [*found, Problem(0.0, 1.0, 5, 1.0, 0.3), Problem(1.0, 0.0, 5, 1.0, 0.3)]
 
 
-def spent(found: Spread, d: int, p: float) -> float:
+def spent(found: NoiseVariances, d: int, p: float) -> float:
     """The power of the noise."""
     one = found.lam11 + (d - 1) * found.lam21
     zero = found.lam10 + (d - 1) * found.lam20
@@ -72,7 +72,9 @@ def test_no_other_noise_of_that_power_makes_them_more_alike() -> None:
             else:
                 zero, one, less, few = torch.rand(4, generator=draws).tolist()
                 zero_elsewhere, one_elsewhere = less * zero, few * one
-            other = Spread(zero, min(zero, zero_elsewhere), one, min(one, one_elsewhere), 0.0)
+            other = NoiseVariances(
+                zero, min(zero, zero_elsewhere), one, min(one, one_elsewhere), 0.0
+            )
             scale = power / spent(other, d, p)
             a, b = u + scale * other.lam10, v + scale * other.lam11
             c, e = u + scale * other.lam20, v + scale * other.lam21
@@ -112,7 +114,7 @@ def gradients(n: int = 400, d: int = 20) -> tuple[torch.Tensor, torch.Tensor]:
 def test_the_noise_has_mean_zero_and_the_covariance_that_was_found() -> None:
     rows, positive = gradients(20, 3)
     one = rows[positive].mean(dim=0) - rows[~positive].mean(dim=0)
-    spread = Spread(2.0, 0.5, 1.0, 0.1, 0.0)
+    spread = NoiseVariances(2.0, 0.5, 1.0, 0.1, 0.0)
     draws = torch.Generator().manual_seed(2)
     times = 20_000
     seen = noisy(rows.repeat(times, 1), positive.repeat(times), one, spread, draws)

@@ -11,12 +11,12 @@ from torch.nn import functional as F
 
 import dure
 from dure.split.in_turn import SplitLearning
-from dure.split.leakage.reconstruction import Decoder, Rebuilt, rebuild, shadow_head
+from dure.split.leakage.reconstruction import Rebuilt, ReconstructionDecoder, rebuild, shadow_head
 from dure.tasks.models import TwoNN
 from dure.tasks.pictures import ssim
 from dure.worlds.simulated import Simulated
 
-ATTACKER = Decoder(steps=250)
+ATTACKER = ReconstructionDecoder(steps=250)
 
 
 def trained(defence: str) -> nn.Sequential:
@@ -97,11 +97,11 @@ def test_an_attack_has_the_same_bits_and_leaves_the_generator_alone() -> None:
     inputs = torch.randn(40, 3, generator=draws)
     head = partial(torch.mul, torch.tensor(2.0))
     torch.manual_seed(1)
-    first = rebuild(head, inputs, inputs * 2, inputs, Decoder(steps=20))
+    first = rebuild(head, inputs, inputs * 2, inputs, ReconstructionDecoder(steps=20))
     after = torch.rand(1)
     torch.manual_seed(1)
     assert torch.equal(torch.rand(1), after)
-    again = rebuild(head, inputs, inputs * 2, inputs, Decoder(steps=20))
+    again = rebuild(head, inputs, inputs * 2, inputs, ReconstructionDecoder(steps=20))
     assert torch.equal(first.inputs, again.inputs)
     assert first.ssim is None
 

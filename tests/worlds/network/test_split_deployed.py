@@ -273,11 +273,11 @@ def test_the_round_goes_on_without_a_client_that_never_takes_over(tmp_path: Path
 
 def wrong_shapes() -> None:
     """From its second round on this client sends values of one number too few."""
-    from dure.split.client import Client
+    from dure.split.client import SplitClient
 
-    right = Client._ascend
+    right = SplitClient._ascend
 
-    def ascend(self: Client, now: float) -> Any:
+    def ascend(self: SplitClient, now: float) -> Any:
         said = right(self, now)
         if self._turn is None or self._turn.round == 0:
             return said
@@ -287,7 +287,7 @@ def wrong_shapes() -> None:
 
         return [(to, msgspec.structs.replace(message, values=values)), *rest]
 
-    Client._ascend = ascend  # type: ignore[method-assign]
+    SplitClient._ascend = ascend  # type: ignore[method-assign]
 
 
 def test_values_of_another_shape_are_refused_and_the_others_go_on(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from dure.split.leakage.defence import Defence, Memory, binary
 from dure.split.leakage.rows import as_rows, from_rows, numbers_of
 
 
-class Crossing(NamedTuple):
+class CutValue(NamedTuple):
     """Properties of a value that crosses a cut.
 
     dim: the dimension that counts examples; None if there is none. differentiable: whether a
@@ -38,8 +38,8 @@ class Guard:
     def __init__(
         self,
         defence: Defence,
-        leaving: Sequence[Crossing],
-        arriving: Sequence[Crossing],
+        leaving: Sequence[CutValue],
+        arriving: Sequence[CutValue],
         draws: Callable[[int], torch.Generator],
     ) -> None:
         self.defence = defence
@@ -91,7 +91,7 @@ class Guard:
         return [given + share * part for given, part in zip(gradients, parts, strict=True)]
 
 
-def _dims(values: Sequence[Crossing]) -> list[int]:
+def _dims(values: Sequence[CutValue]) -> list[int]:
     """Return the example dimensions of the values for which gradients come back.
 
     Raises ValueError for a value that belongs to a whole batch.

@@ -51,7 +51,7 @@ _STEPS = 100
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
 
-class Spread(NamedTuple):
+class NoiseVariances(NamedTuple):
     """Variances of the noise, and the sum of divergences that results.
 
     lam1: along the difference of means; lam2: in other directions; suffix 0: of the negative class,
@@ -97,7 +97,9 @@ class Marvell(Defence):
         both = bool(positive.any()) and not bool(positive.all())
         if both or memory is None:
             memory = self._remembered(rows, positive, both)
-        return noisy(rows, positive, memory["difference"], Spread(*memory["spread"]), draws), memory
+        return noisy(
+            rows, positive, memory["difference"], NoiseVariances(*memory["spread"]), draws
+        ), memory
 
     def _remembered(self, rows: Tensor, positive: Tensor, both: bool) -> dict[str, Any]:
         """Return the difference of a batch's class means, and the noise for it."""
@@ -124,7 +126,11 @@ def _variance(rows: Tensor) -> float:
 
 
 def noisy(
-    rows: Tensor, positive: Tensor, difference: Tensor, spread: Spread, draws: torch.Generator
+    rows: Tensor,
+    positive: Tensor,
+    difference: Tensor,
+    spread: NoiseVariances,
+    draws: torch.Generator,
 ) -> Tensor:
     """Return the gradients with noise.
 
@@ -152,7 +158,7 @@ def noisy(
     return rows + more * along * (difference / length) + everywhere * elsewhere
 
 
-def solve(u: float, v: float, d: int, g: float, p: float, power: float) -> Spread:
+def solve(u: float, v: float, d: int, g: float, p: float, power: float) -> NoiseVariances:
     """Return the best variances of noise of this power.
 
     Args:
@@ -165,9 +171,9 @@ def solve(u: float, v: float, d: int, g: float, p: float, power: float) -> Sprea
     """
     if u > v:
         other = solve(u=v, v=u, d=d, g=g, p=1 - p, power=power)
-        return Spread(other.lam11, other.lam21, other.lam10, other.lam20, other.sum_kl)
+        return NoiseVariances(other.lam11, other.lam21, other.lam10, other.lam20, other.sum_kl)
     if g <= 0 or power <= 0:
-        return Spread(0.0, 0.0, 0.0, 0.0, sum_kl(u, v, u, v, d, g))
+        return NoiseVariances(0.0, 0.0, 0.0, 0.0, sum_kl(u, v, u, v, d, g))
     # Here e = v: the positive class gets noise along D alone.
     whole = power + d * (p * v + (1 - p) * u)
 
@@ -187,7 +193,9 @@ def solve(u: float, v: float, d: int, g: float, p: float, power: float) -> Sprea
     highest = min(v, u + power / ((1 - p) * d))
     c = u if d == 1 or highest <= u else least(divergence, max(u, highest * 1e-12), highest)
     a, b = line(c)
-    return Spread(max(a - u, 0.0), max(c - u, 0.0), max(b - v, 0.0), 0.0, sum_kl(a, b, c, v, d, g))
+    return NoiseVariances(
+        max(a - u, 0.0), max(c - u, 0.0), max(b - v, 0.0), 0.0, sum_kl(a, b, c, v, d, g)
+    )
 
 
 def sum_kl(a: float, b: float, c: float, e: float, d: int, g: float) -> float:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from dure.fleet.virtual_network import Envelope, Message, Node
 from dure.split.leakage.distance_correlation import distance_correlation
-from dure.split.leakage.guard import Crossing
+from dure.split.leakage.guard import CutValue
 from dure.split.leakage.labels import clusters_auc, direction_auc, norm_auc
 from dure.split.leakage.rows import as_rows, numbers_of
 from dure.split.messages import OutputGradients, Smashed
@@ -41,7 +41,7 @@ _LEFT = 32
 
 
 @dataclass
-class Window:
+class MeasurementWindow:
     """Batches that are measured together."""
 
     measure: Callable[..., Mapping[str, float]]
@@ -79,16 +79,16 @@ class LeakMeter:
         self,
         labels: Tensor | None,
         classes: int,
-        leaving: Sequence[Crossing],
-        arriving: Sequence[Crossing],
+        leaving: Sequence[CutValue],
+        arriving: Sequence[CutValue],
     ) -> None:
         self.labels = labels
         self.classes = classes
         self._leaving = [one.dim for one in leaving]
         self._arriving = [one.dim for one in arriving if one.differentiable]
-        self._values = Window(self._of_values)
-        self._gradients = Window(self._of_gradients)
-        self._inputs = Window(self._of_inputs)
+        self._values = MeasurementWindow(self._of_values)
+        self._gradients = MeasurementWindow(self._of_gradients)
+        self._inputs = MeasurementWindow(self._of_inputs)
         self._windows = (self._gradients, self._values, self._inputs)
         self._found: dict[str, list[float]] = {}
         self.latest: dict[str, float] = {}
@@ -158,7 +158,7 @@ class LeakMeter:
         return {"distance_correlation": float(distance_correlation(inputs, values.to(inputs)))}
 
 
-class Metered:
+class MeteredServer:
     """Wrapper around the server that passes its messages to the meter.
 
     held: returns, by the name of a client, the indices of its current batch and its inputs' leaves.

@@ -56,7 +56,7 @@ class Rebuilt(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Decoder:
+class ReconstructionDecoder:
     """Settings and training of the attacker's network: a single hidden layer, trained by Adam.
 
     width: of the hidden layer. steps, batch_size, lr: of the training. seed: of the weights and of
@@ -120,7 +120,11 @@ class Decoder:
 
 
 def rebuild(
-    head: Head, public: Tensor, values: Tensor, inputs: Tensor, decoder: Decoder = Decoder()
+    head: Head,
+    public: Tensor,
+    values: Tensor,
+    inputs: Tensor,
+    decoder: ReconstructionDecoder = ReconstructionDecoder(),
 ) -> Rebuilt:
     """Attack the output of a head, and measure the rebuilt inputs.
 
@@ -150,7 +154,7 @@ def shadow_head(
     loss: Callable[[Any, Tensor], Tensor],
     public: tuple[Tensor, Tensor],
     values: Tensor,
-    decoder: Decoder = Decoder(steps=300, batch_size=128),
+    decoder: ReconstructionDecoder = ReconstructionDecoder(steps=300, batch_size=128),
 ) -> nn.Module:
     """Return a head of the attacker's own, trained to fit the server's part.
 

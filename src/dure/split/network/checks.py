@@ -22,21 +22,21 @@ from torch import Tensor
 
 from dure.data.batches import batches_per_epoch
 from dure.errors import described
-from dure.split.blame import ADVICE, GRADIENT, NotANumberError, WrongError, check_bounded
-from dure.split.due import FromClient
-from dure.split.heads import Heads
+from dure.split.blame import ADVICE, GRADIENT, InvalidMessageError, NotANumberError, check_bounded
+from dure.split.head_checks import HeadChecks
+from dure.split.message_order import FromClient
 from dure.split.messages import Ended, HeadGradients, OutputGradients, Smashed, Turn
 from dure.split.network.control import (
-    Answer,
-    Failed,
+    ClientFailed,
     HeadRefused,
     Hello,
-    Measure,
-    Measured,
+    MeasureModel,
+    ModelMeasured,
     Query,
-    Sealed,
+    QueryAnswer,
+    SealedHead,
 )
-from dure.split.network.targets import Leaf
+from dure.split.network.targets import TargetForm
 
 MOST_EXAMPLES = 1 << 31
 """Maximum number of examples of a client."""
@@ -86,7 +86,7 @@ class BatchSizes(NamedTuple):
         return self.examples - self.largest * (steps - 1) if last else self.largest
 
 
-class Counting(NamedTuple):
+class CountBounds(NamedTuple):
     """Bounds on the count of a batch in the loss, as far as the server knows the loss.
 
     classes: counts targets that are class indices; None if the loss counts examples. each: maximum
@@ -117,11 +117,11 @@ class Counting(NamedTuple):
         return (expected, expected) if self.known else (0.0, max(examples * self.each, expected))
 
 
-UNKNOWN = Counting(lambda targets: math.nan, MOST_EACH, known=False)
+UNKNOWN = CountBounds(lambda targets: math.nan, MOST_EACH, known=False)
 """Bounds for a loss that only clients know."""
 
 
-class AtServer(ABC):
+class ServerPartInterface(ABC):
     """Interface to the server's part: forms of the values at the cuts, and evaluation."""
 
     @abstractmethod
@@ -133,7 +133,7 @@ class AtServer(ABC):
         """Raise ValueError for gradients that do not match the output of the server's part."""
 
     @abstractmethod
-    def answer(self, values: Sequence[Tensor], query: Query) -> Answer:
+    def answer(self, values: Sequence[Tensor], query: Query) -> QueryAnswer:
         """Return the output of the server's part in evaluation. Raises ValueError."""
 
     def measured(self) -> dict[str, float]:
@@ -142,7 +142,7 @@ class AtServer(ABC):
 
 
 @dataclass(frozen=True)
-class Heard:
+class ClientMessage:
     """A message that is due, with the state of its client.
 
     turn: the client's current turn. sizes: of its batches. began: the Smashed message of its
@@ -161,21 +161,21 @@ class Heard:
 
 
 @dataclass
-class Measuring:
+class MeasurementProgress:
     """Progress of a measurement by a client that has the head.
 
     tests: number of the client's test examples at check-in. done: number measured so far. of: total
     number that the queries state.
     """
 
-    measure: Measure
+    measure: MeasureModel
     tests: int
     done: int = 0
     of: int = 0
 
 
 @dataclass(frozen=True)
-class Agreed:
+class ClientAgreement:
     """Agreement between the server and its clients.
 
     targets: leaves of a batch's targets; None if targets stay at clients. returns: whether each
@@ -183,15 +183,15 @@ class Agreed:
     only the clients know them.
     """
 
-    at_server: AtServer
-    heads: Heads
-    targets: Sequence[Leaf] | None
-    counting: Counting
+    at_server: ServerPartInterface
+    heads: HeadChecks
+    targets: Sequence[TargetForm] | None
+    counting: CountBounds
     returns: bool = False
     metrics: frozenset[str] | None = None
 
 
-class Rule(NamedTuple):
+class FieldRule(NamedTuple):
     """Rule for a field. check: raises ValueError if the rule is violated."""
 
     field: str
@@ -207,15 +207,15 @@ class Rule(NamedTuple):
 class Checks:
     """Checks of the messages of a run."""
 
-    def __init__(self, agreed: Agreed) -> None:
+    def __init__(self, agreed: ClientAgreement) -> None:
         self.agreed = agreed
 
-    def begun(self, heard: Heard) -> None:
+    def begun(self, heard: ClientMessage) -> None:
         """Run the checks that precede decompression. Raises ValueError."""
         if isinstance(heard.message, Smashed):
             _examples(self, heard)
 
-    def checked(self, heard: Heard) -> FromClient:
+    def checked(self, heard: ClientMessage) -> FromClient:
         """Return the checked message, in the client's memory layout. Raises ValueError."""
         message: FromClient = heard.message
         self._hold(heard)
@@ -231,28 +231,32 @@ class Checks:
 
     # Evaluation
 
-    def answered(self, query: Query, measuring: Measuring) -> Answer:
+    def answered(self, query: Query, measuring: MeasurementProgress) -> QueryAnswer:
         """Return the answer to a query. Raises ValueError, also if the computation fails."""
         check_query(query, measuring)
         check_numbers("values at the cut", query.values)
         try:
             values = self.agreed.at_server.arrived(query.values, query.examples, training=False)
             answer = self.agreed.at_server.answer(values, query)
-        except (WrongError, MemoryError, torch.OutOfMemoryError):
+        except (InvalidMessageError, MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:
-            raise WrongError(f"the server cannot compute with it: {described(error)}") from error
+            raise InvalidMessageError(
+                f"the server cannot compute with it: {described(error)}"
+            ) from error
         measuring.done += query.examples
         measuring.of = query.of
         return answer
 
-    def measured(self, message: Measured, measuring: Measuring) -> dict[str, float]:
+    def measured(self, message: ModelMeasured, measuring: MeasurementProgress) -> dict[str, float]:
         """Return the metrics of the client and of the server. Raises ValueError."""
         check_measured(message, measuring, self.agreed.metrics)
         try:
             own = self.agreed.at_server.measured()
         except Exception as error:
-            raise WrongError(f"a metric fails on its test data: {described(error)}") from error
+            raise InvalidMessageError(
+                f"a metric fails on its test data: {described(error)}"
+            ) from error
         return {**message.values, **own}
 
     def forget(self) -> None:
@@ -263,125 +267,131 @@ class Checks:
 # Training
 
 
-def _examples(checks: Checks, heard: Heard) -> None:
+def _examples(checks: Checks, heard: ClientMessage) -> None:
     given = heard.message.examples
     if given != heard.examples:
-        raise WrongError(
+        raise InvalidMessageError(
             f"a batch has {given} examples, and that of this step has {heard.examples}, by the "
             f"{heard.sizes.examples} examples that the client has"
         )
 
 
-def _values(checks: Checks, heard: Heard) -> None:
+def _values(checks: Checks, heard: ClientMessage) -> None:
     check_numbers("values at the cut", heard.message.values)
     # `Checks.checked` checks the forms, because that step also restores the memory layout.
 
 
-def _targets(checks: Checks, heard: Heard) -> None:
+def _targets(checks: Checks, heard: ClientMessage) -> None:
     wanted = checks.agreed.targets
     given = heard.message.targets
     if wanted is None:
         if given is not None:
-            raise WrongError("targets came, and they stay with clients")
+            raise InvalidMessageError("targets came, and they stay with clients")
         return
     if given is None:
-        raise WrongError("a batch came without its targets")
+        raise InvalidMessageError("a batch came without its targets")
     if len(given) != len(wanted):
-        raise WrongError(f"{len(given)} targets came, and there are {len(wanted)}")
+        raise InvalidMessageError(f"{len(given)} targets came, and there are {len(wanted)}")
     for leaf, one in zip(wanted, given, strict=True):
         leaf.check(one, heard.message.examples)
 
 
-def _expected(checks: Checks, heard: Heard) -> None:
+def _expected(checks: Checks, heard: ClientMessage) -> None:
     message: Smashed = heard.message
     least, most = checks.agreed.counting.expected(message.examples, message.targets)
     _within("the loss is expected to count", message.counted, least, most)
 
 
-def _returned(checks: Checks, heard: Heard) -> None:
+def _returned(checks: Checks, heard: ClientMessage) -> None:
     assert heard.began is not None
     checks.agreed.at_server.check_returned(heard.message.values, heard.began.examples)
     check_bounded("gradients at the second cut", heard.message.values)
 
 
-def _missed(checks: Checks, heard: Heard) -> None:
+def _missed(checks: Checks, heard: ClientMessage) -> None:
     values = len(heard.message.values)
     if not 0 <= heard.message.missed < 1 << values:
-        raise WrongError(
+        raise InvalidMessageError(
             f"the values without a gradient are {heard.message.missed} as bits, and there are "
             f"{values}"
         )
 
 
-def _loss(checks: Checks, heard: Heard) -> None:
+def _loss(checks: Checks, heard: ClientMessage) -> None:
     loss = heard.message.loss
     if not abs(loss) <= MOST_LOSS:
         raise NotANumberError(f"the loss is {loss}: {ADVICE}")
 
 
-def _computed(checks: Checks, heard: Heard) -> None:
+def _computed(checks: Checks, heard: ClientMessage) -> None:
     began = heard.began
     assert began is not None
     least, most = checks.agreed.counting.computed(began.examples, began.counted)
     _within("the loss has counted", heard.message.counted, least, most)
 
 
-def _head_gradients(checks: Checks, heard: Heard) -> None:
+def _head_gradients(checks: Checks, heard: ClientMessage) -> None:
     checks.agreed.heads.check_gradients(heard.message.values)
 
 
-def _head(checks: Checks, heard: Heard) -> None:
+def _head(checks: Checks, heard: ClientMessage) -> None:
     head = heard.message.head
     wanted = checks.agreed.returns or heard.turn.brings
     if head is None and wanted:
-        raise WrongError("the turn has ended without the head, which comes to the server")
+        raise InvalidMessageError("the turn has ended without the head, which comes to the server")
     if head is not None:
         if not wanted:
-            raise WrongError("a head came, and it stays with the client")
+            raise InvalidMessageError("a head came, and it stays with the client")
         checks.agreed.heads.check(head)
 
 
 def _within(what: str, value: float, least: float, most: float) -> None:
     # Comparisons with NaN are False, so `not` treats NaN as outside.
     if not least * (1 - SLACK) <= value <= most * (1 + SLACK):
-        raise WrongError(f"{what} {value}, and has to count {least:g} to {most:g}")
+        raise InvalidMessageError(f"{what} {value}, and has to count {least:g} to {most:g}")
 
 
 # Evaluation
 
 
-def check_query(query: Query, measuring: Measuring) -> None:
+def check_query(query: Query, measuring: MeasurementProgress) -> None:
     """Raise WrongError for a query that is not due, by the size of the test data."""
     if query.targets is not None and not query.of:
-        raise WrongError("test examples came with targets, and without their number in all")
+        raise InvalidMessageError(
+            "test examples came with targets, and without their number in all"
+        )
     if not 1 <= query.examples <= MOST_QUERIED:
-        raise WrongError(
+        raise InvalidMessageError(
             f"{query.examples} test examples came at once, and may be 1 to {MOST_QUERIED}"
         )
     if measuring.done and query.of != measuring.of:
-        raise WrongError(f"{query.of} test examples are measured, and were {measuring.of} before")
+        raise InvalidMessageError(
+            f"{query.of} test examples are measured, and were {measuring.of} before"
+        )
     told = measuring.tests if measuring.tests >= 0 else query.of or MOST_EXAMPLES
     if query.of not in (0, told) or measuring.done + query.examples > told:
-        raise WrongError(
+        raise InvalidMessageError(
             f"test examples {measuring.done + 1} to {measuring.done + query.examples} of "
             f"{query.of} came, and the client has {told}"
         )
 
 
-def check_measured(message: Measured, measuring: Measuring, metrics: frozenset[str] | None) -> None:
+def check_measured(
+    message: ModelMeasured, measuring: MeasurementProgress, metrics: frozenset[str] | None
+) -> None:
     """Raise WrongError for a result that does not belong to this measurement."""
     if message.round != measuring.measure.round:
-        raise WrongError(
+        raise InvalidMessageError(
             f"round {message.round + 1} was measured, and it is round {measuring.measure.round + 1}"
         )
     known = metrics is None or message.values.keys() <= metrics
     if not known or len(message.values) > MOST_METRICS or not all(map(_is_name, message.values)):
         named = ", ".join(name[:40] for name in sorted(message.values)[:5])
         wanted = "test_…" if metrics is None else ", ".join(sorted(metrics)) or "nothing"
-        raise WrongError(f"what was measured is called {named!r}, and is to be {wanted}")
+        raise InvalidMessageError(f"what was measured is called {named!r}, and is to be {wanted}")
     for name, value in message.values.items():
         if not math.isfinite(value):
-            raise WrongError(f"{name} is {value}")
+            raise InvalidMessageError(f"{name} is {value}")
 
 
 def _is_name(name: str) -> bool:
@@ -390,53 +400,62 @@ def _is_name(name: str) -> bool:
 
 # Rules for all clients
 
-_TURN = Rule("turn", "that of the client's turn; one that was taken back is dropped (`Hall`)")
-_STEP = Rule("step", "the next one, in the order of messages of a turn (`dure.split.due`)")
+_TURN = FieldRule(
+    "turn", "that of the client's turn; one that was taken back is dropped (`SplitServer`)"
+)
+_STEP = FieldRule(
+    "step", "the next one, in the order of messages of a turn (`dure.split.message_order`)"
+)
 
-RULES: Mapping[type, tuple[Rule, ...]] = {
+RULES: Mapping[type, tuple[FieldRule, ...]] = {
     Hello: (
-        Rule(
-            "examples", f"1 to {MOST_EXAMPLES:,}; the same whenever the client comes (`Entrance`)"
+        FieldRule(
+            "examples", f"1 to {MOST_EXAMPLES:,}; the same whenever the client comes (`Admission`)"
         ),
-        Rule("member", "the client's own keys, signed; the same whenever it comes (`Entrance`)"),
-        Rule("digest", "up to 128 letters and digits (`Entrance`)"),
-        Rule("joins", "a truth value"),
-        Rule(
+        FieldRule(
+            "member", "the client's own keys, signed; the same whenever it comes (`Admission`)"
+        ),
+        FieldRule("digest", "up to 128 letters and digits (`Admission`)"),
+        FieldRule("joins", "a truth value"),
+        FieldRule(
             "form",
-            "there if the head is a file of its own; values of at most 1 GiB (`ServedLearner`)",
+            "there if the head is a file of its own; values of at most 1 GiB "
+            "(`ServedSplitLearner`)",
         ),
-        Rule("targets", "likewise, of targets, where the loss is the server's (`ServedLearner`)"),
-        Rule(
+        FieldRule(
+            "targets", "likewise, of targets, where the loss is the server's (`ServedSplitLearner`)"
+        ),
+        FieldRule(
             "head", "bytes of the head, at most 16 GiB; where the server has none of it, all alike"
         ),
-        Rule("tests", f"at most {MOST_EXAMPLES:,} (`Entrance`)"),
+        FieldRule("tests", f"at most {MOST_EXAMPLES:,} (`Admission`)"),
     ),
     Smashed: (
         _TURN,
         _STEP,
-        Rule(
+        FieldRule(
             "examples",
             "as many as the batch of that step has, by the examples at check-in",
             _examples,
         ),
-        Rule("values", "number, dtypes and shapes of the cut; nothing is NaN", _values),
-        Rule(
+        FieldRule("values", "number, dtypes and shapes of the cut; nothing is NaN", _values),
+        FieldRule(
             "targets",
             "there if the loss is the server's; number, dtypes, shapes; classes that the model "
             "has; finite",
             _targets,
         ),
-        Rule("counted", "what the loss counts in these targets", _expected),
+        FieldRule("counted", "what the loss counts in these targets", _expected),
     ),
     OutputGradients: (
         _TURN,
         _STEP,
-        Rule(
+        FieldRule(
             "values", f"number, dtypes and shapes of the second cut; below {GRADIENT:g}", _returned
         ),
-        Rule("missed", "a bit for each of the values", _missed),
-        Rule("loss", f"finite, below {MOST_LOSS:g}", _loss),
-        Rule(
+        FieldRule("missed", "a bit for each of the values", _missed),
+        FieldRule("loss", f"finite, below {MOST_LOSS:g}", _loss),
+        FieldRule(
             "counted",
             "what was expected of the batch; for losses of one's own, 0 or more",
             _computed,
@@ -445,7 +464,7 @@ RULES: Mapping[type, tuple[Rule, ...]] = {
     HeadGradients: (
         _TURN,
         _STEP,
-        Rule(
+        FieldRule(
             "values",
             f"number, dtypes and shapes of the head's; below {GRADIENT:g}",
             _head_gradients,
@@ -453,7 +472,7 @@ RULES: Mapping[type, tuple[Rule, ...]] = {
     ),
     Ended: (
         _TURN,
-        Rule(
+        FieldRule(
             "head",
             "there if the server hands heads over; number, dtypes and shapes of the head and of "
             "its optimizer's state; settings that steps of the optimizer change, as numbers, "
@@ -462,28 +481,33 @@ RULES: Mapping[type, tuple[Rule, ...]] = {
             _head,
         ),
     ),
-    Sealed: (
-        Rule("turn", "that of the receiver; one that was taken back is dropped (`Hall`)"),
-        Rule("peer", "the client to whom it was asked to hand its head (`Hall`)"),
-        Rule(
+    SealedHead: (
+        FieldRule(
+            "turn", "that of the receiver; one that was taken back is dropped (`SplitServer`)"
+        ),
+        FieldRule("peer", "the client to whom it was asked to hand its head (`SplitServer`)"),
+        FieldRule(
             "content",
-            "bytes; the receiver opens the head and checks it (`Site`)",
+            "bytes; the receiver opens the head and checks it (`SplitSite`)",
         ),
     ),
-    Failed: (Rule("reason", "text, of which 500 characters are shown (`Hall`)"),),
+    ClientFailed: (FieldRule("reason", "text, of which 500 characters are shown (`SplitServer`)"),),
     HeadRefused: (
-        Rule("turn", "that of a client that was handed a head, and has sent no values (`Hall`)"),
-        Rule("reason", "text, of which 500 characters are shown (`Hall`)"),
+        FieldRule(
+            "turn",
+            "that of a client that was handed a head, and has sent no values (`SplitServer`)",
+        ),
+        FieldRule("reason", "text, of which 500 characters are shown (`SplitServer`)"),
     ),
     Query: (
-        Rule("examples", f"1 to {MOST_QUERIED:,}; no more in all than the test data have"),
-        Rule("values", "as those of Smashed"),
-        Rule("targets", "as those of Smashed, where the server measures"),
-        Rule("of", "the number of test examples at check-in, in each query the same"),
+        FieldRule("examples", f"1 to {MOST_QUERIED:,}; no more in all than the test data have"),
+        FieldRule("values", "as those of Smashed"),
+        FieldRule("targets", "as those of Smashed, where the server measures"),
+        FieldRule("of", "the number of test examples at check-in, in each query the same"),
     ),
-    Measured: (
-        Rule("round", "that which is measured"),
-        Rule("values", "by the names of the task's metrics; finite"),
+    ModelMeasured: (
+        FieldRule("round", "that which is measured"),
+        FieldRule("values", "by the names of the task's metrics; finite"),
     ),
 }
 """Rules for each field of each message of a client."""

@@ -21,7 +21,7 @@ from __future__ import annotations
 import msgspec
 from torch import Tensor
 
-from dure.split.messages import Own
+from dure.split.messages import SideState
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
@@ -48,7 +48,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     tests: int = -1
 
 
-class Members(msgspec.Struct, frozen=True, tag=True):
+class RosterMembers(msgspec.Struct, frozen=True, tag="Members"):
     """The signed roster, as JSON.
 
     joins: whether a last single example joins the batch before, since a part of the model cannot
@@ -61,7 +61,7 @@ class Members(msgspec.Struct, frozen=True, tag=True):
     form: bytes = b""
 
 
-class Sealed(msgspec.Struct, frozen=True, tag=True):
+class SealedHead(msgspec.Struct, frozen=True, tag="Sealed"):
     """An encrypted head for a turn.
 
     peer: number of the receiving client; on the way from the server, of the sending client.
@@ -73,7 +73,7 @@ class Sealed(msgspec.Struct, frozen=True, tag=True):
     content: Tensor
 
 
-class Failed(msgspec.Struct, frozen=True, tag=True):
+class ClientFailed(msgspec.Struct, frozen=True, tag="Failed"):
     """Error of the client's own code, as far as the client shares it."""
 
     reason: str
@@ -86,18 +86,18 @@ class HeadRefused(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-class Measure(msgspec.Struct, frozen=True, tag=True):
+class MeasureModel(msgspec.Struct, frozen=True, tag="Measure"):
     """Request to measure the model with this head, or the client's head after the turn `since`."""
 
     round: int
     since: int
-    head: Own | None = None
+    head: SideState | None = None
 
 
 class Final(msgspec.Struct, frozen=True, tag=True):
     """Final head of the run, if the server has the newest head."""
 
-    head: Own
+    head: SideState
 
 
 class Query(msgspec.Struct, frozen=True, tag=True):
@@ -113,13 +113,13 @@ class Query(msgspec.Struct, frozen=True, tag=True):
     of: int = 0
 
 
-class Answer(msgspec.Struct, frozen=True, tag=True):
+class QueryAnswer(msgspec.Struct, frozen=True, tag="Answer"):
     """Output of the server's part for a query; empty if the server measures the metrics itself."""
 
     values: tuple[Tensor, ...]
 
 
-class Measured(msgspec.Struct, frozen=True, tag=True):
+class ModelMeasured(msgspec.Struct, frozen=True, tag="Measured"):
     """Result of a measurement.
 
     values: by metric; empty without test data, or if the server measures.
@@ -130,5 +130,14 @@ class Measured(msgspec.Struct, frozen=True, tag=True):
 
 
 Control = (
-    Hello | Members | Sealed | Failed | HeadRefused | Measure | Query | Answer | Measured | Final
+    Hello
+    | RosterMembers
+    | SealedHead
+    | ClientFailed
+    | HeadRefused
+    | MeasureModel
+    | Query
+    | QueryAnswer
+    | ModelMeasured
+    | Final
 )

@@ -13,17 +13,17 @@ from dure.collectives.compression import Compression
 from dure.parallel.pipeline.cut import CutModel
 from dure.parallel.pipeline.rng import RandomStream
 from dure.parallel.pipeline.stage import Microbatch, Stage
-from dure.split.across import AcrossTheCut
 from dure.split.batching import values_at
-from dure.split.blame import WrongError
-from dure.split.network.checks import AtServer
-from dure.split.network.control import Answer, Query
-from dure.split.network.site import AtClient
+from dure.split.blame import InvalidMessageError
+from dure.split.compressed_evaluation import CompressedCutModel
+from dure.split.network.checks import ServerPartInterface
+from dure.split.network.control import Query, QueryAnswer
+from dure.split.network.site import ClientPartInterface
 from dure.split.tensor_forms import check_forms, form_of
 from dure.tasks.loss_shares import NOTHING, Computed
 
 
-class CutAtServer(AtServer):
+class CutServerPart(ServerPartInterface):
     """The server's stage."""
 
     def __init__(self, cut: CutModel, compression: Compression) -> None:
@@ -39,14 +39,14 @@ class CutAtServer(AtServer):
         wanted = [form_of(one) for one in values_at(self._cut, 1, examples) if one.differentiable]
         check_forms("gradients at the second cut", gradients, wanted)
 
-    def answer(self, values: Sequence[Tensor], query: Query) -> Answer:
+    def answer(self, values: Sequence[Tensor], query: Query) -> QueryAnswer:
         examples = query.examples
         found = self._forward(1, examples, values)
         if self._cut.stages == 3:
             found = self._forward.crossing(1, found, examples)
         if not all(isinstance(one, Tensor) for one in found):
-            raise WrongError("the model gives more than tensors, which cannot travel")
-        return Answer(tuple(found))
+            raise InvalidMessageError("the model gives more than tensors, which cannot travel")
+        return QueryAnswer(tuple(found))
 
 
 def check_arriving(cut: CutModel, values: Sequence[Tensor], examples: int) -> None:
@@ -55,7 +55,7 @@ def check_arriving(cut: CutModel, values: Sequence[Tensor], examples: int) -> No
     check_forms("values at the second cut", values, wanted)
 
 
-class CutAtClient(AtClient):
+class CutClientPart(ClientPartInterface):
     """The client's stages. end: number of the end's stage; None if the server has the end."""
 
     def __init__(self, cut: CutModel, compression: Compression, end: int | None) -> None:
@@ -67,7 +67,7 @@ class CutAtClient(AtClient):
         values = self._forward.crossing(0, self._forward(0, examples, [], inputs), examples)
         return Query(examples, tuple(values), of=of)
 
-    def outputs(self, answer: Answer, inputs: Any, examples: int) -> Any:
+    def outputs(self, answer: QueryAnswer, inputs: Any, examples: int) -> Any:
         leaves: Sequence[Tensor] = answer.values
         if self._end is not None:
             leaves = self._forward(self._end, examples, leaves, inputs)
@@ -82,7 +82,7 @@ class Forward:
 
     def __init__(self, cut: CutModel, compression: Compression) -> None:
         self._cut = cut
-        self._across = AcrossTheCut(cut, compression) if compression.compresses else None
+        self._across = CompressedCutModel(cut, compression) if compression.compresses else None
         self._outputs: Any = None
 
     @torch.no_grad()

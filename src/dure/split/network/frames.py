@@ -32,7 +32,7 @@ from torch import Tensor
 from dure.protocol.encoding import ALIGNED, aligned, may_be_shape, view_at
 from dure.record.weights import DTYPES, elements_of
 from dure.split import alignment
-from dure.split.messages import Message, Own, Smashed
+from dure.split.messages import Message, SideState, Smashed
 from dure.split.network.control import Control
 from dure.split.network.parties_control import PartiesControl
 from dure.split.optimizer_settings import is_portable
@@ -61,7 +61,7 @@ _NUMBERS = {dtype: number for number, dtype in enumerate(KINDS)}
 Buffer = bytes | bytearray | memoryview
 
 
-class FrameError(ValueError):
+class SplitFrameError(ValueError):
     """The bytes are not a message of split learning, or a message cannot be encoded."""
 
 
@@ -75,7 +75,7 @@ def encode(message: Frame) -> list[Buffer]:
 
     def described(node: Any) -> msgspec.msgpack.Ext:
         if not isinstance(node, Tensor):
-            raise FrameError(f"a message cannot have a {type(node).__name__}")
+            raise SplitFrameError(f"a message cannot have a {type(node).__name__}")
         tensors.append(node)
         return msgspec.msgpack.Ext(_TENSOR, _form(node))
 
@@ -83,9 +83,9 @@ def encode(message: Frame) -> list[Buffer]:
     try:
         header = msgspec.msgpack.Encoder(enc_hook=described).encode(message)
     except OverflowError as error:
-        raise FrameError(f"a message cannot have a number beyond 64 bits: {error}") from error
+        raise SplitFrameError(f"a message cannot have a number beyond 64 bits: {error}") from error
     if len(header) > MOST_HEADER or len(tensors) > MOST_TENSORS:
-        raise FrameError(
+        raise SplitFrameError(
             f"a message may have {MOST_TENSORS:,} tensors and a header of {MOST_HEADER:,} bytes, "
             f"and this one has {len(tensors):,} and {len(header):,}"
         )
@@ -109,14 +109,14 @@ def decode(content: Buffer, most: int | None = None) -> Frame:
     """
     size = len(memoryview(content))
     if most is not None and size > most:
-        raise FrameError(f"the frame has {size:,} bytes, and may have {most:,}")
+        raise SplitFrameError(f"the frame has {size:,} bytes, and may have {most:,}")
     if size < _HEAD.size:
-        raise FrameError(f"a frame begins with {_HEAD.size} bytes, and these are {size}")
+        raise SplitFrameError(f"a frame begins with {_HEAD.size} bytes, and these are {size}")
     version, header = _HEAD.unpack_from(content)
     if version != VERSION:
-        raise FrameError(f"the frame is of version {version}, and this is version {VERSION}")
+        raise SplitFrameError(f"the frame is of version {version}, and this is version {VERSION}")
     if header > MOST_HEADER or _HEAD.size + header > size:
-        raise FrameError(f"a header of {header:,} bytes is too long for a frame of {size:,}")
+        raise SplitFrameError(f"a header of {header:,} bytes is too long for a frame of {size:,}")
     return _OWN.reader.message(_writable(content), _HEAD.size + header)
 
 
@@ -142,16 +142,16 @@ class _Reader:
         try:
             message = self.decoder.decode(memoryview(content)[_HEAD.size : at])
             _check_leaves(message)
-        except FrameError:
+        except SplitFrameError:
             raise
         except (msgspec.MsgspecError, ValueError, RuntimeError, OverflowError) as error:
             # Invalid UTF-8 in names, too deep nests, shapes beyond the limits of torch.
-            raise FrameError(f"the frame holds no message: {error}") from error
+            raise SplitFrameError(f"the frame holds no message: {error}") from error
         finally:
             # Drop the reference, so that the frame's memory is freed with its last tensor.
             self.content = bytearray()
         if self.at != len(content):
-            raise FrameError(
+            raise SplitFrameError(
                 f"the frame has {len(content) - self.at:,} bytes that belong to nothing"
             )
         return message
@@ -160,16 +160,16 @@ class _Reader:
         """Return the next tensor; the order of calls is that of the header."""
         self.count += 1
         if code != _TENSOR or self.count > MOST_TENSORS:
-            raise FrameError(f"the frame has more than {MOST_TENSORS:,} tensors, or is none")
+            raise SplitFrameError(f"the frame has more than {MOST_TENSORS:,} tensors, or is none")
         dtype, shape = _read(form)
         nbytes = math.prod(shape) * dtype.itemsize
         begin = aligned(self.at) if nbytes else self.at
         if begin + nbytes > len(self.content):
-            raise FrameError(f"the tensor of {dtype} {list(shape)} is not there as a whole")
+            raise SplitFrameError(f"the tensor of {dtype} {list(shape)} is not there as a whole")
         tensor = view_at(self.content, begin, dtype, shape)
         # torch's behaviour is undefined for bool bytes other than 0 and 1.
         if dtype == torch.bool and nbytes and int(tensor.view(torch.uint8).max()) > 1:
-            raise FrameError("a truth value of the message is neither 0 nor 1")
+            raise SplitFrameError("a truth value of the message is neither 0 nor 1")
         self.at = begin + nbytes
         return tensor
 
@@ -187,7 +187,7 @@ _OWN = _Own()
 def _form(tensor: Tensor) -> bytes:
     number = _NUMBERS.get(tensor.dtype)
     if number is None or tensor.layout != torch.strided:
-        raise FrameError(f"a message cannot have tensors of {tensor.dtype}, {tensor.layout}")
+        raise SplitFrameError(f"a message cannot have tensors of {tensor.dtype}, {tensor.layout}")
     return struct.pack(f"<B{tensor.ndim}Q", number, *tensor.shape)
 
 
@@ -198,7 +198,7 @@ def _read(form: memoryview) -> tuple[torch.dtype, tuple[int, ...]]:
         number, *shape = struct.unpack(f"<B{dimensions}Q", form)
         if number < len(KINDS) and may_be_shape(shape):
             return KINDS[number], tuple(shape)
-    raise FrameError(f"{bytes(form[:17]).hex()} stands for no dtype and shape of a tensor")
+    raise SplitFrameError(f"{bytes(form[:17]).hex()} stands for no dtype and shape of a tensor")
 
 
 def _writable(content: Buffer) -> bytearray | memoryview:
@@ -214,11 +214,11 @@ def _check_leaves(message: Frame) -> None:
     """Raise FrameError for untyped fields with anything but tensors, numbers and text."""
     if isinstance(message, Smashed) and message.targets is not None:
         if not isinstance(message.targets, list):
-            raise FrameError("the targets of a batch are a list of leaves")
+            raise SplitFrameError("the targets of a batch are a list of leaves")
         for leaf in message.targets:
             _check_leaf(leaf, "the targets of a batch")
     own = getattr(message, "head", None)
-    if not isinstance(own, Own):
+    if not isinstance(own, SideState):
         return
     for state in own.optimizer:
         for key, kept in _named(state):
@@ -226,7 +226,7 @@ def _check_leaves(message: Frame) -> None:
     for values in (*(own.groups or ()), own.shared):
         for key, kept in _named(values):
             if not is_portable(kept):
-                raise FrameError(
+                raise SplitFrameError(
                     f"the setting {key[:40]} of an optimizer can travel as tensors, numbers and "
                     f"text, in lists and dicts with names, and not as a {type(kept).__name__}"
                 )
@@ -235,12 +235,12 @@ def _check_leaves(message: Frame) -> None:
 def _named(values: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
     for key, kept in values.items():
         if not isinstance(key, str):
-            raise FrameError(f"what an optimizer remembers has names, and {key!r} is none")
+            raise SplitFrameError(f"what an optimizer remembers has names, and {key!r} is none")
         yield key, kept
 
 
 def _check_leaf(leaf: Any, what: str) -> None:
     if leaf is not None and not isinstance(leaf, Tensor | bool | int | float | str):
-        raise FrameError(
+        raise SplitFrameError(
             f"{what} can travel as tensors, numbers and text, and not as a {type(leaf).__name__}"
         )

@@ -4,7 +4,7 @@
                        a head only if the server passes heads on, of this model, finite
     Outputs            due, of this step; the forms of the server's part's output; finite
     Gradients          due, of this step; of the values that were sent; bounded
-                       (`dure.split.received`)
+                       (`dure.split.gradient_bound`)
     HeadSum            due, of this step; the gradients of the head's weights; bounded
     Pass               only if clients pass heads on, to another client of the roster, and one
                        head for a turn
@@ -28,23 +28,23 @@ from typing import Any
 from torch import Tensor
 
 from dure.fleet.virtual_network import Envelope
-from dure.split.blame import WrongError, largest
-from dure.split.client import Client, Rules
-from dure.split.heads import Heads
+from dure.split.blame import InvalidMessageError, largest
+from dure.split.client import Rules, SplitClient
+from dure.split.gradient_bound import GradientBound, ReceivedError
+from dure.split.head_checks import HeadChecks
 from dure.split.messages import (
     Gradients,
-    Handed,
     HeadGradients,
+    HeadHandover,
     HeadSum,
     Message,
     OutputGradients,
     Outputs,
-    Own,
     Pass,
+    SideState,
     Smashed,
     Turn,
 )
-from dure.split.received import GradientBound, ReceivedError
 from dure.split.tensor_forms import TensorForm, form_of
 
 MOST = 1 << 53
@@ -54,7 +54,7 @@ _CLIENT = re.compile(r"client (0|[1-9][0-9]{0,8})")
 
 
 @dataclass(frozen=True)
-class Crossing:
+class CutValueChecks:
     """Properties of the values at the cuts.
 
     leaving: for each value of the head's output, whether it has a gradient. arriving: raises
@@ -79,14 +79,14 @@ class CheckedClient:
 
     def __init__(
         self,
-        machine: Client,
-        crossing: Crossing,
+        machine: SplitClient,
+        crossing: CutValueChecks,
         steps: int,
         clients: int,
         largest: float | None = None,
     ) -> None:
         self.machine = machine
-        self.heads = machine.heads = Heads(machine.party.side)
+        self.heads = machine.heads = HeadChecks(machine.party.side)
         """Checks of received heads, from any sender."""
         self.rules: Rules = machine.rules
         self.crossing = crossing
@@ -150,7 +150,7 @@ class CheckedClient:
             self._check_turn(sender, message)
         elif isinstance(message, Pass):
             self._check_pass(sender, message)
-        elif isinstance(message, Handed):
+        elif isinstance(message, HeadHandover):
             self._check_handed(sender, message)
         elif isinstance(message, Outputs | Gradients | HeadSum):
             self._check_due(sender, message)
@@ -208,7 +208,7 @@ class CheckedClient:
                 raise ReceivedError(f"{sender} sends a head, and heads do not reach it in this run")
             self.check_head(sender, turn.head)
         self._turn = turn
-        self._due = Handed if turn.comes else None
+        self._due = HeadHandover if turn.comes else None
 
     def _check_pass(self, sender: str, message: Pass) -> None:
         found = _CLIENT.fullmatch(message.to)
@@ -225,17 +225,17 @@ class CheckedClient:
                 f"for {before[1]}, and after turn {message.since} for {message.to}"
             )
 
-    def _check_handed(self, sender: str, message: Handed) -> None:
-        if self._turn is None or self._due is not Handed or message.turn != self._turn.number:
+    def _check_handed(self, sender: str, message: HeadHandover) -> None:
+        if self._turn is None or self._due is not HeadHandover or message.turn != self._turn.number:
             due = "none" if self._turn is None else f"one for turn {self._turn.number}"
-            reason = f"{due} is due" if self._due is Handed else "none is due"
+            reason = f"{due} is due" if self._due is HeadHandover else "none is due"
             raise ReceivedError(f"a head of {sender} came, for turn {message.turn}, and {reason}")
 
-    def check_head(self, sender: str, own: Own) -> None:
+    def check_head(self, sender: str, own: SideState) -> None:
         """Raise ReceivedError for a head of another model, or values that training cannot give."""
         try:
             self.heads.check(own)
-        except WrongError as error:
+        except InvalidMessageError as error:
             raise ReceivedError(f"{sender} sends a head, and {error}") from error
 
 
@@ -244,7 +244,7 @@ def _check_share(sender: str, share: float) -> None:
         raise ReceivedError(f"{sender} says that the client's share of a batch is {share}")
 
 
-class Patience:
+class ProgressTimeout:
     """Timeout of a site for a server that makes no progress, whatever messages it sends.
 
     Only accepted messages count: a new turn, a head, an answer to a step. seconds: None for no

@@ -28,12 +28,12 @@ OF_EACH_STEP = (
     Activations,
     Evaluated,
     alignment.Blinded,
-    alignment.Twice,
+    alignment.DoubleBlinded,
 )
 """Frequent messages, which do not wait for the disk."""
 
 
-class Says(Protocol):
+class ServerChannel(Protocol):
     """Connection to the server, in both directions."""
 
     def next(self, seconds: float | None = None) -> bytes | bytearray | memoryview: ...
@@ -44,7 +44,7 @@ class Says(Protocol):
         """Set the maximum bytes of a message of the server from now on."""
 
 
-def say(channel: Says, message: Frame, encoded: Pieces) -> None:
+def say(channel: ServerChannel, message: Frame, encoded: Pieces) -> None:
     """Send an encoded message, once the site's log has its line."""
     channel.say(encoded, kind_of(message), not isinstance(message, OF_EACH_STEP))
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from dure.split.alignment import Blinded, Twice
+from dure.split.alignment import Blinded, DoubleBlinded
 from dure.split.blame import GRADIENT
-from dure.split.network.checks import Rule
-from dure.split.network.parties_control import Aligned, Evaluated, Kept, Resumed
+from dure.split.network.checks import FieldRule
+from dure.split.network.parties_control import Aligned, Evaluated, Resumed, StateSaved
 from dure.split.parties.messages import Activations
 
 _POINTS = (
@@ -18,41 +18,45 @@ _POINTS = (
     "the party (`PeerPoints`)"
 )
 
-RULES: Mapping[type, tuple[Rule, ...]] = {
-    Resumed: (Rule("turn", "the newest, once; earlier ones are dropped (`PartiesHall`)"),),
+RULES: Mapping[type, tuple[FieldRule, ...]] = {
+    Resumed: (
+        FieldRule("turn", "the newest, once; earlier ones are dropped (`VerticalSplitServer`)"),
+    ),
     Blinded: (
-        Rule(
+        FieldRule(
             "first", "a part of the party's list that has not come, or is the same (`PeerPoints`)"
         ),
-        Rule(
+        FieldRule(
             "total",
             "the same in each message, as many people as at check-in at most (`PeerPoints`)",
         ),
-        Rule("points", _POINTS),
+        FieldRule("points", _POINTS),
     ),
-    Twice: (
-        Rule(
+    DoubleBlinded: (
+        FieldRule(
             "first", "a part of the holder's list that has not come, or is the same (`PeerPoints`)"
         ),
-        Rule("points", _POINTS),
+        FieldRule("points", _POINTS),
     ),
     Aligned: (),
     Activations: (
-        Rule("step", "that which is under way, once (`Holder`)"),
-        Rule(
+        FieldRule("step", "that which is under way, once (`LabelHolder`)"),
+        FieldRule(
             "values",
             "dtype and shape of what leaves the head, for the people of the batch; no NaN "
-            "(`Holder`)",
+            "(`LabelHolder`)",
         ),
-        Rule("trains", "a truth value: whether the head wants gradients is the party's affair"),
+        FieldRule(
+            "trains", "a truth value: whether the head wants gradients is the party's affair"
+        ),
     ),
-    Kept: (Rule("step", "that which was asked for, once (`PartiesHall`)"),),
+    StateSaved: (FieldRule("step", "that which was asked for, once (`VerticalSplitServer`)"),),
     Evaluated: (
-        Rule("first", "that which was asked for, once (`PartiesHall`)"),
-        Rule(
+        FieldRule("first", "that which was asked for, once (`VerticalSplitServer`)"),
+        FieldRule(
             "values",
             "dtype and shape of what leaves the head, for as many people as were asked for; "
-            f"finite, below {GRADIENT:g} (`ServedParties`)",
+            f"finite, below {GRADIENT:g} (`ServedVerticalLearner`)",
         ),
     ),
 }

@@ -37,15 +37,15 @@ class Aligned(msgspec.Struct, frozen=True, tag=True):
     """The party has saved the alignment with all parties."""
 
 
-class Keep(msgspec.Struct, frozen=True, tag=True):
+class SaveState(msgspec.Struct, frozen=True, tag="Keep"):
     """Request to save the state after this step, and to delete states before that of `since`."""
 
     step: int
     since: int
 
 
-class Kept(msgspec.Struct, frozen=True, tag=True):
-    """Acknowledgement of `Keep`."""
+class StateSaved(msgspec.Struct, frozen=True, tag="Kept"):
+    """Acknowledgement of `SaveState`."""
 
     step: int
 
@@ -64,4 +64,4 @@ class Evaluated(msgspec.Struct, frozen=True, tag=True):
     values: Tensor
 
 
-PartiesControl = Resume | Resumed | Aligned | Keep | Kept | Evaluate | Evaluated
+PartiesControl = Resume | Resumed | Aligned | SaveState | StateSaved | Evaluate | Evaluated

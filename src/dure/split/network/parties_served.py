@@ -27,22 +27,22 @@ from dure.record.checkpoint import read_tree, write_tree
 from dure.record.meter import Meter
 from dure.split.alignment import AlignedHolder
 from dure.split.blame import check_bounded
-from dure.split.busy import Busy
+from dure.split.compute_queue import ComputeQueue
 from dure.split.leakage.randomised_response import relabelled
 from dure.split.messages import SERVER
 from dure.split.network import sizes
-from dure.split.network.entrance import Entrance
-from dure.split.network.parties_control import ALIGNS, Aligned, Evaluate, Evaluated, Keep
-from dure.split.network.parties_hall import PartiesHall
+from dure.split.network.admission import Admission
+from dure.split.network.parties_control import ALIGNS, Aligned, Evaluate, Evaluated, SaveState
+from dure.split.network.vertical_split_server import VerticalSplitServer
+from dure.split.parties.aligned_examples import AlignedExamples
 from dure.split.parties.facts import facts_of
 from dure.split.parties.guarded import GuardedGradients
-from dure.split.parties.holder import Holder, LabelParty
-from dure.split.parties.messages import Leaving, party
-from dure.split.parties.model import Part, activations_of, divide, joined, select
+from dure.split.parties.label_holder import LabelHolder, LabelParty
+from dure.split.parties.messages import ActivationForm, party
+from dure.split.parties.model import VerticalPart, activations_of, divide, joined, select
 from dure.split.parties.part import TrainedPart
 from dure.split.parties.party import Party
-from dure.split.parties.plan import PartiesPlan, ids_of
-from dure.split.parties.table import Table
+from dure.split.parties.plan import VerticalPlan, ids_of
 from dure.tasks.batch_norm import needs_two
 from dure.tasks.flops import flops_per_step
 from dure.tasks.loss_shares import CountedLoss
@@ -61,13 +61,13 @@ SECRET = "align.pem"
 """File in the run folder, until all have aligned: the secret of this side."""
 
 
-def no_time(examples: int, back: bool) -> float:
+def zero_seconds(examples: int, back: bool) -> float:
     """Return 0: over a network, computation takes real time."""
     return 0.0
 
 
-class Aligning:
-    """The alignment, as a single step of `PartiesHall`. make: returns a new `AlignedHolder`."""
+class AlignmentWork:
+    """The alignment, one step of `VerticalSplitServer`. make: returns a new `AlignedHolder`."""
 
     def __init__(self, make: Callable[[], AlignedHolder]) -> None:
         self._make = make
@@ -100,13 +100,13 @@ class Aligning:
         return list(self.holder.receive(sender, message, 0.0))
 
 
-class Training:
+class TrainingWork:
     """The steps of training.
 
     first: the holder, or the party that is the holder too.
     """
 
-    def __init__(self, first: Holder | LabelParty, guarded: GuardedGradients) -> None:
+    def __init__(self, first: LabelHolder | LabelParty, guarded: GuardedGradients) -> None:
         self.first = first
         self.holder = first.holder if isinstance(first, LabelParty) else first
         self.guarded = guarded
@@ -150,7 +150,7 @@ class Training:
         return list(self.first.receive(sender, message, 0.0))
 
 
-class ServedParties(Learner):
+class ServedVerticalLearner(Learner):
     """Learner of the holder of the labels.
 
     Args:
@@ -168,7 +168,7 @@ class ServedParties(Learner):
         task: Task,
         place: RankContext,
         seed: int,
-        plan: PartiesPlan,
+        plan: VerticalPlan,
         connect: Callable[[HostedRun], Channels],
     ) -> None:
         self.task = task
@@ -198,12 +198,12 @@ class ServedParties(Learner):
         names = [party(number) for number in self.others]
         self._meters = [Meter(plan.holder, is_worker=plan.holder != SERVER)]
         self._meters += [Meter(name) for name in names]
-        entrance = Entrance(self.channels, len(names), self._tells)
+        entrance = Admission(self.channels, len(names), self._tells)
         entrance.wait(place.interrupted)
         each = max(one.nbytes for one in self.activations) / len(inputs)
         examples = max(size, task.eval_batch_size)
         self.channels.allow(sizes.largest_message(sizes.SLACK * each * examples, 0))
-        self.hall = PartiesHall(
+        self.hall = VerticalSplitServer(
             self.channels,
             entrance,
             self.others,
@@ -230,7 +230,7 @@ class ServedParties(Learner):
 
     # Alignment and parts
 
-    def _all_rows(self, entrance: Entrance) -> Tensor:
+    def _all_rows(self, entrance: Admission) -> Tensor:
         """Return the rows of all people.
 
         Raises PartyLostError for a party with another number of people.
@@ -245,7 +245,7 @@ class ServedParties(Learner):
                 )
         return torch.arange(len(self.train))
 
-    def _aligned(self, entrance: Entrance) -> Tensor:
+    def _aligned(self, entrance: Admission) -> Tensor:
         """Return the rows of the people whom all know, in the common order."""
         folder = self.place.folder
         if folder is not None and (folder / PEOPLE).exists():
@@ -257,11 +257,11 @@ class ServedParties(Learner):
         ids = ids_of(self.task.train, plan.id_column)
         own = [ids[row] for row in known.tolist()]
         # Imported here because it loads the library of the elliptic curve.
-        from dure.split.network.queries import Queries, secret_in
+        from dure.split.network.alignment_queries import AlignmentQueries, secret_in
 
         secret_file = None if folder is None else folder / SECRET
         secret = secret_in(secret_file)
-        queries = Queries(None if folder is None else folder / ASKED)
+        queries = AlignmentQueries(None if folder is None else folder / ASKED)
         sizes = {
             name: entrance.hellos[place].examples for place, name in enumerate(self.hall.names)
         }
@@ -279,7 +279,7 @@ class ServedParties(Learner):
             )
 
         self._tells("aligning: whom do all parties know?")
-        aligning = Aligning(holder)
+        aligning = AlignmentWork(holder)
         self.hall.does(aligning)
         self.hall.reach(1)
         rows = known[torch.tensor(aligning.holder.rows)]
@@ -290,7 +290,7 @@ class ServedParties(Learner):
             secret_file.unlink(missing_ok=True)
         return rows
 
-    def _training(self, rows: Tensor) -> Training:
+    def _training(self, rows: Tensor) -> TrainingWork:
         plan = self.plan
         seed = self.seed
         names = [party(number) for number in range(self.parties)]
@@ -298,17 +298,17 @@ class ServedParties(Learner):
         # Derived from the private key: a party that knew the seed could subtract the noise.
         drawn = self.channels.key.seed(f"defences of {self.channels.run}")
         labelled = relabelled(plan.defence, self.train, drawn)
-        table = Table(labelled, rows, seed)
+        table = AlignedExamples(labelled, rows, seed)
         guarded = GuardedGradients(
             plan.defence,
             others,
             self.division.join,
             lambda name, step: generator(drawn, "defence", others.index(name), step),
         )
-        holder = Holder(
+        holder = LabelHolder(
             plan.holder,
             {
-                name: Leaving(tuple(one.shape[1:]), one.dtype)
+                name: ActivationForm(tuple(one.shape[1:]), one.dtype)
                 for name, one in zip(names, self.activations, strict=True)
             },
             self._trained(self.division.tail),
@@ -317,12 +317,12 @@ class ServedParties(Learner):
             self.batches,
             CountedLoss(self.task.loss, labelled),
             seed,
-            no_time,
-            Busy(),
+            zero_seconds,
+            ComputeQueue(),
             guarded,
         )
         if plan.label_party is None:
-            return Training(holder, guarded)
+            return TrainingWork(holder, guarded)
         own = Party(
             plan.label_party,
             plan.holder,
@@ -330,12 +330,12 @@ class ServedParties(Learner):
             table.reader(self.division.features[plan.label_party]),
             self.batches,
             seed,
-            no_time,
+            zero_seconds,
         )
         own.busy = holder.busy
-        return Training(LabelParty(own, holder), guarded)
+        return TrainingWork(LabelParty(own, holder), guarded)
 
-    def _trained(self, part: Part) -> TrainedPart:
+    def _trained(self, part: VerticalPart) -> TrainedPart:
         return TrainedPart(part, self.model, self.task.optimizer, self.task.lr_schedule)
 
     def _elsewhere(self) -> list[str]:
@@ -441,7 +441,7 @@ class ServedParties(Learner):
         self._take_up()
         self.hall.reach(self.step)
         if self.training.kept["step"] != self.step:
-            self.hall.ask(Keep(self.step, self._durable))
+            self.hall.ask(SaveState(self.step, self._durable))
             self.training.kept = self.training.now()
 
     def saved(self) -> None:

@@ -23,35 +23,35 @@ from dure.record.checkpoint import read_tree, write_tree
 from dure.record.disk import write_atomically
 from dure.record.weights import weights_to_bytes
 from dure.split.alignment import AlignedParty, Blinded, Common
+from dure.split.gradient_bound import GradientBound
 from dure.split.network import sizes
-from dure.split.network.control import Hello, Members
+from dure.split.network.control import Hello, RosterMembers
 from dure.split.network.frames import Frame, decode, encode
-from dure.split.network.incoming import Patience
-from dure.split.network.outgoing import Says, say
+from dure.split.network.incoming import ProgressTimeout
+from dure.split.network.outgoing import ServerChannel, say
 from dure.split.network.parties_control import (
     ALIGNS,
     Aligned,
     Evaluate,
     Evaluated,
-    Keep,
-    Kept,
     Resume,
     Resumed,
+    SaveState,
+    StateSaved,
 )
 from dure.split.network.site import UNLIMITED, Identity, SiteLimits
+from dure.split.parties.aligned_examples import AlignedExamples
 from dure.split.parties.guarded import activations_guard
-from dure.split.parties.messages import ActivationGradients, Step, party
+from dure.split.parties.messages import ActivationGradients, BeginStep, party
 from dure.split.parties.model import activations_of, divide, select
 from dure.split.parties.part import TrainedPart
 from dure.split.parties.party import Party
-from dure.split.parties.plan import PartiesPlan, ids_of
-from dure.split.parties.table import Table
-from dure.split.received import GradientBound
+from dure.split.parties.plan import VerticalPlan, ids_of
 from dure.tasks.batch_norm import needs_two
 from dure.tasks.modes import in_mode
 
 if TYPE_CHECKING:
-    from dure.split.network.queries import Queries
+    from dure.split.network.alignment_queries import AlignmentQueries
 
 Event = Callable[[str, Mapping[str, object]], None]
 
@@ -81,7 +81,7 @@ class PartySite:
         model: nn.Module,
         train: Examples,
         test: Examples | None,
-        plan: PartiesPlan,
+        plan: VerticalPlan,
         client: int,
         seed: int,
         folder: Path | None,
@@ -119,7 +119,7 @@ class PartySite:
         self._kept: dict[int, dict[str, Any]] = {0: {"part": self.part.kept(), "memory": None}}
         """State after some steps, by step."""
         self._aligning: AlignedParty | None = None
-        self._queries: Queries | None = None
+        self._queries: AlignmentQueries | None = None
         self._secret: bytes | None = None
         self._rows: Tensor | None = None if plan.align else self.known
         self._party: Party | None = None
@@ -130,7 +130,7 @@ class PartySite:
         self._measuring = (0, 0)
         """Number of measurements so far, and the next row of the newest measurement."""
         self.limits = UNLIMITED
-        self.patience = Patience(None)
+        self.patience = ProgressTimeout(None)
         self._read_kept()
 
     def takes(self, hello: Hello, identity: Identity, limits: SiteLimits = UNLIMITED) -> None:
@@ -138,20 +138,20 @@ class PartySite:
         self.hello = hello
         self.identity = identity
         self.limits = limits
-        self.patience = Patience(limits.give_up)
+        self.patience = ProgressTimeout(limits.give_up)
 
     @property
     def at(self) -> str:
         """Position in the run, for errors."""
         return "the start" if self._party is None else f"step {self._party.done + 1}"
 
-    def talks(self, channel: Says) -> None:
+    def talks(self, channel: ServerChannel) -> None:
         """Process messages until the channel raises an error."""
         self._resumed = False
         say(channel, self.hello, encode(self.hello))
         while True:
             frame = decode(channel.next(self.patience.left))
-            if isinstance(frame, Members):
+            if isinstance(frame, RosterMembers):
                 channel.allow(self.most)
             for said in self._hears(frame):
                 say(channel, said, encode(said))
@@ -159,7 +159,7 @@ class PartySite:
                 self.patience.note(self._accepted)
 
     def _hears(self, frame: Frame) -> list[Any]:
-        if isinstance(frame, Members):
+        if isinstance(frame, RosterMembers):
             roster = self.identity.takes(frame.roster)
             self.event("roster", {"clients": len(roster.members), "is": roster.fingerprint})
             return []
@@ -170,21 +170,21 @@ class PartySite:
         # Meant for an earlier process of this party, before the server noticed its end.
         if not self._resumed:
             return []
-        if isinstance(frame, Keep):
+        if isinstance(frame, SaveState):
             self._keep(frame)
             self._accepted += 1
-            return [Kept(frame.step)]
+            return [StateSaved(frame.step)]
         if isinstance(frame, Evaluate):
             return [Evaluated(frame.first, self._measured(frame))]
         if isinstance(frame, Blinded | Common) and self._aligning is not None:
             return self._aligns(self._aligning, frame)
-        if isinstance(frame, Step | ActivationGradients) and self._party is not None:
+        if isinstance(frame, BeginStep | ActivationGradients) and self._party is not None:
             return self._trains(self._party, frame)
         raise StateError(f"the server says {type(frame).__name__}, which is not due")
 
-    def _trains(self, own: Party, message: Step | ActivationGradients) -> list[Any]:
+    def _trains(self, own: Party, message: BeginStep | ActivationGradients) -> list[Any]:
         self._accepted += 1
-        if isinstance(message, Step) and message.number % own.batches.steps_per_epoch == 0:
+        if isinstance(message, BeginStep) and message.number % own.batches.steps_per_epoch == 0:
             self.event("training", {"round": message.number // own.batches.steps_per_epoch})
         return [said for _, said in own.receive(self.plan.holder, message, 0.0)]
 
@@ -258,10 +258,10 @@ class PartySite:
     def _begins_to_align(self) -> AlignedParty:
         """Return a new alignment with the run's secret, so that a restart sends the same points."""
         # Imported here because it loads the library of the elliptic curve.
-        from dure.split.network.queries import Queries, secret_in
+        from dure.split.network.alignment_queries import AlignmentQueries, secret_in
 
         if self._queries is None:
-            self._queries = Queries(self._in_folder(f"asked-{self.run}.json"))
+            self._queries = AlignmentQueries(self._in_folder(f"asked-{self.run}.json"))
         if self._secret is None:
             self._secret = secret_in(self._in_folder(self._key))
         return AlignedParty(
@@ -283,7 +283,7 @@ class PartySite:
             self.number,
             self.plan.holder,
             self.part,
-            Table(self.train, rows, self.seed).reader(self.columns),
+            AlignedExamples(self.train, rows, self.seed).reader(self.columns),
             batches,
             self.seed,
             lambda examples, back: 0.0,
@@ -292,7 +292,7 @@ class PartySite:
         own.bound = GradientBound(self.limits.largest_gradient, batches.steps_per_epoch)
         return own
 
-    def _keep(self, asked: Keep) -> None:
+    def _keep(self, asked: SaveState) -> None:
         own = self._party
         if own is None or own.done != asked.step:
             raise StateError(f"{self.name} is to keep step {asked.step}, which it is not in")

@@ -26,28 +26,28 @@ from dure.fleet.virtual_network import nbytes
 from dure.machine.threads import threads_for
 from dure.record.checkpoint import UNREADABLE, read_tree, write_tree
 from dure.record.meter import Counters, Meter
-from dure.split.account import Account
-from dure.split.across import AcrossTheCut
-from dure.split.apart.checks import MadeUp
-from dure.split.apart.form import check_extent, decoded
+from dure.split.activity_log import ActivityLog
+from dure.split.compressed_evaluation import CompressedCutModel
 from dure.split.messages import SERVER, client
+from dure.split.network.admission import Admission
 from dure.split.network.checks import MOST_BATCH, BatchSizes, Checks
-from dure.split.network.control import Hello, Members
-from dure.split.network.ends import ends_of_cut, ends_of_tail
-from dure.split.network.entrance import Entrance
-from dure.split.network.hall import Clients, Hall
+from dure.split.network.control import Hello, RosterMembers
+from dure.split.network.server_setup import setup_for_cut, setup_for_tail
 from dure.split.network.sizes import (
     crossing_of_cut,
     crossing_of_forms,
     head_bytes,
     largest_message,
-    said_bytes,
+    stated_head_bytes,
 )
+from dure.split.network.split_server import CheckInData, SplitServer
 from dure.split.orders import Amounts
-from dure.split.plan import Plan
-from dure.split.server import Server, Whole
-from dure.split.sides import Party
-from dure.split.states import read, written
+from dure.split.plan import SplitPlan
+from dure.split.separate_models.checks import SyntheticExamples
+from dure.split.separate_models.form import check_extent, decoded
+from dure.split.server import ServerSnapshot, TailServer
+from dure.split.sides import SideRunner
+from dure.split.states import state_from_tree, state_to_tree
 from dure.tasks.batch_norm import needs_two
 from dure.tasks.evaluation import evaluate
 from dure.tasks.flops import flops_per_step
@@ -60,7 +60,7 @@ TURN = "turn.tree"
 """File in the run folder: the server's state after the newest turn that counts."""
 
 
-class ServedLearner(Learner):
+class ServedSplitLearner(Learner):
     """Learner of the server.
 
     Args:
@@ -79,7 +79,7 @@ class ServedLearner(Learner):
         task: Task,
         place: RankContext,
         seed: int,
-        plan: Plan,
+        plan: SplitPlan,
         connect: Callable[[HostedRun], Channels],
     ) -> None:
         self.task = task
@@ -91,7 +91,7 @@ class ServedLearner(Learner):
         train, self.test = examples_for(task)
         self.flops, hosted = self._hosted(train)
         self.channels = connect(hosted)
-        entrance = Entrance(self.channels, plan.clients, self._tells, self._check_hello)
+        entrance = Admission(self.channels, plan.clients, self._tells, self._check_hello)
         roster = entrance.wait(place.interrupted)
         self._meters = [Meter(SERVER, is_worker=False)]
         self._meters += [Meter(client(number)) for number in range(plan.clients)]
@@ -101,10 +101,10 @@ class ServedLearner(Learner):
         largest = max(one.largest for one in epochs)
         if isinstance(task, TailTask):
             assert isinstance(self.model, ModelParts)
-            self.ends = ends_of_tail(task, self.model, plan, hellos, largest, seed)
+            self.ends = setup_for_tail(task, self.model, plan, hellos, largest, seed)
         else:
             sample = self._sample(train)
-            self.ends = ends_of_cut(task, self.model, plan, sample, largest, self.flops, seed)
+            self.ends = setup_for_cut(task, self.model, plan, sample, largest, self.flops, seed)
         self.channels.allow(self._most(hellos, train, largest))
         self.heads = self.ends.heads
         self.tails = self.ends.tails
@@ -117,21 +117,21 @@ class ServedLearner(Learner):
         head = self.heads.own() if self.heads is not None and known else None
         tail = self.tails.own()
         self.order = plan.order(
-            self.amounts, head, lambda number: Party(self.tails, tail, number), seed
+            self.amounts, head, lambda number: SideRunner(self.tails, tail, number), seed
         )
         batching = lru_cache(maxsize=64)(self.ends.batching)
-        self.server = Server(self.order, batching, self.ends.targets)
+        self.server = TailServer(self.order, batching, self.ends.targets)
         self.server.keeps = True
         self.server.blames = True
-        self.account = Account()
-        self.hall = Hall(
+        self.account = ActivityLog()
+        self.hall = SplitServer(
             self.server,
             self.channels,
             Checks(self.ends.agreed),
-            Clients(epochs, [one.tests for one in hellos.values()]),
+            CheckInData(epochs, [one.tests for one in hellos.values()]),
             self._meters,
             entrance,
-            Members(roster.to_json(), joins, self.ends.form),
+            RosterMembers(roster.to_json(), joins, self.ends.form),
             self.account,
             self.ends.exchange,
             self._tells,
@@ -185,7 +185,7 @@ class ServedLearner(Learner):
             return True
         form = hellos[min(hellos)].form
         # Clients with the whole model have checked all of it.
-        return bool(form) and needs_two(self.model, MadeUp(decoded(form)))
+        return bool(form) and needs_two(self.model, SyntheticExamples(decoded(form)))
 
     def _most(self, hellos: Mapping[int, Hello], train: Examples, largest: int) -> int:
         """Return the maximum bytes of a client's message, from the cut and the largest batch."""
@@ -199,7 +199,7 @@ class ServedLearner(Learner):
         first = hellos[min(hellos)]
         forms = [decoded(one) for one in (first.form, first.targets, self.ends.form) if one]
         crossing = crossing_of_forms(forms, examples)
-        return largest_message(crossing, said_bytes(hellos))
+        return largest_message(crossing, stated_head_bytes(hellos))
 
     def _sample(self, train: Examples) -> Examples:
         """Return some examples, by which the model is traced."""
@@ -303,7 +303,7 @@ class ServedLearner(Learner):
         self._load()
         if self.ends.divided is not None and self._knows_head:
             compression = self.plan.compression
-            across = AcrossTheCut(self.ends.divided.cut, compression)
+            across = CompressedCutModel(self.ends.divided.cut, compression)
             measured = across if compression.compresses else self.model
             return evaluate(self.task, measured, self.test, self.group, self.round)
         head = self.order.head if self.plan.rules.returns else None
@@ -339,8 +339,8 @@ class ServedLearner(Learner):
             "round": self.round,
             "examples": list(self.amounts.examples),
             "order": dict(whole.order),
-            "head": written(whole.head),
-            "tails": [written(one) for one in whole.tails],
+            "head": state_to_tree(whole.head),
+            "tails": [state_to_tree(one) for one in whole.tails],
             "losses": [list(one) for one in whole.losses],
             "samples": whole.samples,
             "meters": [meter.counters.as_list() for meter in self._meters],
@@ -371,13 +371,13 @@ class ServedLearner(Learner):
                     f"has to go on with the same"
                 )
         self.round = state["round"]
-        head = None if state["head"] is None else read(state["head"])
-        tails = [read(one) for one in state["tails"]]
+        head = None if state["head"] is None else state_from_tree(state["head"])
+        tails = [state_from_tree(one) for one in state["tails"]]
         for tail in tails:
             self.tails.check_kept(tail)
         if head is not None and self.heads is not None:
             self.heads.check_kept(head)
-        self.server.whole = Whole(
+        self.server.whole = ServerSnapshot(
             order=state["order"],
             head=head,
             tails=tails,

@@ -27,24 +27,24 @@ from dure.randomness.seeds import generators_state, restore_generators
 from dure.record.checkpoint import read_tree, write_tree
 from dure.record.disk import write_atomically
 from dure.record.weights import weights_to_bytes
-from dure.split.client import Client, HeadError, Kept
-from dure.split.messages import SERVER, Handed, Own, Turn, client
+from dure.split.client import HeadError, SplitClient, SplitClientState
+from dure.split.gradient_bound import ReceivedError
+from dure.split.messages import SERVER, HeadHandover, SideState, Turn, client
 from dure.split.network.control import (
-    Answer,
     Final,
     HeadRefused,
     Hello,
-    Measure,
-    Measured,
-    Members,
+    MeasureModel,
+    ModelMeasured,
     Query,
-    Sealed,
+    QueryAnswer,
+    RosterMembers,
+    SealedHead,
 )
-from dure.split.network.frames import Frame, FrameError, decode, encode
-from dure.split.network.incoming import CheckedClient, Patience
-from dure.split.network.outgoing import Says, say
-from dure.split.received import ReceivedError
-from dure.split.states import read, written
+from dure.split.network.frames import Frame, SplitFrameError, decode, encode
+from dure.split.network.incoming import CheckedClient, ProgressTimeout
+from dure.split.network.outgoing import ServerChannel, say
+from dure.split.states import state_from_tree, state_to_tree
 from dure.tasks.measurement import Measurement
 from dure.tasks.modes import in_mode
 from dure.wire.boxes import BoxKey, Member
@@ -103,7 +103,7 @@ class Identity:
         return decode(unseal(sealed, box=self.box, sender=self.member(sender), about=about))
 
 
-class AtClient(ABC):
+class ClientPartInterface(ABC):
     """Interface to the client's part in evaluation, with its newest head."""
 
     @abstractmethod
@@ -111,12 +111,12 @@ class AtClient(ABC):
         """Return the query for a batch; of: total number of examples that are measured."""
 
     @abstractmethod
-    def outputs(self, answer: Answer, inputs: Any, examples: int) -> Any:
+    def outputs(self, answer: QueryAnswer, inputs: Any, examples: int) -> Any:
         """Return the model's output from the server's answer; None if the server measures."""
 
 
 @dataclass(frozen=True)
-class Working:
+class SiteClient:
     """State machine of a client, with the checks around it.
 
     checked: the client with checks of its server's messages. names: of the weights of its head, and
@@ -125,12 +125,12 @@ class Working:
 
     checked: CheckedClient
     node: Node
-    at_client: AtClient
+    at_client: ClientPartInterface
     names: Sequence[str]
     most: int
 
     @property
-    def machine(self) -> Client:
+    def machine(self) -> SplitClient:
         return self.checked.machine
 
 
@@ -151,13 +151,13 @@ class SiteLimits:
 UNLIMITED = SiteLimits()
 
 
-class Site:
+class SplitSite:
     """A client of a run.
 
     Args:
         task: the task.
         identity: its keys.
-        makes: returns the client's state machine, given the server's `Members`.
+        makes: returns the client's state machine, given the server's `RosterMembers`.
         model: the model, of which the client has a part.
         test: its test data; None without test data.
         hello: its first message.
@@ -171,7 +171,7 @@ class Site:
         self,
         task: Task,
         identity: Identity,
-        makes: Callable[[Members], Working],
+        makes: Callable[[RosterMembers], SiteClient],
         model: nn.Module,
         test: Examples | None,
         hello: Hello,
@@ -181,7 +181,7 @@ class Site:
         limits: SiteLimits = UNLIMITED,
     ) -> None:
         self.limits = limits
-        self.patience = Patience(limits.give_up)
+        self.patience = ProgressTimeout(limits.give_up)
         self.task = task
         self.identity = identity
         self.makes = makes
@@ -191,19 +191,19 @@ class Site:
         self.group = group
         self.folder = folder
         self.event = event
-        self._working: Working | None = None
-        self._final: Own | None = None
+        self._working: SiteClient | None = None
+        self._final: SideState | None = None
         self._round = 0
         self._written: set[int] = {-1}
 
     @property
-    def working(self) -> Working:
+    def working(self) -> SiteClient:
         if self._working is None:
             raise StateError("the server trains before it has said who takes part")
         return self._working
 
     @property
-    def machine(self) -> Client:
+    def machine(self) -> SplitClient:
         return self.working.machine
 
     @property
@@ -211,14 +211,14 @@ class Site:
         """Position in the run, for errors."""
         return f"round {self._round + 1}"
 
-    def talks(self, channel: Says) -> None:
+    def talks(self, channel: ServerChannel) -> None:
         """Process messages until the channel raises an error."""
         say(channel, self.hello, encode(self.hello))
         greeted = False
         while True:
             frame = decode(channel.next(self.patience.left if greeted else None))
             # Messages before Members are for an earlier process of this client.
-            greeted = greeted or isinstance(frame, Members)
+            greeted = greeted or isinstance(frame, RosterMembers)
             if not greeted:
                 continue
             for said in self._hears(frame, channel):
@@ -228,8 +228,8 @@ class Site:
                 with self._as_drawn():
                     self.machine.meanwhile()
 
-    def _hears(self, frame: Frame, channel: Says) -> list[Frame]:
-        if isinstance(frame, Members):
+    def _hears(self, frame: Frame, channel: ServerChannel) -> list[Frame]:
+        if isinstance(frame, RosterMembers):
             roster = self.identity.takes(frame.roster)
             self.event("roster", {"clients": len(roster.members), "is": roster.fingerprint})
             if self._working is None:
@@ -241,13 +241,13 @@ class Site:
             self._check_given(frame.head)
             self._final = frame.head
             return []
-        if isinstance(frame, Measure):
+        if isinstance(frame, MeasureModel):
             return [self._measures(frame, channel)]
-        if isinstance(frame, Sealed):
+        if isinstance(frame, SealedHead):
             return self._takes_head(frame)
         return self._trains(SERVER, frame)
 
-    def _takes_head(self, sealed: Sealed) -> list[Frame]:
+    def _takes_head(self, sealed: SealedHead) -> list[Frame]:
         """Train with the head of another client; refuse an invalid head and wait."""
         try:
             return self._trains(client(sealed.peer), self._opened(sealed))
@@ -256,16 +256,16 @@ class Site:
             self.event("waiting", {"why": str(error)})
             return [HeadRefused(sealed.turn, str(error))]
 
-    def _opened(self, sealed: Sealed) -> Handed:
+    def _opened(self, sealed: SealedHead) -> HeadHandover:
         """Return the decrypted head.
 
         Raises HeadError unless the other client encrypted a head for this turn.
         """
         try:
             handed = self.identity.opens(sealed.turn, sealed.peer, sealed.content)
-        except (SealError, FrameError) as error:
+        except (SealError, SplitFrameError) as error:
             raise HeadError(sealed.turn, str(error)) from error
-        if not isinstance(handed, Handed) or handed.turn != sealed.turn:
+        if not isinstance(handed, HeadHandover) or handed.turn != sealed.turn:
             sender = client(sealed.peer)
             raise HeadError(sealed.turn, f"{sender} has sealed something else than its head")
         return handed
@@ -293,14 +293,14 @@ class Site:
         content = self.identity.seals(message.turn, receiver, message)
         about = {"round": self._round, "bytes": content.nbytes}
         self.event("sending", about)
-        return Sealed(message.turn, receiver, content)
+        return SealedHead(message.turn, receiver, content)
 
     def _tells(self, message: Any) -> None:
         if isinstance(message, Turn):
             self._round = message.round
             self.event("training", {"round": message.round})
 
-    def _check_given(self, head: Own) -> None:
+    def _check_given(self, head: SideState) -> None:
         """Raise ReceivedError for a head that the server must not send, or of another model."""
         if not self.working.checked.rules.returns:
             raise ReceivedError(
@@ -310,16 +310,16 @@ class Site:
 
     # Evaluation
 
-    def _measures(self, measure: Measure, channel: Says) -> Measured:
+    def _measures(self, measure: MeasureModel, channel: ServerChannel) -> ModelMeasured:
         """Return the metrics of the newest model on test data; the server computes its part."""
         if measure.head is not None:
             self._check_given(measure.head)
         if self.test is None:
-            return Measured(measure.round, {})
+            return ModelMeasured(measure.round, {})
         refusal = self.limits.refusal(measure.round, len(self.test))
         if refusal:
             self.event("left", {"why": refusal})
-            return Measured(measure.round, {})
+            return ModelMeasured(measure.round, {})
         self.event("measuring", {"round": measure.round})
         own = measure.head or self.machine.after(measure.since).own
         self.machine.party.side.take(own)
@@ -331,19 +331,19 @@ class Site:
                 if outputs is not None:
                     measurement.add(outputs, targets, len(indices))
         if not measurement.measured:
-            return Measured(measure.round, {})
+            return ModelMeasured(measure.round, {})
         values = measurement.values(self.group)
         finite = {f"test_{name}": one for name, one in values.items() if math.isfinite(one)}
-        return Measured(measure.round, finite)
+        return ModelMeasured(measure.round, finite)
 
-    def _outputs(self, examples: int, inputs: Any, targets: Any, channel: Says) -> Any:
+    def _outputs(self, examples: int, inputs: Any, targets: Any, channel: ServerChannel) -> Any:
         """Return the model's output for a batch; the server computes its part."""
         at_client = self.working.at_client
         assert self.test is not None
         query = at_client.query(inputs, targets, examples, len(self.test))
         say(channel, query, encode(query))
         answer = decode(channel.next(self.patience.left))
-        if not isinstance(answer, Answer):
+        if not isinstance(answer, QueryAnswer):
             raise StateError(f"the server was asked to compute, and says {type(answer).__name__}")
         return at_client.outputs(answer, inputs, examples)
 
@@ -367,7 +367,7 @@ class Site:
             return
         for turn in kept.keys() - self._written:
             own, memory = kept[turn]
-            write_tree(self._file(turn), {"own": written(own), "memory": memory})
+            write_tree(self._file(turn), {"own": state_to_tree(own), "memory": memory})
         for turn in self._written - kept.keys():
             self._file(turn).unlink(missing_ok=True)
         self._written = set(kept)
@@ -379,9 +379,9 @@ class Site:
             turn = int(path.stem.rpartition("-")[2])
             try:
                 found = read_tree(path)
-                own = read(found["own"])
+                own = state_from_tree(found["own"])
                 self.machine.party.side.check_kept(own)
-                self.machine.kept[turn] = Kept(own, found["memory"])
+                self.machine.kept[turn] = SplitClientState(own, found["memory"])
             except RunFolderError as error:
                 raise StateError(str(error)) from error
             except Exception as error:

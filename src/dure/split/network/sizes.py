@@ -17,9 +17,9 @@ from collections.abc import Iterable, Mapping
 from torch import Tensor, fx, nn
 
 from dure.parallel.pipeline.cut import CutModel
-from dure.split.apart.form import Form
 from dure.split.batching import values_at
 from dure.split.network.control import Hello
+from dure.split.separate_models.form import OutputForm
 from dure.split.sides import Side
 
 MARGIN = 1 << 20
@@ -57,7 +57,7 @@ def crossing_of_cut(cut: CutModel, examples: int, targets: int = 0) -> float:
     return SLACK * examples * (max(cuts) / cut.examples + targets)
 
 
-def crossing_of_forms(forms: Iterable[Form | None], examples: int) -> float:
+def crossing_of_forms(forms: Iterable[OutputForm | None], examples: int) -> float:
     """Return the maximum bytes of the values of separate parts; as `crossing_of_cut`."""
     return VARIES * sum(form.nbytes(examples)[0] for form in forms if form is not None)
 
@@ -72,7 +72,7 @@ def model_bytes(model: nn.Module) -> int:
     return _bytes(model.parameters()) + _bytes(model.buffers())
 
 
-def said_bytes(hellos: Mapping[int, Hello]) -> int:
+def stated_head_bytes(hellos: Mapping[int, Hello]) -> int:
     """Return the bytes of a head, as all clients state. Raises ValueError if they differ."""
     first = min(hellos)
     for number, hello in hellos.items():

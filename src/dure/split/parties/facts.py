@@ -10,13 +10,13 @@ from torch import Tensor
 from dure.data.batches import Batches
 from dure.split.leakage.exposure import parties_exposure
 from dure.split.parties.messages import party
-from dure.split.parties.model import Division, Part
-from dure.split.parties.plan import PartiesPlan
+from dure.split.parties.model import VerticalDivision, VerticalPart
+from dure.split.parties.plan import VerticalPlan
 
 
 def facts_of(
-    plan: PartiesPlan,
-    division: Division,
+    plan: VerticalPlan,
+    division: VerticalDivision,
     activations: Sequence[Tensor],
     batches: Batches,
     people: int,
@@ -59,7 +59,7 @@ def facts_of(
 
 
 def _leakage(
-    plan: PartiesPlan, activations: Sequence[Tensor], measured: Mapping[str, float]
+    plan: VerticalPlan, activations: Sequence[Tensor], measured: Mapping[str, float]
 ) -> dict[str, Any]:
     """Return the defence, the exposure of labels and columns, and the values of the meters."""
     others = plan.others(len(activations))
@@ -72,5 +72,5 @@ def _leakage(
     }
 
 
-def _weights(part: Part) -> int:
+def _weights(part: VerticalPart) -> int:
     return sum(piece.here.numel() for piece in part.pieces)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dure.randomness.seeds import generator
 from dure.split.leakage.defence import Defence, Memory
-from dure.split.leakage.guard import Crossing, Guard
+from dure.split.leakage.guard import CutValue, Guard
 
 
 class GuardedGradients:
@@ -71,7 +71,7 @@ class GuardedGradients:
 
 
 def _guard(defence: Defence, name: str, draws: Callable[[str, int], torch.Generator]) -> Guard:
-    return Guard(defence, [], [Crossing(0, True)], lambda step: draws(name, step))
+    return Guard(defence, [], [CutValue(0, True)], lambda step: draws(name, step))
 
 
 def activations_guard(
@@ -81,5 +81,5 @@ def activations_guard(
     if defence.guards != "activations" or number == label_party:
         return None
     return Guard(
-        defence, [Crossing(0, True)], [], lambda step: generator(seed, "defence", number, step)
+        defence, [CutValue(0, True)], [], lambda step: generator(seed, "defence", number, step)
     )

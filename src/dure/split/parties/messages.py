@@ -11,8 +11,8 @@ step's number, as all shuffle by the agreed seed. So a step sends no row numbers
 activations and their gradients.
 
 A message consists of numbers and tensors and has a tag for its type, so that another process can
-decode it. The holder knows the name of each party and the `Leaving` of its head; a party knows the
-holder's name.
+decode it. The holder knows the name of each party and the `ActivationForm` of its head; a party
+knows the holder's name.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ def party(number: int) -> str:
     return f"party {number}"
 
 
-class Leaving(NamedTuple):
+class ActivationForm(NamedTuple):
     """Shape and dtype of a head's output for one example, agreed before the first step."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
-class Step(msgspec.Struct, frozen=True, tag=True):
+class BeginStep(msgspec.Struct, frozen=True, tag="Step"):
     """Announces the next step; `number` counts from 0."""
 
     number: int
@@ -63,6 +63,6 @@ class ActivationGradients(msgspec.Struct, frozen=True, tag=True):
     values: Tensor | None
 
 
-Message = Step | Activations | ActivationGradients
+Message = BeginStep | Activations | ActivationGradients
 Envelope = tuple[str, Message]
 """(receiver, message)."""

@@ -21,11 +21,11 @@ from typing import Any
 from torch import Tensor
 
 from dure.fleet.virtual_network import Envelope, Message, Node
-from dure.split.leakage.guard import Crossing
+from dure.split.leakage.guard import CutValue
 from dure.split.leakage.meter import LeakMeter
 from dure.split.parties.messages import ActivationGradients, Activations
 
-Held = Callable[[str, int], tuple[Tensor, Tensor]]
+ReadBatch = Callable[[str, int], tuple[Tensor, Tensor]]
 """held(party, step): the rows of a batch in the task's data, and the party's columns of them."""
 
 
@@ -37,9 +37,9 @@ class PartyMeters:
     """
 
     def __init__(
-        self, parties: Sequence[str], labels: Tensor | None, classes: int, held: Held
+        self, parties: Sequence[str], labels: Tensor | None, classes: int, held: ReadBatch
     ) -> None:
-        crossing = [Crossing(0, True)]
+        crossing = [CutValue(0, True)]
         self.held = held
         self._meters = {name: LeakMeter(labels, classes, crossing, crossing) for name in parties}
         self.latest: dict[str, float] = {}
@@ -81,7 +81,7 @@ class PartyMeters:
             meter.restore(state["windows"][name])
 
 
-class Metered:
+class MeteredHolder:
     """Wrapper around the holder of the labels that passes its messages to the meters."""
 
     def __init__(self, holder: Node, meters: PartyMeters) -> None:

@@ -109,7 +109,7 @@ def check_columns(features: Sequence[Columns]) -> None:
 
 
 @dataclass(frozen=True)
-class Piece:
+class ParameterPiece:
     """A parameter of a part and the corresponding parameter of the model.
 
     columns: columns of the model's parameter that the part has; None if it has all.
@@ -138,24 +138,24 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Part:
+class VerticalPart:
     """Part of the model at one party: a module, and its parameters' counterparts in the model."""
 
     module: nn.Module
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[ParameterPiece] = field(default_factory=list)
 
     @staticmethod
-    def whole(module: nn.Module) -> Part:
+    def whole(module: nn.Module) -> VerticalPart:
         """Return a part that is a module of the model."""
-        return Part(module, [Piece(one, one) for one in module.parameters()])
+        return VerticalPart(module, [ParameterPiece(one, one) for one in module.parameters()])
 
 
 @dataclass(frozen=True)
-class Division:
+class VerticalDivision:
     """Division of a model into a head for each party and the tail."""
 
-    heads: list[Part]
-    tail: Part
+    heads: list[VerticalPart]
+    tail: VerticalPart
     join: str
     features: list[Columns]
 
@@ -169,7 +169,7 @@ class Division:
         for piece in self._pieces():
             piece.store()
 
-    def _pieces(self) -> list[Piece]:
+    def _pieces(self) -> list[ParameterPiece]:
         return [piece for part in (*self.heads, self.tail) for piece in part.pieces]
 
     @property
@@ -186,10 +186,10 @@ class Division:
         return outputs
 
 
-class Together(nn.Module):
+class JoinedParts(nn.Module):
     """Module that runs all parts of a division on the inputs of all columns."""
 
-    def __init__(self, division: Division) -> None:
+    def __init__(self, division: VerticalDivision) -> None:
         super().__init__()
         self.division = division
         self.parts = nn.ModuleList(part.module for part in (*division.heads, division.tail))
@@ -200,7 +200,7 @@ class Together(nn.Module):
 
 def divide(
     model: nn.Module, inputs: object, features: Sequence[Columns], parties: int | None
-) -> Division:
+) -> VerticalDivision:
     """Divide the model into heads and a tail.
 
     inputs: of an example, or of many. features: the columns of each party; empty for the features
@@ -226,7 +226,7 @@ def divide(
     return division
 
 
-def _by_parts(model: VerticalModel, features: Sequence[Columns]) -> Division:
+def _by_parts(model: VerticalModel, features: Sequence[Columns]) -> VerticalDivision:
     if type(model).forward is not VerticalModel.forward:
         raise ValueError(
             f"{type(model).__name__} has a forward of its own, which parties would not run: put "
@@ -236,8 +236,8 @@ def _by_parts(model: VerticalModel, features: Sequence[Columns]) -> Division:
         raise ValueError(
             "features are not those of the model's heads: leave them out, the model says them"
         )
-    heads = [Part.whole(head) for head in model.heads]
-    return Division(heads, Part.whole(model.tail), model.join, list(model.features))
+    heads = [VerticalPart.whole(head) for head in model.heads]
+    return VerticalDivision(heads, VerticalPart.whole(model.tail), model.join, list(model.features))
 
 
 class _Rest(nn.Module):
@@ -255,7 +255,7 @@ class _Rest(nn.Module):
 
 def _by_columns(
     model: nn.Module, inputs: Tensor, features: Sequence[Columns], parties: int | None
-) -> Division:
+) -> VerticalDivision:
     linear, layers = _linear_first(model)
     for one in model.children():
         _check_plain(one)
@@ -273,18 +273,18 @@ def _by_columns(
         )
     whole = linear.weight
     assert isinstance(whole, nn.Parameter)
-    heads: list[Part] = []
+    heads: list[VerticalPart] = []
     for columns in own:
         weight = nn.Parameter(
             whole[:, list(columns)].detach().clone(), requires_grad=whole.requires_grad
         )
         head = nn.Linear(len(columns), linear.out_features, bias=False, device="meta")
         head.weight = weight
-        heads.append(Part(head, [Piece(weight, whole, columns)]))
-    rest = Part.whole(_Rest(linear.bias, layers))
+        heads.append(VerticalPart(head, [ParameterPiece(weight, whole, columns)]))
+    rest = VerticalPart.whole(_Rest(linear.bias, layers))
     if any(piece.there is whole for piece in rest.pieces):
         raise ValueError("the first layer's weight is used again behind it: give each its own")
-    return Division(heads, rest, "sum", own)
+    return VerticalDivision(heads, rest, "sum", own)
 
 
 def _linear_first(model: nn.Module) -> tuple[nn.Linear, list[nn.Module]]:
@@ -306,7 +306,7 @@ def _linear_first(model: nn.Module) -> tuple[nn.Linear, list[nn.Module]]:
     )
 
 
-def activations_of(division: Division, inputs: Tensor) -> list[Tensor]:
+def activations_of(division: VerticalDivision, inputs: Tensor) -> list[Tensor]:
     """Return the output of each head in evaluation mode.
 
     Raises ValueError for outputs that cannot be joined.
@@ -340,7 +340,7 @@ def _check_plain(module: nn.Module) -> None:
         )
 
 
-def _check(division: Division, columns: int, parties: int | None) -> None:
+def _check(division: VerticalDivision, columns: int, parties: int | None) -> None:
     if parties is not None and parties != len(division.heads):
         raise ValueError(
             f"parties is {parties}, but {len(division.heads)} have features: leave it out"

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dure.contracts.lr_schedule import LRSchedule, ScheduledRates
-from dure.split.parties.model import Part, Piece
+from dure.split.parties.model import ParameterPiece, VerticalPart
 from dure.tensors.buffers import passing_buffers, write
 from dure.tensors.optimizer_state import load_optimizer
 
@@ -27,7 +27,7 @@ class TrainedPart:
 
     def __init__(
         self,
-        part: Part,
+        part: VerticalPart,
         model: nn.Module,
         optimizer: MakeOptimizer,
         schedule: LRSchedule | None = None,
@@ -69,7 +69,7 @@ class TrainedPart:
         return {**self.module.state_dict(), **passing_buffers(self.module)}
 
 
-def _optimizer(pieces: list[Piece], model: nn.Module, make: MakeOptimizer) -> Optimizer:
+def _optimizer(pieces: list[ParameterPiece], model: nn.Module, make: MakeOptimizer) -> Optimizer:
     # Made of all parameters, as a user's function may group parameters by their positions.
     optimizer = make(list(model.parameters()))
     mine = {id(piece.there): piece.here for piece in pieces}
@@ -84,7 +84,7 @@ def _optimizer(pieces: list[Piece], model: nn.Module, make: MakeOptimizer) -> Op
     return optimizer
 
 
-def _cut(state: Mapping[str, Any], piece: Piece) -> dict[str, Any]:
+def _cut(state: Mapping[str, Any], piece: ParameterPiece) -> dict[str, Any]:
     return {
         key: piece.cut(value)
         if isinstance(value, Tensor) and value.shape == piece.there.shape

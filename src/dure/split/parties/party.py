@@ -17,18 +17,18 @@ from torch import Tensor
 from dure.data.batches import Batches
 from dure.errors import CutNotANumberError
 from dure.randomness.seeds import seed_generators
-from dure.split.busy import Busy
+from dure.split.compute_queue import ComputeQueue
+from dure.split.gradient_bound import GradientBound
 from dure.split.leakage.guard import Guard
 from dure.split.parties.messages import (
     ActivationGradients,
     Activations,
+    BeginStep,
     Envelope,
     Message,
-    Step,
     party,
 )
 from dure.split.parties.part import TrainedPart
-from dure.split.received import GradientBound
 from dure.split.tensor_forms import form_of
 from dure.tensors.backward import backward_from
 
@@ -70,7 +70,7 @@ class Party:
         self.seed = seed
         self.seconds = seconds
         self.guard = guard
-        self.busy = Busy()
+        self.busy = ComputeQueue()
         self.bound: GradientBound | None = None
         """Limit on gradients from another machine; None for gradients of the same process."""
         self.done = 0
@@ -98,13 +98,13 @@ class Party:
             CutNotANumberError: the gradients contain NaN.
             ReceivedError: the gradients exceed the bound.
         """
-        if sender == self.holder and isinstance(message, Step):
+        if sender == self.holder and isinstance(message, BeginStep):
             return self._forward(message, now)
         if sender == self.holder and isinstance(message, ActivationGradients):
             return self._backward(message, now)
         raise ValueError(f"{self.name} is told {type(message).__name__} by {sender}")
 
-    def _forward(self, message: Step, now: float) -> list[Envelope]:
+    def _forward(self, message: BeginStep, now: float) -> list[Envelope]:
         if message.number != self.done or self._sent is not None:
             raise ValueError(
                 f"{self.name} is told to begin step {message.number + 1}, and is in step "

@@ -19,7 +19,7 @@ from dure.split.parties.model import Columns
 
 
 @dataclass(frozen=True)
-class PartiesPlan:
+class VerticalPlan:
     """Settings of a run; the fields are those of `VerticalSplit`, with features as columns."""
 
     features: tuple[Columns, ...]

@@ -31,19 +31,20 @@ from dure.fleet.virtual_network import Node, NodeLink, VirtualNetwork
 from dure.randomness.seeds import generator
 from dure.record.meter import Meter
 from dure.split.alignment import AlignedHolder, AlignedParty
-from dure.split.busy import Busy
+from dure.split.compute_queue import ComputeQueue
 from dure.split.leakage.defence import class_labels, count_classes
 from dure.split.leakage.randomised_response import relabelled
 from dure.split.messages import SERVER
+from dure.split.parties.aligned_examples import AlignedExamples
 from dure.split.parties.facts import facts_of
 from dure.split.parties.guarded import GuardedGradients, activations_guard
-from dure.split.parties.holder import Holder, LabelParty
-from dure.split.parties.messages import Leaving, party
-from dure.split.parties.metered import Metered, PartyMeters
+from dure.split.parties.label_holder import LabelHolder, LabelParty
+from dure.split.parties.messages import ActivationForm, party
+from dure.split.parties.metered import MeteredHolder, PartyMeters
 from dure.split.parties.model import (
-    Division,
-    Part,
-    Together,
+    JoinedParts,
+    VerticalDivision,
+    VerticalPart,
     activations_of,
     divide,
     joined,
@@ -51,8 +52,7 @@ from dure.split.parties.model import (
 )
 from dure.split.parties.part import TrainedPart
 from dure.split.parties.party import Party
-from dure.split.parties.plan import PartiesPlan, ids_of
-from dure.split.parties.table import Table
+from dure.split.parties.plan import VerticalPlan, ids_of
 from dure.tasks.batch_norm import needs_two
 from dure.tasks.evaluation import evaluate
 from dure.tasks.flops import flops_per_step
@@ -60,12 +60,12 @@ from dure.tasks.loss_shares import CountedLoss
 from dure.tensors.buffers import load_passing_buffers, load_weights, passing_buffers
 
 
-class PartiesLearner(Learner):
+class SimulatedVerticalLearner(Learner):
     """The holder of the labels and all parties of a run, in one process."""
 
     unit = "step"
 
-    def __init__(self, task: Task, place: RankContext, seed: int, plan: PartiesPlan) -> None:
+    def __init__(self, task: Task, place: RankContext, seed: int, plan: VerticalPlan) -> None:
         self.task = task
         self.plan = plan
         self.seed = seed
@@ -101,14 +101,14 @@ class PartiesLearner(Learner):
         self.step = 0
         self.tail = self._trained(self.division.tail)
         self.heads = [self._trained(head) for head in self.division.heads]
-        busy = Busy()
+        busy = ComputeQueue()
         # The labels of the training, which the defence may have changed.
         self.labelled = relabelled(plan.defence, self.train, seed)
         self.guarded = GuardedGradients(plan.defence, self.others, self.division.join, self._noise)
-        self.holder = Holder(
+        self.holder = LabelHolder(
             plan.holder,
             {
-                name: Leaving(tuple(one.shape[1:]), one.dtype)
+                name: ActivationForm(tuple(one.shape[1:]), one.dtype)
                 for name, one in zip(names, self.activations, strict=True)
             },
             self.tail,
@@ -134,8 +134,8 @@ class PartiesLearner(Learner):
             )
             for number, head in enumerate(self.heads)
         ]
-        self.everybody: list[Holder | Party] = [self.holder, *self.members]
-        self.first: Holder | LabelParty = self.holder
+        self.everybody: list[LabelHolder | Party] = [self.holder, *self.members]
+        self.first: LabelHolder | LabelParty = self.holder
         if plan.label_party is not None:
             member = self.members[plan.label_party]
             member.busy = busy
@@ -143,11 +143,11 @@ class PartiesLearner(Learner):
         self.leaks = self._leaks() if plan.measure_leaks else None
         self._live()
 
-    def _table(self, number: int) -> Table:
+    def _table(self, number: int) -> AlignedExamples:
         """Return the examples of a party, or of the server (number = number of parties)."""
-        return Table(self.labelled, self.rows[number], self.seed)
+        return AlignedExamples(self.labelled, self.rows[number], self.seed)
 
-    def _trained(self, part: Part) -> TrainedPart:
+    def _trained(self, part: VerticalPart) -> TrainedPart:
         """Return the part with its own optimizer."""
         return TrainedPart(part, self.model, self.task.optimizer, self.task.lr_schedule)
 
@@ -181,7 +181,7 @@ class PartiesLearner(Learner):
         self.network.add(name, node, link)
 
     def _live(self) -> None:
-        seen = self.first if self.leaks is None else Metered(self.first, self.leaks)
+        seen = self.first if self.leaks is None else MeteredHolder(self.first, self.leaks)
         self._add(self.plan.holder, self.plan.label_party, seen)
         for member in self.members:
             if member.number != self.plan.label_party:
@@ -267,7 +267,7 @@ class PartiesLearner(Learner):
 
     def evaluate(self) -> dict[str, float]:
         # Evaluates the parts, as parties in separate processes do, so that the bits agree.
-        return evaluate(self.task, Together(self.division), self.test, self.group, self.step)
+        return evaluate(self.task, JoinedParts(self.division), self.test, self.group, self.step)
 
     def weights(self) -> dict[str, Tensor]:
         self.division.store()
@@ -318,7 +318,9 @@ class PartiesLearner(Learner):
         )
 
 
-def _shares(division: Division, inputs: Tensor, activations: Sequence[Tensor]) -> list[float]:
+def _shares(
+    division: VerticalDivision, inputs: Tensor, activations: Sequence[Tensor]
+) -> list[float]:
     """Return the share of each part in the model's operations, counted for these inputs."""
     given = [select(inputs, columns) for columns in division.features]
     given.append(joined([value.detach() for value in activations], division.join))

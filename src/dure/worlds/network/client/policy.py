@@ -40,7 +40,7 @@ Evaluations are a membership oracle: a party that may request many evaluations o
 learns which examples the site has.
 
 `largest_gradient` bounds the Euclidean norm of the gradients that a server, or the label holder,
-sends for a batch in split learning (`dure.split.received`).
+sends for a batch in split learning (`dure.split.gradient_bound`).
 
 `owner` is the same as `dure join --owner`: the site takes part only if this owner has signed a
 roster that lists the site (`dure.wire.owners_roster`). `dure.run.client_site` checks the signature.

@@ -25,10 +25,10 @@ from dure.fleet.conditions import Conditions
 from dure.fleet.virtual_network import Envelope, Message, Node
 from dure.randomness.hashed_numbers import uniform
 from dure.split.messages import Ended, Pass, Smashed, Turn
-from dure.split.server import Server
+from dure.split.server import TailServer
 
 
-class Attendance:
+class AvailabilityTracker:
     """Wrapper around the server that tracks which clients are available.
 
     Args:
@@ -41,7 +41,7 @@ class Attendance:
 
     def __init__(
         self,
-        server: Server,
+        server: TailServer,
         seen: Node,
         conditions: Conditions,
         seed: int,

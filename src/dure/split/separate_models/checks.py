@@ -26,15 +26,15 @@ from dure.parallel.mesh.check import sample
 from dure.parallel.optimizer_sharding import check_parameter_wise
 from dure.parallel.pipeline.model_location import place_of
 from dure.randomness.seeds import generators_state, restore_generators, seed_generators
-from dure.split.apart.form import Form, dtype_of, flatten, form_of
 from dure.split.optimizer_settings import check_settings
+from dure.split.separate_models.form import OutputForm, dtype_of, flatten, form_of
 from dure.tasks.modes import in_mode
 from dure.tasks.parts import PLACES, ModelParts, parts_of
 from dure.tensors.copies import copy_of
 from dure.tensors.flat import check_apart
 
 
-class Tried(NamedTuple):
+class TrialOutputs(NamedTuple):
     """Outputs of a part for batches of two sizes.
 
     clones: whether the part's inputs must be cloned, because the part writes into them.
@@ -45,21 +45,21 @@ class Tried(NamedTuple):
     clones: bool
 
 
-def try_head(head: nn.Module, train: Examples, examples: int) -> Form:
+def try_head(head: nn.Module, train: Examples, examples: int) -> OutputForm:
     """Run the head on batches of `examples` (at least 2) and twice as many; return the form.
 
     Raises ValueError if the head fails or its output cannot be sent.
     """
     few = max(examples, 2)
     sizes = (few, 2 * few)
-    with spare(head) as tried:
+    with trial_copy(head) as tried:
         one, other = (
             _called(tried, sample(train, size), "the head", "its examples") for size in sizes
         )
         return form_of(one, other, sizes, "the head")
 
 
-def form_of_targets(train: Examples) -> Form:
+def form_of_targets(train: Examples) -> OutputForm:
     """Return the form of a batch's targets.
 
     Raises ValueError for targets that cannot be sent.
@@ -72,22 +72,22 @@ def form_of_targets(train: Examples) -> Form:
     return form_of(one, two, (1, 2), "the data's targets")
 
 
-def try_on(module: nn.Module, form: Form, before: str, who: str) -> Tried:
+def try_on(module: nn.Module, form: OutputForm, before: str, who: str) -> TrialOutputs:
     """Run a part on made-up values of the form of the part before.
 
     before, who: names of the two parts in messages. Raises ValueError if the part fails on the
     values.
     """
-    with spare(module) as tried:
+    with trial_copy(module) as tried:
         few, clones = _on_made_up(tried, form, [one.few for one in form.tensors], before, who)
         many, _ = _on_made_up(tried, form, [one.many for one in form.tensors], before, who)
-    return Tried(few, many, clones)
+    return TrialOutputs(few, many, clones)
 
 
-class MadeUp:
+class SyntheticExamples:
     """Examples of a form, with made-up values and without targets."""
 
-    def __init__(self, form: Form) -> None:
+    def __init__(self, form: OutputForm) -> None:
         self._form = form
 
     def batch(self, indices: Tensor) -> tuple[Any, None]:
@@ -100,7 +100,7 @@ class MadeUp:
 
 
 def _on_made_up(
-    module: nn.Module, form: Form, shapes: Sequence[tuple[int, ...]], before: str, who: str
+    module: nn.Module, form: OutputForm, shapes: Sequence[tuple[int, ...]], before: str, who: str
 ) -> tuple[Any, bool]:
     leaves = [
         _made_up(one.dtype, shape, one.differentiable)
@@ -139,7 +139,7 @@ def _called(module: nn.Module, inputs: Any, who: str, what: str) -> Any:
 
 
 @contextmanager
-def spare(module: nn.Module) -> Iterator[nn.Module]:
+def trial_copy(module: nn.Module) -> Iterator[nn.Module]:
     """Yield a copy of the module for trials, or the module itself, restored afterwards.
 
     Random numbers are the same in each trial, and the generators are restored afterwards.
@@ -228,7 +228,7 @@ def notes_on_head(model: ModelParts, train: Examples) -> list[str]:
             "it is; the tail learns from what it gives"
         )
     inputs = sample(train, 2)
-    with spare(model.head) as tried:
+    with trial_copy(model.head) as tried:
         _, given = flatten(_called(tried, inputs, "the head", "its examples"), "the head")
     memory = {one.untyped_storage().data_ptr() for one in _tensors(inputs) if one.numel()}
     if any(one.untyped_storage().data_ptr() in memory for one in given if one.numel()):

@@ -23,7 +23,7 @@ NEWEST = 1_500
 """Maximum number of activities of the newest round."""
 
 
-class Account:
+class ActivityLog:
     """Record of a run."""
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """Interface of a model that is divided between clients and a server, for learners.
 
 There are two implementations: a model that is traced and cut (`dure.split.cutting`), and a separate
-head and tail (`dure.split.apart`).
+head and tail (`dure.split.separate_models`).
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 
 from dure.collectives.compression import Compression
 from dure.split.batching import Batching
-from dure.split.leakage.guard import Crossing
+from dure.split.leakage.guard import CutValue
 from dure.split.sides import Side
 from dure.tasks.loss_shares import CountedLoss
 
 
-class Divided(ABC):
+class DividedModel(ABC):
     """A divided model, for client batches of `examples` examples.
 
     at: the places of the cuts, as names of the model. losses: the loss, which counts the clients'
@@ -53,13 +53,13 @@ class Divided(ABC):
         """Return the bytes at each cut with this compression: of values, and of gradients."""
 
     @abstractmethod
-    def crossings(self, few: int, many: int) -> list[list[Crossing]]:
-        """Return the `Crossing` of each value at each cut, from batches of two sizes.
+    def crossings(self, few: int, many: int) -> list[list[CutValue]]:
+        """Return the `CutValue` of each value at each cut, from batches of two sizes.
 
         Raises ValueError for a value that cannot be concatenated over clients.
         """
 
-    def crossings_of_two(self) -> list[list[Crossing]]:
+    def crossings_of_two(self) -> list[list[CutValue]]:
         """Return `crossings` for a client's batch size and twice that."""
         return self.crossings(self.examples, 2 * self.examples)
 

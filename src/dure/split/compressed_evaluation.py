@@ -20,7 +20,7 @@ from dure.parallel.pipeline.trace import leaves_of
 from dure.split.compressed import coder, cuts_of
 
 
-class AcrossTheCut(nn.Module):
+class CompressedCutModel(nn.Module):
     """Module with the interface of the model, for evaluation.
 
     Raises ValueError for a model that cannot be cut there.

@@ -3,8 +3,9 @@
     client    head, and in the U-shape the end         never has the tail, nor its code
     server    tail                                     never has the head, nor its code
 
-Each side receives a description of the other's output once, as data (`dure.split.apart.form`): the
-client describes the output of its head, and the server, in the U-shape, the output of its tail.
+Each side receives a description of the other's output once, as data
+(`dure.split.separate_models.form`): the client describes the output of its head, and the server, in
+the U-shape, the output of its tail.
 """
 
 from __future__ import annotations
@@ -19,13 +20,19 @@ from torch import nn
 from dure.collectives.compression import Compression
 from dure.data.examples import Examples
 from dure.parallel.mesh.check import sample
-from dure.split.apart.checks import check_parts, form_of_targets, spare, try_head, try_on
-from dure.split.apart.form import Form, decoded, encoded, form_of
-from dure.split.apart.stage import ModuleStage
 from dure.split.batching import Batching
-from dure.split.divided import Divided
-from dure.split.leakage.guard import Crossing
-from dure.split.sides import Loss, Side, StageAtWork, Stages, weighed
+from dure.split.divided_model import DividedModel
+from dure.split.leakage.guard import CutValue
+from dure.split.separate_models.checks import (
+    check_parts,
+    form_of_targets,
+    trial_copy,
+    try_head,
+    try_on,
+)
+from dure.split.separate_models.form import OutputForm, decoded, encoded, form_of
+from dure.split.separate_models.stage import ModuleStage
+from dure.split.sides import PartyStage, Side, StageLoss, Stages, weighted_loss
 from dure.tasks.flops import forward_flops
 from dure.tasks.loss_shares import CountedLoss
 from dure.tasks.modes import in_mode
@@ -47,10 +54,10 @@ class ModuleStages(Stages):
     def __init__(
         self,
         model: ModelParts,
-        receives: Mapping[int, Form],
-        gives: Mapping[int, Form],
+        receives: Mapping[int, OutputForm],
+        gives: Mapping[int, OutputForm],
         clones: frozenset[int],
-        loss: Loss,
+        loss: StageLoss,
         seed: int,
     ) -> None:
         self.model = model
@@ -83,7 +90,7 @@ class ModuleStages(Stages):
     def arriving(self, number: int, examples: int) -> int:
         return sum(one.differentiable for one in self.receives[number].tensors)
 
-    def without_gradient(self, stages: Mapping[int, StageAtWork], missed: int) -> Sequence[str]:
+    def without_gradient(self, stages: Mapping[int, PartyStage], missed: int) -> Sequence[str]:
         first = stages[self.numbers[0]]
         assert isinstance(first, ModuleStage)
         lost = first.lost(missed)
@@ -94,7 +101,7 @@ class ModuleStages(Stages):
         named = self.model.named_parameters()
         return [name for name, one in named if id(one) in lost and id(one) not in there]
 
-    def passed_on(self, stage: StageAtWork, missed: int) -> int:
+    def passed_on(self, stage: PartyStage, missed: int) -> int:
         assert isinstance(stage, ModuleStage)
         return stage.unreached(missed)
 
@@ -127,7 +134,7 @@ class ClientPart:
         self.leaving = try_head(model.head, train, examples)
         self.targets = form_of_targets(train)
 
-    def side(self, losses: CountedLoss, arriving: Form | None = None) -> Side:
+    def side(self, losses: CountedLoss, arriving: OutputForm | None = None) -> Side:
         """Return the parts that the client trains, as a `Side`.
 
         losses: the loss on the client's examples. arriving: in the U-shape, the form of the output
@@ -135,7 +142,7 @@ class ClientPart:
 
         Raises ValueError for an end that does not accept that form.
         """
-        receives: dict[int, Form] = {}
+        receives: dict[int, OutputForm] = {}
         clones: frozenset[int] = frozenset()
         if (self.model.end is None) != (arriving is None):
             raise ValueError(
@@ -147,7 +154,7 @@ class ClientPart:
             if try_on(self.model.end, arriving, "the tail", "the end").clones:
                 clones = frozenset({2})
         gives = {0: self.leaving}
-        loss = weighed(losses)
+        loss = weighted_loss(losses)
         return Side(ModuleStages(self.model, receives, gives, clones, loss, self._seed), self.task)
 
 
@@ -161,7 +168,7 @@ class ServerPart:
     Raises ValueError for a head and a tail that do not fit.
     """
 
-    def __init__(self, task: TailTask, model: ModelParts, arriving: Form, seed: int) -> None:
+    def __init__(self, task: TailTask, model: ModelParts, arriving: OutputForm, seed: int) -> None:
         self.task = task
         self.model = model.train()
         self.arriving = arriving
@@ -178,7 +185,7 @@ class ServerPart:
         """Return the part that the server trains, as a `Side`."""
         gives = {} if self.leaving is None else {1: self.leaving}
         # The server has no examples: it counts those of a batch from the targets.
-        loss = weighed(CountedLoss(self.task.loss, None))
+        loss = weighted_loss(CountedLoss(self.task.loss, None))
         receives = {1: self.arriving}
         return Side(
             ModuleStages(self.model, receives, gives, self._clones, loss, self._seed), self.task
@@ -188,8 +195,8 @@ class ServerPart:
         """Return the concatenation of clients' batches of these sizes."""
         return Batching(self.crossings, sizes)
 
-    def crossings(self) -> list[list[Crossing]]:
-        """Return the `Crossing` of each value, for each cut.
+    def crossings(self) -> list[list[CutValue]]:
+        """Return the `CutValue` of each value, for each cut.
 
         Raises ValueError for a value that cannot be concatenated over clients.
         """
@@ -199,7 +206,7 @@ class ServerPart:
         return [form.crossings() for form in forms]
 
 
-class Apart(Divided):
+class SeparateDividedModel(DividedModel):
     """Both sides in one process: each has its own modules and only data from the other.
 
     Args:
@@ -259,7 +266,7 @@ class Apart(Divided):
     def batching(self) -> Callable[[Sequence[int]], Batching]:
         return self.server.batching
 
-    def crossings(self, few: int, many: int) -> list[list[Crossing]]:
+    def crossings(self, few: int, many: int) -> list[list[CutValue]]:
         return self.server.crossings()
 
 
@@ -282,7 +289,7 @@ def _flops(model: ModelParts, inputs: Any) -> list[float]:
     counts: list[float] = []
     values = inputs
     for part in model.there.values():
-        with spare(part) as tried, in_mode(tried, training=False), torch.no_grad():
+        with trial_copy(part) as tried, in_mode(tried, training=False), torch.no_grad():
             counts.append(forward_flops(tried, values))
             values = tried(values)
     return counts

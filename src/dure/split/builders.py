@@ -16,27 +16,27 @@ from torch.utils._pytree import tree_flatten
 from dure.data.client_part import ClientExamples
 from dure.data.examples import Examples
 from dure.randomness.seeds import generator
-from dure.split.client import Client
-from dure.split.divided import Divided
+from dure.split.client import SplitClient
+from dure.split.divided_model import DividedModel
 from dure.split.leakage.defence import Defence
-from dure.split.leakage.guard import Crossing, Guard
-from dure.split.messages import Own
-from dure.split.orders import Amounts, Order
-from dure.split.plan import Plan
-from dure.split.server import Server
-from dure.split.sides import Party
+from dure.split.leakage.guard import CutValue, Guard
+from dure.split.messages import SideState
+from dure.split.orders import Amounts, TurnOrder
+from dure.split.plan import SplitPlan
+from dure.split.server import TailServer
+from dure.split.sides import SideRunner
 
 
 @dataclass(frozen=True)
-class Halves:
+class SplitBuilder:
     """Factory of the server and the clients of a divided model.
 
     examples: the training examples; a remote server has some similar examples. secret: seed of a
     client's defence if the server, which knows `seed`, must not be able to draw the same noise.
     """
 
-    divided: Divided
-    plan: Plan
+    divided: DividedModel
+    plan: SplitPlan
     examples: Examples
     seed: int
     secret: int | None = None
@@ -44,32 +44,32 @@ class Halves:
     def server(
         self,
         amounts: Amounts,
-        head: Own | None,
+        head: SideState | None,
         seconds: Callable[[int, bool], float] = lambda examples, back: 0.0,
-    ) -> Server:
+    ) -> TailServer:
         """Return the server. head: the initial head of all clients, or None if unknown here."""
         side = self.divided.tails
         tail = side.own()
-        order: Order = self.plan.order(
-            amounts, head, lambda number: Party(side, tail, number), self.seed
+        order: TurnOrder = self.plan.order(
+            amounts, head, lambda number: SideRunner(side, tail, number), self.seed
         )
         structure = None
         if not self.plan.rules.labels_stay:
             _, targets = self.examples.batch(torch.arange(1))
             structure = tree_flatten(targets)[1]
-        return Server(order, lru_cache(maxsize=64)(self.divided.batching), structure, seconds)
+        return TailServer(order, lru_cache(maxsize=64)(self.divided.batching), structure, seconds)
 
     def client(
         self,
         number: int,
-        head: Own,
+        head: SideState,
         part: ClientExamples,
         seconds: Callable[[int, Sequence[int], bool], float] = lambda count, stages, back: 0.0,
-    ) -> Client:
+    ) -> SplitClient:
         """Return a client. head: its initial head. part: the indices of its examples."""
-        return Client(
+        return SplitClient(
             number,
-            Party(self.divided.heads, head, number),
+            SideRunner(self.divided.heads, head, number),
             self.plan.rules,
             self.examples,
             part.at,
@@ -85,11 +85,11 @@ class Halves:
 
 
 def guard_of(
-    defence: Defence, crossings: Callable[[], list[list[Crossing]]], seed: int, number: int
+    defence: Defence, crossings: Callable[[], list[list[CutValue]]], seed: int, number: int
 ) -> Guard | None:
     """Return the defence of a client; None if it guards no outgoing values.
 
-    crossings: returns the `Crossing` of each value at each cut.
+    crossings: returns the `CutValue` of each value at each cut.
     """
     if defence.guards in ("nothing", "labels"):
         return None

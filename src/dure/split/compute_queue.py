@@ -10,15 +10,15 @@ from collections.abc import Callable
 
 from dure.fleet.virtual_network import Envelope
 
-Watch = Callable[[str, float, float], None]
+ActivityWatch = Callable[[str, float, float], None]
 """watch(part, began, seconds): called for each computation with a part of the model."""
 
 
-def unwatched(what: str, began: float, seconds: float) -> None:
+def ignore_activity(what: str, began: float, seconds: float) -> None:
     """Ignore the computation."""
 
 
-class Busy:
+class ComputeQueue:
     """Queue of a node's pending messages, with their times."""
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class Busy:
         self._later: list[tuple[float, list[Envelope]]] = []
         self.computed = 0.0
         """Total seconds of computing."""
-        self.watch: Watch = unwatched
+        self.watch: ActivityWatch = ignore_activity
 
     def work(
         self, seconds: float, said: list[Envelope], now: float, what: str = ""

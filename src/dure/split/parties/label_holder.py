@@ -23,15 +23,15 @@ from dure.data.batches import Batches
 from dure.errors import CutNotANumberError, LossNotFiniteError
 from dure.randomness.seeds import seed_generators
 from dure.split.blame import GRADIENT, largest
-from dure.split.busy import Busy
+from dure.split.compute_queue import ComputeQueue
 from dure.split.parties.guarded import GuardedGradients
 from dure.split.parties.messages import (
+    ActivationForm,
     ActivationGradients,
     Activations,
+    BeginStep,
     Envelope,
-    Leaving,
     Message,
-    Step,
 )
 from dure.split.parties.model import joined
 from dure.split.parties.part import TrainedPart
@@ -39,7 +39,7 @@ from dure.split.parties.party import Party
 from dure.tasks.loss_shares import CountedLoss
 
 
-class Holder:
+class LabelHolder:
     """State machine of the holder of the labels.
 
     Args:
@@ -59,7 +59,7 @@ class Holder:
     def __init__(
         self,
         name: str,
-        parties: Mapping[str, Leaving],
+        parties: Mapping[str, ActivationForm],
         part: TrainedPart,
         join: str,
         targets: Callable[[Tensor, int], Any],
@@ -67,7 +67,7 @@ class Holder:
         losses: CountedLoss,
         seed: int,
         seconds: Callable[[int, bool], float],
-        busy: Busy,
+        busy: ComputeQueue,
         guarded: GuardedGradients | None = None,
     ) -> None:
         self.name = name
@@ -106,7 +106,7 @@ class Holder:
 
     def begin(self, now: float) -> list[Envelope]:
         """Return the messages that begin the next step."""
-        return [(name, Step(self.done)) for name in self.parties]
+        return [(name, BeginStep(self.done)) for name in self.parties]
 
     def receive(self, sender: str, message: Message, now: float) -> list[Envelope]:
         """Process a message and return the replies.
@@ -196,13 +196,13 @@ class Holder:
 
 
 class LabelParty:
-    """A party that also has the labels: pairs a `Party` with the `Holder` on the same machine.
+    """A party that also has the labels: pairs a `Party` with the `LabelHolder` on the same machine.
 
-    Messages between the two are delivered locally. The two share one `Busy`, as one machine
+    Messages between the two are delivered locally. The two share one `ComputeQueue`, as one machine
     computes both.
     """
 
-    def __init__(self, party: Party, holder: Holder) -> None:
+    def __init__(self, party: Party, holder: LabelHolder) -> None:
         assert party.name == holder.name
         assert party.busy is holder.busy
         self.name = party.name

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from dure.errors import DureError
-from dure.split.blame import WrongError, largest
+from dure.split.blame import InvalidMessageError, largest
 from dure.split.tensor_forms import TensorForm, check_gradient_forms
 
 FACTOR = 1000.0
@@ -64,7 +64,7 @@ class GradientBound:
         """
         try:
             check_gradient_forms(what, values, wanted)
-        except WrongError as error:
+        except InvalidMessageError as error:
             raise ReceivedError(f"{sender} sends gradients that cannot be: {error}") from error
         self._check_norm(sender, what, norm_of(values))
 

@@ -13,20 +13,20 @@ import torch
 from torch import Tensor
 
 from dure.collectives.group import Group
-from dure.split.apart.form import Form, flatten
-from dure.split.apart.sides import ClientPart, ServerPart
-from dure.split.blame import WrongError
-from dure.split.network.checks import AtServer
-from dure.split.network.control import Answer, Query
-from dure.split.network.site import AtClient
+from dure.split.blame import InvalidMessageError
+from dure.split.network.checks import ServerPartInterface
+from dure.split.network.control import Query, QueryAnswer
+from dure.split.network.site import ClientPartInterface
+from dure.split.separate_models.form import OutputForm, flatten
+from dure.split.separate_models.sides import ClientPart, ServerPart
 from dure.tasks.measurement import Measurement
 from dure.tasks.modes import in_mode
 
 
-class PartAtServer(AtServer):
+class SeparateServerPart(ServerPartInterface):
     """The tail. targets: form of a batch's targets, if the server computes the loss."""
 
-    def __init__(self, part: ServerPart, targets: Form | None) -> None:
+    def __init__(self, part: ServerPart, targets: OutputForm | None) -> None:
         self._part = part
         self._targets = targets
         self._measurement: Measurement | None = None
@@ -39,28 +39,30 @@ class PartAtServer(AtServer):
     def check_returned(self, gradients: Sequence[Tensor], examples: int) -> None:
         form = self._part.leaving
         if form is None:
-            raise WrongError("gradients came, and the loss is here")
+            raise InvalidMessageError("gradients came, and the loss is here")
         form.of_gradients().check(gradients, examples, "the end")
 
-    def answer(self, values: Sequence[Tensor], query: Query) -> Answer:
+    def answer(self, values: Sequence[Tensor], query: Query) -> QueryAnswer:
         tail = self._part.model.tail
         assert tail is not None
         if (self._targets is None) != (query.targets is None):
-            raise WrongError("test examples come with their targets where the loss is the server's")
+            raise InvalidMessageError(
+                "test examples come with their targets where the loss is the server's"
+            )
         with torch.no_grad(), in_mode(tail, training=False):
             found = tail(self._part.arriving.whole(values))
             if self._targets is not None and query.targets is not None:
                 return self._measures(found, query, self._targets)
-        return Answer(tuple(flatten(found, "the tail")[1]))
+        return QueryAnswer(tuple(flatten(found, "the tail")[1]))
 
-    def _measures(self, outputs: Any, query: Query, form: Form) -> Answer:
+    def _measures(self, outputs: Any, query: Query, form: OutputForm) -> QueryAnswer:
         """Add a batch to the server's measurement."""
         assert query.targets is not None
         form.check(query.targets, query.examples, "the client")
         if self._measurement is None:
             self._measurement = Measurement(self._part.task, examples=query.of, share=query.of)
         self._measurement.add(outputs, form.whole(query.targets), query.examples)
-        return Answer(())
+        return QueryAnswer(())
 
     def measured(self) -> dict[str, float]:
         measurement = self._measurement
@@ -71,10 +73,10 @@ class PartAtServer(AtServer):
         return {f"test_{name}": one for name, one in values.items() if math.isfinite(one)}
 
 
-class PartAtClient(AtClient):
+class SeparateClientPart(ClientPartInterface):
     """The head, and in the U-shape the end. arriving: form of the tail's output for the end."""
 
-    def __init__(self, part: ClientPart, arriving: Form | None) -> None:
+    def __init__(self, part: ClientPart, arriving: OutputForm | None) -> None:
         self._part = part
         self._arriving = arriving
 
@@ -87,7 +89,7 @@ class PartAtClient(AtClient):
             return Query(examples, tuple(values), of=of)
         return Query(examples, tuple(values), flatten(targets, "the data")[1], of)
 
-    def outputs(self, answer: Answer, inputs: Any, examples: int) -> Any:
+    def outputs(self, answer: QueryAnswer, inputs: Any, examples: int) -> Any:
         end = self._part.model.end
         if end is None or self._arriving is None:
             return None

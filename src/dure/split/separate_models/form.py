@@ -21,10 +21,10 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten
 
 from dure.parallel.pipeline.trace import ValueSpec
-from dure.split.leakage.guard import Crossing
+from dure.split.leakage.guard import CutValue
 
 
-class Place(msgspec.Struct, frozen=True, tag="tensor"):
+class TensorPlaceholder(msgspec.Struct, frozen=True, tag="tensor"):
     """Placeholder of the next tensor in a nest."""
 
 
@@ -38,14 +38,14 @@ class Nest(msgspec.Struct, frozen=True, tag="nest"):
     """A tuple, list or dict. keys: of a dict."""
 
     kind: Literal["tuple", "list", "dict"]
-    items: tuple[Place | Constant | Nest, ...]
+    items: tuple[TensorPlaceholder | Constant | Nest, ...]
     keys: tuple[int | str, ...] = ()
 
 
-Node = Place | Constant | Nest
+Node = TensorPlaceholder | Constant | Nest
 
 
-class Tensors(msgspec.Struct, frozen=True):
+class OutputTensorForm(msgspec.Struct, frozen=True):
     """Form of a tensor of a part's output.
 
     few, many: shapes for batches of two sizes. order: dimensions by stride, the dimension with the
@@ -66,18 +66,18 @@ class Tensors(msgspec.Struct, frozen=True):
         return value.laid_out(tensor)
 
     @classmethod
-    def of(cls, few: Tensor, many: Tensor) -> Tensors:
+    def of(cls, few: Tensor, many: Tensor) -> OutputTensorForm:
         """Return the form of a tensor from its values for both batch sizes."""
         value = ValueSpec.of(few, few.requires_grad)
         name = _name(few.dtype)
         return cls(name, value.shape, tuple(many.shape), value.order, value.differentiable)
 
 
-class Form(msgspec.Struct, frozen=True):
+class OutputForm(msgspec.Struct, frozen=True):
     """Form of a part's output. few, many: the two batch sizes of the trial."""
 
     nest: Node
-    tensors: tuple[Tensors, ...]
+    tensors: tuple[OutputTensorForm, ...]
     few: int
     many: int
 
@@ -99,10 +99,10 @@ class Form(msgspec.Struct, frozen=True):
             shape[dim] = shape[dim] * examples // self.few
         return tuple(shape)
 
-    def crossings(self) -> list[Crossing]:
-        """Return the `Crossing` of each tensor, by which batches are concatenated."""
+    def crossings(self) -> list[CutValue]:
+        """Return the `CutValue` of each tensor, by which batches are concatenated."""
         return [
-            Crossing(self.dim(place), one.differentiable) for place, one in enumerate(self.tensors)
+            CutValue(self.dim(place), one.differentiable) for place, one in enumerate(self.tensors)
         ]
 
     def check_dims(self) -> None:
@@ -128,10 +128,10 @@ class Form(msgspec.Struct, frozen=True):
             gradients += size if one.differentiable else 0
         return values, gradients
 
-    def of_gradients(self) -> Form:
+    def of_gradients(self) -> OutputForm:
         """Return the form of the gradients that come back, for the differentiable tensors alone."""
         tensors = tuple(one for one in self.tensors if one.differentiable)
-        nest = Nest("tuple", tuple(Place() for _ in tensors))
+        nest = Nest("tuple", tuple(TensorPlaceholder() for _ in tensors))
         return msgspec.structs.replace(self, nest=nest, tensors=tensors)
 
     def whole(self, tensors: Sequence[Tensor]) -> Any:
@@ -178,7 +178,7 @@ class Form(msgspec.Struct, frozen=True):
         return f"{one.dtype} ({', '.join(sizes)})"
 
 
-def form_of(few: Any, many: Any, sizes: tuple[int, int], who: str) -> Form:
+def form_of(few: Any, many: Any, sizes: tuple[int, int], who: str) -> OutputForm:
     """Return the form of a part's output from its outputs for two batch sizes.
 
     Raises ValueError for an output that contains anything but tensors, numbers, texts, None,
@@ -192,23 +192,23 @@ def form_of(few: Any, many: Any, sizes: tuple[int, int], who: str) -> Form:
             f"{_told(other_nest, None)} for {sizes[1]}: what is no tensor has to be the same for "
             f"every batch"
         )
-    return Form(
+    return OutputForm(
         nest=nest,
-        tensors=tuple(map(Tensors.of, one, other)),
+        tensors=tuple(map(OutputTensorForm.of, one, other)),
         few=sizes[0],
         many=sizes[1],
     )
 
 
-def encoded(form: Form) -> bytes:
+def encoded(form: OutputForm) -> bytes:
     """Return the form as JSON."""
     return msgspec.json.encode(form)
 
 
-def decoded(text: bytes) -> Form:
+def decoded(text: bytes) -> OutputForm:
     """Return the form that `encoded` encoded. Raises ValueError for invalid input."""
     try:
-        form = msgspec.json.decode(text, type=Form)
+        form = msgspec.json.decode(text, type=OutputForm)
         for one in form.tensors:
             dtype_of(one.dtype)
     except (msgspec.DecodeError, RecursionError) as error:
@@ -225,7 +225,7 @@ MOST_TRIED = 1 << 30
 """Maximum bytes of the made-up values for the trial of a part."""
 
 
-def check_extent(form: Form) -> None:
+def check_extent(form: OutputForm) -> None:
     """Raise ValueError for a form whose made-up values would exceed `MOST_TRIED` bytes."""
     sizes = [
         math.prod(one.many) * dtype_of(one.dtype).itemsize + math.prod(one.few)
@@ -252,7 +252,7 @@ def _flatten(value: Any, who: str, tensors: list[Tensor]) -> Node:
         if value.layout is not torch.strided or value.is_nested:
             raise ValueError(f"{who} gives a tensor that is not dense: give it by to_dense()")
         tensors.append(value)
-        return Place()
+        return TensorPlaceholder()
     finite = not isinstance(value, float) or math.isfinite(value)
     if type(value) in (bool, int, float, str, type(None)) and finite:
         return Constant(value)
@@ -269,7 +269,7 @@ def _flatten(value: Any, who: str, tensors: list[Tensor]) -> Node:
 
 
 def _build(node: Node, tensors: Iterator[Tensor]) -> Any:
-    if isinstance(node, Place):
+    if isinstance(node, TensorPlaceholder):
         return next(tensors)
     if isinstance(node, Constant):
         return node.value
@@ -282,12 +282,12 @@ def _build(node: Node, tensors: Iterator[Tensor]) -> Any:
 def _count(node: Node) -> int:
     if isinstance(node, Nest):
         return sum(map(_count, node.items))
-    return isinstance(node, Place)
+    return isinstance(node, TensorPlaceholder)
 
 
 def _told(node: Node, shapes: Iterator[str] | None) -> str:
     """Return the nesting in words; shapes: of the tensors, or None to omit them."""
-    if isinstance(node, Place):
+    if isinstance(node, TensorPlaceholder):
         return "a tensor" if shapes is None else next(shapes)
     if isinstance(node, Constant):
         return repr(node.value)

@@ -15,8 +15,8 @@ from dure.contracts.channels import Channels, ClientConnected, ClientFrame
 from dure.record.disk import write_atomically
 from dure.record.untrusted_files import contents
 from dure.split.network.checks import MOST_EXAMPLES
-from dure.split.network.control import Failed, Hello
-from dure.split.network.frames import FrameError, decode
+from dure.split.network.control import ClientFailed, Hello
+from dure.split.network.frames import SplitFrameError, decode
 from dure.wire.boxes import Member
 from dure.wire.roster import Roster
 
@@ -40,11 +40,11 @@ Check = Callable[[Hello], None]
 """Raises ValueError for a `Hello` that is invalid in this run."""
 
 
-def anything(hello: Hello) -> None:
+def accept_every_hello(hello: Hello) -> None:
     """Accept every `Hello`."""
 
 
-class Entrance:
+class Admission:
     """Admission of the clients of a run.
 
     channels: to the clients. clients: number of clients. tell: receives messages about missing and
@@ -56,7 +56,7 @@ class Entrance:
         channels: Channels,
         clients: int,
         tell: Callable[[str], None],
-        check: Check = anything,
+        check: Check = accept_every_hello,
     ) -> None:
         self.channels = channels
         self._check_more = check
@@ -103,7 +103,7 @@ class Entrance:
             said = type(frame).__name__
             reason = (
                 f"its own code raised: {frame.reason[:MOST_SHOWN]}"
-                if isinstance(frame, Failed)
+                if isinstance(frame, ClientFailed)
                 else ""
             )
         except ValueError as error:
@@ -122,7 +122,7 @@ class Entrance:
         try:
             hello = decode(event.hello, MOST_HELLO)
             if not isinstance(hello, Hello):
-                raise FrameError("a client begins with Hello")
+                raise SplitFrameError("a client begins with Hello")
             member = msgspec.json.decode(hello.member, type=Member)
             self._check(event.client, hello, member)
         except (ValueError, msgspec.MsgspecError) as error:

@@ -29,17 +29,17 @@ from dure.contracts.channels import (
 from dure.errors import DureError, LossNotFiniteError
 from dure.fleet.virtual_network import nbytes
 from dure.record.meter import Meter
-from dure.split.alignment import NobodyError
-from dure.split.network.control import Failed, Members
-from dure.split.network.entrance import MOST_RETURNS, MOST_SHOWN, Entrance
-from dure.split.network.frames import Frame, FrameError, decode, encode
+from dure.split.alignment import EmptyIntersectionError
+from dure.split.network.admission import MOST_RETURNS, MOST_SHOWN, Admission
+from dure.split.network.control import ClientFailed, RosterMembers
+from dure.split.network.frames import Frame, SplitFrameError, decode, encode
 from dure.split.network.parties_control import (
     Evaluate,
     Evaluated,
-    Keep,
-    Kept,
     Resume,
     Resumed,
+    SaveState,
+    StateSaved,
 )
 from dure.split.parties.messages import party
 
@@ -53,7 +53,7 @@ PULSE = 0.5
 """Seconds between two updates of the terminal."""
 
 
-Question = Keep | Evaluate
+Question = SaveState | Evaluate
 CheckAnswer = Callable[[str, Any, Any], None]
 """check(name, question, answer): raises ValueError for an invalid answer."""
 
@@ -66,7 +66,7 @@ class PartyLostError(DureError):
     """A party that the run needs is lost."""
 
 
-class Work(Protocol):
+class PartiesWork(Protocol):
     """Task of the parties, in steps.
 
     done: number of finished steps.
@@ -89,7 +89,7 @@ class Work(Protocol):
         """Process a message and return the replies. Raises ValueError for an invalid message."""
 
 
-class PartiesHall:
+class VerticalSplitServer:
     """Server of a vertical split learning run.
 
     Args:
@@ -105,7 +105,7 @@ class PartiesHall:
     def __init__(
         self,
         channels: Channels,
-        entrance: Entrance,
+        entrance: Admission,
         parties: Sequence[int],
         meters: tuple[Meter, Mapping[str, Meter]],
         tell: Callable[[str], None],
@@ -119,7 +119,7 @@ class PartiesHall:
         self.tell = tell
         self.show = show
         self.interrupted = interrupted
-        self.work: Work | None = None
+        self.work: PartiesWork | None = None
         self._here: set[str] = set()
         self._ready: set[str] = set()
         """Parties that have begun the newest turn."""
@@ -146,7 +146,7 @@ class PartiesHall:
 
     # Interface for the learner
 
-    def does(self, work: Work) -> None:
+    def does(self, work: PartiesWork) -> None:
         """Begin another work, from the state that all have saved."""
         self.work = work
         self._farthest = 0
@@ -272,7 +272,7 @@ class PartiesHall:
         assert self.entrance.roster is not None
         self._here.add(name)
         self._since.pop(name, None)
-        self._send(name, Members(self.entrance.roster.to_json()))
+        self._send(name, RosterMembers(self.entrance.roster.to_json()))
 
     # Messages
 
@@ -304,7 +304,7 @@ class PartiesHall:
         try:
             frame = decode(content)
             self._deals(name, frame)
-        except NobodyError:
+        except EmptyIntersectionError:
             raise
         # A message that cannot be decoded, is not due, or does not have the agreed shape.
         except ValueError as error:
@@ -318,7 +318,7 @@ class PartiesHall:
         size = nbytes(frame)
         self.meters[name].sent(size)
         self.meter.received(size)
-        if isinstance(frame, Failed):
+        if isinstance(frame, ClientFailed):
             self._lost(name, f"cannot go on: its own code raised {frame.reason[:MOST_SHOWN]}")
         elif isinstance(frame, Resumed):
             self._resumes(name, frame)
@@ -326,31 +326,31 @@ class PartiesHall:
             # A message of an earlier turn.
             self._late[name] += 1
             if self._late[name] > MOST_LATE:
-                raise FrameError(f"{MOST_LATE} messages came, and Resumed is due")
-        elif isinstance(frame, Kept | Evaluated):
+                raise SplitFrameError(f"{MOST_LATE} messages came, and Resumed is due")
+        elif isinstance(frame, StateSaved | Evaluated):
             self._answered(name, frame)
         else:
             self._trains(name, frame)
 
     def _resumes(self, name: str, frame: Resumed) -> None:
         if frame.turn > self._turn or (frame.turn == self._turn and name in self._ready):
-            raise FrameError(f"Resumed of turn {frame.turn} is not due")
+            raise SplitFrameError(f"Resumed of turn {frame.turn} is not due")
         if frame.turn == self._turn:
             self._since.pop(name, None)
             self._late[name] = 0
             self._ready.add(name)
             self._goes_on()
 
-    def _answered(self, name: str, frame: Kept | Evaluated) -> None:
+    def _answered(self, name: str, frame: StateSaved | Evaluated) -> None:
         question = self._question
         if not self._asked or name in self._answers or question is None:
-            raise FrameError(f"{type(frame).__name__} was not asked for")
-        if isinstance(question, Keep):
-            due = isinstance(frame, Kept) and frame.step == question.step
+            raise SplitFrameError(f"{type(frame).__name__} was not asked for")
+        if isinstance(question, SaveState):
+            due = isinstance(frame, StateSaved) and frame.step == question.step
         else:
             due = isinstance(frame, Evaluated) and frame.first == question.first
         if not due:
-            raise FrameError(f"{type(frame).__name__} is no answer to {question}")
+            raise SplitFrameError(f"{type(frame).__name__} is no answer to {question}")
         self._check_answer(name, question, frame)
         self._since.pop(name, None)
         self._answers[name] = frame
@@ -358,7 +358,7 @@ class PartiesHall:
     def _trains(self, name: str, frame: Any) -> None:
         assert self.work is not None
         if not self._under_way:
-            raise FrameError(f"{type(frame).__name__} came, and no step is under way")
+            raise SplitFrameError(f"{type(frame).__name__} came, and no step is under way")
         began = time.perf_counter()
         done = self.work.done
         said = self.work.receive(name, frame)

@@ -19,24 +19,24 @@ from dure.contracts.task import Task
 from dure.data.examples import Examples
 from dure.fleet.virtual_network import nbytes
 from dure.record.meter import Meter
-from dure.split.apart.form import decoded, encoded
-from dure.split.apart.sides import ServerPart
 from dure.split.batching import Batching
-from dure.split.compressed import Exchange, exchange_of
-from dure.split.cutting import Cut
+from dure.split.compressed import CutCompression, exchange_of
+from dure.split.cutting import TracedDividedModel
 from dure.split.facts import facts_of, leakage_of
-from dure.split.heads import Heads
+from dure.split.head_checks import HeadChecks
 from dure.split.leakage.randomised_response import relabelled
-from dure.split.network.checks import MOST_EACH, UNKNOWN, Agreed, Counting
+from dure.split.network.checks import MOST_EACH, UNKNOWN, ClientAgreement, CountBounds
 from dure.split.network.control import Hello
-from dure.split.network.cut_model import CutAtServer
-from dure.split.network.parts import PartAtServer
+from dure.split.network.cut_model import CutServerPart
+from dure.split.network.separate_parts import SeparateServerPart
 from dure.split.network.targets import (
     classes_of,
     leaves_of_examples,
     leaves_of_form,
 )
-from dure.split.plan import Plan
+from dure.split.plan import SplitPlan
+from dure.split.separate_models.form import decoded, encoded
+from dure.split.separate_models.sides import ServerPart
 from dure.split.sides import Side
 from dure.tasks.known_losses import cross_entropy_of
 from dure.tasks.loss_shares import CountedLoss
@@ -44,7 +44,7 @@ from dure.tasks.parts import ModelParts, TailTask
 
 
 @dataclass(frozen=True)
-class Ends:
+class ServerSetup:
     """The server's part of the model, and functions that depend on how the model is divided.
 
     Args:
@@ -63,23 +63,23 @@ class Ends:
     heads: Side | None
     batching: Callable[[Sequence[int]], Batching]
     targets: TreeSpec | None
-    agreed: Agreed
-    exchange: Callable[[], Exchange] | None
+    agreed: ClientAgreement
+    exchange: Callable[[], CutCompression] | None
     form: bytes
-    divided: Cut | None
+    divided: TracedDividedModel | None
     facts: Callable[[Sequence[Meter]], dict[str, Any]]
 
 
-def ends_of_cut(
+def setup_for_cut(
     task: Task,
     model: nn.Module,
-    plan: Plan,
+    plan: SplitPlan,
     sample: Examples,
     largest: int,
     flops: float,
     seed: int,
-) -> Ends:
-    """Return the `Ends` of a model that is cut.
+) -> ServerSetup:
+    """Return the `ServerSetup` of a model that is cut.
 
     Args:
         task: the task.
@@ -91,7 +91,7 @@ def ends_of_cut(
         seed: the run's seed.
     """
     # The server has no examples, so the count of a batch comes from its targets.
-    divided = Cut(task, model, plan.at, largest, seed, CountedLoss(task.loss, None))
+    divided = TracedDividedModel(task, model, plan.at, largest, seed, CountedLoss(task.loss, None))
     labelled = relabelled(plan.defence, sample, seed)
     _, targets = labelled.batch(torch.arange(1))
     leaves, structure = tree_flatten(targets)
@@ -107,14 +107,14 @@ def ends_of_cut(
             plan, divided, clients, flops=flops, target_bytes=largest * each, measured={}
         )
 
-    return Ends(
+    return ServerSetup(
         tails=divided.tails,
         heads=divided.heads,
         batching=divided.batching,
         targets=None if plan.rules.labels_stay else structure,
-        agreed=Agreed(
-            CutAtServer(divided.cut, plan.compression),
-            Heads(divided.heads, plan.rules.forgets),
+        agreed=ClientAgreement(
+            CutServerPart(divided.cut, plan.compression),
+            HeadChecks(divided.heads, plan.rules.forgets),
             None if plan.rules.labels_stay else found,
             _counting(task, labelled, leaves),
             plan.rules.returns,
@@ -127,15 +127,15 @@ def ends_of_cut(
     )
 
 
-def ends_of_tail(
+def setup_for_tail(
     task: TailTask,
     model: ModelParts,
-    plan: Plan,
+    plan: SplitPlan,
     hellos: Mapping[int, Hello],
     largest: int,
     seed: int,
-) -> Ends:
-    """Return the `Ends` of a separate tail.
+) -> ServerSetup:
+    """Return the `ServerSetup` of a separate tail.
 
     Args:
         task: the tail's task.
@@ -182,16 +182,16 @@ def ends_of_tail(
         }
         return {"split": split, "leakage": leakage_of(plan, {})}
 
-    return Ends(
+    return ServerSetup(
         tails=tails,
         heads=None,
         batching=part.batching,
         targets=None if targets is None else targets.structure,
-        agreed=Agreed(
-            PartAtServer(part, targets),
-            Heads(None, plan.rules.forgets),
+        agreed=ClientAgreement(
+            SeparateServerPart(part, targets),
+            HeadChecks(None, plan.rules.forgets),
             None if targets is None else leaves_of_form(targets, None),
-            UNKNOWN if targets is None else Counting(None, 1.0, known=False),
+            UNKNOWN if targets is None else CountBounds(None, 1.0, known=False),
             plan.rules.returns,
             None if targets is None else frozenset(),
         ),
@@ -202,11 +202,11 @@ def ends_of_tail(
     )
 
 
-def _counting(task: Task, labelled: Examples, leaves: Sequence[Any]) -> Counting:
+def _counting(task: Task, labelled: Examples, leaves: Sequence[Any]) -> CountBounds:
     """Return the bounds on the loss's count. leaves: of the targets of one example."""
     known = cross_entropy_of(task.loss)
     losses = CountedLoss(task.loss, labelled)
     if known is None or not leaves or not isinstance(leaves[0], Tensor):
-        return Counting(None, MOST_EACH if losses.is_late else 1.0, known=not losses.is_late)
+        return CountBounds(None, MOST_EACH if losses.is_late else 1.0, known=not losses.is_late)
     heaviest = 1.0 if known.weight is None else max(1.0, float(known.weight.max()))
-    return Counting(known.count, leaves[0].numel() * heaviest, known=not losses.is_late)
+    return CountBounds(known.count, leaves[0].numel() * heaviest, known=not losses.is_late)

@@ -19,16 +19,16 @@ from dure.errors import first_line
 from dure.parallel.pipeline.stage import Microbatch
 from dure.parallel.tensor_comparison import first_difference, tolerance_same_operations
 from dure.randomness.seeds import generators_state, restore_generators
-from dure.split.apart.sides import Apart
-from dure.split.apart.stage import seed_part
-from dure.split.sides import Party
+from dure.split.separate_models.sides import SeparateDividedModel
+from dure.split.separate_models.stage import seed_part
+from dure.split.sides import SideRunner
 from dure.tasks.loss_shares import CountedLoss, Share
 from dure.tasks.parts import JoinedTask, ModelParts
 
 _WHAT = "head and tail apart give the loss and gradients of the model undivided"
 
 
-class Given(NamedTuple):
+class SplitStepResult(NamedTuple):
     """Results of a step: loss, gradients by name, and buffers after the step."""
 
     loss: Tensor
@@ -56,7 +56,7 @@ def prove(task: JoinedTask, model: nn.Module, examples: int) -> Proof | None:
         indices = torch.arange(examples) % len(train)
         inputs, targets = train.batch(indices)
         batch = Microbatch(examples, Share(1.0, 1.0), lambda: (inputs, targets))
-        apart = Apart(task, other, train, examples, seed=0)
+        apart = SeparateDividedModel(task, other, train, examples, seed=0)
         right = _together(one.train(), batch, CountedLoss(task.loss, train))
         found = None if right is None else _found(right, apart, batch)
     finally:
@@ -71,7 +71,7 @@ def prove(task: JoinedTask, model: nn.Module, examples: int) -> Proof | None:
     return Proof(_WHAT, time.perf_counter() - started)
 
 
-def _together(model: ModelParts, batch: Microbatch, losses: CountedLoss) -> Given | None:
+def _together(model: ModelParts, batch: Microbatch, losses: CountedLoss) -> SplitStepResult | None:
     for place, part in model.there.items():
         part.register_forward_pre_hook(partial(_seeded, place))
     try:
@@ -82,14 +82,14 @@ def _together(model: ModelParts, batch: Microbatch, losses: CountedLoss) -> Give
     except Exception:
         return None
     gradients = {name: one.grad for name, one in model.named_parameters()}
-    return Given(found.loss.detach(), gradients, dict(model.named_buffers()))
+    return SplitStepResult(found.loss.detach(), gradients, dict(model.named_buffers()))
 
 
 def _seeded(place: int, module: nn.Module, given: Any) -> None:
     seed_part(0, place, step=0, number=0)
 
 
-def _found(right: Given, apart: Apart, batch: Microbatch) -> str | None:
+def _found(right: SplitStepResult, apart: SeparateDividedModel, batch: Microbatch) -> str | None:
     """Return the difference of the parts from the undivided model, in words; None if they agree."""
     try:
         tried = _apart(apart, batch)
@@ -100,10 +100,10 @@ def _found(right: Given, apart: Apart, batch: Microbatch) -> str | None:
     return None if found is None else f"give {found} than the model undivided"
 
 
-def _apart(apart: Apart, batch: Microbatch) -> Given:
+def _apart(apart: SeparateDividedModel, batch: Microbatch) -> SplitStepResult:
     """Compute a step as client and server do, without the optimizers."""
-    head = Party(apart.heads, apart.heads.own(), 0)
-    tail = Party(apart.tails, apart.tails.own(), 0)
+    head = SideRunner(apart.heads, apart.heads.own(), 0)
+    tail = SideRunner(apart.tails, apart.tails.own(), 0)
     values = tail.forward(1, 0, batch, head.forward(0, 0, batch, []))
     missed = 0
     if apart.server.leaving is None:
@@ -123,10 +123,10 @@ def _apart(apart: Apart, batch: Microbatch) -> Given:
     for party, lost in ((head, missed_before), (tail, missed)):
         gradients.update(zip(party.side.parameters, party.gradients(lost), strict=True))
         buffers.update(zip(party.side.written, party.side.buffers(), strict=True))
-    return Given(torch.tensor(loss, dtype=torch.float64), gradients, buffers)
+    return SplitStepResult(torch.tensor(loss, dtype=torch.float64), gradients, buffers)
 
 
-def _difference(right: Given, tried: Given) -> str | None:
+def _difference(right: SplitStepResult, tried: SplitStepResult) -> str | None:
     """Return the first difference, in words; None if there is none."""
     pairs = (
         ("loss", {"": right.loss}, {"": tried.loss.to(right.loss.dtype)}),

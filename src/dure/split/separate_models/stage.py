@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from dure.parallel.pipeline.stage import Microbatch
 from dure.randomness.seeds import seed_generators
-from dure.split.apart.form import Form, flatten
-from dure.split.sides import Loss
+from dure.split.separate_models.form import OutputForm, flatten
+from dure.split.sides import StageLoss
 from dure.tasks.parts import PLACES
 from dure.tensors.backward import backward_from
 
@@ -53,9 +53,9 @@ class ModuleStage:
         self,
         place: int,
         module: nn.Module,
-        receives: Form | None,
-        gives: Form | None,
-        loss: Loss,
+        receives: OutputForm | None,
+        gives: OutputForm | None,
+        loss: StageLoss,
         clones: bool,
         seed: int,
     ) -> None:
@@ -144,7 +144,7 @@ class ModuleStage:
             module._buffers[name] = buffer
         return outputs
 
-    def _leaving(self, outputs: Any, gives: Form, examples: int) -> list[Tensor]:
+    def _leaving(self, outputs: Any, gives: OutputForm, examples: int) -> list[Tensor]:
         nest, tensors = flatten(outputs, self.who)
         if nest != gives.nest:
             raise ValueError(
@@ -173,7 +173,9 @@ class ModuleStage:
         # The part before expects a gradient for each value: send zeros if there is none.
         return [torch.zeros_like(one) if one.grad is None else one.grad for one in learning]
 
-    def _descend(self, ends: Sequence[Tensor], gives: Form, gradients: Sequence[Tensor]) -> None:
+    def _descend(
+        self, ends: Sequence[Tensor], gives: OutputForm, gradients: Sequence[Tensor]
+    ) -> None:
         there = zip(ends, gives.tensors, strict=True)
         learning = [(end, one) for end, one in there if one.differentiable]
         self._ways = [_entry(end) for end, _ in learning]

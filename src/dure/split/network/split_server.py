@@ -42,33 +42,33 @@ from dure.contracts.channels import (
 from dure.errors import DureError, LossNotFiniteError
 from dure.fleet.virtual_network import Transmission, nbytes
 from dure.record.meter import Meter
-from dure.split.account import Account
-from dure.split.blame import ADVICE, CannotComputeError, NotANumberError, WrongError
-from dure.split.compressed import Exchange
-from dure.split.due import FromClient
+from dure.split.activity_log import ActivityLog
+from dure.split.blame import ADVICE, CannotComputeError, InvalidMessageError, NotANumberError
+from dure.split.compressed import CutCompression
+from dure.split.message_order import FromClient
 from dure.split.messages import (
     SERVER,
     Envelope,
     Message,
-    Own,
     Pass,
+    SideState,
     Smashed,
     client,
 )
-from dure.split.network.checks import BatchSizes, Checks, Heard, Measuring
+from dure.split.network.admission import MOST_RETURNS, MOST_SHOWN, Admission
+from dure.split.network.checks import BatchSizes, Checks, ClientMessage, MeasurementProgress
 from dure.split.network.control import (
-    Failed,
+    ClientFailed,
     Final,
     HeadRefused,
-    Measure,
-    Measured,
-    Members,
+    MeasureModel,
+    ModelMeasured,
     Query,
-    Sealed,
+    RosterMembers,
+    SealedHead,
 )
-from dure.split.network.entrance import MOST_RETURNS, MOST_SHOWN, Entrance
-from dure.split.network.frames import Frame, FrameError, decode, encode
-from dure.split.server import Server
+from dure.split.network.frames import Frame, SplitFrameError, decode, encode
+from dure.split.server import TailServer
 
 LAST = 5.0
 """Seconds for a last measurement after the end of the run was requested."""
@@ -90,14 +90,14 @@ class ClientsLostError(DureError):
     """No client is left to continue the run."""
 
 
-class Clients(NamedTuple):
+class CheckInData(NamedTuple):
     """Data of the clients at check-in, by number: batch sizes, and test examples (-1: unknown)."""
 
     sizes: Sequence[BatchSizes]
     tests: Sequence[int]
 
 
-class Hall:
+class SplitServer:
     """Server of a run.
 
     Args:
@@ -117,15 +117,15 @@ class Hall:
 
     def __init__(
         self,
-        server: Server,
+        server: TailServer,
         channels: Channels,
         checks: Checks,
-        clients: Clients,
+        clients: CheckInData,
         meters: Sequence[Meter],
-        entrance: Entrance,
-        told: Members,
-        account: Account,
-        exchange: Callable[[], Exchange] | None,
+        entrance: Admission,
+        told: RosterMembers,
+        account: ActivityLog,
+        exchange: Callable[[], CutCompression] | None,
         tell: Tell,
         show: Callable[[dict[str, Any]], None],
         kept: Callable[[], None],
@@ -162,13 +162,13 @@ class Hall:
         self._late_heads: dict[str, set[int]] = {}
         """Turns for which a client was asked for its head, and which have since been rolled back.
         """
-        self._exchanges: dict[str, Exchange] = {}
+        self._exchanges: dict[str, CutCompression] = {}
         self._began: dict[str, Smashed] = {}
         """The current batch of each client, without its tensors."""
         self._shown = 0.0
         self._measured: dict[str, float] | None = None
         self._measurer: str | None = None
-        self._measuring = Measuring(Measure(0, -1), -1)
+        self._measuring = MeasurementProgress(MeasureModel(0, -1), -1)
         """Newest measurement, and its progress."""
         # All clients have been admitted.
         for name in self.order.everyone:
@@ -387,7 +387,7 @@ class Hall:
         try:
             frame = decode(event.frame)
             self._deals(name, frame)
-        except (FrameError, WrongError) as error:
+        except (SplitFrameError, InvalidMessageError) as error:
             if isinstance(error, NotANumberError):
                 self._diverged[name] = f"round {self.order.round + 1}"
             self._fails(name, f"sent what cannot be: {error}")
@@ -410,28 +410,28 @@ class Hall:
         self.meters[1 + number_of(name)].sent(size)
         self.meters[0].received(size)
         self._passed(name, SERVER, frame, size)
-        if isinstance(frame, Failed):
+        if isinstance(frame, ClientFailed):
             self._fails(name, f"its own code raised: {frame.reason[:MOST_SHOWN]}")
         elif isinstance(frame, HeadRefused):
             self._refuses_head(name, frame)
-        elif isinstance(frame, Sealed):
+        elif isinstance(frame, SealedHead):
             self._relays(name, frame)
         elif isinstance(frame, Query):
             self._answers(name, frame)
-        elif isinstance(frame, Measured):
+        elif isinstance(frame, ModelMeasured):
             self._check_measures(name, frame)
             self._measured = self.checks.measured(frame, self._measuring)
         elif isinstance(frame, FromClient):
             self._trains(name, frame)
         else:
-            raise WrongError(f"{type(frame).__name__} is nothing that a client says")
+            raise InvalidMessageError(f"{type(frame).__name__} is nothing that a client says")
 
     def _trains(self, name: str, message: FromClient) -> None:
         if message.turn != self.order.turns.get(name):
             # A message of a turn that was rolled back is discarded, not an error.
             if self.server.due.is_late(name, message.turn):
                 return
-            raise WrongError(f"{type(message).__name__} of turn {message.turn} is not due")
+            raise InvalidMessageError(f"{type(message).__name__} of turn {message.turn} is not due")
         whole = self.server.whole
         message = self._checked(name, message)
         self._since.pop(name, None)
@@ -439,7 +439,7 @@ class Hall:
         try:
             said = self.server.receive(name, message, time.monotonic())
         except ValueError as error:
-            raise WrongError(str(error)) from error
+            raise InvalidMessageError(str(error)) from error
         took = time.perf_counter() - began
         self.meters[0].counters.compute_seconds += took
         self.account.did(SERVER, "tail", began - self._clock, took)
@@ -454,8 +454,8 @@ class Hall:
         try:
             self.server.due.check(name, message)
             if name in self._handing.values():
-                raise WrongError("values came before the head that the turn begins with")
-            heard = Heard(
+                raise InvalidMessageError("values came before the head that the turn begins with")
+            heard = ClientMessage(
                 message,
                 self.server.due.turns[name],
                 self.clients.sizes[number_of(name)],
@@ -467,29 +467,29 @@ class Hall:
             checked = self.checks.checked(heard)
         except LossNotFiniteError as error:
             raise NotANumberError(f"what crosses the cut has NaN: {ADVICE}") from error
-        except (WrongError, MemoryError, torch.OutOfMemoryError):
+        except (InvalidMessageError, MemoryError, torch.OutOfMemoryError):
             raise
         # A message that cannot be decompressed is the sender's fault, whatever a decoder raises.
         except Exception as error:
-            raise WrongError(str(error)) from error
+            raise InvalidMessageError(str(error)) from error
         if isinstance(checked, Smashed):
             self._began[name] = msgspec.structs.replace(checked, values=(), targets=None)
         return checked
 
-    def _relays(self, name: str, sealed: Sealed) -> None:
+    def _relays(self, name: str, sealed: SealedHead) -> None:
         """Forward an encrypted head to its receiver."""
         to = client(sealed.peer)
         if self._handing.get(name) != to or self.order.turns.get(to) != sealed.turn:
             late = self._late_heads.get(name, set())
             if sealed.turn not in late:
-                raise WrongError(f"a head for {to} came, and was not asked for")
+                raise InvalidMessageError(f"a head for {to} came, and was not asked for")
             late.discard(sealed.turn)
             return
         if sealed.content.dtype != torch.uint8 or sealed.content.ndim != 1:
-            raise WrongError("a sealed head is bytes")
+            raise InvalidMessageError("a sealed head is bytes")
         del self._handing[name]
         self._since.pop(name, None)
-        self._send(to, Sealed(sealed.turn, number_of(name), sealed.content))
+        self._send(to, SealedHead(sealed.turn, number_of(name), sealed.content))
 
     def _refuses_head(self, name: str, refused: HeadRefused) -> None:
         """Process a client's refusal of an invalid head: it is left out, without being rejected."""
@@ -497,14 +497,14 @@ class Hall:
         if refused.turn != turn:
             if self.server.due.is_late(name, refused.turn):
                 return
-            raise WrongError("a head is refused that was not handed over")
+            raise InvalidMessageError("a head is refused that was not handed over")
         begun = self.server.due.turns[name]
         if not begun.comes or name in self._began or name in self._handing.values():
-            raise WrongError("a head is refused that was not handed over")
+            raise InvalidMessageError("a head is refused that was not handed over")
         self.reasons[name] = f"the head that it was handed cannot be: {refused.reason[:MOST_SHOWN]}"
         self._without([name])
 
-    def _with(self, name: str) -> Exchange:
+    def _with(self, name: str) -> CutCompression:
         """Return the compression between the server and a client."""
         assert self.exchange is not None
         return self._exchanges.setdefault(name, self.exchange())
@@ -533,7 +533,7 @@ class Hall:
             self._passed(SERVER, name, frame, size)
         self.channels.say(number, encode(frame))
 
-    def final(self, head: Own) -> None:
+    def final(self, head: SideState) -> None:
         """Send the final head to all connected clients."""
         for name in self.here:
             self._send(name, Final(head))
@@ -547,7 +547,7 @@ class Hall:
     # Evaluation by a client that has the head
 
     def measure(
-        self, name: str, round: int, ends: Callable[[], bool], head: Own | None
+        self, name: str, round: int, ends: Callable[[], bool], head: SideState | None
     ) -> dict[str, float]:
         """Return a client's metrics on its test data; empty without test data or for a lost client.
 
@@ -556,8 +556,8 @@ class Hall:
         if name not in self.here:
             return {}
         self._measurer = name
-        measure = Measure(round, self.order.since.get(name, -1), head)
-        self._measuring = Measuring(measure, self.clients.tests[number_of(name)])
+        measure = MeasureModel(round, self.order.since.get(name, -1), head)
+        self._measuring = MeasurementProgress(measure, self.clients.tests[number_of(name)])
         self._returns.clear()
         self._asks_to_measure(name)
         try:
@@ -575,13 +575,15 @@ class Hall:
         """Start the measurement from the beginning; parts from before a disconnect do not count."""
         self._measured = None
         self.checks.forget()
-        self._measuring = Measuring(self._measuring.measure, self._measuring.tests)
+        self._measuring = MeasurementProgress(self._measuring.measure, self._measuring.tests)
         self._send(name, self._measuring.measure)
 
-    def _check_measures(self, name: str, frame: Query | Measured) -> None:
+    def _check_measures(self, name: str, frame: Query | ModelMeasured) -> None:
         """Raise WrongError for a measurement message of a client that was not asked for it."""
         if name != self._measurer:
-            raise WrongError(f"{type(frame).__name__} came, and it was not asked to measure")
+            raise InvalidMessageError(
+                f"{type(frame).__name__} came, and it was not asked to measure"
+            )
         self._since.pop(name, None)
 
     def _answers(self, name: str, query: Query) -> None:

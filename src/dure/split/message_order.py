@@ -33,7 +33,7 @@ from dure.split.messages import (
 FromClient = Smashed | OutputGradients | HeadGradients | Ended
 
 
-class Due(NamedTuple):
+class DueMessage(NamedTuple):
     """Type and step of a message. The step of Ended is the number of steps."""
 
     kind: type[FromClient]
@@ -48,7 +48,7 @@ class Due(NamedTuple):
 def _said(message: FromClient) -> str:
     if isinstance(message, Ended):
         return "Ended"
-    return str(Due(type(message), message.step))
+    return str(DueMessage(type(message), message.step))
 
 
 class DueMessages:
@@ -61,7 +61,7 @@ class DueMessages:
         self.sums = sums
         self.turns: dict[str, Turn] = {}
         """Newest turn of each client."""
-        self._due: dict[str, Due] = {}
+        self._due: dict[str, DueMessage] = {}
         self._late: dict[str, set[int]] = {}
         """Turns that were rolled back while a message was due, by client."""
 
@@ -76,29 +76,29 @@ class DueMessages:
             if due is not None:
                 self._due[name] = due
 
-    def _answer(self, name: str, message: Message) -> Due | None:
+    def _answer(self, name: str, message: Message) -> DueMessage | None:
         if isinstance(message, Turn):
             self.turns[name] = message
             return self._batch(message, 0)
         if isinstance(message, Outputs):
-            return Due(OutputGradients, message.step)
+            return DueMessage(OutputGradients, message.step)
         if isinstance(message, Gradients) and self.sums:
-            return Due(HeadGradients, message.step)
+            return DueMessage(HeadGradients, message.step)
         if isinstance(message, Gradients | HeadSum):
             return self._batch(self.turns[name], message.step + 1)
         return None
 
-    def _batch(self, turn: Turn, step: int) -> Due | None:
+    def _batch(self, turn: Turn, step: int) -> DueMessage | None:
         if step < turn.steps:
-            return Due(Smashed, step)
-        return Due(Ended, turn.steps) if step >= turn.until else None
+            return DueMessage(Smashed, step)
+        return DueMessage(Ended, turn.steps) if step >= turn.until else None
 
     def check(self, sender: str, message: Message) -> None:
         """Raise ValueError for a message of a client's turn that is not due."""
         if not isinstance(message, FromClient):
             raise ValueError(f"the server is told {type(message).__name__} by {sender}")
         due = self._due.get(sender)
-        given = Due(type(message), getattr(message, "step", -1))
+        given = DueMessage(type(message), getattr(message, "step", -1))
         if due is None or due.kind is not given.kind or (due.kind is not Ended and due != given):
             raise ValueError(f"{_said(message)} came, and {due or 'nothing'} is due")
 

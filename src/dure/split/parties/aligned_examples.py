@@ -13,7 +13,7 @@ from dure.split.parties.model import Columns, select
 from dure.split.parties.party import Read
 
 
-class Table:
+class AlignedExamples:
     """Examples of a party, or of the holder of the labels.
 
     rows: the row in `examples` of each person whom all know. seed: seed of the transforms of a

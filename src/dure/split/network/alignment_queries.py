@@ -21,7 +21,7 @@ MOST = 1
 """Maximum number of lists per sender that are answered in a run."""
 
 
-class Queries:
+class AlignmentQueries:
     """Lists of ids that were answered in a run.
 
     path: of the file; None keeps the digests in memory. most: maximum number of lists per sender.
