@@ -21,7 +21,7 @@ from dure.split.cutting import CutStages, cut_at
 from dure.split.sides import Side, SideRunner, copied, weighted_loss
 from dure.split.simulated import SimulatedSplitLearner
 from dure.split.strategy import Split
-from dure.tasks.loss_shares import CountedLoss, Share
+from dure.tasks.loss_shares import CountedLoss, LossShare
 
 
 class Read(Dataset[Any]):
@@ -117,7 +117,7 @@ def test_parties_that_share_a_side_do_not_see_each_other() -> None:
     first = side.own()
 
     def step(party: SideRunner, number: int) -> None:
-        batch = Microbatch(4, Share(1.0, 1.0), lambda: (inputs[4 * number :][:4], None))
+        batch = Microbatch(4, LossShare(1.0, 1.0), lambda: (inputs[4 * number :][:4], None))
         values = party.forward(0, number, batch, [])
         party.backward(0, [torch.ones_like(one) for one in values])
         party.update(party.gradients(0), number)

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 import dure
 from dure.collectives.group import Group
 from dure.tasks.evaluation import evaluate
-from dure.tasks.libraries import is_of_a_library, of_all
+from dure.tasks.metric_libraries import is_of_a_library, metric_of_all
 from small import examples, network, small_task
 
 GENERATOR = torch.Generator().manual_seed(0)
@@ -54,7 +54,7 @@ def test_targets_come_first_and_outputs_are_what_the_metric_takes(metric, given,
     if metric is sk.hinge_loss:
         given = outputs
     expected = metric(TARGETS.numpy(), numpy.asarray(given))
-    assert of_all(metric, outputs, TARGETS) == pytest.approx(expected, rel=1e-9)
+    assert metric_of_all(metric, outputs, TARGETS) == pytest.approx(expected, rel=1e-9)
 
 
 def test_of_two_classes_probabilities_are_those_of_the_second():
@@ -62,7 +62,9 @@ def test_of_two_classes_probabilities_are_those_of_the_second():
     scores = SCORES[:, :2]
     second = scores.double().softmax(1)[:, 1].numpy()
     for metric in (sk.roc_auc_score, sk.average_precision_score, sk.brier_score_loss, sk.log_loss):
-        assert of_all(metric, scores, targets) == pytest.approx(metric(targets.numpy(), second))
+        assert metric_of_all(metric, scores, targets) == pytest.approx(
+            metric(targets.numpy(), second)
+        )
 
 
 def test_ignored_targets_are_left_out_and_positions_count_one_by_one():
@@ -70,17 +72,19 @@ def test_ignored_targets_are_left_out_and_positions_count_one_by_one():
     targets = torch.randint(0, 3, (4, 5), generator=GENERATOR)
     targets[0] = -100
     correct, count = dure.accuracy(scores, targets)
-    assert of_all(sk.accuracy_score, scores, targets) == pytest.approx(float(correct / count))
+    assert metric_of_all(sk.accuracy_score, scores, targets) == pytest.approx(
+        float(correct / count)
+    )
 
 
 @pytest.mark.parametrize("shape", [(50,), (50, 1)])
 def test_numbers_are_compared_as_they_are(shape):
     outputs, targets = torch.randn(shape), torch.randn(shape)
-    assert of_all(sk.r2_score, outputs.bfloat16(), targets) == pytest.approx(
+    assert metric_of_all(sk.r2_score, outputs.bfloat16(), targets) == pytest.approx(
         sk.r2_score(targets.numpy(), outputs.bfloat16().float().numpy())
     )
     whole = torch.arange(50).view(shape)
-    assert of_all(sk.mean_squared_error, outputs, whole) == pytest.approx(
+    assert metric_of_all(sk.mean_squared_error, outputs, whole) == pytest.approx(
         float(F.mse_loss(outputs.double(), whole.double()))
     )
 
@@ -89,14 +93,14 @@ def test_numbers_are_compared_as_they_are(shape):
 def test_one_score_an_example_has_an_order_but_is_no_class_and_no_probability(shape):
     outputs, targets = SCORES[:, 0].view(shape), (TARGETS > 0).long().view(shape)
     expected = sk.roc_auc_score(targets.reshape(-1), outputs.reshape(-1))
-    assert of_all(sk.roc_auc_score, outputs, targets) == pytest.approx(expected)
-    assert of_all(sk.roc_auc_score, outputs, targets.float()) == pytest.approx(expected)
+    assert metric_of_all(sk.roc_auc_score, outputs, targets) == pytest.approx(expected)
+    assert metric_of_all(sk.roc_auc_score, outputs, targets.float()) == pytest.approx(expected)
     with pytest.raises(
         ValueError, match=r"f1_score takes predicted .* f1_score\(targets, outputs "
     ):
-        of_all(sk.f1_score, outputs, targets)
+        metric_of_all(sk.f1_score, outputs, targets)
     with pytest.raises(ValueError, match=r"log_loss takes prob.* log_loss\(targets, outputs\.s"):
-        of_all(sk.log_loss, outputs, targets)
+        metric_of_all(sk.log_loss, outputs, targets)
 
 
 @pytest.mark.parametrize(
@@ -199,5 +203,5 @@ def test_torchmetrics_work_as_they_are():
     assert metrics["test_accuracy"] == pytest.approx(float(correct / count))
     assert metrics["test_sum"] == pytest.approx(2 * float(correct / count))
     assert metrics["test_f1"] == pytest.approx(
-        of_all(expected, outputs, task.test.targets), abs=1e-6
+        metric_of_all(expected, outputs, task.test.targets), abs=1e-6
     )

@@ -20,8 +20,8 @@ from dure.tasks.loss_shares import (
     CountedLoss,
     loss_and_count,
     most_counted,
-    nothing,
     scale_of,
+    zero_loss,
 )
 
 CLASSES = 4
@@ -123,13 +123,13 @@ def test_what_counts_nothing_adds_nothing_whatever_the_model_says(loss: Any) -> 
 def test_nothing_is_of_every_output_and_of_complex_ones_too() -> None:
     complex_one = torch.ones(3, dtype=torch.complex64, requires_grad=True)
     number = torch.tensor(2.0, requires_grad=True)
-    total = nothing({"a": complex_one, "b": [number, torch.ones(2, dtype=torch.int64), "text"]})
+    total = zero_loss({"a": complex_one, "b": [number, torch.ones(2, dtype=torch.int64), "text"]})
     total.backward()  # type: ignore[no-untyped-call]
     assert float(total.detach()) == 0.0
     assert complex_one.grad is not None
     assert number.grad is not None
     assert not complex_one.grad.any()
-    assert float(nothing(torch.ones(3))) == 0.0
+    assert float(zero_loss(torch.ones(3))) == 0.0
 
 
 def test_where_all_count_alike_counts_are_of_examples_and_no_batch_is_looked_at() -> None:

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from dure.tasks.pictures import psnr, squared_errors, ssim, ssim_each
+from dure.tasks.image_similarity import psnr, squared_errors, ssim, ssim_each
 
 
 def test_errors_are_means_of_each_and_decibels_of_their_range() -> None:

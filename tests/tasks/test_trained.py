@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from dure.contracts.strategy import seeded_model
-from dure.tasks.trained import differences, trains_of
+from dure.tasks.task_summary import differences, trains_of
 from dure.wire.requests import Trains, from_json, to_json
 from small import small_task
 

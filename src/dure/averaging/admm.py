@@ -53,8 +53,8 @@ from dure.record.meter import Meter
 from dure.settings import parse_fields
 from dure.tasks.batch_norm import check_own_batches
 from dure.tasks.evaluation import evaluate
+from dure.tasks.gradient_accumulation import check_accumulate
 from dure.tasks.loss_shares import mean_over
-from dure.tasks.pieces import check_accumulate
 from dure.tensors.buffers import copy_buffers, load_passing_buffers, load_weights, passing_buffers
 from dure.tensors.flat import FlatParameters, check_apart, trained_in
 

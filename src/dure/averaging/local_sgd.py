@@ -39,10 +39,10 @@ from dure.data.sampling import JOINT_SAMPLING, SamplingRequest
 from dure.memory.formula import WHOLE, MemoryShares
 from dure.record.meter import Meter
 from dure.settings import parse_fields
-from dure.tasks.batch_norm import check_lying, check_pieces
+from dure.tasks.batch_norm import check_pieces, check_rank_pieces
 from dure.tasks.evaluation import evaluate
+from dure.tasks.gradient_accumulation import check_accumulate
 from dure.tasks.loss_shares import scale_of
-from dure.tasks.pieces import check_accumulate
 from dure.tensors.buffers import load_passing_buffers, load_weights, passing_buffers
 from dure.tensors.flat import check_apart, trained_in
 from dure.tensors.optimizer_state import load_optimizer
@@ -134,7 +134,7 @@ class LocalSGDLearner(Learner):
         self.replica = AveragedReplica(task, place, seed, strategy.accumulate)
         self.model = self.replica.model
         self.losses = self.replica.losses
-        check_lying(
+        check_rank_pieces(
             self.model, self.replica.train_examples, strategy.batch_size, strategy.accumulate
         )
         self.batches = Batches(

@@ -71,9 +71,9 @@ from dure.record.meter import Meter
 from dure.settings import parse_fields
 from dure.tasks.batch_norm import check_own_batches
 from dure.tasks.evaluation import evaluate
+from dure.tasks.gradient_accumulation import check_accumulate
 from dure.tasks.loss_shares import loss_and_count
 from dure.tasks.modes import in_mode
-from dure.tasks.pieces import check_accumulate
 from dure.tensors.buffers import Buffers, load_passing_buffers, load_weights, passing_buffers, write
 from dure.tensors.flat import FlatParameters, check_apart, trained_in
 

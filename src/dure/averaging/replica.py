@@ -28,9 +28,9 @@ from dure.randomness.seeds import generators_state, restore_generators, seed_gen
 from dure.record.meter import StepClock
 from dure.tasks.batch_norm import needs_two
 from dure.tasks.flops import flops_per_step
+from dure.tasks.gradient_accumulation import accumulate_gradient
+from dure.tasks.gradient_transforms import GradientTransforms, forward_context
 from dure.tasks.loss_shares import CountedLoss, loss_and_count
-from dure.tasks.pieces import learn
-from dure.tasks.trimming import Trimming, computing
 from dure.tensors.buffers import Buffers, copy_buffers, load_weights
 from dure.tensors.flat import FlatParameters, by_dtype, trained_of, views_of
 from dure.tensors.optimizer_state import load_optimizer
@@ -73,7 +73,7 @@ class AveragedReplica:
         self.trained = [parameter for group in groups for parameter in group]
         self.optimizer = task.optimizer(self.model.parameters())
         self.rates = ScheduledRates(self.optimizer, task.lr_schedule)
-        self.trimming = Trimming(task, self.model.named_parameters())
+        self.trimming = GradientTransforms(task, self.model.named_parameters())
         self.device = next(self.model.parameters()).device
         share_weights(self.model, self.group)
         # the initial state of the optimizer, which is usually empty
@@ -146,13 +146,13 @@ class AveragedReplica:
             (loss if share == 1.0 else loss * share).backward()  # type: ignore[no-untyped-call]
             clock.did("backward")
 
-        learned = learn(
+        learned = accumulate_gradient(
             self.losses,
             indices,
             self.accumulate,
             read=self.train_examples.batch,
             forward=self.model,
-            computing=lambda *given: computing(self.task, self.device),
+            computing=lambda *given: forward_context(self.task, self.device),
             backward=backward,
             parameters=self.trained,
         )

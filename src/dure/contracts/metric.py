@@ -22,7 +22,8 @@ Metric = Callable[[Any, Any], Any]
 
 Pairs are added over batches and divided once: a pair is the `SumMetric` of a mean. A function that
 returns a number is called once, on all outputs and targets. Functions of scikit-learn, and
-functions and objects of torchmetrics and torcheval, are valid metrics too (`dure.tasks.libraries`).
+functions and objects of torchmetrics and torcheval, are valid metrics too
+(`dure.tasks.metric_libraries`).
 """
 
 

@@ -55,7 +55,7 @@ from dure.randomness.secret import Secret
 from dure.randomness.seeds import generators_state, restore_generators
 from dure.tasks.batch_norm import needs_two
 from dure.tasks.flops import flops_per_step
-from dure.tasks.trained import trains_of
+from dure.tasks.task_summary import trains_of
 from dure.tensors.buffers import Buffers
 from dure.tensors.flat import FlatParameters
 from dure.tensors.frozen import frozen_of, load_frozen

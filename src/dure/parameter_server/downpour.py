@@ -53,7 +53,7 @@ from dure.parameter_server.replica import Pace
 from dure.parameter_server.simulated_replicas import SimulatedReplicas
 from dure.settings import parse_fields
 from dure.tasks.batch_norm import check_own_batches
-from dure.tasks.pieces import check_accumulate
+from dure.tasks.gradient_accumulation import check_accumulate
 
 
 @dataclass(frozen=True)

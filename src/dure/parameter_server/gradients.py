@@ -32,9 +32,9 @@ from dure.parameter_server.late_counts import LateCounts
 from dure.parameter_server.scheduler import BatchPart
 from dure.parameter_server.tables import SparseRows
 from dure.randomness.seeds import seed_generators
+from dure.tasks.gradient_accumulation import accumulate_gradient
+from dure.tasks.gradient_transforms import GradientTransforms, clip, forward_context
 from dure.tasks.loss_shares import CountedLoss
-from dure.tasks.pieces import learn
-from dure.tasks.trimming import Trimming, clip, computing
 from dure.tensors.buffers import Buffers
 from dure.tensors.flat import FlatParameters, by_dtype
 
@@ -101,7 +101,7 @@ class GradientComputation:
         self.skips = skips
         self.task = task
         self.accumulate = accumulate
-        self.trimming = Trimming(task, model.named_parameters())
+        self.trimming = GradientTransforms(task, model.named_parameters())
         trained = dense_of(model)
         self._has_sparse = bool(embeddings_of(model))
         self.flat = FlatParameters(model, trained)
@@ -243,13 +243,13 @@ class GradientComputation:
             return ComputedGradients(empty, 0.0, 0.0, 0.0, 0, time.perf_counter() - started)
         for parameter in self.model.parameters():
             parameter.grad = None
-        found = learn(
+        found = accumulate_gradient(
             self.losses,
             part,
             self.accumulate,
             read=self.examples.batch if self._late is None else self._late.read,
             forward=self.model if self._late is None else partial(self._late.forward, self.model),
-            computing=lambda *given: computing(self.task, self._device),
+            computing=lambda *given: forward_context(self.task, self._device),
             backward=Tensor.backward,
             parameters=self.model.parameters(),
         )

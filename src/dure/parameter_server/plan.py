@@ -34,7 +34,7 @@ from dure.parameter_server.optimizer import OptimizerRecipe, check_new
 from dure.parameter_server.shard import Shard, Terms
 from dure.parameter_server.table_shard import TableShard
 from dure.parameter_server.tables import EmbeddingTable
-from dure.tasks.unreached import unreached
+from dure.tasks.unused_parameters import parameters_without_gradient
 from dure.tensors.flat import by_dtype, check_apart, trained_of
 
 TRAINS_WITH: frozenset[Part] = frozenset({"clip_norm", "precision", "compile", "unfreeze"})
@@ -316,7 +316,7 @@ def check_reached(task: Task, model: nn.Module, part: int, skips: bool) -> None:
     """
     if skips:
         return
-    for name in unreached(task, model, max(1, min(part, len(task.train)))):
+    for name in parameters_without_gradient(task, model, max(1, min(part, len(task.train)))):
         raise ValueError(no_gradient(name))
 
 

@@ -56,7 +56,7 @@ from dure.parameter_server.processes.meeting import ranks_of
 from dure.parameter_server.simulated import SimulatedParameterServer
 from dure.settings import parse_fields
 from dure.tasks.batch_norm import check_pieces
-from dure.tasks.pieces import check_accumulate
+from dure.tasks.gradient_accumulation import check_accumulate
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ from dure.references import ReferencePolicy, refuse
 from dure.run.registry import decode_strategy
 from dure.tasks.dtypes import check_dtypes
 from dure.tasks.loss_shares import tensor_of
-from dure.tasks.trained import machine_of, trains_of
+from dure.tasks.task_summary import machine_of, trains_of
 from dure.tensors.buffers import Buffers
 from dure.tensors.flat import FlatParameters, trained_of
 from dure.tensors.frozen import frozen_of, load_frozen

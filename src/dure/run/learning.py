@@ -39,7 +39,7 @@ def check_can(task: Task, strategy: Strategy, world: World) -> None:
 def _unserved(part: Part, strategy: Strategy) -> str | None:
     """Return why clients on a network cannot honour the option; None if they can.
 
-    See `dure.tasks.trained`.
+    See `dure.tasks.task_summary`.
     """
     if strategy.trains_at_server:
         return "the sites of a network that train sides of one model do not compare it"

@@ -45,7 +45,7 @@ from dure.split.messages import (
     Turn,
 )
 from dure.split.sides import SideRunner, copied, without_optimizer_state
-from dure.tasks.loss_shares import CountedLoss, Share
+from dure.tasks.loss_shares import CountedLoss, LossShare
 
 
 @dataclass(frozen=True)
@@ -257,7 +257,7 @@ class SplitClient:
         if self.examples.draws:
             seed_generators(self.seed, "read", taken, self.number, everything=True)
         inputs, targets = self.examples.batch(indices)
-        return indices, Microbatch(len(indices), Share(1.0, 1.0), lambda: (inputs, targets))
+        return indices, Microbatch(len(indices), LossShare(1.0, 1.0), lambda: (inputs, targets))
 
     def _end_of_model(self, outputs: Outputs, now: float) -> list[Envelope]:
         """Run the end of the model and the loss, and go backward to the second cut."""
@@ -265,7 +265,7 @@ class SplitClient:
         assert self._turn is not None
         # The batch of the head, with its share of the joint batch's loss.
         head = self.party.batch(0)
-        share = Share(outputs.share, 1.0)
+        share = LossShare(outputs.share, 1.0)
         batch = Microbatch(head.examples, share, lambda: (head.inputs, head.targets))
         self.party.forward(self.end, self._place, batch, outputs.values)
         gradients = self.party.backward(self.end, [])

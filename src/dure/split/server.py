@@ -50,7 +50,7 @@ from dure.split.messages import (
 )
 from dure.split.orders import TurnOrder
 from dure.split.sides import SideRunner, copied
-from dure.tasks.loss_shares import Share
+from dure.tasks.loss_shares import LossShare
 
 
 @dataclass
@@ -294,7 +294,7 @@ class TailServer:
     ) -> list[Tensor]:
         """Return the output of the tail for the batches of these clients at the step `at`."""
         examples = sum(one.examples for one in smashed)
-        batch = Microbatch(examples, Share(1.0, 1.0), lambda: (None, self._targets(smashed)))
+        batch = Microbatch(examples, LossShare(1.0, 1.0), lambda: (None, self._targets(smashed)))
         found = tail.forward(1, self.order.draws(at, clients), batch, values)
         if self.blames:
             check_size("values that leave the tail", found, math.inf)

@@ -38,10 +38,10 @@ from dure.split.optimizer_settings import (
     shared_of,
     stepped_copy,
 )
-from dure.tasks.loss_shares import Computed, CountedLoss, Share
-from dure.tasks.trimming import Trimming
+from dure.tasks.gradient_transforms import GradientTransforms
+from dure.tasks.loss_shares import ComputedLoss, CountedLoss, LossShare
 
-StageLoss = Callable[[Any, Any, int, Share], Computed]
+StageLoss = Callable[[Any, Any, int, LossShare], ComputedLoss]
 """loss(outputs, targets, examples, share), as for the last stage of a pipeline."""
 
 
@@ -119,7 +119,7 @@ class Side:
         """State whose tensors the modules have."""
         self._remembered: SideState | None = None
         """State whose optimizer state and settings the optimizer has."""
-        self.trimming = Trimming(task, self.moved.items())
+        self.trimming = GradientTransforms(task, self.moved.items())
         self.written = stages.written()
         self._task = task
         self._begin_optimizer()
@@ -397,10 +397,10 @@ def _copied(values: Mapping[str, Any]) -> dict[str, Any]:
 def weighted_loss(losses: CountedLoss) -> StageLoss:
     """Return the mean loss of a batch, times its share of the joint batch."""
 
-    def loss(outputs: Any, targets: Any, examples: int, share: Share) -> Computed:
+    def loss(outputs: Any, targets: Any, examples: int, share: LossShare) -> ComputedLoss:
         found = losses.mean(outputs, targets, examples)
         if share.counted is None or share.counted == share.of:
             return found
-        return Computed(found.loss * (share.counted / share.of), found.counted)
+        return ComputedLoss(found.loss * (share.counted / share.of), found.counted)
 
     return loss

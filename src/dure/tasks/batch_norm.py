@@ -22,14 +22,14 @@ MOST_TRIED = 1_000
 """Most batch sizes that are tried for advice, the nearest first."""
 
 
-class Batched(Protocol):
+class BatchSource(Protocol):
     """An object that returns batches of examples."""
 
     def batch(self, indices: Tensor) -> tuple[Any, Any]: ...
 
 
 @torch.no_grad()
-def needs_two(model: nn.Module, examples: Batched, first: int = 0) -> bool:
+def needs_two(model: nn.Module, examples: BatchSource, first: int = 0) -> bool:
     """Return whether the model cannot train on a single example.
 
     This is so if a batch norm then sees a single value a channel. The model is not changed. Cost:
@@ -106,7 +106,7 @@ def check_pieces(
     )
 
 
-def check_lying(
+def check_rank_pieces(
     model: nn.Module, examples: Examples, batch_size: int | None, pieces: int = 1
 ) -> None:
     """Check the pieces as `check_pieces`, for ranks with data of their own that are counted."""

@@ -24,9 +24,9 @@ from dure.contracts.task import Task
 from dure.data.examples import Examples, as_dtype, cast_floating
 from dure.machine.devices import device_of_model, to_device
 from dure.randomness.seeds import generators_state, restore_generators
+from dure.tasks.gradient_transforms import forward_context
 from dure.tasks.loss_check import first_of
 from dure.tasks.loss_shares import tensor_of
-from dure.tasks.trimming import computing
 
 
 def check_dtypes(task: Task, model: nn.Module, another: Callable[[], nn.Module]) -> None:
@@ -111,7 +111,7 @@ class _Trial:
             device = device_of_model(model)
             task = self.task.on(device)
             inputs, targets = to_device((inputs, targets), device)
-            with torch.set_grad_enabled(training), computing(task, device):
+            with torch.set_grad_enabled(training), forward_context(task, device):
                 outputs = model(inputs)
                 dtype = next(iter(_dtypes(outputs)), None)
                 loss = task.loss(outputs, targets)

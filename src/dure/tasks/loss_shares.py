@@ -73,7 +73,7 @@ def most_counted(loss: Loss, examples: Examples) -> float:
     return float(targets[:1].numel()) * largest
 
 
-class Computed(NamedTuple):
+class ComputedLoss(NamedTuple):
     """The loss of a batch, or the contribution of a part, with its count.
 
     loss: a scalar tensor with its graph; 0, with gradients of 0, if the count is 0.
@@ -83,7 +83,7 @@ class Computed(NamedTuple):
     counted: float
 
 
-class Share(NamedTuple):
+class LossShare(NamedTuple):
     """The count of a part of a batch.
 
     counted: of the part; None if known only after the computation. of: of the batch, or its
@@ -94,7 +94,7 @@ class Share(NamedTuple):
     of: float
 
 
-NOTHING = Share(0.0, 1.0)
+NOTHING = LossShare(0.0, 1.0)
 """Share of a part that counts nothing: computed only because other ranks wait for it."""
 
 
@@ -132,13 +132,13 @@ class CountedLoss:
             return len(batch) * self._each
         return self._known.count(self._targets.index_select(0, batch))
 
-    def share(self, part: Tensor, batch: Tensor) -> Share:
+    def share(self, part: Tensor, batch: Tensor) -> LossShare:
         """Return the share of a part in its batch. part, batch: indices of examples."""
-        return Share(None if self.is_late else self.expected(part), self.expected(batch))
+        return LossShare(None if self.is_late else self.expected(part), self.expected(batch))
 
     def mean(
         self, outputs: Any, targets: Any, examples: int, count: float | None = None
-    ) -> Computed:
+    ) -> ComputedLoss:
         """Return the loss of a batch of `examples` examples, with its count.
 
         count: the count, if it is known already. Raises ValueError for a pair that is no sum with
@@ -149,12 +149,12 @@ class CountedLoss:
         if count:
             value = self.loss(outputs, targets)
             if not isinstance(value, tuple):
-                return Computed(value, count)
+                return ComputedLoss(value, count)
             self.gives_pairs = True
             total, count = _pair(value)
             if count:
-                return Computed(total / count, count)
-        return Computed(nothing(outputs), 0.0)
+                return ComputedLoss(total / count, count)
+        return ComputedLoss(zero_loss(outputs), 0.0)
 
     def counts_unlike(self, targets: Any) -> bool:
         """Return whether these targets, of a loss that `is_late`, may count unlike others."""
@@ -167,14 +167,14 @@ class CountedLoss:
         """Return the loss's count of targets. outputs: of any model, for losses that need them."""
         return self.mean(outputs, targets, examples).counted
 
-    def part(self, outputs: Any, targets: Any, examples: int, share: Share) -> Computed:
+    def part(self, outputs: Any, targets: Any, examples: int, share: LossShare) -> ComputedLoss:
         """Return the contribution of a part of so many examples to its batch's loss and count."""
         found = self.mean(outputs, targets, examples, share.counted)
         if not found.counted:
             return found
         weight = found.counted / share.of
         # Without the product if it changes nothing: the graph, and so the bits, of one worker.
-        return found if weight == 1.0 else Computed(found.loss * weight, found.counted)
+        return found if weight == 1.0 else ComputedLoss(found.loss * weight, found.counted)
 
     def settle(
         self, loss: float, batch: Tensor, counted: float, gradients: Iterable[Tensor]
@@ -217,7 +217,7 @@ def rescale(gradients: Iterable[Tensor], scale: float) -> None:
             gradient.mul_(scale)
 
 
-def nothing(outputs: Any) -> Tensor:
+def zero_loss(outputs: Any) -> Tensor:
     """Return 0 with gradients of 0: backward runs as usual, for hooks and waiting ranks."""
     leaves = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
     # Sums of no elements, and not of elements times 0: 0 · inf is NaN.

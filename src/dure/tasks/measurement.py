@@ -20,10 +20,10 @@ from torch import Tensor
 from dure.collectives.group import Group
 from dure.contracts.metric import ratio
 from dure.contracts.task import Task
-from dure.tasks.kept import Kept, on_cpu, refusal
+from dure.tasks.gathered_outputs import GatheredOutputs, gathering_error, on_cpu
 from dure.tasks.loss_shares import loss_and_count
-from dure.tasks.sums import Sums
-from dure.tasks.tally import Tally
+from dure.tasks.metric_state import MetricState
+from dure.tasks.sums import MetricSums
 
 
 class Measurement:
@@ -44,7 +44,7 @@ class Measurement:
         self.counts = counts
         self.measured = 0
         self.loss = (0.0, 0.0)
-        self.tallies = [Tally(name, metric) for name, metric in task.measures.items()]
+        self.tallies = [MetricState(name, metric) for name, metric in task.measures.items()]
         self._only: tuple[Any, Any] | None = None
         """Outputs and targets of a batch that has all examples."""
 
@@ -63,15 +63,15 @@ class Measurement:
             self._kept.add(outputs, targets, count)
 
     @cached_property
-    def _kept(self) -> Kept:
+    def _kept(self) -> GatheredOutputs:
         waiting = [tally.name for tally in self.tallies if tally.waits]
-        return Kept(self.share, self.examples, self.task.metric_memory, waiting)
+        return GatheredOutputs(self.share, self.examples, self.task.metric_memory, waiting)
 
-    def sums(self) -> dict[str, Sums]:
+    def sums(self) -> dict[str, MetricSums]:
         """Return this rank's sums of the loss and of every summed metric, by name."""
         told = {tally.name: tally.told() for tally in self.tallies}
         return {
-            "loss": Sums(list(self.loss)),
+            "loss": MetricSums(list(self.loss)),
             **{name: sums for name, sums in told.items() if sums is not None},
         }
 
@@ -117,7 +117,7 @@ class Measurement:
                 names = [
                     tally.name for tally, size in zip(self.tallies, sizes, strict=True) if not size
                 ]
-                raise refusal(names, "they have different shapes on different ranks")
+                raise gathering_error(names, "they have different shapes on different ranks")
         return [int(row[0]) for row in rows], sizes
 
     def _check_alike(self, sizes: Sequence[float], others: Sequence[float]) -> None:

@@ -25,14 +25,14 @@ MOST_FORM = 10_000
 """Most characters of a form, which is untrusted."""
 
 
-class Sums(NamedTuple):
+class MetricSums(NamedTuple):
     """Flattened sums, and their form; "" for a pair."""
 
     values: list[float]
     form: str = ""
 
 
-class Leaf(NamedTuple):
+class SumLeaf(NamedTuple):
     """Placeholder for a tensor or number of this shape in a structure of sums."""
 
     shape: tuple[int, ...]
@@ -50,7 +50,7 @@ def form_of(tree: Any) -> str | None:
 
 
 def _told(tree: Any) -> Any:
-    if type(tree) is Leaf:
+    if type(tree) is SumLeaf:
         return list(tree.shape)
     if type(tree) is tuple:
         return {"tuple": [_told(part) for part in tree]}

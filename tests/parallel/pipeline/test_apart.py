@@ -15,7 +15,7 @@ from dure.parallel.pipeline.program import StageProgram
 from dure.parallel.pipeline.rng import RandomStream
 from dure.parallel.pipeline.split_backward import DeferredGradients, compute_now, split_operation
 from dure.parallel.pipeline.stage import Microbatch, Stage
-from dure.tasks.loss_shares import Computed, Share
+from dure.tasks.loss_shares import ComputedLoss, LossShare
 
 aten = torch.ops.aten
 
@@ -137,11 +137,11 @@ def test_what_an_interrupted_step_has_left_is_not_added_to_the_next() -> None:
         last=True,
         program_for=lambda n: program,
         structure_for=lambda n: structure,
-        loss=lambda out, *_: Computed(out.sum(), 2.0),
+        loss=lambda out, *_: ComputedLoss(out.sum(), 2.0),
         stream=RandomStream(0, False),
         remaining=remaining,
     )
-    batch = Microbatch(2, Share(2.0, 2.0), lambda: (torch.ones(2, 3), None))
+    batch = Microbatch(2, LossShare(2.0, 2.0), lambda: (torch.ones(2, 3), None))
 
     def step() -> None:
         stage.begin(0)

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 import dure
 from dure.split.in_turn import SplitLearning
 from dure.split.leakage.reconstruction import Rebuilt, ReconstructionDecoder, rebuild, shadow_head
+from dure.tasks.image_similarity import ssim
 from dure.tasks.models import TwoNN
-from dure.tasks.pictures import ssim
 from dure.worlds.simulated import Simulated
 
 ATTACKER = ReconstructionDecoder(steps=250)

@@ -53,7 +53,7 @@ from dure.protocol.messages import EvaluationResults
 from dure.randomness.permutation import Permutation
 from dure.randomness.seeds import derive
 from dure.tasks.measurement import Measurement
-from dure.tasks.sums import Sums
+from dure.tasks.sums import MetricSums
 from dure.tensors.buffers import Buffers
 from dure.tensors.flat import FlatParameters
 from dure.tensors.frozen import Frozen
@@ -67,7 +67,7 @@ class ClientMeasurement(NamedTuple):
 
     examples: int
     values: dict[str, float]
-    sums: dict[str, Sums]
+    sums: dict[str, MetricSums]
     failure: str | None = None
 
 
@@ -293,5 +293,5 @@ def measured_by(
 def error_line(error: Exception) -> str:
     """Return an error in a single line."""
     text = " ".join(text_of(error).split())
-    # A failed metric already names itself (`dure.tasks.tally`).
+    # A failed metric already names itself (`dure.tasks.metric_state`).
     return text if text.startswith("the metric ") else f"{type(error).__name__}: {text}"

@@ -39,8 +39,8 @@ from dure.federated.engines.optimizers import PlainSGD, is_plain, optimizer_of
 from dure.federated.engines.plan import batches
 from dure.machine.devices import device_of_model, to_device
 from dure.randomness.seeds import seed_generators
-from dure.tasks.loss_shares import Computed, CountedLoss
-from dure.tasks.trimming import Trimming, computing
+from dure.tasks.gradient_transforms import GradientTransforms, forward_context
+from dure.tasks.loss_shares import ComputedLoss, CountedLoss
 from dure.tensors.buffers import Buffers
 from dure.tensors.flat import FlatParameters, by_dtype, trained_of, views_of
 from dure.tensors.frozen import Frozen
@@ -203,7 +203,7 @@ class LoopEngine(ClientEngine):
         parts: Sequence[Tensor] = torch.split(order, list(sizes))
         return parts
 
-    def _loss(self, batch: Tensor) -> Computed:
+    def _loss(self, batch: Tensor) -> ComputedLoss:
         """Return the loss of a step, and its counted weight. batch: indices of its examples."""
         if self.look is not None:
             self.look()
@@ -214,7 +214,7 @@ class LoopEngine(ClientEngine):
         # shows.
         for parameter in self.parameters:
             parameter.grad = None
-        with computing(self.task, self.device):
+        with forward_context(self.task, self.device):
             if self.objective is not None:
                 return self.objective.of(inputs, targets, len(batch))
             return self.losses.mean(self.model(inputs), targets, len(batch))
@@ -308,7 +308,7 @@ class _Updates:
 
     def __init__(self, task: Task, named: Mapping[str, nn.Parameter]) -> None:
         self.trained = [parameter for parameter in named.values() if parameter.requires_grad]
-        self.trimming = Trimming(task, named.items())
+        self.trimming = GradientTransforms(task, named.items())
         self.fresh = _Fresh(task, list(named.values()))
 
     def begin(self, job: ClientJob) -> Callable[[], None]:

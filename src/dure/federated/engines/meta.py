@@ -22,8 +22,8 @@ from dure.federated.engines.loop import check_frozen, client_error
 from dure.federated.engines.optimizers import optimizer_of
 from dure.machine.devices import device_of_model, to_device
 from dure.randomness.seeds import generators_state, restore_generators, seed_generators
+from dure.tasks.gradient_transforms import GradientTransforms, forward_context
 from dure.tasks.loss_shares import CountedLoss
-from dure.tasks.trimming import Trimming, computing
 from dure.tensors.buffers import Buffers
 from dure.tensors.flat import FlatParameters, by_dtype, trained_of, views_of
 from dure.tensors.frozen import Frozen
@@ -88,7 +88,7 @@ class MetaEngine(ClientEngine):
         self.trained = list(chain.from_iterable(self.groups))
         self.reached: set[nn.Parameter] = set()
         """Parameters that the losses of the current step reach."""
-        self.trimming = Trimming(task, model.named_parameters())
+        self.trimming = GradientTransforms(task, model.named_parameters())
 
     def train(self, jobs: Iterable[ClientJob]) -> Iterator[JobResult]:
         """Yield the results in the jobs' order, each computed on demand.
@@ -205,7 +205,7 @@ class MetaEngine(ClientEngine):
         inputs, targets = self.examples.batch(indices)
         if self.device.type != "cpu":
             inputs, targets = to_device((inputs, targets), self.device)
-        with computing(self.task, self.device):
+        with forward_context(self.task, self.device):
             loss, counted = self.losses.mean(self.model(inputs), targets, len(indices))
         # A forward pass may have frozen some parameters since.
         still = [parameter for parameter in self.trained if parameter.requires_grad]

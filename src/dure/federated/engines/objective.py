@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from dure.contracts.strategy import unused_copy
 from dure.contracts.task import Task
 from dure.federated.engines.job import ClientJob, Reference
-from dure.tasks.loss_shares import Computed, CountedLoss
+from dure.tasks.loss_shares import ComputedLoss, CountedLoss
 from dure.tensors.buffers import Buffers
 from dure.tensors.flat import FlatParameters
 from dure.tensors.frozen import frozen_of, load_frozen
@@ -80,7 +80,7 @@ class CustomObjective:
             for copy, reference in zip(self._copies, job.references, strict=False)
         ]
 
-    def of(self, inputs: Any, targets: Any, examples: int) -> Computed:
+    def of(self, inputs: Any, targets: Any, examples: int) -> ComputedLoss:
         """Return the objective on a batch of `examples` examples, and its counted weight.
 
         Raises TypeError for an objective that is not a tensor with a single number.
@@ -99,7 +99,7 @@ class CustomObjective:
         if not isinstance(value, Tensor) or value.numel() != 1:
             what = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise TypeError(f"the objective is {what}, and a tensor of one number is wanted")
-        return Computed(value.reshape(()), counted[0])
+        return ComputedLoss(value.reshape(()), counted[0])
 
 
 class _Copy:

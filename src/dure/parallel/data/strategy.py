@@ -89,8 +89,8 @@ from dure.privacy.example_level import ExampleLevel, PrivacyBudget, PrivacyReque
 from dure.privacy.per_example.unsupported_layers import check_layers
 from dure.randomness.seeds import derive
 from dure.settings import parse_fields
-from dure.tasks.batch_norm import check_lying, check_pieces
-from dure.tasks.pieces import check_accumulate
+from dure.tasks.batch_norm import check_pieces, check_rank_pieces
+from dure.tasks.gradient_accumulation import check_accumulate
 from dure.tensors.backward import backward_from
 
 if TYPE_CHECKING:
@@ -356,7 +356,7 @@ class DataParallelLearner(SingleLearner):
             again=strategy._again(task, place.group.size),
         )
         self.strategy = strategy
-        check_lying(self.model, self.train_examples, strategy.batch_size, strategy.accumulate)
+        check_rank_pieces(self.model, self.train_examples, strategy.batch_size, strategy.accumulate)
         share_weights(self.model, self.group)
         self.speaking = buffer_sync_of(self.model)
         how = strategy.how(seed)

@@ -58,8 +58,8 @@ from dure.record.meter import Meter
 from dure.tasks.batch_norm import check_pieces
 from dure.tasks.evaluation import evaluate
 from dure.tasks.flops import flops_per_step
-from dure.tasks.pieces import check_accumulate, learn
-from dure.tasks.trimming import Trimming
+from dure.tasks.gradient_accumulation import accumulate_gradient, check_accumulate
+from dure.tasks.gradient_transforms import GradientTransforms
 from dure.tensors.buffers import Buffers, load_passing_buffers, load_weights, passing_buffers
 from dure.tensors.optimizer_state import load_optimizer
 
@@ -155,7 +155,7 @@ class HogwildWorker:
         else:
             self.optimizer = learner.task.optimizer(model.parameters())
         self.rates = ScheduledRates(self.optimizer, learner.task.lr_schedule)
-        self.trimming = Trimming(learner.task, model.named_parameters())
+        self.trimming = GradientTransforms(learner.task, model.named_parameters())
         self.batches = Batches(
             len(learner.train_examples),
             learner.strategy.batch_size,
@@ -191,7 +191,7 @@ class HogwildWorker:
             draws = learner.train_examples.draws
             seed_generators(learner.seed, "step", step, learner.group.rank, everything=draws)
         self.optimizer.zero_grad(set_to_none=True)
-        value, counted = learn(
+        value, counted = accumulate_gradient(
             learner.losses,
             indices,
             learner.strategy.accumulate,

@@ -64,8 +64,8 @@ from dure.record.meter import Meter
 from dure.tasks.batch_norm import check_pieces
 from dure.tasks.evaluation import evaluate
 from dure.tasks.flops import flops_per_step
+from dure.tasks.gradient_transforms import forward_context
 from dure.tasks.loss_shares import CountedLoss
-from dure.tasks.trimming import computing
 
 Value = TypeVar("Value")
 
@@ -350,7 +350,7 @@ class LayersPerCoreLearner(SingleLearner):
         leaves = batch_trees.detached(belt.taken(belt.forwards[stage]))
 
         def compute() -> Any:
-            with draw, computing(self.task, self.chain.devices[stage]):
+            with draw, forward_context(self.task, self.chain.devices[stage]):
                 return self.chain.stage(stage, to_device(leaves, self.chain.devices[stage]))
 
         outputs = work.timed(f"forward of micro-batch {number}", compute)
@@ -369,7 +369,7 @@ class LayersPerCoreLearner(SingleLearner):
         """
         leaves = [batch_trees.detached(one) for one in outputs]
         device = self.chain.devices[-1]
-        with computing(self.task, device):
+        with forward_context(self.task, device):
             outcome = self.losses.mean(
                 batch_trees.join_examples(leaves, sizes), to_device(targets, device), sum(sizes)
             )

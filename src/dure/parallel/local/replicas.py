@@ -51,7 +51,7 @@ from dure.parallel.replica_consistency import MutationGuard
 from dure.randomness.seeds import derive
 from dure.record.meter import Meter
 from dure.tasks.flops import flops_per_step
-from dure.tasks.loss_shares import Computed
+from dure.tasks.loss_shares import ComputedLoss
 from dure.tensors.buffers import common
 
 COMPILES_ALONE = "torch's compiler works for one thread of a process, and here several compute"
@@ -185,7 +185,7 @@ class ReplicasLearner(SingleLearner):
         for worker, one in zip(busy, done, strict=True):
             worker.sheet.did(name, one.start, one.end, self.step + 1)
 
-    def _loss(self, busy: list[ReplicaWorker], sizes: list[int], targets: Any) -> Computed:
+    def _loss(self, busy: list[ReplicaWorker], sizes: list[int], targets: Any) -> ComputedLoss:
         """Gather the outputs, and return the loss of the batch."""
         started = time.perf_counter()
         for worker in busy:

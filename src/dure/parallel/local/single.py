@@ -73,9 +73,9 @@ from dure.settings import parse_fields
 from dure.tasks.batch_norm import check_pieces
 from dure.tasks.evaluation import evaluate
 from dure.tasks.flops import flops_per_step
+from dure.tasks.gradient_accumulation import accumulate_gradient, check_accumulate
+from dure.tasks.gradient_transforms import GradientTransforms, forward_context
 from dure.tasks.loss_shares import CountedLoss
-from dure.tasks.pieces import check_accumulate, learn
-from dure.tasks.trimming import Trimming, computing
 from dure.tensors.buffers import load_passing_buffers, load_weights, passing_buffers
 from dure.tensors.flat import trained_in
 from dure.tensors.optimizer_state import forget, load_optimizer
@@ -301,7 +301,7 @@ class SingleLearner(Learner):
         self.again = install_recompute(again, task, self.model, place.check)
         self.optimizer = self.offloaded.optimizer(task.optimizer(self.model.parameters()))
         self.rates = ScheduledRates(self.optimizer, task.lr_schedule) if task.lr_schedule else None
-        self.trimming = Trimming(task, self.model.named_parameters())
+        self.trimming = GradientTransforms(task, self.model.named_parameters())
         self.train_examples, self.test_examples = examples_for(task)
         self.losses = CountedLoss(task.loss, self.train_examples)
         self.batches: Batches | PoissonBatches = Batches(
@@ -398,7 +398,7 @@ class SingleLearner(Learner):
             loss.backward()  # type: ignore[no-untyped-call]
             clock.did("backward")
 
-        found = learn(
+        found = accumulate_gradient(
             self.losses,
             indices,
             self.accumulate,
@@ -414,7 +414,7 @@ class SingleLearner(Learner):
 
     def computing(self) -> AbstractContextManager[object]:
         """Return a context for forward and loss: the precision of the task."""
-        return computing(self.task, self.device)
+        return forward_context(self.task, self.device)
 
     @contextmanager
     def _computing(self, inputs: Any, targets: Any) -> Iterator[None]:

@@ -20,7 +20,7 @@ from dure.parallel.pipeline.rng import RandomStream
 from dure.parallel.pipeline.runtime import PipelineEngine
 from dure.parallel.pipeline.single_stage import SingleStageModel
 from dure.parallel.pipeline.stage import Microbatch, Stage
-from dure.tasks.loss_shares import NOTHING, Computed, Share
+from dure.tasks.loss_shares import NOTHING, ComputedLoss, LossShare
 from dure.tasks.measurement import Measurement
 
 ROUND = 32
@@ -57,9 +57,9 @@ def measure(
     """
 
     # The "loss" of evaluation measures on the last stage and returns a number that is not used.
-    def add(outputs: Any, targets: Any, length: int, share: Share) -> Computed:
+    def add(outputs: Any, targets: Any, length: int, share: LossShare) -> ComputedLoss:
         measurement.add(outputs, targets, length)
-        return Computed(torch.zeros(()), 0.0)
+        return ComputedLoss(torch.zeros(()), 0.0)
 
     device = next((parameter.device for parameter in cut.model.parameters()), torch.device("cpu"))
     # Evaluation draws no random numbers, so any seed will do.

@@ -53,7 +53,7 @@ from dure.parallel.tensor_comparison import (
     tolerance_same_operations,
 )
 from dure.randomness.seeds import generators_state, restore_generators, seed_generators
-from dure.tasks.loss_shares import Computed, Share
+from dure.tasks.loss_shares import ComputedLoss, LossShare
 from dure.tensors.kept import first_change, kept_by
 
 ADVICE = "or trust the trace with check=False (--no-check)"
@@ -237,7 +237,7 @@ class _Whole:
             ) from error
 
 
-WHOLE = Share(1.0, 1.0)
+WHOLE = LossShare(1.0, 1.0)
 """Share of a micro-batch that is the whole batch."""
 
 
@@ -288,12 +288,12 @@ class _Stages:
         gradients = _taken_gradients(self.cut.model) if descends else {}
         return PassOutputs([_detached(leaf) for leaf in self._leaves], self._structure, gradients)
 
-    def _end(self, outputs: Any, targets: Any, examples: int, share: Share) -> Computed:
+    def _end(self, outputs: Any, targets: Any, examples: int, share: LossShare) -> ComputedLoss:
         """Return the random weighted sum of the outputs, in place of the last stage's loss."""
         self._leaves, self._structure = tree_flatten(outputs)
         end = _weighed(self._leaves)
         self._returns = end is not None
-        return Computed(torch.zeros(()) if end is None else end, 1.0)
+        return ComputedLoss(torch.zeros(()) if end is None else end, 1.0)
 
 
 def _weighed(leaves: Sequence[Any]) -> Tensor | None:

@@ -27,7 +27,7 @@ from dure.parallel.pipeline.program import StageProgram
 from dure.parallel.pipeline.rng import RandomStream
 from dure.parallel.pipeline.split_backward import DeferredGradients
 from dure.parallel.pipeline.trace import leaves_of
-from dure.tasks.loss_shares import Computed, Share
+from dure.tasks.loss_shares import ComputedLoss, LossShare
 from dure.tensors.backward import backward_from
 
 
@@ -39,7 +39,7 @@ class Microbatch:
     """
 
     examples: int
-    share: Share
+    share: LossShare
     read: Callable[[], tuple[Any, Any]]
 
     @cached_property
@@ -91,7 +91,7 @@ class Stage:
         last: bool,
         program_for: Callable[[int], StageProgram],
         structure_for: Callable[[int], TreeSpec],
-        loss: Callable[[Any, Any, int, Share], Computed],
+        loss: Callable[[Any, Any, int, LossShare], ComputedLoss],
         stream: RandomStream,
         remaining: DeferredGradients | None,
         recompute: bool = False,

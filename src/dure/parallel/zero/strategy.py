@@ -56,10 +56,10 @@ from dure.parallel.zero.gradient_reduction import PiggybackFields
 from dure.parallel.zero.partition_layout import Stage
 from dure.parallel.zero.redundancy import ZeroRedundancy
 from dure.settings import parse_fields
-from dure.tasks.batch_norm import check_lying, check_pieces
+from dure.tasks.batch_norm import check_pieces, check_rank_pieces
 from dure.tasks.evaluation import evaluate
-from dure.tasks.loss_shares import NOTHING, Share
-from dure.tasks.pieces import check_accumulate
+from dure.tasks.gradient_accumulation import check_accumulate
+from dure.tasks.loss_shares import NOTHING, LossShare
 from dure.tensors.buffers import load_passing_buffers, passing_buffers
 from dure.tensors.flat import check_apart, trained_in
 
@@ -200,7 +200,7 @@ class ZeROLearner(SingleLearner):
         )
         self.strategy = strategy
         self.folder = place.folder
-        check_lying(self.model, self.train_examples, strategy.batch_size, strategy.accumulate)
+        check_rank_pieces(self.model, self.train_examples, strategy.batch_size, strategy.accumulate)
         self._trained_from = trained_from(task, trained_in(self.model))
         # Computed before the model is divided: afterwards its parameters have no elements.
         self._flops = super().flops_per_step()
@@ -294,7 +294,7 @@ class ZeROLearner(SingleLearner):
         if self.task.clip_norm is not None:
             self.zero.clip_grad_norm_(self.task.clip_norm)
 
-    def backward(self, piece: Tensor, share: Share) -> None:
+    def backward(self, piece: Tensor, share: LossShare) -> None:
         """Run forward and backward over a piece of the joint batch, weighted by its share.
 
         The trailer of the last message has the loss, which is therefore known before backward ends.

@@ -12,7 +12,7 @@ its own. The shadow needs a server's part that ends with the loss, so a single c
 attacker without the head needs pairs (Z, X).
 
 The attack is measured on private examples: the mean squared error, beside the error of the mean of
-the public examples, which uses no Z; and for images SSIM (`dure.tasks.pictures`).
+the public examples, which uses no Z; and for images SSIM (`dure.tasks.image_similarity`).
 
 Sources: P. Vepakomma et al., "NoPeek", 2020 (the decoder); X. Gao and L. Zhang, "PCAT:
 Functionality and Data Stealing from Split Learning by Pseudo-Client Attack", 2023 (the shadow).
@@ -35,7 +35,7 @@ from dure.randomness.seeds import (
     seed_generators,
     shuffled,
 )
-from dure.tasks.pictures import ssim
+from dure.tasks.image_similarity import ssim
 
 Head = Callable[[Tensor], Tensor]
 """head(inputs): the output of the head; the first dimension counts examples."""

@@ -20,7 +20,7 @@ from dure.split.network.checks import ServerPartInterface
 from dure.split.network.control import Query, QueryAnswer
 from dure.split.network.site import ClientPartInterface
 from dure.split.tensor_forms import check_forms, form_of
-from dure.tasks.loss_shares import NOTHING, Computed
+from dure.tasks.loss_shares import NOTHING, ComputedLoss
 
 
 class CutServerPart(ServerPartInterface):
@@ -119,6 +119,6 @@ class Forward:
             trains=False,
         )
 
-    def _keep(self, outputs: Any, targets: Any, examples: int, share: Any) -> Computed:
+    def _keep(self, outputs: Any, targets: Any, examples: int, share: Any) -> ComputedLoss:
         self._outputs = outputs
-        return Computed(torch.zeros(()), 0.0)
+        return ComputedLoss(torch.zeros(()), 0.0)

@@ -48,7 +48,7 @@ from dure.tasks.flops import flops_per_step
 from dure.tasks.loss_shares import CountedLoss
 from dure.tasks.measurement import Measurement
 from dure.tasks.modes import in_mode
-from dure.tasks.trained import trains_of
+from dure.tasks.task_summary import trains_of
 from dure.tensors.buffers import passing_buffers
 
 PEOPLE = "people.tree"

@@ -53,7 +53,7 @@ from dure.tasks.evaluation import evaluate
 from dure.tasks.flops import flops_per_step
 from dure.tasks.loss_shares import mean_over
 from dure.tasks.parts import ModelParts, TailTask
-from dure.tasks.trained import trains_of
+from dure.tasks.task_summary import trains_of
 from dure.tensors.buffers import load_passing_buffers, load_weights, passing_buffers
 
 TURN = "turn.tree"

@@ -22,7 +22,7 @@ from dure.randomness.seeds import generators_state, restore_generators
 from dure.split.separate_models.sides import SeparateDividedModel
 from dure.split.separate_models.stage import seed_part
 from dure.split.sides import SideRunner
-from dure.tasks.loss_shares import CountedLoss, Share
+from dure.tasks.loss_shares import CountedLoss, LossShare
 from dure.tasks.parts import JoinedTask, ModelParts
 
 _WHAT = "head and tail apart give the loss and gradients of the model undivided"
@@ -55,7 +55,7 @@ def prove(task: JoinedTask, model: nn.Module, examples: int) -> Proof | None:
     try:
         indices = torch.arange(examples) % len(train)
         inputs, targets = train.batch(indices)
-        batch = Microbatch(examples, Share(1.0, 1.0), lambda: (inputs, targets))
+        batch = Microbatch(examples, LossShare(1.0, 1.0), lambda: (inputs, targets))
         apart = SeparateDividedModel(task, other, train, examples, seed=0)
         right = _together(one.train(), batch, CountedLoss(task.loss, train))
         found = None if right is None else _found(right, apart, batch)

@@ -334,7 +334,7 @@ def _seldom(look: Callable[[], bool]) -> Callable[[], None]:
 
 def machine(threads: int) -> Machine:
     """Return the machine properties that clients need to compute the same bits as a simulation."""
-    from dure.tasks.trained import machine_of
+    from dure.tasks.task_summary import machine_of
 
     return machine_of(ENGINE, threads)
 
@@ -443,7 +443,7 @@ class _Serves:
 
     def told(self, clients: int, seed: int, trains: Trains, threads: int) -> dict[str, Any]:
         """Return the arguments of `Served` that do not depend on the kind of server."""
-        from dure.tasks.trained import differences
+        from dure.tasks.task_summary import differences
 
         return {
             "run": self.run,

@@ -21,7 +21,7 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from dure.randomness.seeds import generator
-from dure.tasks.pictures import psnr, squared_errors, ssim_each
+from dure.tasks.image_similarity import psnr, squared_errors, ssim_each
 
 BOOTSTRAPS = 1000
 """Number of samples of a bootstrap."""

@@ -43,7 +43,7 @@ def is_of_a_library(metric: Any) -> bool:
     return has_state(metric) or _library(metric) in ("sklearn", "torchmetrics", "torcheval")
 
 
-def of_all(metric: Any, outputs: Any, targets: Any) -> Any:
+def metric_of_all(metric: Any, outputs: Any, targets: Any) -> Any:
     """Return the metric of all outputs and targets, called in the way of its library."""
     if has_state(metric):
         return _computed(metric, outputs, targets)

@@ -19,7 +19,7 @@ from dure.contracts.task import Task
 from dure.contracts.training_options import trained_from
 
 
-def computing(task: Task, device: torch.device) -> AbstractContextManager[object]:
+def forward_context(task: Task, device: torch.device) -> AbstractContextManager[object]:
     """Return the context of forward and loss: autocast, if the task's precision is bf16.
 
     Weights, their gradients and sums keep their dtype.
@@ -29,7 +29,7 @@ def computing(task: Task, device: torch.device) -> AbstractContextManager[object
     return torch.autocast(device.type, torch.bfloat16)
 
 
-class Trimming:
+class GradientTransforms:
     """The gradients of a model before an optimizer step.
 
     parameters: by name, as in the task's model.

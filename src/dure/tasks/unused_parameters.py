@@ -20,7 +20,7 @@ PIECE = 32
 """Examples that are tried at once."""
 
 
-def unreached(task: Task, model: nn.Module, examples: int) -> list[str]:
+def parameters_without_gradient(task: Task, model: nn.Module, examples: int) -> list[str]:
     """Return the names of trained parameters without a gradient in a step of so many examples.
 
     The examples are drawn at random, and the trial ends as soon as each parameter has a gradient.

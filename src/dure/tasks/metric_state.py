@@ -17,14 +17,14 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from dure.contracts.metric import Metric, SumMetric, as_number, as_sum, ratio
 from dure.errors import DureError, described
-from dure.tasks.libraries import is_of_a_library, of_all
-from dure.tasks.sums import Leaf, Sums, form_of
+from dure.tasks.metric_libraries import is_of_a_library, metric_of_all
+from dure.tasks.sums import MetricSums, SumLeaf, form_of
 
 UNSEEN = -1
 """In place of a number of sums: no batch has shown the kind yet."""
 
 
-class Tally:
+class MetricState:
     """The state of a metric.
 
     waits: whether it needs everything at once; None before the first batch. failure: its error on
@@ -63,7 +63,7 @@ class Tally:
         """Whether every rank with the sums can finish them."""
         return not self.waits and not isinstance(self.metric, SumMetric)
 
-    def told(self) -> Sums | None:
+    def told(self) -> MetricSums | None:
         """Return the sums, for addition to those of other parties.
 
         None if the metric waits, has seen no batch, or has sums of a user's own class.
@@ -71,9 +71,11 @@ class Tally:
         if self.waits is not False:
             return None
         if self.is_pair:
-            return Sums([self._total, self._count])
-        form = form_of(tree_unflatten([Leaf(tuple(shape)) for shape in self._shapes], self._spec))
-        return None if form is None else Sums(self._sums.tolist(), form)
+            return MetricSums([self._total, self._count])
+        form = form_of(
+            tree_unflatten([SumLeaf(tuple(shape)) for shape in self._shapes], self._spec)
+        )
+        return None if form is None else MetricSums(self._sums.tolist(), form)
 
     def add(self, outputs: Any, targets: Any) -> None:
         """Add the next batch. Raises ValueError for a metric that gives no number."""
@@ -115,13 +117,13 @@ class Tally:
 
     def of_all(self, outputs: Any, targets: Any) -> float:
         """Return the number of a waiting metric, on everything."""
-        value = self._called(lambda *all_: of_all(self.metric, *all_), outputs, targets)
+        value = self._called(lambda *all_: metric_of_all(self.metric, *all_), outputs, targets)
         if _is_pair(value) and not is_of_a_library(self.metric):
             return ratio(*self._pair(value))
         return self._number(value)
 
     def of_the_first(self, outputs: Any, targets: Any) -> float:
-        """Return `of_all` for a first batch with everything, whose result may be cached."""
+        """Return `metric_of_all` for a first batch with everything, whose result may be cached."""
         return self.of_all(outputs, targets) if self._first is None else self._first
 
     def _called(self, function: Callable[..., Any], *arguments: Any) -> Any:

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from dure.collectives.group import Group
 
 
-class Kept:
+class GatheredOutputs:
     """Outputs and targets of consecutive examples, batch by batch.
 
     Args:
@@ -141,10 +141,10 @@ class Kept:
         return f"targets (tensor {number + 1 - self._outputs})"
 
     def _refusal(self, why: str) -> ValueError:
-        return refusal(self.metrics, why)
+        return gathering_error(self.metrics, why)
 
 
-def refusal(metrics: Sequence[str], why: str) -> ValueError:
+def gathering_error(metrics: Sequence[str], why: str) -> ValueError:
     """Return the error for metrics that need everything at once, with the reason and the remedy."""
     return ValueError(
         f"the metric {' or '.join(map(repr, metrics))} needs all outputs and targets at once, but "

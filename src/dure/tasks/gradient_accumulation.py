@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from dure.tasks.loss_shares import Computed, CountedLoss
+from dure.tasks.loss_shares import ComputedLoss, CountedLoss
 
 
-class Learned(NamedTuple):
+class AccumulatedLoss(NamedTuple):
     """Result of the backward passes. loss: mean over the counted targets."""
 
     loss: float
@@ -32,7 +32,7 @@ def check_accumulate(accumulate: int) -> None:
         )
 
 
-def learn(
+def accumulate_gradient(
     losses: CountedLoss,
     indices: Tensor,
     pieces: int,
@@ -42,7 +42,7 @@ def learn(
     computing: Callable[[Any, Any], AbstractContextManager[object]],
     backward: Callable[[Tensor], None],
     parameters: Iterable[Tensor],
-) -> Learned:
+) -> AccumulatedLoss:
     """Accumulate the gradient of the mean loss of a batch in its parameters.
 
     Args:
@@ -74,10 +74,10 @@ def learn(
         counted += part.counted
     gradients = (one.grad for one in parameters if one.grad is not None)
     mean = losses.settle(loss, indices, counted, gradients)
-    return Learned(0.0 if mean is None else mean, counted)
+    return AccumulatedLoss(0.0 if mean is None else mean, counted)
 
 
-def _whole(found: Computed, backward: Callable[[Tensor], None]) -> Learned:
+def _whole(found: ComputedLoss, backward: Callable[[Tensor], None]) -> AccumulatedLoss:
     value = float(found.loss.item())
     backward(found.loss)
-    return Learned(value, found.counted)
+    return AccumulatedLoss(value, found.counted)

@@ -43,7 +43,7 @@ def trains_of(task: Task, model: nn.Module) -> Trains:
     )
 
 
-TOLD: frozenset[Part] = frozenset({"clip_norm", "precision", "unfreeze"})
+CLIENT_LEARNING: frozenset[Part] = frozenset({"clip_norm", "precision", "unfreeze"})
 """Learning options that clients execute, so that all clients must agree on them.
 
 A moving average of the weights is the server's, and each site compiles for itself.
@@ -52,7 +52,9 @@ A moving average of the weights is the server's, and each site compiles for itse
 
 def _asks(task: Task) -> dict[str, str]:
     return {
-        part: json.dumps(asked) for part, asked in training_options_of(task).items() if part in TOLD
+        part: json.dumps(asked)
+        for part, asked in training_options_of(task).items()
+        if part in CLIENT_LEARNING
     }
 
 
