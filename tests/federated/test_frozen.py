@@ -18,7 +18,7 @@ from dure.errors import RunFolderError, WorkerFailedError
 from dure.federated.engines.engine_choice import forks_here
 from dure.federated.server.server import FederatedServer
 from dure.federated.strategy import Federated
-from dure.tensors.flat import trained_of
+from dure.tensors.flat import trainable_parameters
 from small import CLASSES, FEATURES, largest_difference, network, same_bits, small_task
 
 WIDTH = 12
@@ -88,7 +88,7 @@ def train(
 
 
 def trained(run: dure.Run) -> Tensor:
-    return torch.cat([one.detach().reshape(-1) for one in trained_of(run.model)])
+    return torch.cat([one.detach().reshape(-1) for one in trainable_parameters(run.model)])
 
 
 def bytes_of(run: dure.Run) -> list[tuple[int, int]]:

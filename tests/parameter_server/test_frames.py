@@ -23,7 +23,7 @@ from dure.parameter_server.processes.frames import (
 )
 from dure.parameter_server.processes.incoming import Incoming
 from dure.parameter_server.processes.messages import ProcessMessage, SerialisedSnapshot
-from dure.tensors.blocks import Blocks
+from dure.tensors.block_allocator import BlockAllocator
 
 MEMORY = torch.arange(256, dtype=torch.uint8)
 MOST = 1 << 12
@@ -49,7 +49,7 @@ def wire(message: ProcessMessage) -> bytes:
 
 def come(content: bytes, sizes: list[int]) -> list[ProcessMessage]:
     """The messages of bytes that come in pieces of these sizes, again and again."""
-    incoming = Incoming(MOST, Blocks())
+    incoming = Incoming(MOST, BlockAllocator())
     decoder = FrameDecoder(look)
     found = []
     turn = 0
@@ -109,7 +109,7 @@ def test_a_long_header_and_the_frame_after_it_arrive() -> None:
 
 @given(st.integers(0, MOST_HEADER * 2), st.integers(0, 1 << 63))
 def test_a_frame_that_is_too_long_is_refused_before_it_is_there(header: int, data: int) -> None:
-    incoming = Incoming(MOST, Blocks())
+    incoming = Incoming(MOST, BlockAllocator())
     incoming.room()[: HEAD.size] = HEAD.pack(header, data)
     if header > MOST_HEADER or data > MOST:
         with pytest.raises(EndpointFrameError, match="longer than any"):

@@ -20,7 +20,7 @@ from dure.parameter_server.processes.handshake import NONCE, call
 from dure.parameter_server.processes.incoming import Incoming
 from dure.parameter_server.processes.meeting import _check_keys
 from dure.parameter_server.processes.memory import own_card
-from dure.tensors.blocks import Blocks
+from dure.tensors.block_allocator import BlockAllocator
 from small import small_task
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -86,7 +86,7 @@ def test_who_knows_the_token_has_the_name_of_a_process_of_the_job() -> None:
 @given(header=st.integers(0, (1 << 32) - 1), data=st.integers(0, (1 << 63) - 1))
 def test_a_frame_is_never_longer_than_the_layout_needs(header: int, data: int) -> None:
     most = 1 << 20
-    incoming = Incoming(most, Blocks())
+    incoming = Incoming(most, BlockAllocator())
     room = incoming.room()
     room[: HEAD.size] = HEAD.pack(header, data)
     if header > MOST_HEADER or data > most:

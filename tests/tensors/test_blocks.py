@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from dure.tensors.blocks import LARGE, Blocks
+from dure.tensors.block_allocator import LARGE, BlockAllocator
 
 
 def test_memory_is_used_again_when_its_last_view_is_gone() -> None:
-    blocks = Blocks()
+    blocks = BlockAllocator()
     first = blocks.empty(LARGE)
     view = first[5:9]
     address = first.data_ptr()
@@ -20,7 +20,7 @@ def test_memory_is_used_again_when_its_last_view_is_gone() -> None:
 
 
 def test_a_copy_has_the_values_the_dtype_and_memory_of_its_own() -> None:
-    blocks = Blocks()
+    blocks = BlockAllocator()
     for count in (3, LARGE):
         values = torch.arange(count, dtype=torch.float64).view(-1, 1)
         copy = blocks.copy(values)

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import dure
-from dure.tensors.compiled import under_own_names
+from dure.tensors.compiled import unwrap_compiled
 from small import largest_difference, network, small_task
 
 
@@ -53,7 +53,7 @@ def network_with_compiled_parts() -> nn.Module:
 )
 def test_what_was_compiled_has_its_own_names_and_is_called_as_compiled(make: Any) -> None:
     part = Part()
-    model = under_own_names(make(part))
+    model = unwrap_compiled(make(part))
     inputs = torch.ones(2, 3)
     assert not any("_orig_mod" in name for name, _ in model.named_modules())
     torch.testing.assert_close(model(inputs), part.layer(inputs) + 1)
@@ -61,14 +61,14 @@ def test_what_was_compiled_has_its_own_names_and_is_called_as_compiled(make: Any
 
 def test_a_model_that_is_not_compiled_stays_as_it_is() -> None:
     model = network()
-    assert under_own_names(model) is model
+    assert unwrap_compiled(model) is model
 
 
 def test_a_hook_that_would_be_lost_is_refused() -> None:
     model = compiled(network())
     model.register_forward_hook(lambda *_: None)
     with pytest.raises(ValueError, match="register the hook on the module before it is compiled"):
-        under_own_names(model)
+        unwrap_compiled(model)
 
 
 @pytest.mark.parametrize("make", [compiled_network, network_with_compiled_parts])

@@ -8,7 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from dure.tensors.flat import FlatParameters, by_dtype, check_apart, trained_of, views_of
+from dure.tensors.flat import (
+    FlatParameters,
+    by_dtype,
+    check_no_shared_memory,
+    trainable_parameters,
+    views_of,
+)
 
 SHAPES = st.lists(st.lists(st.integers(0, 4), max_size=3), max_size=5)
 
@@ -72,7 +78,7 @@ def test_loading_a_buffer_sets_the_model_and_an_update_shows_in_the_buffer():
     flat = FlatParameters(model)
     copy = flat.copy()
     flat.load([torch.full_like(buffer, 0.5) for buffer in flat.buffers])
-    assert all(bool((p == 0.5).all()) for p in trained_of(model))
+    assert all(bool((p == 0.5).all()) for p in trainable_parameters(model))
     assert bool((model.frozen == 1).all())
     flat.load(copy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -91,7 +97,7 @@ def test_a_model_moves_to_other_memory_and_back_without_a_copy():
     other = flat.room([torch.full_like(buffer, 0.5) for buffer in flat.buffers])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     flat.move(other)
-    assert all(bool((p == 0.5).all()) for p in trained_of(model))
+    assert all(bool((p == 0.5).all()) for p in trainable_parameters(model))
     assert model.first.weight is model.second.weight
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
@@ -110,29 +116,29 @@ def test_a_copy_is_nobody_s_view():
 
 
 def test_a_parameter_in_the_memory_of_another_tensor_is_refused_by_both_names():
-    check_apart(Mixed())
+    check_no_shared_memory(Mixed())
     model = Mixed()
     flat = FlatParameters(model)
-    check_apart(model)
+    check_no_shared_memory(model)
     assert flat.buffers
     model.head = nn.Parameter(model.first.weight.data.T, requires_grad=False)
     with pytest.raises(ValueError, match=r"head and first\.weight lie in the same memory"):
-        check_apart(model)
+        check_no_shared_memory(model)
     model.head = nn.Parameter(model.first.weight.detach().clone())
-    check_apart(model)
+    check_no_shared_memory(model)
     model.register_buffer("last", model.first.bias.data[2:])
     with pytest.raises(ValueError, match=r"first\.bias and last lie in the same memory"):
-        check_apart(model)
+        check_no_shared_memory(model)
 
 
 def test_columns_of_one_matrix_are_apart_and_frozen_ones_may_be_the_same():
     whole = torch.zeros(4, 6)
     left, right = nn.Parameter(whole[:, :3]), nn.Parameter(whole[:, 3:])
-    check_apart(nn.ParameterList([left, right]))
+    check_no_shared_memory(nn.ParameterList([left, right]))
     with pytest.raises(ValueError, match="0 and 1 lie in the same memory"):
-        check_apart(nn.ParameterList([left, nn.Parameter(whole[:, 2:4])]))
+        check_no_shared_memory(nn.ParameterList([left, nn.Parameter(whole[:, 2:4])]))
     same = [nn.Parameter(whole, requires_grad=False), nn.Parameter(whole, requires_grad=False)]
-    check_apart(nn.ParameterList(same))
+    check_no_shared_memory(nn.ParameterList(same))
 
 
 def test_parameters_that_were_let_go_need_no_memory_until_they_are_loaded():
@@ -143,7 +149,7 @@ def test_parameters_that_were_let_go_need_no_memory_until_they_are_loaded():
     kept = taken.clone()
     for _ in range(2):
         flat.let_go()
-    parameters = trained_of(model)
+    parameters = trainable_parameters(model)
     assert sum(one.untyped_storage().nbytes() for one in parameters) <= 8 * len(parameters)
     assert model.first.weight.shape == (3, 3)
     assert model.second.weight is model.first.weight

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from dure.tensors.frozen import Frozen, frozen_of, load_frozen
+from dure.tensors.frozen import FrozenSnapshot, frozen_of, load_frozen
 
 
 class Tied(nn.Module):
@@ -40,7 +40,7 @@ def test_those_of_another_model_are_taken_and_nothing_else() -> None:
 
 def test_nan_is_as_it_was_and_every_bit_counts() -> None:
     model = Tied()
-    frozen = Frozen(model)
+    frozen = FrozenSnapshot(model)
     frozen.check()
     with torch.no_grad():
         model.first.bias.add_(1)  # trained: anybody may
@@ -56,7 +56,7 @@ def test_nan_is_as_it_was_and_every_bit_counts() -> None:
 @pytest.mark.parametrize("shape", [(), (0,), (3, 2)])
 def test_numbers_of_every_width_are_compared(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     model = nn.ParameterList([nn.Parameter(torch.zeros(shape, dtype=dtype), requires_grad=False)])
-    frozen = Frozen(model)
+    frozen = FrozenSnapshot(model)
     assert frozen.changed() is None
     model[0].data.fill_(1)
     assert (frozen.changed() is None) == (model[0].numel() == 0)

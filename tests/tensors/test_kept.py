@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dure.tensors.kept import changes, kept_by
+from dure.tensors.python_state import changes, python_state_of
 
 
 class Lazy(Mapping[str, int]):
@@ -73,9 +73,9 @@ class Net(nn.Module):
 
 def changed_by(change: Any, held: Any) -> list[str]:
     model = Net(held)
-    before = kept_by(model, [])
+    before = python_state_of(model, [])
     change(held)
-    return list(changes(before, kept_by(model, [])))
+    return list(changes(before, python_state_of(model, [])))
 
 
 @pytest.mark.parametrize("make", [Lazy, LazyDict, lambda: [Lazy(), Unbound()]])
@@ -132,10 +132,10 @@ def test_what_a_library_of_the_python_path_keeps_for_itself_is_not_the_model_s(
     monkeypatch.setitem(sys.modules, "library_of_layers", module)
     model = Net()
     model.layer = module.Layer(2, 2)
-    before = kept_by(model, [])
+    before = python_state_of(model, [])
     model(torch.ones(1, 2))
-    assert bool(list(changes(before, kept_by(model, [])))) is not is_library
+    assert bool(list(changes(before, python_state_of(model, [])))) is not is_library
     # A model whose own class is written there is the user's, as far as anybody knows.
-    begun = kept_by(model.layer, [])
+    begun = python_state_of(model.layer, [])
     model(torch.ones(1, 2))
-    assert list(changes(begun, kept_by(model.layer, [])))
+    assert list(changes(begun, python_state_of(model.layer, [])))

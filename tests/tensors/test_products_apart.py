@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dure.tensors.apart import BLOCK, add_multiple, square_root, sum_of_multiples
+from dure.tensors.unfused_multiply_add import BLOCK, add_multiple, square_root, sum_of_multiples
 
 DTYPES = {torch.float32: np.float32, torch.float64: np.float64}
 

@@ -55,8 +55,13 @@ from dure.tasks.batch_norm import check_own_batches
 from dure.tasks.evaluation import evaluate
 from dure.tasks.gradient_accumulation import check_accumulate
 from dure.tasks.loss_shares import mean_over
-from dure.tensors.buffers import copy_buffers, load_passing_buffers, load_weights, passing_buffers
-from dure.tensors.flat import FlatParameters, check_apart, trained_in
+from dure.tensors.buffers import (
+    copy_buffers,
+    load_non_persistent_buffers,
+    load_weights,
+    non_persistent_buffers_of,
+)
+from dure.tensors.flat import FlatParameters, check_no_shared_memory, trainable_by_name
 
 BALANCE = 10.0
 FACTOR = 2.0
@@ -125,7 +130,7 @@ class ADMM(Strategy):
 
         Raises ValueError otherwise.
         """
-        check_apart(model)
+        check_no_shared_memory(model)
         check_own_batches(task, model, self.batch_size, workers, self.accumulate)
 
     def shares(self, workers: int | None) -> MemoryShares | None:
@@ -302,13 +307,17 @@ class ADMMLearner(Learner):
         )
 
     def averages(self) -> Mapping[str, Tensor]:
-        return trained_in(self.consensus)
+        return trainable_by_name(self.consensus)
 
     def weights(self) -> dict[str, Tensor]:
         return dict(self.consensus.state_dict())
 
     def state(self) -> dict[str, Any]:
-        return {"round": self.round, "rho": self.rho, "buffers": passing_buffers(self.consensus)}
+        return {
+            "round": self.round,
+            "rho": self.rho,
+            "buffers": non_persistent_buffers_of(self.consensus),
+        }
 
     def part(self) -> dict[str, Any]:
         """Return this rank's weights, duals and optimizer state."""
@@ -316,7 +325,7 @@ class ADMMLearner(Learner):
 
     def restore(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         load_weights(self.consensus, weights)
-        load_passing_buffers(self.consensus, state["buffers"])
+        load_non_persistent_buffers(self.consensus, state["buffers"])
         part = state["parts"][self.group.rank]
         self.replica.restore(weights, part)
         self.duals = list(part["duals"])

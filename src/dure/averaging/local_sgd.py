@@ -43,8 +43,12 @@ from dure.tasks.batch_norm import check_pieces, check_rank_pieces
 from dure.tasks.evaluation import evaluate
 from dure.tasks.gradient_accumulation import check_accumulate
 from dure.tasks.loss_shares import scale_of
-from dure.tensors.buffers import load_passing_buffers, load_weights, passing_buffers
-from dure.tensors.flat import check_apart, trained_in
+from dure.tensors.buffers import (
+    load_non_persistent_buffers,
+    load_weights,
+    non_persistent_buffers_of,
+)
+from dure.tensors.flat import check_no_shared_memory, trainable_by_name
 from dure.tensors.optimizer_state import load_optimizer
 
 
@@ -106,7 +110,7 @@ class LocalSGD(Strategy):
 
         Raises ValueError otherwise.
         """
-        check_apart(model)
+        check_no_shared_memory(model)
         check_pieces(task, model, self.batch_size, workers, self.accumulate)
 
     def learner(self, task: Task, place: RankContext, seed: int) -> Learner:
@@ -221,13 +225,17 @@ class LocalSGDLearner(Learner):
         )
 
     def averages(self) -> Mapping[str, Tensor]:
-        return trained_in(self.model)
+        return trainable_by_name(self.model)
 
     def weights(self) -> dict[str, Tensor]:
         return dict(self.model.state_dict())
 
     def state(self) -> dict[str, Any]:
-        return {"step": self.step, "round": self.round, "buffers": passing_buffers(self.model)}
+        return {
+            "step": self.step,
+            "round": self.round,
+            "buffers": non_persistent_buffers_of(self.model),
+        }
 
     def part(self) -> dict[str, Any]:
         """Return this rank's optimizer state and the residuals of its compressors."""
@@ -238,7 +246,7 @@ class LocalSGDLearner(Learner):
 
     def restore(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         load_weights(self.model, weights)
-        load_passing_buffers(self.model, state["buffers"])
+        load_non_persistent_buffers(self.model, state["buffers"])
         self.common = self.replica.flat.copy()
         self.step = state["step"]
         self.round = state["round"]

@@ -74,8 +74,14 @@ from dure.tasks.evaluation import evaluate
 from dure.tasks.gradient_accumulation import check_accumulate
 from dure.tasks.loss_shares import loss_and_count
 from dure.tasks.modes import in_mode
-from dure.tensors.buffers import Buffers, load_passing_buffers, load_weights, passing_buffers, write
-from dure.tensors.flat import FlatParameters, check_apart, trained_in
+from dure.tensors.buffers import (
+    BufferNames,
+    load_non_persistent_buffers,
+    load_weights,
+    non_persistent_buffers_of,
+    write,
+)
+from dure.tensors.flat import FlatParameters, check_no_shared_memory, trainable_by_name
 
 Combination = Literal["average", "best"]
 
@@ -129,7 +135,7 @@ class ParallelSGD(Strategy):
 
         Raises ValueError otherwise.
         """
-        check_apart(model)
+        check_no_shared_memory(model)
         check_own_batches(task, model, self.batch_size, workers, self.accumulate)
 
     def shares(self, workers: int | None) -> MemoryShares | None:
@@ -212,7 +218,7 @@ class ParallelSGDLearner(Learner):
         self.combined = unused_copy(self.replica.model, task, seed)
         self.flat = FlatParameters(self.combined)
         copy_model(self.replica.model, self.combined)
-        self.buffers = Buffers(self.combined)
+        self.buffers = BufferNames(self.combined)
         self._note_buffers()
         # the loss's denominator on each rank in the last pass
         self.passed = [float(shard.n) for shard in self.shards]
@@ -378,13 +384,13 @@ class ParallelSGDLearner(Learner):
         )
 
     def averages(self) -> Mapping[str, Tensor]:
-        return trained_in(self.combined)
+        return trainable_by_name(self.combined)
 
     def weights(self) -> dict[str, Tensor]:
         return dict(self.combine().state_dict())
 
     def state(self) -> dict[str, Any]:
-        buffers = passing_buffers(self.combine())
+        buffers = non_persistent_buffers_of(self.combine())
         return {"round": self.round, "counted": self.counted, "buffers": buffers}
 
     def part(self) -> dict[str, Any]:
@@ -393,7 +399,7 @@ class ParallelSGDLearner(Learner):
 
     def restore(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         load_weights(self.combined, weights)
-        load_passing_buffers(self.combined, state["buffers"])
+        load_non_persistent_buffers(self.combined, state["buffers"])
         # the rank's own model, which differs from the combined model
         self.replica.restore(weights, state["parts"][self.group.rank])
         # the loaded weights are the combination of that round

@@ -31,8 +31,8 @@ from dure.tasks.flops import flops_per_step
 from dure.tasks.gradient_accumulation import accumulate_gradient
 from dure.tasks.gradient_transforms import GradientTransforms, forward_context
 from dure.tasks.loss_shares import CountedLoss, loss_and_count
-from dure.tensors.buffers import Buffers, copy_buffers, load_weights
-from dure.tensors.flat import FlatParameters, by_dtype, trained_of, views_of
+from dure.tensors.buffers import BufferNames, copy_buffers, load_weights
+from dure.tensors.flat import FlatParameters, by_dtype, trainable_parameters, views_of
 from dure.tensors.optimizer_state import load_optimizer
 
 
@@ -67,9 +67,9 @@ class AveragedReplica:
         # Before the optimizer is created and weights are broadcast: parameters become views of the
         # flat buffers here.
         self.flat = FlatParameters(self.model)
-        self.buffers = Buffers(self.model)
+        self.buffers = BufferNames(self.model)
         # in the order of the flat buffers
-        groups = by_dtype(trained_of(self.model)).values()
+        groups = by_dtype(trainable_parameters(self.model)).values()
         self.trained = [parameter for group in groups for parameter in group]
         self.optimizer = task.optimizer(self.model.parameters())
         self.rates = ScheduledRates(self.optimizer, task.lr_schedule)

@@ -40,7 +40,7 @@ from dure.protocol.carrier import Carrier, Clients
 from dure.randomness.seeds import generators_state, restore_generators, seed_generators
 from dure.record.meter import Meter
 from dure.record.trace import Trace
-from dure.tensors.compiled import compiled_as, under_own_names
+from dure.tensors.compiled import compile_in_place, unwrap_compiled
 from dure.tensors.copies import copy_of
 from dure.tensors.writable import make_writable
 from dure.wire.layout import Federation
@@ -645,11 +645,11 @@ def seeded_model(task: Task, seed: int) -> nn.Module:
         raise ValueError(
             f"the task's model function returned a {type(model).__name__}, not an nn.Module"
         )
-    model = under_own_names(model)
+    model = unwrap_compiled(model)
     make_writable(model)
     if task.weights is not None:
         load_initial_weights(model, task.weights)
-    return compiled_as(model, task.compile)
+    return compile_in_place(model, task.compile)
 
 
 def unused_copy(model: nn.Module, task: Task, seed: int) -> nn.Module:
@@ -661,7 +661,7 @@ def unused_copy(model: nn.Module, task: Task, seed: int) -> nn.Module:
     with in_files_like(model):
         twin = copy_of(model)
         # The copy is not compiled yet.
-        return seeded_model(task, seed) if twin is None else compiled_as(twin, task.compile)
+        return seeded_model(task, seed) if twin is None else compile_in_place(twin, task.compile)
 
 
 def examples_for(task: Task) -> tuple[Examples, Examples | None]:

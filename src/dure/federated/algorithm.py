@@ -38,9 +38,9 @@ class PersonalisedModel(NamedTuple):
 class AlgorithmInputs(NamedTuple):
     """Inputs from which a strategy builds its algorithm.
 
-    weights: of the model's trained parameters (`dure.tensors.flat.trained_of`), one flat tensor per
-    dtype; frozen parameters are in the model alone. lr: of the clients' optimizer, NaN for an
-    optimizer without a learning rate.
+    weights: of the model's trained parameters (`dure.tensors.flat.trainable_parameters`), one flat
+    tensor per dtype; frozen parameters are in the model alone. lr: of the clients' optimizer, NaN
+    for an optimizer without a learning rate.
     """
 
     model: nn.Module

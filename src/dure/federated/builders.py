@@ -56,7 +56,7 @@ from dure.randomness.seeds import generators_state, restore_generators
 from dure.tasks.batch_norm import needs_two
 from dure.tasks.flops import flops_per_step
 from dure.tasks.task_summary import trains_of
-from dure.tensors.buffers import Buffers
+from dure.tensors.buffers import BufferNames
 from dure.tensors.flat import FlatParameters
 from dure.tensors.frozen import frozen_of, load_frozen
 from dure.wire.layout import Federation, Layout
@@ -258,7 +258,7 @@ def message_layout(
     """Return the names under which the tensors of the model's messages travel."""
     flat = FlatParameters(unused_copy(model, task, 0))
     shared = strategy.algorithm(algorithm_inputs_of(task, model, clients)).shared(flat.copy())
-    return Layout(_names(flat, shared), Buffers(model).names)
+    return Layout(_names(flat, shared), BufferNames(model).names)
 
 
 def _names(

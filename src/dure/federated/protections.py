@@ -32,7 +32,7 @@ from dure.privacy.padding import padding_rows
 from dure.protocol.carrier import Carrier
 from dure.randomness.secret import Secret
 from dure.tasks.batch_norm import statistics
-from dure.tensors.buffers import Buffers
+from dure.tensors.buffers import BufferNames
 
 if TYPE_CHECKING:
     # These modules need the extra "privacy", which runs without secure aggregation do not have.
@@ -324,4 +324,4 @@ def _contribution(
     """
     copy = unused_copy(model, task, 0)
     like, pieces = contribution(copy, algorithm)
-    return like, pieces, list(statistics(copy, Buffers(copy).names))
+    return like, pieces, list(statistics(copy, BufferNames(copy).names))

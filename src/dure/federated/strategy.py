@@ -67,7 +67,7 @@ from dure.privacy.per_example.unsupported_layers import check_layers
 from dure.privacy.protection import check_installed
 from dure.settings import parse_fields
 from dure.tasks.batch_norm import needs_two
-from dure.tensors.flat import check_apart
+from dure.tensors.flat import check_no_shared_memory
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -375,7 +375,7 @@ class Federated(Strategy):
 
     def check_model(self, task: Task, model: nn.Module, workers: int | None) -> None:
         """Raise ValueError for a batch that is too small for the model, or shared memory."""
-        check_apart(model)
+        check_no_shared_memory(model)
         if task.ema is not None and self._divides(task, model):
             raise ValueError(f"ema: {DIVIDED_MODEL_WITHOUT_EMA}; leave it out")
         if self.privacy.example is not None:

@@ -30,7 +30,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dure.machine.compiler import deferred_compiler, load_compiler_settings
 from dure.randomness.seeds import generators_state, restore_generators
-from dure.tensors.compiled import as_written
+from dure.tensors.compiled import without_compilation
 from dure.tensors.copies import copy_of
 
 Result = TypeVar("Result")
@@ -191,7 +191,7 @@ class _Watch:
         counter: AbstractContextManager[Any] = FlopCounterMode(display=False)
         saving = torch.autograd.graph.saved_tensors_hooks(self._save, lambda tensor: tensor)
         try:
-            written = as_written(self.model)
+            written = without_compilation(self.model)
             with (
                 deferred_compiler(),
                 written,

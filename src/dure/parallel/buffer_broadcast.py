@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from dure.collectives.group import Group
-from dure.tensors.buffers import Buffers
+from dure.tensors.buffers import BufferNames
 
 
 def check_forward_keeps_weights(model: nn.Module, workers: int | None) -> None:
@@ -45,7 +45,7 @@ class BufferSync:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.buffers = Buffers(model)
+        self.buffers = BufferNames(model)
         # copies: forward passes write into the buffers themselves
         self._seen = [buffer.clone() for buffer in self.buffers.of(model)]
 

@@ -39,7 +39,7 @@ from dure.settings import read_bytes
 from dure.tasks.loss_shares import tensor_of
 from dure.tasks.modes import in_mode
 from dure.tensors.elements import element_bytes
-from dure.tensors.kept import changes, kept_by
+from dure.tensors.python_state import changes, python_state_of
 
 NO_RECOMPUTE = Recompute()
 
@@ -251,9 +251,9 @@ class _Trial:
         known = [name for name, _ in twin.named_buffers(remove_duplicate=False)]
         # The first pass may fill caches, which is no change of every pass.
         given = self._pass(twin)
-        before = kept_by(twin, known)
+        before = python_state_of(twin, known)
         self._pass(twin)
-        return given, list(changes(before, kept_by(twin, known)))
+        return given, list(changes(before, python_state_of(twin, known)))
 
     def _twin(self) -> nn.Module:
         return unused_copy(self._model, self.task, 0).train()

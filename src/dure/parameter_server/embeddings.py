@@ -39,7 +39,7 @@ from dure.parameter_server.tables import (
     rule_of,
 )
 from dure.tensors.buffers import load_weights
-from dure.tensors.flat import trained_of
+from dure.tensors.flat import trainable_parameters
 
 FIRST_STATE = {"initial_accumulator_value"}
 """Settings that torch's optimizers use for their first state alone."""
@@ -61,7 +61,7 @@ def embeddings_of(model: nn.Module) -> dict[str, Embedding]:
 def dense_of(model: nn.Module) -> list[nn.Parameter]:
     """Return the trained parameters that are not tables, each once, in the model's order."""
     tables = {id(module.weight) for module in embeddings_of(model).values()}
-    return [parameter for parameter in trained_of(model) if id(parameter) not in tables]
+    return [parameter for parameter in trainable_parameters(model) if id(parameter) not in tables]
 
 
 def check_no_tables(model: nn.Module) -> None:

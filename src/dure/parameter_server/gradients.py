@@ -35,7 +35,7 @@ from dure.randomness.seeds import seed_generators
 from dure.tasks.gradient_accumulation import accumulate_gradient
 from dure.tasks.gradient_transforms import GradientTransforms, clip, forward_context
 from dure.tasks.loss_shares import CountedLoss
-from dure.tensors.buffers import Buffers
+from dure.tensors.buffers import BufferNames
 from dure.tensors.flat import FlatParameters, by_dtype
 
 
@@ -105,7 +105,7 @@ class GradientComputation:
         trained = dense_of(model)
         self._has_sparse = bool(embeddings_of(model))
         self.flat = FlatParameters(model, trained)
-        self.buffers = Buffers(model)
+        self.buffers = BufferNames(model)
         self.examples, self.test = examples_for(task)
         self.losses = CountedLoss(task.loss, self.examples)
         self._late = None

@@ -35,7 +35,7 @@ from dure.parameter_server.shard import Shard, Terms
 from dure.parameter_server.table_shard import TableShard
 from dure.parameter_server.tables import EmbeddingTable
 from dure.tasks.unused_parameters import parameters_without_gradient
-from dure.tensors.flat import by_dtype, check_apart, trained_of
+from dure.tensors.flat import by_dtype, check_no_shared_memory, trainable_parameters
 
 TRAINS_WITH: frozenset[Part] = frozenset({"clip_norm", "precision", "compile", "unfreeze"})
 """Optional parts of a task that workers of parameter servers support."""
@@ -356,7 +356,7 @@ def _check_memory(model: nn.Module) -> None:
 
 def check_model(model: nn.Module) -> None:
     """Check that the model's weights can form vectors of keys; raises ValueError if not."""
-    trained = trained_of(model)
+    trained = trainable_parameters(model)
     if not trained:
         raise ValueError("the model has no parameter that is trained: servers would hold nothing")
     # Tables may be on the meta device: servers create their rows.
@@ -365,7 +365,7 @@ def check_model(model: nn.Module) -> None:
         raise ValueError(f"the model is on {device}, and servers hold weights in the CPU's memory")
     if any(parameter.is_complex() for parameter in trained):
         raise ValueError("the model has complex parameters, which servers cannot hold")
-    check_apart(model)
+    check_no_shared_memory(model)
 
 
 def check_world(world: World) -> None:

@@ -46,7 +46,7 @@ from dure.parameter_server.messages import AppliedPush, Norms, Pull, Push, Shard
 from dure.parameter_server.optimizer import OptimizerRecipe, ShardOptimizer
 from dure.parameter_server.tables import EmbeddingTable
 from dure.tasks.loss_shares import scale_of
-from dure.tensors.blocks import Blocks
+from dure.tensors.block_allocator import BlockAllocator
 
 Asks = TypeVar("Asks", Push, Pull)
 Floors = dict[tuple[int, int, int], float]
@@ -91,7 +91,7 @@ class Shard:
         self.keys = keys
         self.terms = terms
         self.clock = RangedClock(keys.start, keys.stop)
-        self._blocks = Blocks()
+        self._blocks = BlockAllocator()
         self._plain = terms.recipe.plain
         self.version = 0
         """Number of applied steps."""

@@ -34,7 +34,7 @@ from dure.record.meter import Meter
 from dure.tasks.evaluation import evaluate
 from dure.tasks.flops import flops_per_step
 from dure.tasks.loss_shares import mean_over
-from dure.tensors.buffers import Buffers, load_passing_buffers, passing_buffers
+from dure.tensors.buffers import BufferNames, load_non_persistent_buffers, non_persistent_buffers_of
 
 _SPANS = 4_000
 """Largest number of recorded spans of the timeline, for servers and workers together."""
@@ -75,7 +75,7 @@ class SimulatedParameterServer(Learner):
         self.pushes = 0
         self.waiting = 0.0
         self.spans: list[list[Any]] = []
-        self.buffers = Buffers(self.model)
+        self.buffers = BufferNames(self.model)
         # Buffers of each worker, such as the statistics of batch norm.
         self.own_buffers = {number: self._buffers() for number in plan.workers}
         self._computed: list[ComputedGradients] = []
@@ -276,12 +276,12 @@ class SimulatedParameterServer(Learner):
             "pushes": self.pushes,
             "spans": self.spans,
             "own_buffers": {number: list(own) for number, own in self.own_buffers.items()},
-            "buffers": passing_buffers(self.model),
+            "buffers": non_persistent_buffers_of(self.model),
         }
 
     def restore(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         load_with_tables(self.model, self.tables, weights)
-        load_passing_buffers(self.model, state["buffers"])
+        load_non_persistent_buffers(self.model, state["buffers"])
         self.round = state["round"]
         self.now = state["now"]
         self.staleness = dict(state["staleness"])

@@ -35,7 +35,12 @@ from dure.record.meter import Meter
 from dure.tasks.evaluation import evaluate
 from dure.tasks.flops import flops_per_step
 from dure.tasks.loss_shares import mean_over
-from dure.tensors.buffers import Buffers, load_passing_buffers, load_weights, passing_buffers
+from dure.tensors.buffers import (
+    BufferNames,
+    load_non_persistent_buffers,
+    load_weights,
+    non_persistent_buffers_of,
+)
 
 
 @dataclass(frozen=True)
@@ -81,7 +86,7 @@ class SimulatedReplicas(Learner):
         self.replica_meters = {number: Meter(worker(number)) for number in plan.workers}
         self.staleness: dict[int, int] = {}
         self.pushes = 0
-        self.buffers = Buffers(self.model)
+        self.buffers = BufferNames(self.model)
         # Buffers of each replica, such as the statistics of batch norm.
         self.own_buffers = {number: self._buffers() for number in plan.workers}
         self._computed: list[ComputedGradients] = []
@@ -229,12 +234,12 @@ class SimulatedReplicas(Learner):
             "unsent": {number: one.side.unsent for number, one in self.replicas.items()},
             "staleness": dict(self.staleness),
             "own_buffers": {number: list(own) for number, own in self.own_buffers.items()},
-            "buffers": passing_buffers(self.model),
+            "buffers": non_persistent_buffers_of(self.model),
         }
 
     def restore(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         load_weights(self.model, weights)
-        load_passing_buffers(self.model, state["buffers"])
+        load_non_persistent_buffers(self.model, state["buffers"])
         self.round = state["round"]
         self.now = state["now"]
         self.staleness = dict(state["staleness"])

@@ -22,8 +22,8 @@ from dure.parallel.mesh.mesh import Mesh
 from dure.parallel.mesh.strategy import Parallel
 from dure.parallel.pipeline.cut import CutModel
 from dure.parameter_server.keys import KeyRange
-from dure.tensors.buffers import Buffers
-from dure.tensors.flat import by_dtype, trained_of
+from dure.tensors.buffers import BufferNames
+from dure.tensors.flat import by_dtype, trainable_parameters
 
 
 class StageKeys(NamedTuple):
@@ -53,7 +53,7 @@ class ReplicaPipeline:
 
     def check(self, task: Task, model: nn.Module) -> None:
         """Check that the model can be divided; raises ValueError if not. The model is unchanged."""
-        buffers = Buffers(model).names
+        buffers = BufferNames(model).names
         if buffers:
             raise ValueError(
                 f"partitions is {self.partitions}, but the model has buffers, such as "
@@ -84,7 +84,7 @@ def runs_of(model: nn.Module, holders: Mapping[str, Sequence[int]]) -> tuple[Sta
     """Return the runs of a model's keys. `holders` are the stages that use each parameter."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     runs: list[StageKeys] = []
-    for vector, parameters in enumerate(by_dtype(trained_of(model)).values()):
+    for vector, parameters in enumerate(by_dtype(trainable_parameters(model)).values()):
         start = 0
         for parameter in parameters:
             name = names[id(parameter)]

@@ -56,7 +56,7 @@ from dure.privacy.protection import check_installed
 from dure.privacy.step_count import StepCount
 from dure.randomness.keystream import normals, to_grid
 from dure.randomness.secret import Secret
-from dure.tensors.flat import trained_in
+from dure.tensors.flat import trainable_by_name
 
 
 class PrivacyBudget(NamedTuple):
@@ -231,7 +231,7 @@ class ExampleLevel:
         self.group = group
         self.secret = secret = root_of(settings, seed, group.broadcast_bytes)
         self.parameters = trained(model)
-        self.named = trained_in(model)
+        self.named = trainable_by_name(model)
         self.padding = padding_rows(task, model)
         self.way = choose(task, model, examples).made(model)
         self.batches = PoissonBatches(len(examples), batch_size, secret)

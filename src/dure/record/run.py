@@ -53,7 +53,7 @@ from dure.record.trace import Lane, write_trace
 from dure.record.untrusted_files import LARGE, contents
 from dure.record.weights import TensorFile, tensors_in
 from dure.tensors.buffers import load_weights
-from dure.tensors.compiled import under_own_names
+from dure.tensors.compiled import unwrap_compiled
 from dure.tensors.writable import make_writable
 
 _MAY_CHANGE = ("world", "label", "versions", "run")
@@ -569,7 +569,7 @@ def load_run(path: str | Path, model: Callable[[], nn.Module]) -> Run:
     folder = RunFolder.open(Path(path))
     summary = folder.read_json("summary.json")
     # The factory draws initial weights from the caller's generators; they are overwritten.
-    network = under_own_names(model())
+    network = unwrap_compiled(model())
     make_writable(network)
     weights = folder.path / "model.safetensors"
     trained = trained_weights(folder.path, summary)

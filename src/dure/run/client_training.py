@@ -44,8 +44,8 @@ from dure.run.registry import decode_strategy
 from dure.tasks.dtypes import check_dtypes
 from dure.tasks.loss_shares import tensor_of
 from dure.tasks.task_summary import machine_of, trains_of
-from dure.tensors.buffers import Buffers
-from dure.tensors.flat import FlatParameters, trained_of
+from dure.tensors.buffers import BufferNames
+from dure.tensors.flat import FlatParameters, trainable_parameters
 from dure.tensors.frozen import frozen_of, load_frozen
 from dure.wire.layout import Layout, is_extra
 from dure.wire.requests import (
@@ -201,7 +201,7 @@ class ClientTraining:
         """Return dtype and shape of each tensor of an assignment, by name."""
         algorithm = self.clients.algorithm
         weights = algorithm.shared(FlatParameters(self.model).copy())
-        return self.layout.forms(weights, Buffers(self.model).of(self.model), algorithm.down())
+        return self.layout.forms(weights, BufferNames(self.model).of(self.model), algorithm.down())
 
     def take_frozen(self, session: Session, welcome: Welcome) -> None:
         """Replace the client's frozen weights by the server's, if they differ.
@@ -231,7 +231,7 @@ class ClientTraining:
     def one_step(self) -> float:
         """Train a copy of the model on one batch, and return the seconds."""
         model = copy.deepcopy(self.model)
-        optimizer = self.task.optimizer(trained_of(model))
+        optimizer = self.task.optimizer(trainable_parameters(model))
         own = self.clients.parts[self.client][: self.clients.local.batch(self.examples)]
         examples = examples_for(self.task)[0]
         inputs, targets = to_device(examples.batch(own), self.device)

@@ -22,7 +22,7 @@ from dure.randomness.seeds import generator
 from dure.tasks.batch_norm import needs_two
 from dure.tasks.evaluation import evaluate
 from dure.tensors.finite import all_finite
-from dure.tensors.flat import trained_of
+from dure.tensors.flat import trainable_parameters
 from dure.tensors.frozen import frozen_of, load_frozen
 from dure.wire.layout import is_extra
 from dure.worlds.network.client.state import ClientState
@@ -125,7 +125,7 @@ def _train(task: Task, model: nn.Module, epochs: int, batch_size: int, seed: int
     size = min(batch_size, len(train))
     # A single leftover example joins the batch before, if the model cannot train on one example.
     batches = batches_per_epoch(len(train), size, needs_two(model, train))
-    optimizer = task.optimizer(trained_of(model))
+    optimizer = task.optimizer(trainable_parameters(model))
     model.train()
     for epoch in range(epochs):
         order = torch.randperm(len(train), generator=generator(seed, "personal", epoch))
@@ -136,7 +136,7 @@ def _train(task: Task, model: nn.Module, epochs: int, batch_size: int, seed: int
             loss = task.loss(model(inputs), targets)
             torch.autograd.backward(loss[0] / loss[1] if isinstance(loss, tuple) else loss)
             optimizer.step()
-    if not all(all_finite(one.detach()) for one in trained_of(model)):
+    if not all(all_finite(one.detach()) for one in trainable_parameters(model)):
         raise ValueError("the training has diverged: nothing is kept; take a smaller learning rate")
 
 

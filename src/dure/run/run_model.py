@@ -23,7 +23,7 @@ from dure.memory.file_backed_init import (
 )
 from dure.memory.formula import bytes_of
 from dure.memory.mapped import WINDOW, move_views_to_files, release_pages
-from dure.tensors.buffers import load_passing_buffers, load_weights
+from dure.tensors.buffers import load_non_persistent_buffers, load_weights
 from dure.tensors.copies import copy_of
 
 _TRAINED: WeakValueDictionary[int, nn.Parameter] = WeakValueDictionary()
@@ -140,7 +140,7 @@ class RunModel:
             move_views_to_files(tensors_of(model))
             with releasing_pass(model):
                 load_weights(model, weights, elsewhere)
-                load_passing_buffers(model, buffers)
+                load_non_persistent_buffers(model, buffers)
         else:
             model.to("meta")
         return model

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dure.tensors.optimizer_state import is_torch_s, listened
+from dure.tensors.optimizer_state import has_step_hooks, is_torch_optimizer
 
 TRIED = 3
 """Number of steps of a copied optimizer, after which its state has all entries."""
@@ -87,7 +87,7 @@ class ChangedSettings:
 
 def keeps_settings(optimizer: Optimizer) -> bool:
     """Return whether steps certainly change no setting: torch's own optimizers without hooks."""
-    return is_torch_s(optimizer) and not listened(optimizer)
+    return is_torch_optimizer(optimizer) and not has_step_hooks(optimizer)
 
 
 def stepped_copy(
@@ -98,7 +98,7 @@ def stepped_copy(
     sign: value of all gradients. A parameter that the optimizer does not have gives None. Raises
     ValueError for an optimizer with step hooks, because a copy has no hooks.
     """
-    if listened(optimizer):
+    if has_step_hooks(optimizer):
         raise ValueError(f"somebody listens to the steps of {type(optimizer).__name__}")
     settings = [one for group in optimizer.param_groups for one in group.values()]
     # Functions and other objects are shared, not copied.

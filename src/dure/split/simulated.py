@@ -51,7 +51,11 @@ from dure.tasks.batch_norm import needs_two
 from dure.tasks.evaluation import evaluate
 from dure.tasks.flops import flops_per_step
 from dure.tasks.loss_shares import mean_over
-from dure.tensors.buffers import load_passing_buffers, load_weights, passing_buffers
+from dure.tensors.buffers import (
+    load_non_persistent_buffers,
+    load_weights,
+    non_persistent_buffers_of,
+)
 
 
 class SimulatedSplitLearner(Learner):
@@ -281,13 +285,13 @@ class SimulatedSplitLearner(Learner):
             "heads": [state_to_tree(self._known(one).own) for one in self.clients],
             "tails": [state_to_tree(one.own) for one in self.order.tails],
             "remembered": [self._known(one).memory for one in self.clients],
-            "buffers": passing_buffers(self.model),
+            "buffers": non_persistent_buffers_of(self.model),
             "account": self.account.state(),
         }
 
     def restore(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         load_weights(self.model, weights)
-        load_passing_buffers(self.model, state["buffers"])
+        load_non_persistent_buffers(self.model, state["buffers"])
         self.round = state["round"]
         self.now = state["now"]
         self.order.restore(state["order"])

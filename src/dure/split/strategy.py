@@ -63,7 +63,7 @@ from dure.split.simulated import SimulatedSplitLearner
 from dure.tasks.batch_norm import check_own_batches
 from dure.tasks.loss_shares import CountedLoss
 from dure.tasks.parts import PARTS, JoinedTask, ModelParts
-from dure.tensors.flat import check_apart
+from dure.tensors.flat import check_no_shared_memory
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -298,7 +298,7 @@ class Split(Strategy):
 
     def _cut(self, task: Task, model: nn.Module) -> CutModel:
         """Return a cut copy of the model, since the model itself will be trained."""
-        check_apart(model)
+        check_no_shared_memory(model)
         check_optimizer(task, model)
         cut = cut_at(task, unused_copy(model, task, 0), self.cut, self._examples(task))
         if exchange_of(self.compression, cut) is not None:

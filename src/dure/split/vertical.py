@@ -52,7 +52,7 @@ from dure.split.parties.plan import VerticalPlan, ids_of
 from dure.split.parties.proof import prove
 from dure.split.parties.simulated import SimulatedVerticalLearner
 from dure.tasks.batch_norm import check_pieces
-from dure.tensors.flat import check_apart
+from dure.tensors.flat import check_no_shared_memory
 
 _PROOF_EXAMPLES = 8
 
@@ -170,7 +170,7 @@ class VerticalSplit(Strategy):
                 f"column {self.id_column} has people's ids, and a party trains on it: leave it out "
                 f"of the features"
             )
-        check_apart(model)
+        check_no_shared_memory(model)
         optimizer = task.optimizer(list(model.parameters()))
         check_parameter_wise(optimizer)
         if division.cuts_parameters:

@@ -14,7 +14,7 @@ from dure.machine.compiler import deferred_compiler
 from dure.machine.devices import to_device
 from dure.memory.file_backed_init import releasing_pass
 from dure.tasks.modes import in_mode
-from dure.tensors.compiled import as_written
+from dure.tensors.compiled import without_compilation
 
 
 @torch.no_grad()
@@ -57,7 +57,11 @@ def forward_flops(model: nn.Module, inputs: Any) -> float:
     ]
     try:
         # left_out: nothing is compiled here, so the compiler need not be loaded.
-        with deferred_compiler(), as_written(model), FlopCounterMode(display=False) as counter:
+        with (
+            deferred_compiler(),
+            without_compilation(model),
+            FlopCounterMode(display=False) as counter,
+        ):
             model(inputs)
     finally:
         for hook in hooks:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 
-class Buffers:
+class BufferNames:
     """Names of a model's buffers, in the model's order, at the time of construction."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -93,7 +93,7 @@ def write(target: Tensor, value: Tensor) -> None:
         target.copy_(value)
 
 
-def common(one: nn.Module, other: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
+def common_buffers(one: nn.Module, other: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
     """Return pairs of the buffers that both models have, matched by name."""
     theirs = dict(other.named_buffers())
     return ((buffer, theirs[name]) for name, buffer in one.named_buffers() if name in theirs)
@@ -102,11 +102,11 @@ def common(one: nn.Module, other: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
 @torch.no_grad()
 def copy_buffers(source: nn.Module, target: nn.Module) -> None:
     """Copy the source's buffers into the target's buffers of the same names."""
-    for theirs, mine in common(source, target):
+    for theirs, mine in common_buffers(source, target):
         write(mine, theirs)
 
 
-def passing_buffers(model: nn.Module) -> dict[str, Tensor]:
+def non_persistent_buffers_of(model: nn.Module) -> dict[str, Tensor]:
     """Return the buffers that a state_dict leaves out (`persistent=False`), by name."""
     # keep_vars: only the names are wanted, so nothing is detached for them.
     kept = model.state_dict(keep_vars=True).keys()
@@ -114,8 +114,8 @@ def passing_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def load_passing_buffers(model: nn.Module, values: Mapping[str, Tensor]) -> None:
-    """Copy the values into the non-persistent buffers: the inverse of `passing_buffers`."""
-    for name, buffer in passing_buffers(model).items():
+def load_non_persistent_buffers(model: nn.Module, values: Mapping[str, Tensor]) -> None:
+    """Copy values into the non-persistent buffers: the inverse of `non_persistent_buffers_of`."""
+    for name, buffer in non_persistent_buffers_of(model).items():
         if name in values:
             write(buffer, values[name])

@@ -21,7 +21,7 @@ _HOOKS = (
 )
 
 
-def under_own_names(model: nn.Module) -> nn.Module:
+def unwrap_compiled(model: nn.Module) -> nn.Module:
     """Return the model with each `torch.compile` wrapper replaced by its compiled-in-place module.
 
     Raises ValueError for a hook on a wrapper, because the hook would be lost.
@@ -39,7 +39,7 @@ def under_own_names(model: nn.Module) -> nn.Module:
     return _unwrapped(model) if isinstance(model, wrapper) else model
 
 
-def compiled_as(model: nn.Module, how: bool | str) -> nn.Module:
+def compile_in_place(model: nn.Module, how: bool | str) -> nn.Module:
     """Compile the calls of the model in place if `how` says so, and return the model.
 
     how: True for the default backend, a backend's name, or False. Compilation happens at the first
@@ -53,7 +53,7 @@ def compiled_as(model: nn.Module, how: bool | str) -> nn.Module:
 
 
 @contextmanager
-def as_written(model: nn.Module) -> Iterator[None]:
+def without_compilation(model: nn.Module) -> Iterator[None]:
     """Context manager: no module of the model runs compiled inside.
 
     Used to count operations with a mode of torch's dispatcher: the compiler permanently skips code

@@ -36,17 +36,17 @@ def by_dtype(tensors: Iterable[Kind]) -> dict[torch.dtype, list[Kind]]:
     return groups
 
 
-def trained_in(model: nn.Module) -> dict[str, nn.Parameter]:
+def trainable_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the trainable parameters by name."""
     return {name: one for name, one in model.named_parameters() if one.requires_grad}
 
 
-def trained_of(model: nn.Module) -> list[nn.Parameter]:
+def trainable_parameters(model: nn.Module) -> list[nn.Parameter]:
     """Return the trainable parameters, each once, in the model's order."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
-def check_apart(model: nn.Module) -> None:
+def check_no_shared_memory(model: nn.Module) -> None:
     """Raise ValueError for a trainable parameter that shares elements with another tensor.
 
     In a flat buffer the parameter would get separate memory, and the other tensor would no longer
@@ -87,7 +87,7 @@ def _meet(one: Tensor, other: Tensor) -> bool:
     return bool(torch.isin(*addresses).any())
 
 
-class Room(NamedTuple):
+class FlatBuffers(NamedTuple):
     """Memory for the weights of a model: flat buffers, and the parameters as views of them."""
 
     buffers: list[Tensor]
@@ -106,7 +106,7 @@ class FlatParameters:
         self.buffers: list[Tensor] = []
         self.names: list[list[tuple[str, tuple[int, ...]]]] = []
         """Names and shapes of the parameters in each buffer, in order."""
-        taken = trained_of(model) if parameters is None else parameters
+        taken = trainable_parameters(model) if parameters is None else parameters
         self._groups = list(by_dtype(taken).values())
         known = {id(parameter): name for name, parameter in model.named_parameters()}
         for group in self._groups:
@@ -125,12 +125,12 @@ class FlatParameters:
         for buffer, value in zip(self.buffers, values, strict=True):
             buffer.copy_(value)
 
-    def room(self, buffers: Sequence[Tensor]) -> Room:
+    def room(self, buffers: Sequence[Tensor]) -> FlatBuffers:
         """Return buffers and their views, between which the model can `move` repeatedly."""
         groups = zip(buffers, self._groups, strict=True)
-        return Room(list(buffers), [views_of(buffer, group) for buffer, group in groups])
+        return FlatBuffers(list(buffers), [views_of(buffer, group) for buffer, group in groups])
 
-    def move(self, room: Room) -> None:
+    def move(self, room: FlatBuffers) -> None:
         """Point the parameters at the memory of `room`, without a copy."""
         self.buffers = room.buffers
         for group, views in zip(self._groups, room.views, strict=True):

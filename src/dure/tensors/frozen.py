@@ -45,7 +45,7 @@ def load_frozen(model: nn.Module, values: Mapping[str, Tensor]) -> None:
         write(parameter, values[name])
 
 
-class Frozen:
+class FrozenSnapshot:
     """Snapshot of a model's frozen parameters, to detect a later change.
 
     The snapshot is a copy. The comparison is by bits, so that a change through `.data`, which torch

@@ -25,12 +25,12 @@ _OTHER_SHAPES = ("Adafactor", "LBFGS")
 """torch's own optimizers with state whose shapes differ from the parameters' shapes."""
 
 
-def is_torch_s(optimizer: Any) -> bool:
+def is_torch_optimizer(optimizer: Any) -> bool:
     """Return whether an optimizer is torch's own. The steps of these change no settings."""
     return type(optimizer).__module__.startswith("torch.optim.")
 
 
-def listened(optimizer: Optimizer) -> bool:
+def has_step_hooks(optimizer: Optimizer) -> bool:
     """Return whether a step hook is registered for this optimizer or for all optimizers.
 
     A hook may change gradients and settings.
@@ -40,7 +40,7 @@ def listened(optimizer: Optimizer) -> bool:
     return bool(own or _global_optimizer_pre_hooks or _global_optimizer_post_hooks)
 
 
-def forget(optimizer: Any) -> None:
+def free_optimizer(optimizer: Any) -> None:
     """Free an optimizer's gradients, and the state of a `torch.optim.Optimizer`."""
     optimizer.zero_grad(set_to_none=True)
     # An object that only has a step method may store its state anywhere.
@@ -54,7 +54,7 @@ def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     Raises ValueError for a state that this optimizer cannot have written; other damage may raise an
     error of any kind.
     """
-    if not is_torch_s(optimizer) or type(optimizer).__name__ in _OTHER_SHAPES:
+    if not is_torch_optimizer(optimizer) or type(optimizer).__name__ in _OTHER_SHAPES:
         optimizer.load_state_dict(dict(state))
         return
     before = [dict(group) for group in optimizer.param_groups]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 
-def end_of(tensor: Tensor) -> int:
+def end_address(tensor: Tensor) -> int:
     """Return the address after the last byte of a tensor with at least one element."""
     if tensor.is_contiguous():
         return tensor.data_ptr() + tensor.nbytes
@@ -59,7 +59,7 @@ def overlap(one: Tensor, other: Tensor) -> bool:
     """Return whether two tensors share an element."""
     if not one.numel() or not other.numel():
         return False
-    if one.data_ptr() >= end_of(other) or other.data_ptr() >= end_of(one):
+    if one.data_ptr() >= end_address(other) or other.data_ptr() >= end_address(one):
         return False
     return _is_painted_twice([one, other])
 
@@ -74,7 +74,7 @@ def any_overlap(tensors: Iterable[Tensor]) -> bool:
                 return True
             near = []
         near.append(tensor)
-        reach = max(reach, end_of(tensor))
+        reach = max(reach, end_address(tensor))
     return _is_painted_twice(near)
 
 
@@ -91,7 +91,7 @@ def _is_painted_twice(tensors: Sequence[Tensor]) -> bool:
     size = tensors[0].element_size()
     if any(t.element_size() != size or (t.data_ptr() - begin) % size for t in tensors):
         return True
-    mask = torch.zeros((max(map(end_of, tensors)) - begin) // size, dtype=torch.bool)
+    mask = torch.zeros((max(map(end_address, tensors)) - begin) // size, dtype=torch.bool)
     elements = 0
     for tensor in tensors:
         place = (tensor.data_ptr() - begin) // size

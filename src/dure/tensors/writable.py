@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from dure.tensors.overlap import end_of, overlap, overlaps_itself
+from dure.tensors.overlap import end_address, overlap, overlaps_itself
 
 _MAPS = Path("/proc/self/maps")
 """Memory maps of the process with their permissions; Linux only."""
@@ -98,7 +98,7 @@ class _Maps:
         if tensor.untyped_storage().resizable():
             return False
         begin = tensor.data_ptr()
-        end = end_of(tensor)
+        end = end_address(tensor)
         return any(first < end and begin < last for first, last in self.read_only)
 
 

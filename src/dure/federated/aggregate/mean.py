@@ -1,8 +1,8 @@
 """The weighted mean of updates: (sum over clients of n_k·Δ_k) / (sum over clients of n_k).
 
 The rule folds: one accumulator for any number of clients, and the same bits on every x86 processor
-(`dure.tensors.apart`). The weights n_k are the weights of the clients that took part in the round
-(McMahan et al. 2017, algorithm 1 with the erratum of footnote 4).
+(`dure.tensors.unfused_multiply_add`). The weights n_k are the weights of the clients that took part
+in the round (McMahan et al. 2017, algorithm 1 with the erratum of footnote 4).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dure.errors import TooFewUpdatesError
 from dure.federated.aggregate.aggregator import Aggregator, Folds, Groups
-from dure.tensors.apart import add_multiple
+from dure.tensors.unfused_multiply_add import add_multiple
 
 
 @dataclass(frozen=True)

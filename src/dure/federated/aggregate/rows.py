@@ -12,10 +12,10 @@ models of 10^6 parameters that differ by 10^-4, its result is wrong in all digit
 negative.
 
 Combinations of updates, and means of disjoint groups, have the same bits on every x86 processor
-(`dure.tensors.apart`). Distances do not: distances are sums over coordinates in an order that
-depends on the processor. Other mixtures, which are matrix products, do not either. `order` ignores
-the last digits of distances, so selections by distance are almost always the same on all
-processors.
+(`dure.tensors.unfused_multiply_add`). Distances do not: distances are sums over coordinates in an
+order that depends on the processor. Other mixtures, which are matrix products, do not either.
+`order` ignores the last digits of distances, so selections by distance are almost always the same
+on all processors.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pdist
 
-from dure.tensors.apart import sum_of_multiples
+from dure.tensors.unfused_multiply_add import sum_of_multiples
 
 BLOCK = 2**20
 """Numbers in a block, over all rows."""

@@ -30,7 +30,7 @@ from dure.federated.engines.job import ClientJob, JobResult
 from dure.federated.server.update_validation import same_shapes
 from dure.federated.strategy import DIVIDED_MODEL_WITHOUT_EMA, Federated
 from dure.protocol.messages import Assignment
-from dure.tensors.flat import by_dtype, trained_of
+from dure.tensors.flat import by_dtype, trainable_parameters
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class PersonalLayers(Algorithm):
         def mask(group: Sequence[Tensor]) -> Tensor:
             return torch.cat([torch.full((one.numel(),), id(one) in own) for one in group])
 
-        self.masks = [mask(group) for group in by_dtype(trained_of(start.model)).values()]
+        self.masks = [mask(group) for group in by_dtype(trainable_parameters(start.model)).values()]
         # Server and clients agree on it without a message: all start from the initial model.
         self.initial = self._personal(start.weights)
 

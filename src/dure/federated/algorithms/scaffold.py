@@ -38,7 +38,7 @@ from dure.federated.engines.optimizers import optimizer_of
 from dure.federated.server.server_optimizer import ServerOptimizer
 from dure.federated.strategy import Federated
 from dure.protocol.messages import Assignment, Update
-from dure.tensors.apart import add_multiple
+from dure.tensors.unfused_multiply_add import add_multiple
 
 
 @dataclass(frozen=True)

@@ -54,9 +54,9 @@ from dure.randomness.permutation import Permutation
 from dure.randomness.seeds import derive
 from dure.tasks.measurement import Measurement
 from dure.tasks.sums import MetricSums
-from dure.tensors.buffers import Buffers
+from dure.tensors.buffers import BufferNames
 from dure.tensors.flat import FlatParameters
-from dure.tensors.frozen import Frozen
+from dure.tensors.frozen import FrozenSnapshot
 
 MOST = 1_000
 """Largest number of measured clients."""
@@ -136,12 +136,12 @@ class ClientEvaluator:
         return FlatParameters(self.model)
 
     @cached_property
-    def frozen(self) -> Frozen:
-        return Frozen(self.model)
+    def frozen(self) -> FrozenSnapshot:
+        return FrozenSnapshot(self.model)
 
     @cached_property
-    def buffers(self) -> Buffers:
-        return Buffers(self.model)
+    def buffers(self) -> BufferNames:
+        return BufferNames(self.model)
 
     def over(self, models: Iterable[PersonalisedModel]) -> dict[int, ClientMeasurement]:
         """Return the measurements of each client's model on the client's held-out examples.

@@ -48,7 +48,7 @@ from dure.federated.engines.program import BatchedProgram, program_of
 from dure.federated.engines.sgd import SGD, CannotBatchError, sgd_of
 from dure.machine.devices import to_device
 from dure.machine.threads import SMALL_STEP, threads
-from dure.tensors.flat import trained_of
+from dure.tensors.flat import trainable_parameters
 
 CACHE = {"cpu": 8 << 20, "cuda": 4 << 30}
 """Bytes of weights of a cohort, or of the factors of its products, by device."""
@@ -117,7 +117,7 @@ def batched_engine(
     parameters = list(model.parameters())
     try:
         program = program_of(task, model, examples)
-        rule = sgd_of(optimizer_of(task, parameters), trained_of(model))
+        rule = sgd_of(optimizer_of(task, parameters), trainable_parameters(model))
     except CannotBatchError as reason:
         return str(reason)
     if together and program.loss.rows is cross_entropy:

@@ -37,7 +37,7 @@ from dure.federated.engines.sgd import CannotBatchError, sgd_of
 from dure.machine.cores import available_cores
 from dure.machine.devices import device_of_model
 from dure.tasks.flops import flops_per_step
-from dure.tensors.flat import trained_of
+from dure.tensors.flat import trainable_parameters
 
 LONG_ROUND = 2e9
 """Floating-point operations of a round that is worth several processes, some 40 ms.
@@ -219,7 +219,7 @@ def _reason(task: Task, model: nn.Module | None) -> str | None:
         model = seeded_model(task, 0) if model is None else unused_copy(model, task, 0)
         task = task.on(device_of_model(model))
         program_of(task, model, examples_for(task)[0])
-        sgd_of(optimizer_of(task, list(model.parameters())), trained_of(model))
+        sgd_of(optimizer_of(task, list(model.parameters())), trainable_parameters(model))
     except CannotBatchError as reason:
         return str(reason)
     except Exception:

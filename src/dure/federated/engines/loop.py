@@ -41,10 +41,10 @@ from dure.machine.devices import device_of_model, to_device
 from dure.randomness.seeds import seed_generators
 from dure.tasks.gradient_transforms import GradientTransforms, forward_context
 from dure.tasks.loss_shares import ComputedLoss, CountedLoss
-from dure.tensors.buffers import Buffers
-from dure.tensors.flat import FlatParameters, by_dtype, trained_of, views_of
-from dure.tensors.frozen import Frozen
-from dure.tensors.optimizer_state import listened
+from dure.tensors.buffers import BufferNames
+from dure.tensors.flat import FlatParameters, by_dtype, trainable_parameters, views_of
+from dure.tensors.frozen import FrozenSnapshot
+from dure.tensors.optimizer_state import has_step_hooks
 
 SMALL_MODEL = 1 << 18
 """Largest number of elements for copying gradients into a flat buffer."""
@@ -101,11 +101,11 @@ class LoopEngine(ClientEngine):
             else CustomObjective(objective, self.losses, task, model, seed)
         )
         self.flat = FlatParameters(model)
-        self.frozen = Frozen(model)
-        self.buffers = Buffers(model)
+        self.frozen = FrozenSnapshot(model)
+        self.buffers = BufferNames(model)
         self.parameters = list(model.parameters())
         # As of now: a forward pass may freeze some parameters later.
-        self.groups = list(by_dtype(trained_of(model)).values())
+        self.groups = list(by_dtype(trainable_parameters(model)).values())
         self.device = device_of_model(model)
         self.updates: _Updates = _flat_updates(task, self.parameters, self.flat) or _Updates(
             task, dict(model.named_parameters())
@@ -279,7 +279,7 @@ def _dense(parameter: nn.Parameter) -> Tensor:
     return parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
 
 
-def check_frozen(frozen: Frozen, job: ClientJob) -> None:
+def check_frozen(frozen: FrozenSnapshot, job: ClientJob) -> None:
     """Raise WorkerFailedError if training has changed frozen parameters."""
     changed = frozen.changed()
     if changed is not None:
@@ -399,7 +399,7 @@ def _flat_updates(
     alone = optimizer_of(task, [whole])
     if (
         is_plain(given)
-        or listened(given)
+        or has_step_hooks(given)
         or type(given) not in _BY_ELEMENT
         or type(alone) is not type(given)
         or len(given.param_groups) != 1
@@ -427,7 +427,7 @@ class _Fresh:
         made = self.make()
         self.plain = PlainSGD(made) if is_plain(made) else None
         # A hook may store references to the optimizer, and a tensor among the settings may change.
-        if type(made) in _BY_ELEMENT and not listened(made):
+        if type(made) in _BY_ELEMENT and not has_step_hooks(made):
             groups = [settings(group) for group in made.param_groups]
             values = chain.from_iterable(group.values() for group in groups)
             if not any(isinstance(value, Tensor) for value in values):

@@ -24,9 +24,9 @@ from dure.machine.devices import device_of_model, to_device
 from dure.randomness.seeds import generators_state, restore_generators, seed_generators
 from dure.tasks.gradient_transforms import GradientTransforms, forward_context
 from dure.tasks.loss_shares import CountedLoss
-from dure.tensors.buffers import Buffers
-from dure.tensors.flat import FlatParameters, by_dtype, trained_of, views_of
-from dure.tensors.frozen import Frozen
+from dure.tensors.buffers import BufferNames
+from dure.tensors.flat import FlatParameters, by_dtype, trainable_parameters, views_of
+from dure.tensors.frozen import FrozenSnapshot
 
 NUDGE = 1e-3
 """δ times the norm of the direction.
@@ -82,9 +82,9 @@ class MetaEngine(ClientEngine):
         self.losses = CountedLoss(task.loss, examples)
         self.device = device_of_model(model)
         self.flat = FlatParameters(model)
-        self.frozen = Frozen(model)
-        self.buffers = Buffers(model)
-        self.groups = list(by_dtype(trained_of(model)).values())
+        self.frozen = FrozenSnapshot(model)
+        self.buffers = BufferNames(model)
+        self.groups = list(by_dtype(trainable_parameters(model)).values())
         self.trained = list(chain.from_iterable(self.groups))
         self.reached: set[nn.Parameter] = set()
         """Parameters that the losses of the current step reach."""

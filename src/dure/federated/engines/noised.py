@@ -30,7 +30,7 @@ from dure.privacy.per_example.clipping import trained
 from dure.privacy.per_example.proof import choose
 from dure.privacy.poisson import PoissonBatches
 from dure.randomness.secret import Secret
-from dure.tensors.flat import trained_in
+from dure.tensors.flat import trainable_by_name
 
 
 class StepNoise(NamedTuple):
@@ -64,7 +64,7 @@ class NoisedSteps:
     ) -> None:
         self.settings, self.secret = noised
         self.parameters = trained(model)
-        self.named = trained_in(model)
+        self.named = trainable_by_name(model)
         self.padding = padding_rows(task, model)
         self.way = choose(task, model, examples).made(model)
         self.batch_size = batch_size

@@ -19,7 +19,7 @@ from dure.contracts.strategy import unused_copy
 from dure.contracts.task import Task
 from dure.federated.engines.job import ClientJob, Reference
 from dure.tasks.loss_shares import ComputedLoss, CountedLoss
-from dure.tensors.buffers import Buffers
+from dure.tensors.buffers import BufferNames
 from dure.tensors.flat import FlatParameters
 from dure.tensors.frozen import frozen_of, load_frozen
 
@@ -109,7 +109,7 @@ class _Copy:
         self.model = model
         # Before all parameters are frozen below: these are the trained parameters.
         self.flat = FlatParameters(model)
-        self.buffers = Buffers(model)
+        self.buffers = BufferNames(model)
 
     def of(self, reference: Reference) -> nn.Module:
         """Return the model with the weights and buffers of this reference."""

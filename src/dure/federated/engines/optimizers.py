@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from dure.contracts.task import Task
 from dure.machine.compiler import deferred_compiler
-from dure.tensors.optimizer_state import listened
+from dure.tensors.optimizer_state import has_step_hooks
 
 
 def optimizer_of(task: Task, parameters: Sequence[nn.Parameter]) -> Optimizer:
@@ -61,7 +61,7 @@ def is_plain(optimizer: Optimizer) -> bool:
     """Return whether the optimizer is SGD with only a learning rate, and without hooks."""
     if type(optimizer) is not torch.optim.SGD:
         return False
-    return not listened(optimizer) and all(map(_has_lr_alone, optimizer.param_groups))
+    return not has_step_hooks(optimizer) and all(map(_has_lr_alone, optimizer.param_groups))
 
 
 def _has_lr_alone(group: Mapping[str, Any]) -> bool:

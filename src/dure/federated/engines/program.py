@@ -38,7 +38,7 @@ from dure.federated.engines.preprocessing import Preprocessing
 from dure.federated.engines.sgd import SGD, CannotBatchError, Weights
 from dure.machine.devices import to_device
 from dure.tasks.loss_shares import CountedLoss
-from dure.tensors.flat import trained_of
+from dure.tensors.flat import trainable_parameters
 from dure.tensors.hooks import has_hooks
 
 TRIED = 3
@@ -140,7 +140,7 @@ def program_of(task: Task, model: nn.Module, examples: Examples) -> BatchedProgr
     parameters = list(model.parameters())
     _check(model, parameters, examples)
     loss = loss_of(task.loss, examples)
-    trained = trained_of(model)
+    trained = trainable_parameters(model)
     weights = {id(each): Weights(tuple(each.shape)) for each in trained}
     reader = _Reader(model, weights, structured=not isinstance(examples.inputs, Tensor))
     inputs = reader.inputs_of(examples)
@@ -209,7 +209,7 @@ def _try(
     with torch.enable_grad():
         outputs = model(given)
         found = _loss(program.loss, task.loss, examples, outputs, targets)
-        if list(map(id, trained_of(model))) != list(map(id, parameters)):
+        if list(map(id, trainable_parameters(model))) != list(map(id, parameters)):
             raise CannotBatchError("which parameters are trained changes as the model computes")
         expected = _gradients(found, model, parameters)
     if not isinstance(outputs, Tensor) or len(outputs) != len(some):

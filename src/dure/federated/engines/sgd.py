@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from dure.federated.engines.factored import Factored
-from dure.tensors.optimizer_state import listened
+from dure.tensors.optimizer_state import has_step_hooks
 
 
 class CannotBatchError(Exception):
@@ -50,7 +50,7 @@ def sgd_of(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter])
         raise CannotBatchError(f"the optimizer is {type(optimizer).__name__}, not SGD")
     if len(optimizer.param_groups) != 1:
         raise CannotBatchError("the optimizer has several groups of parameters")
-    if listened(optimizer):
+    if has_step_hooks(optimizer):
         raise CannotBatchError("the optimizer has hooks")
     group = optimizer.param_groups[0]
     moved = {id(each) for each in group["params"] if each.requires_grad}

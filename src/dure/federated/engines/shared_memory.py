@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from dure.federated.engines.job import ClientJob, JobResult
 from dure.federated.engines.products import DeferredUpdate, Sizes, UpdateProducts
 from dure.protocol.messages import Failure
-from dure.tensors.flat import by_dtype, trained_of
+from dure.tensors.flat import by_dtype, trainable_parameters
 
 LINE = 64
 """Bytes of a cache line, on which each tensor begins."""
@@ -30,7 +30,7 @@ class WeightLayout:
     @staticmethod
     def of(model: nn.Module) -> WeightLayout:
         parts: list[tuple[torch.dtype, int]] = []
-        for dtype, group in by_dtype(trained_of(model)).items():
+        for dtype, group in by_dtype(trainable_parameters(model)).items():
             parts.append((dtype, sum(each.numel() for each in group)))
         return WeightLayout(tuple(parts))
 

@@ -52,9 +52,14 @@ from dure.tasks.evaluation import evaluate
 from dure.tasks.flops import flops_per_step
 from dure.tasks.loss_shares import most_counted
 from dure.tasks.modes import in_mode
-from dure.tensors.buffers import Buffers, load_passing_buffers, load_weights, passing_buffers
+from dure.tensors.buffers import (
+    BufferNames,
+    load_non_persistent_buffers,
+    load_weights,
+    non_persistent_buffers_of,
+)
 from dure.tensors.flat import FlatParameters
-from dure.tensors.frozen import Frozen, frozen_of
+from dure.tensors.frozen import FrozenSnapshot, frozen_of
 
 VERSION = 2
 """Version of the state in checkpoints.
@@ -136,8 +141,8 @@ class FederatedServer(Learner):
         self.batch_size = batch_size
         self.attack = attack
         self.flat = FlatParameters(model)
-        self.frozen = Frozen(model)
-        self.buffers = Buffers(model)
+        self.frozen = FrozenSnapshot(model)
+        self.buffers = BufferNames(model)
         # The averages of `Task.ema`: a copy, because others may use the weights of the global
         # model.
         self.averaged = None if task.ema is None else self.flat.copy()
@@ -589,7 +594,7 @@ class FederatedServer(Learner):
                 "of_epoch": self.examples,
             },
             "carrier": self.carrier.state(),
-            "buffers": passing_buffers(self.model),
+            "buffers": non_persistent_buffers_of(self.model),
         }
 
     def restore(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
@@ -616,8 +621,8 @@ class FederatedServer(Learner):
             )
         self.flat.take_memory()
         load_weights(self.model, weights)
-        load_passing_buffers(self.model, state["buffers"])
-        self.frozen = Frozen(self.model)
+        load_non_persistent_buffers(self.model, state["buffers"])
+        self.frozen = FrozenSnapshot(self.model)
         self.coordinator.restore(server["coordinator"])
         self.log.restore(server["log"])
         # Checkpoints of dure up to 0.1 do not have it.

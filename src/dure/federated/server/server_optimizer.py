@@ -12,8 +12,8 @@ A complex number counts as two real numbers. Moments of weights in half precisio
 precision, where squares of small updates are not zero.
 
 `step` is functional: it changes no weights and no state in place. Products and sums are rounded
-separately, so that every x86 processor gives the same bits (`dure.tensors.apart`). Cost: a few
-passes over d elements on the server; nothing more travels.
+separately, so that every x86 processor gives the same bits (`dure.tensors.unfused_multiply_add`).
+Cost: a few passes over d elements on the server; nothing more travels.
 
 Sources: S. Reddi et al., "Adaptive Federated Optimization", ICLR 2021, algorithm 2 (β1 = 0.9, β2 =
 0.99; Adagrad is used there with β1 = 0); T.-M. H. Hsu, H. Qi, M. Brown, 2019 (FedAvgM).
@@ -31,7 +31,7 @@ from torch import Tensor
 
 from dure.federated.aggregate.mean import wide
 from dure.settings import suggestion
-from dure.tensors.apart import square_root
+from dure.tensors.unfused_multiply_add import square_root
 
 Rule = Literal["sgd", "adagrad", "adam", "yogi"]
 

@@ -45,7 +45,7 @@ from dure.parallel.data.reducer import Reducer, check_same_shapes
 from dure.parallel.data.reduction_settings import NO_COMPRESSION, Overlap, ReductionSettings
 from dure.parallel.replica_consistency import ReplicaCheck
 from dure.parallel.weight_broadcast import share_weights
-from dure.tensors.buffers import Buffers
+from dure.tensors.buffers import BufferNames
 
 
 class DistributedDataParallel(nn.Module):
@@ -124,7 +124,7 @@ class DistributedDataParallel(nn.Module):
         check_same_shapes(everything, self.group)
         share_weights(module, self.group)
         self._speaking = buffer_sync_of(module) if broadcast_buffers else None
-        self._buffers_at_start = Buffers(module)
+        self._buffers_at_start = BufferNames(module)
         # with a static graph: the buffers that the first step has changed
         self._changed: list[bool] | None = None
         self._steps = 0

@@ -60,7 +60,12 @@ from dure.tasks.evaluation import evaluate
 from dure.tasks.flops import flops_per_step
 from dure.tasks.gradient_accumulation import accumulate_gradient, check_accumulate
 from dure.tasks.gradient_transforms import GradientTransforms
-from dure.tensors.buffers import Buffers, load_passing_buffers, load_weights, passing_buffers
+from dure.tensors.buffers import (
+    BufferNames,
+    load_non_persistent_buffers,
+    load_weights,
+    non_persistent_buffers_of,
+)
 from dure.tensors.optimizer_state import load_optimizer
 
 _LINE = 64
@@ -239,7 +244,7 @@ class HogwildLearner(SingleLearner):
         else:
             self.size = self.group.size
             self.stop = share_weights(self.model, self.group)
-        self.buffers = Buffers(self.model)
+        self.buffers = BufferNames(self.model)
         self.hogwild_workers = [HogwildWorker(self.group.rank, self, self.model, self.group.meter)]
         # Replicas share the weights of the model (`refresh`); only gradients and buffers are
         # separate.
@@ -325,7 +330,7 @@ class HogwildLearner(SingleLearner):
         return {
             "round": self.round,
             "step": self.step,
-            "buffers": to_cpu(passing_buffers(self.model)),
+            "buffers": to_cpu(non_persistent_buffers_of(self.model)),
         }
 
     def part(self) -> dict[str, Any]:
@@ -334,7 +339,7 @@ class HogwildLearner(SingleLearner):
 
     def restore(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         load_weights(self.model, weights)
-        load_passing_buffers(self.model, state["buffers"])
+        load_non_persistent_buffers(self.model, state["buffers"])
         for hog, kept in zip(
             self.hogwild_workers, state["parts"][self.group.rank]["optimizers"], strict=True
         ):

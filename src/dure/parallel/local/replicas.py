@@ -52,7 +52,7 @@ from dure.randomness.seeds import derive
 from dure.record.meter import Meter
 from dure.tasks.flops import flops_per_step
 from dure.tasks.loss_shares import ComputedLoss
-from dure.tensors.buffers import common
+from dure.tensors.buffers import common_buffers
 
 COMPILES_ALONE = "torch's compiler works for one thread of a process, and here several compute"
 """Reason why systems of threads do not compile."""
@@ -276,7 +276,7 @@ def refresh(replica: nn.Module, model: nn.Module) -> int:
             given += weight.nbytes
         elif mine.data_ptr() != weight.data_ptr():
             mine.data = weight.data
-    for own, buffer in common(replica, model):
+    for own, buffer in common_buffers(replica, model):
         if own is buffer:
             continue
         given += buffer.nbytes

@@ -76,9 +76,13 @@ from dure.tasks.flops import flops_per_step
 from dure.tasks.gradient_accumulation import accumulate_gradient, check_accumulate
 from dure.tasks.gradient_transforms import GradientTransforms, forward_context
 from dure.tasks.loss_shares import CountedLoss
-from dure.tensors.buffers import load_passing_buffers, load_weights, passing_buffers
-from dure.tensors.flat import trained_in
-from dure.tensors.optimizer_state import forget, load_optimizer
+from dure.tensors.buffers import (
+    load_non_persistent_buffers,
+    load_weights,
+    non_persistent_buffers_of,
+)
+from dure.tensors.flat import trainable_by_name
+from dure.tensors.optimizer_state import free_optimizer, load_optimizer
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -503,7 +507,7 @@ class SingleLearner(Learner):
         return evaluate(self.task, self.model, self.test_examples, group=self.group, step=self.step)
 
     def averages(self) -> Mapping[str, Tensor]:
-        return trained_in(self.model)
+        return trainable_by_name(self.model)
 
     def weights(self) -> Mapping[str, Tensor]:
         weights: dict[str, Tensor] = to_cpu(dict(self.model.state_dict()))
@@ -513,20 +517,20 @@ class SingleLearner(Learner):
         return {
             "step": self.step,
             "optimizer": to_cpu(self.optimizer.state_dict()),
-            "buffers": to_cpu(passing_buffers(self.model)),
+            "buffers": to_cpu(non_persistent_buffers_of(self.model)),
             **({} if self.private is None else {"privacy": self.private.state()}),
         }
 
     def rest(self) -> None:
-        forget(self.optimizer)
+        free_optimizer(self.optimizer)
 
     def non_persistent_buffers(self) -> Mapping[str, Tensor]:
-        buffers: Mapping[str, Tensor] = to_cpu(passing_buffers(self.model))
+        buffers: Mapping[str, Tensor] = to_cpu(non_persistent_buffers_of(self.model))
         return buffers
 
     def restore(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         load_weights(self.model, weights)
-        load_passing_buffers(self.model, state["buffers"])
+        load_non_persistent_buffers(self.model, state["buffers"])
         load_optimizer(self.optimizer, state["optimizer"])
         self.offloaded.restored()
         self.step = state["step"]

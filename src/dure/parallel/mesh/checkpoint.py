@@ -26,7 +26,7 @@ from dure.parallel.tensor.functions import gathered as joined
 from dure.parallel.tensor.state import divisions
 from dure.record.checkpoint import tree_from_bytes, tree_to_bytes
 from dure.record.disk_tensors import DiskTensor, DiskTensors, Leaf, in_memory, leaves_of
-from dure.tensors.buffers import load_passing_buffers, passing_buffers
+from dure.tensors.buffers import load_non_persistent_buffers, non_persistent_buffers_of
 from dure.tensors.optimizer_state import load_optimizer
 
 
@@ -97,7 +97,7 @@ def _passing_buffers(held: RankState) -> dict[str, Tensor]:
     """Return all stages' buffers that a state_dict omits, on rank 0; all ranks call it together."""
     divided = divisions(held.model)
     own = {}
-    for name, value in passing_buffers(held.model).items():
+    for name, value in non_persistent_buffers_of(held.model).items():
         # Every tensor neighbour takes part in the all-gather, although only the first one writes.
         own[name] = _whole(value, divided.get(name)) if name in held.names else value
     mine = {name: value for name, value in own.items() if held.is_first(name)}
@@ -223,7 +223,7 @@ def restore(held: RankState, weights: Mapping[str, Tensor], state: Mapping[str, 
     for name, value in state["buffers"].items():
         if name in held.names:
             buffers[name] = _part(in_memory(value), divided.get(name))
-    load_passing_buffers(held.model, buffers)
+    load_non_persistent_buffers(held.model, buffers)
     _restore_optimizer(held, state["parts"])
     held.step = state["step"]
 

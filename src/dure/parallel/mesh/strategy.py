@@ -109,8 +109,8 @@ from dure.settings import parse_fields
 from dure.tasks.batch_norm import check_pieces
 from dure.tasks.flops import flops_per_step
 from dure.tasks.loss_shares import CountedLoss
-from dure.tensors.flat import check_apart
-from dure.tensors.optimizer_state import forget
+from dure.tensors.flat import check_no_shared_memory
+from dure.tensors.optimizer_state import free_optimizer
 
 ALL_VALUES = (1 << 48) - 1
 """Bit mask of all values that the last stage may receive: 48 bits, which a float64 represents."""
@@ -291,7 +291,7 @@ class Parallel(Strategy):
 
     def checked(self, task: Task, model: nn.Module) -> CutModel | None:
         """Return a copy of the model that was cut; None for a single stage without a trace."""
-        check_apart(model)
+        check_no_shared_memory(model)
         check_pieces(task, model, self.batch_size, self.mesh.data, self.most)
         # A copy, since the checks divide it and run it.
         model = unused_copy(model, task, 0)
@@ -757,7 +757,7 @@ class ParallelLearner(Learner):
 
     def rest(self) -> None:
         if self.held.optimizer is not None:
-            forget(self.held.optimizer)
+            free_optimizer(self.held.optimizer)
 
     def restore(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         restore(self.held, weights, state)

@@ -11,8 +11,8 @@ on the same examples with the same random numbers:
     stages    the first of each
 
 The model must repeat itself: Python state that differs after two equal passes is state that a trace
-does not have (`dure.tensors.kept`). The stages must reproduce the model's outputs, gradients,
-parameters and buffers up to rounding (`dure.parallel.tensor_comparison`).
+does not have (`dure.tensors.python_state`). The stages must reproduce the model's outputs,
+gradients, parameters and buffers up to rounding (`dure.parallel.tensor_comparison`).
 
 The gradients are those of a sum of the outputs with random weights: each output contributes, and
 the task's loss is not called.
@@ -54,7 +54,7 @@ from dure.parallel.tensor_comparison import (
 )
 from dure.randomness.seeds import generators_state, restore_generators, seed_generators
 from dure.tasks.loss_shares import ComputedLoss, LossShare
-from dure.tensors.kept import first_change, kept_by
+from dure.tensors.python_state import first_change, python_state_of
 
 ADVICE = "or trust the trace with check=False (--no-check)"
 
@@ -159,7 +159,7 @@ class _Whole:
             if tensor is not None
         ]
         self._known = [name for name, _ in model.named_buffers(remove_duplicate=False)]
-        self._untouched = kept_by(model, self._known)
+        self._untouched = python_state_of(model, self._known)
         _copy_weights(self.cut.model, model)
 
     def run(self, on: PassInputs, descends: bool = False) -> PassOutputs:
@@ -174,7 +174,7 @@ class _Whole:
             if descends and (end := _weighed(leaves)) is not None:
                 end.backward()  # type: ignore[no-untyped-call]
         gradients = _taken_gradients(self.model) if descends else {}
-        self.kept = kept_by(self.model, self._known)
+        self.kept = python_state_of(self.model, self._known)
         return PassOutputs([_detached(leaf) for leaf in leaves], structure, gradients)
 
     def repeat(self, on: PassInputs, before: PassOutputs) -> None:

@@ -52,7 +52,7 @@ from dure.parallel.zero.structure import ModelStructure
 from dure.parallel.zero.units import UnitSpec
 from dure.parallel.zero.whole_model import UndividedModel
 from dure.record.meter import Meter
-from dure.tensors.flat import check_apart
+from dure.tensors.flat import check_no_shared_memory
 
 NO_PIGGYBACK_FIELDS = PiggybackFields()
 
@@ -135,7 +135,7 @@ class ZeroRedundancy:
         check_element_wise(self.optimizer)
         check_forward_keeps_weights(model, self.group.size)
         # A share has separate memory: another tensor in the same memory would no longer follow.
-        check_apart(model)
+        check_no_shared_memory(model)
         # `prefetch_of` is collective: either all ranks call it, or none does.
         prefetch = prefetch_of(self.group, self.device) if prefetch is None else prefetch
         self.wire = ChunkCollectives(

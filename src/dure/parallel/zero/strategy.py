@@ -60,8 +60,8 @@ from dure.tasks.batch_norm import check_pieces, check_rank_pieces
 from dure.tasks.evaluation import evaluate
 from dure.tasks.gradient_accumulation import check_accumulate
 from dure.tasks.loss_shares import NOTHING, LossShare
-from dure.tensors.buffers import load_passing_buffers, passing_buffers
-from dure.tensors.flat import check_apart, trained_in
+from dure.tensors.buffers import load_non_persistent_buffers, non_persistent_buffers_of
+from dure.tensors.flat import check_no_shared_memory, trainable_by_name
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ class ZeRO(Strategy):
 
         Raises ValueError if not.
         """
-        check_apart(model)
+        check_no_shared_memory(model)
         check_forward_keeps_weights(model, workers)
         check_pieces(task, model, self.batch_size, workers, self.accumulate)
 
@@ -201,7 +201,7 @@ class ZeROLearner(SingleLearner):
         self.strategy = strategy
         self.folder = place.folder
         check_rank_pieces(self.model, self.train_examples, strategy.batch_size, strategy.accumulate)
-        self._trained_from = trained_from(task, trained_in(self.model))
+        self._trained_from = trained_from(task, trainable_by_name(self.model))
         # Computed before the model is divided: afterwards its parameters have no elements.
         self._flops = super().flops_per_step()
         # gradients are summed, not averaged, because each is multiplied by its share of the batch
@@ -380,13 +380,13 @@ class ZeROLearner(SingleLearner):
         return {
             "step": self.step,
             "optimizer": to_cpu(self.zero.optimizer_state_dict(SpillStore(self.folder))),
-            "buffers": to_cpu(passing_buffers(self.model)),
+            "buffers": to_cpu(non_persistent_buffers_of(self.model)),
             "order": self.zero.passes.orders.state(),
         }
 
     def restore(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         self.zero.load_state_dict(weights)
-        load_passing_buffers(self.model, state["buffers"])
+        load_non_persistent_buffers(self.model, state["buffers"])
         self.zero.load_optimizer_state_dict(state["optimizer"])
         self.offloaded.restored()
         self.zero.passes.restore_order(state["order"])

@@ -31,7 +31,7 @@ from dure.parameter_server.keys import KeyRange
 from dure.parameter_server.messages import Pull, Values
 from dure.parameter_server.processes.messages import ProcessMessage
 from dure.parameter_server.worker import WorkerProtocol
-from dure.tensors.flat import FlatParameters, Room
+from dure.tensors.flat import FlatBuffers, FlatParameters
 
 
 @dataclass(eq=False)
@@ -44,7 +44,7 @@ class WeightBuffer:
         writers: processes that may still write: (server, shard, worker) -> number of the request.
     """
 
-    room: Room
+    room: FlatBuffers
     parts: list[Tensor]
     writers: dict[tuple[str, int, int], int] = field(default_factory=dict)
 

@@ -36,7 +36,7 @@ from dure.parameter_server.processes.messages import (
     deserialise_snapshot,
     serialise_snapshot,
 )
-from dure.tensors.blocks import Blocks
+from dure.tensors.block_allocator import BlockAllocator
 
 _CALL_SECONDS = 1.0
 """Timeout of a call with both proofs, in seconds: a live process answers at once."""
@@ -110,7 +110,7 @@ class Endpoint:
         self._awake.setblocking(False)
         self._waker.setblocking(False)
         self._selector.register(self._awake, selectors.EVENT_READ, self._awake)
-        self._blocks = Blocks()
+        self._blocks = BlockAllocator()
         self._encoder = FrameEncoder()
         self.memory: RankMemory | None = None
         self.sent = 0

@@ -1,7 +1,7 @@
 """Assembly of frames from received bytes, without a socket.
 
 Small frames share a buffer. The data of a large frame go to their final memory: the part in the
-buffer is copied there, and the rest is read there directly (`Blocks`).
+buffer is copied there, and the rest is read there directly (`BlockAllocator`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dure.parameter_server.processes.frames import HEAD, MOST_HEADER, EndpointFrameError
-from dure.tensors.blocks import Blocks
+from dure.tensors.block_allocator import BlockAllocator
 
 _BUFFER = 1 << 16
 _NOTHING = torch.empty(0, dtype=torch.uint8)
@@ -28,7 +28,7 @@ class ReceivedFrame(NamedTuple):
 class Incoming:
     """Frames of a connection. `most` is the largest length of a frame's data in bytes."""
 
-    def __init__(self, most: int, blocks: Blocks) -> None:
+    def __init__(self, most: int, blocks: BlockAllocator) -> None:
         self._most = most
         self._blocks = blocks
         self._buffer = memoryview(bytearray(_BUFFER))

@@ -36,7 +36,7 @@ from dure.record.meter import Counters, Meter, sum_of_counters
 from dure.tasks.evaluation import evaluate
 from dure.tasks.flops import flops_per_step
 from dure.tasks.loss_shares import mean_over
-from dure.tensors.buffers import Buffers, load_passing_buffers, passing_buffers
+from dure.tensors.buffers import BufferNames, load_non_persistent_buffers, non_persistent_buffers_of
 
 PATIENCE = 10.0
 """Seconds of silence after which a process is dropped. A closed connection is noticed at once."""
@@ -131,7 +131,7 @@ class ProcessesLearner(Learner):
         """Finished part of a round: sum of the losses, and their count."""
         self._counting: Future[list[ProcessCounters]] | None = None
         self._counted_at = 0.0
-        self.buffers = Buffers(self.model)
+        self.buffers = BufferNames(self.model)
         self.own_buffers: dict[int, list[Tensor]] = {}
         """Buffers of each worker's model, such as the statistics of batch norm."""
         self.staleness: dict[int, int] = {}
@@ -349,12 +349,12 @@ class ProcessesLearner(Learner):
             "staleness": dict(self.staleness),
             "pushes": self.pushes,
             "own_buffers": {number: list(own) for number, own in self.own_buffers.items()},
-            "buffers": passing_buffers(self.model),
+            "buffers": non_persistent_buffers_of(self.model),
         }
 
     def restore(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         load_with_tables(self.model, self.tables, weights)
-        load_passing_buffers(self.model, state["buffers"])
+        load_non_persistent_buffers(self.model, state["buffers"])
         self.round = state["round"]
         self.standing = msgspec.convert(state["standing"], ResumePoint)
         total, counted = state["loss"]

@@ -26,7 +26,7 @@ from dure.parameter_server.messages import worker
 from dure.parameter_server.stages import StageKeys
 from dure.randomness.seeds import derive
 from dure.record.meter import Meter
-from dure.tensors.buffers import Buffers
+from dure.tensors.buffers import BufferNames
 from dure.tensors.flat import views_of
 
 
@@ -48,7 +48,7 @@ class WholeModel:
         self.keys = plan.shards(model)
         self.computing = plan.gradients(task, model, seed)
         self.part = plan.parts(model, self.computing.examples, seed)[number]
-        self._buffers = Buffers(model)
+        self._buffers = BufferNames(model)
 
     def weights(self) -> list[Tensor]:
         """Return the current weights, by portion."""

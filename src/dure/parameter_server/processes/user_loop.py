@@ -57,8 +57,8 @@ from dure.parameter_server.processes.user_loop_worker import Worker
 from dure.parameter_server.server import ShardServer
 from dure.parameter_server.shard import Terms
 from dure.record.meter import Meter
-from dure.tensors.buffers import Buffers
-from dure.tensors.flat import FlatParameters, by_dtype, trained_of
+from dure.tensors.buffers import BufferNames
+from dure.tensors.flat import FlatParameters, by_dtype, trainable_parameters
 
 PATIENCE = 10.0
 """Seconds of silence after which a process is dropped, at most the deadline, but at least 2."""
@@ -199,7 +199,7 @@ def _terms(
 ) -> Terms:
     """Return the training terms of the shards. Raises ValueError as `OptimizerRecipe.of`."""
     return Terms(
-        recipe=OptimizerRecipe.of(optimizer, list(by_dtype(trained_of(model)).values())),
+        recipe=OptimizerRecipe.of(optimizer, list(by_dtype(trainable_parameters(model)).values())),
         staleness=plan.staleness,
         schedule=None if lr_schedule is None else partial(factor_at, lr_schedule),
         slows=plan.slows_stale,
@@ -276,4 +276,4 @@ def _lead(
     for keys, values in zip(shards, weights, strict=True):
         flat.buffers[keys.vector][keys.start : keys.stop] = values
     if leader.buffers is not None:
-        Buffers(model).load(model, leader.buffers[1])
+        BufferNames(model).load(model, leader.buffers[1])

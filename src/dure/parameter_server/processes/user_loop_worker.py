@@ -41,9 +41,9 @@ from dure.parameter_server.processes.serving import check_leader
 from dure.parameter_server.processes.worker_process import HeartbeatThread
 from dure.parameter_server.tables import split_rows
 from dure.parameter_server.worker import WorkerProtocol
-from dure.tensors.buffers import Buffers
+from dure.tensors.buffers import BufferNames
 from dure.tensors.finite import all_finite
-from dure.tensors.flat import FlatParameters, by_dtype, trained_of
+from dure.tensors.flat import FlatParameters, by_dtype, trainable_parameters
 
 VERDICT_SECONDS = 5.0
 """Seconds for the leader's answer about a timed-out pull; without an answer the leader is lost."""
@@ -73,13 +73,13 @@ class Worker:
         self._skips = skips
         self._port = port
         self._shards = plan.shards(model)
-        trained = trained_of(model)
+        trained = trainable_parameters(model)
         self._vectors = list(by_dtype(trained).values())
         self._names = {id(one): name for name, one in model.named_parameters()}
         flat = FlatParameters(model, trained)
         self._slots = WeightBuffers(flat, self._shards)
         self._outbox = GradientBuffers(flat.buffers)
-        self._buffers = Buffers(model)
+        self._buffers = BufferNames(model)
         self._side = WorkerProtocol(
             number,
             plan.layout(model),

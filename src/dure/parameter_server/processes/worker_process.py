@@ -45,7 +45,7 @@ from dure.parameter_server.scheduler import BatchPart, Scheduler
 from dure.parameter_server.tables import SparseRows, split_rows
 from dure.parameter_server.worker import WorkerProtocol
 from dure.parameter_server.worker_node import WorkerNode
-from dure.tensors.buffers import Buffers
+from dure.tensors.buffers import BufferNames
 
 
 class WorkerProcess:
@@ -79,7 +79,7 @@ class WorkerProcess:
         self.computing.tables = tables
         self.slots = WeightBuffers(self.computing.flat, self.shards)
         self.outbox = GradientBuffers(self.computing.flat.buffers)
-        self.buffers = Buffers(self.model)
+        self.buffers = BufferNames(self.model)
         self.group = plan.group_of(number)
         layout = plan.layout(self.model)
         self.scheduler = Scheduler(layout.groups[self.group], bounded=plan.staleness is not None)

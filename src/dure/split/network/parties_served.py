@@ -49,7 +49,7 @@ from dure.tasks.loss_shares import CountedLoss
 from dure.tasks.measurement import Measurement
 from dure.tasks.modes import in_mode
 from dure.tasks.task_summary import trains_of
-from dure.tensors.buffers import passing_buffers
+from dure.tensors.buffers import non_persistent_buffers_of
 
 PEOPLE = "people.tree"
 """File in the run folder: the rows of the people whom all parties know."""
@@ -433,7 +433,7 @@ class ServedVerticalLearner(Learner):
             "served": True,
             **self.training.now(),
             "people": self.examples,
-            "buffers": passing_buffers(self.model),
+            "buffers": non_persistent_buffers_of(self.model),
         }
 
     def _all_keep(self) -> None:

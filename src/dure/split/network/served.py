@@ -54,7 +54,11 @@ from dure.tasks.flops import flops_per_step
 from dure.tasks.loss_shares import mean_over
 from dure.tasks.parts import ModelParts, TailTask
 from dure.tasks.task_summary import trains_of
-from dure.tensors.buffers import load_passing_buffers, load_weights, passing_buffers
+from dure.tensors.buffers import (
+    load_non_persistent_buffers,
+    load_weights,
+    non_persistent_buffers_of,
+)
 
 TURN = "turn.tree"
 """File in the run folder: the server's state after the newest turn that counts."""
@@ -344,7 +348,7 @@ class ServedSplitLearner(Learner):
             "losses": [list(one) for one in whole.losses],
             "samples": whole.samples,
             "meters": [meter.counters.as_list() for meter in self._meters],
-            "buffers": passing_buffers(self.model),
+            "buffers": non_persistent_buffers_of(self.model),
             "account": self.account.state(),
             "elapsed": self._elapsed,
         }
@@ -356,7 +360,7 @@ class ServedSplitLearner(Learner):
             )
         if self._knows_head:
             load_weights(self.model, weights)
-        load_passing_buffers(self.model, state["buffers"])
+        load_non_persistent_buffers(self.model, state["buffers"])
         self._restore(state)
         self.account.restore(state["account"])
         self._before = state["elapsed"]

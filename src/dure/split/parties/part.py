@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from dure.contracts.lr_schedule import LRSchedule, ScheduledRates
 from dure.split.parties.model import ParameterPiece, VerticalPart
-from dure.tensors.buffers import passing_buffers, write
+from dure.tensors.buffers import non_persistent_buffers_of, write
 from dure.tensors.optimizer_state import load_optimizer
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -66,7 +66,7 @@ class TrainedPart:
         self.restore(copy.deepcopy(kept["optimizer"]))
 
     def _values(self) -> dict[str, Tensor]:
-        return {**self.module.state_dict(), **passing_buffers(self.module)}
+        return {**self.module.state_dict(), **non_persistent_buffers_of(self.module)}
 
 
 def _optimizer(pieces: list[ParameterPiece], model: nn.Module, make: MakeOptimizer) -> Optimizer:

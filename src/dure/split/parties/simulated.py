@@ -57,7 +57,11 @@ from dure.tasks.batch_norm import needs_two
 from dure.tasks.evaluation import evaluate
 from dure.tasks.flops import flops_per_step
 from dure.tasks.loss_shares import CountedLoss
-from dure.tensors.buffers import load_passing_buffers, load_weights, passing_buffers
+from dure.tensors.buffers import (
+    load_non_persistent_buffers,
+    load_weights,
+    non_persistent_buffers_of,
+)
 
 
 class SimulatedVerticalLearner(Learner):
@@ -280,14 +284,14 @@ class SimulatedVerticalLearner(Learner):
             "now": self.network.now,
             "tail": self.tail.state(),
             "heads": [head.state() for head in self.heads],
-            "buffers": passing_buffers(self.model),
+            "buffers": non_persistent_buffers_of(self.model),
             "remembered": self.guarded.memory,
             "leaks": None if self.leaks is None else self.leaks.state(),
         }
 
     def restore(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         load_weights(self.model, weights)
-        load_passing_buffers(self.model, state["buffers"])
+        load_non_persistent_buffers(self.model, state["buffers"])
         self.division.load()
         self.tail.restore(state["tail"])
         for head, kept in zip(self.heads, state["heads"], strict=True):

@@ -31,7 +31,7 @@ from dure.split.separate_models.form import OutputForm, dtype_of, flatten, form_
 from dure.tasks.modes import in_mode
 from dure.tasks.parts import PLACES, ModelParts, parts_of
 from dure.tensors.copies import copy_of
-from dure.tensors.flat import check_apart
+from dure.tensors.flat import check_no_shared_memory
 
 
 class TrialOutputs(NamedTuple):
@@ -169,7 +169,7 @@ def check_parts(task: Task, model: ModelParts) -> None:
     for name, parameter in model.named_parameters():
         if is_lazy(parameter):
             raise ValueError(f"{name} has no shape yet: say how large its layers are")
-    check_apart(model)
+    check_no_shared_memory(model)
     _check_untied(model)
     for side, own in parts_of(task):
         names = ("head", "end") if side == "head" else ("tail",)

@@ -23,7 +23,7 @@ from torch.func import functional_call
 from dure.contracts.lr_schedule import factor_at
 from dure.contracts.task import Loss, Task
 from dure.federated.privacy.attacks.recording import RecordedUpdate
-from dure.tensors.flat import FlatParameters, trained_of, views_of
+from dure.tensors.flat import FlatParameters, trainable_parameters, views_of
 
 Names = Sequence[Sequence[tuple[str, tuple[int, ...]]]]
 """Names and shapes of the parameters in flat tensors, as in `FlatParameters.names`."""
@@ -115,7 +115,7 @@ def step_rate_of(task: Task, model: nn.Module, round: int, steps: int) -> StepRa
 
     Raises ValueError for local training whose update is not a sum of gradients.
     """
-    optimizer = task.optimizer(trained_of(model))
+    optimizer = task.optimizer(trainable_parameters(model))
     groups = optimizer.param_groups
     if type(optimizer) is not torch.optim.SGD or len(groups) > 1:
         raise ValueError(

@@ -21,8 +21,8 @@ from dure.privacy.ledger import Ledger
 from dure.privacy.padding import PaddingRow
 from dure.randomness.secret import Secret
 from dure.tasks.batch_norm import statistics
-from dure.tensors.buffers import Buffers
-from dure.tensors.flat import FlatParameters, trained_in
+from dure.tensors.buffers import BufferNames
+from dure.tensors.flat import FlatParameters, trainable_by_name
 
 
 def noised_rounds(
@@ -100,7 +100,7 @@ def contribution(model: nn.Module, algorithm: Algorithm) -> tuple[list[Tensor], 
     """
     flat = FlatParameters(model)
     shared = algorithm.shared(flat.copy())
-    buffers = Buffers(model)
+    buffers = BufferNames(model)
     moving = statistics(model, buffers.names)
     statistic = [one for place, one in enumerate(buffers.of(model)) if place in moving]
     extra = list(algorithm.down())
@@ -130,7 +130,7 @@ def _untrained(
     """
     if not padding:
         return []
-    trained = trained_in(model).items()
+    trained = trainable_by_name(model).items()
     marks = {name: torch.zeros_like(one, dtype=torch.bool) for name, one in trained}
     for name, row in padding:
         marks[name][row] = True

@@ -20,7 +20,7 @@ _KEPT = 4
 """Maximum number of free blocks in the pool."""
 
 
-class Blocks:
+class BlockAllocator:
     """Allocator of short-lived CPU tensors."""
 
     def __init__(self) -> None:

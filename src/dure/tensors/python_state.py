@@ -40,7 +40,7 @@ from torch import Tensor, nn
 from dure.machine.libraries import is_foreign_project, is_installed_copy
 from dure.references import sources
 
-Kept = Mapping[str, Any]
+PythonState = Mapping[str, Any]
 """Values by name, for a later comparison."""
 
 MANY = 100_000
@@ -89,7 +89,7 @@ class _Values(NamedTuple):
     copy: Tensor | None
 
 
-def kept_by(model: nn.Module, known: Collection[str]) -> Kept:
+def python_state_of(model: nn.Module, known: Collection[str]) -> PythonState:
     """Return the Python state of the model and its code, by name.
 
     known: names of the buffers in the trace; buffers that a pass has created count as Python state.
@@ -97,12 +97,12 @@ def kept_by(model: nn.Module, known: Collection[str]) -> Kept:
     return _Walk(model, frozenset(known)).found
 
 
-def first_change(before: Kept, after: Kept) -> str | None:
+def first_change(before: PythonState, after: PythonState) -> str | None:
     """Return the name of the first value that changed, or None."""
     return next(changes(before, after), None)
 
 
-def changes(before: Kept, after: Kept) -> Iterator[str]:
+def changes(before: PythonState, after: PythonState) -> Iterator[str]:
     """Yield the names of all values that changed."""
     for name, value in after.items():
         if name not in before or not _alike(before[name], value):
