@@ -18,11 +18,11 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from outcome import give, takes_result
 
 from dure.wire.boxes import BoxKey
-from dure.wire.sealing import About, seal, unseal
+from dure.wire.sealing import SealedMessageContext, seal, unseal
 from dure.wire.signatures import Key
 
 RUN = "benchmark"
-ABOUT = About(RUN, turn=0, sender=0, receiver=1)
+ABOUT = SealedMessageContext(RUN, turn=0, sender=0, receiver=1)
 
 
 def main() -> None:

@@ -40,7 +40,7 @@ LEAVES: dict[str, dict[type, dict[str, str]]] = {
             "smallest_cohort": "the fewest clients in a new model that it asks for",
             "trains, machine": "the next two rows",
         },
-        requests.Trains: {
+        requests.TaskDescription: {
             "forms, buffers": "names, shapes and dtypes of the tensors that are trained",
             "frozen, frozen_bytes": "SHA-256 and size of weights that are not trained",
             "loss, optimizer, metrics": "what they are called",
@@ -52,9 +52,9 @@ LEAVES: dict[str, dict[type, dict[str, str]]] = {
         },
     },
     "federated, while the run goes on": {
-        requests.Ready: {"confirmed": "that it is there; updates whose outcome it has noted"},
-        requests.Watch: {"ticket": "that it is at work"},
-        requests.Reserve: {
+        requests.NextRequest: {"confirmed": "that it is there; updates whose outcome it has noted"},
+        requests.WatchRequest: {"ticket": "that it is at work"},
+        requests.UploadRequest: {
             "ticket, asking": _NUMBERS,
             "bytes, digest": "size and SHA-256 of the update; **its tensors follow**: changes of "
             "weights, buffers as they are after training, and what the algorithm sends besides",
@@ -64,12 +64,12 @@ LEAVES: dict[str, dict[type, dict[str, str]]] = {
             "metrics": "numbers that a training loop of one's own gives",
             "failure": "why there is no update, as one of five fixed texts",
         },
-        requests.Failed: {
+        requests.TrainingFailure: {
             "ticket": _NUMBERS,
             "kind, file, line": "type of an error of its own code, name of the file, line",
             "message": "what the error says; only with `share_errors = true`",
         },
-        requests.MeasuredThis: {
+        requests.EvaluationReport: {
             "round": _NUMBERS,
             "values, sums, forms": "metrics on held-out examples, and the sums that make them",
             "examples": "how many examples each metric was measured on",
@@ -77,8 +77,8 @@ LEAVES: dict[str, dict[type, dict[str, str]]] = {
         },
     },
     "federated under secure aggregation, instead of updates and measurements": {
-        requests.Holds: {"ticket": "that its update is ready"},
-        requests.AnswerTo: {
+        requests.UpdateReady: {"ticket": "that its update is ready"},
+        requests.ProtocolAnswerBody: {
             "ticket, stage, asking": _NUMBERS,
             "body": "its part of the protocol: the rows below",
             "failure": "the type of the error by which its code left the protocol",

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from dure.wire.requests import Machine, Trains
+from dure.wire.requests import Machine, TaskDescription
 from dure.wire.signatures import Key, Signer
 from dure.worlds.network.client.channel import Channel
 from dure.worlds.network.server.access import Access
@@ -32,7 +32,7 @@ def served_channels(folder: Path) -> Iterator[Any]:
         clients=PLACES,
         strategy={"name": "split"},
         seed=0,
-        trains=Trains({}),
+        trains=TaskDescription({}),
         machine=Machine("2", "none", "loop", 1),
         heartbeat=5.0,
         patience=1.0,

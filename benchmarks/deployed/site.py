@@ -23,13 +23,13 @@ from dure.run.join import join
 from dure.wire.requests import (
     VERSION,
     CheckIn,
+    EvaluationReport,
+    EvaluationTask,
     Machine,
-    MeasuredThis,
-    MeasureThis,
-    Outcome,
-    Reserve,
+    TaskDescription,
     Train,
-    Trains,
+    UpdateOutcome,
+    UploadRequest,
     Welcome,
 )
 from dure.wire.tensors import digest_of, forms_of, size_of
@@ -56,7 +56,7 @@ class Echo:
         self.wants = wants
         self.work = work
 
-    def trains(self) -> Trains | None:
+    def trains(self) -> TaskDescription | None:
         return None
 
     def machine(self) -> Machine | None:
@@ -69,7 +69,7 @@ class Echo:
         self, train: Train, tensors: Mapping[str, Tensor], wanted: Callable[[], bool]
     ) -> Answered:
         time.sleep(self.work)
-        reserve = Reserve(
+        reserve = UploadRequest(
             ticket=train.ticket,
             bytes=size_of(forms_of(tensors)),
             digest=digest_of(tensors),
@@ -84,7 +84,7 @@ class Echo:
         self,
         train: Train,
         tensors: Mapping[str, Tensor],
-        reserve: Reserve,
+        reserve: UploadRequest,
         update: Mapping[str, Tensor],
     ) -> None:
         pass
@@ -92,10 +92,10 @@ class Echo:
     def answer(self, say: ProtocolStep) -> ProtocolAnswer | None:
         return None
 
-    def measure(self, measure: MeasureThis, tensors: Mapping[str, Tensor]) -> MeasuredThis:
-        return MeasuredThis(measure.round)
+    def measure(self, measure: EvaluationTask, tensors: Mapping[str, Tensor]) -> EvaluationReport:
+        return EvaluationReport(measure.round)
 
-    def settle(self, outcome: Outcome) -> None:
+    def settle(self, outcome: UpdateOutcome) -> None:
         pass
 
     def remember(self, memory: Sequence[Tensor] | None) -> None:

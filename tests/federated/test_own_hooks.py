@@ -27,8 +27,8 @@ from dure.federated.engines.objective import LocalBatch
 from dure.federated.server.sampling import PerClientPoisson, Selection
 from dure.federated.server.update_validation import invalid_reason
 from dure.protocol.messages import Assignment, Update
-from dure.wire.layout import Federation, Layout
-from dure.wire.requests import Reserve
+from dure.wire.layout import FederationSpec, ModelLayout
+from dure.wire.requests import UploadRequest
 from dure.worlds.network.server.sending import Sending
 from small import same_bits, small_task, weights_of
 
@@ -559,10 +559,12 @@ def test_an_update_has_a_number_of_steps_that_can_be(steps, fits) -> None:
 def test_a_client_that_does_not_say_its_steps_has_made_those_of_the_strategy(
     said, samples, steps
 ) -> None:
-    federation = Federation(2, 0, Layout([[]], ()), None, steps=lambda examples: examples - 1)
+    federation = FederationSpec(
+        2, 0, ModelLayout([[]], ()), None, steps=lambda examples: examples - 1
+    )
     sending = Sending(federation, None, None, None)
     failed = "its loss became not finite"
-    reserve = Reserve(1, 0, "", 5, samples, 0.5, failure=failed, steps=said)
+    reserve = UploadRequest(1, 0, "", 5, samples, 0.5, failure=failed, steps=said)
     asked = Assignment(1, 2, 0, 0, (), (), 0)
     assert sending.update(reserve, asked, None).steps == steps
 

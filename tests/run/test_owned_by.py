@@ -18,8 +18,8 @@ from dure.run.client import _check_protects_nothing
 from dure.run.client_site import ClientSite, ConnectionOptions, opened
 from dure.run.join import check
 from dure.wire.members import fingerprint
-from dure.wire.owners_roster import FILE, Listed, OwnersRoster, Pinned, _signed
-from dure.wire.requests import Machine, Trains, Welcome
+from dure.wire.owners_roster import FILE, Listed, OwnersRoster, PinnedOwnersRoster, _signed
+from dure.wire.requests import Machine, TaskDescription, Welcome
 from dure.wire.signatures import Key
 from dure.worlds.network.client.state import own_key
 from small import small_task
@@ -202,7 +202,9 @@ def test_a_run_that_was_begun_without_a_roster_gets_none_later(tmp_path: Path) -
 def welcome(text: str = "", client: int = 0, clients: int = 2, **strategy: Any) -> Welcome:
     machine = Machine("2", "AVX2", "loop", 1)
     told = {"name": "fed-avg", "fraction": 1.0, **strategy}
-    return Welcome(1, "run-1", client, clients, told, 0, Trains({}), machine, 1.0, 1.0, roster=text)
+    return Welcome(
+        1, "run-1", client, clients, told, 0, TaskDescription({}), machine, 1.0, 1.0, roster=text
+    )
 
 
 @contextmanager
@@ -252,7 +254,7 @@ def test_a_client_refuses_another_roster_later_by_what_has_changed(tmp_path: Pat
         assert "not the one with which run-1 was begun: client 1 (ward 1) has" in reason
         with pytest.raises(PolicyError, match="client 1"):
             here.enter(welcome(other))
-    pinned = Pinned.of_client(tmp_path / "a", "run-1")
+    pinned = PinnedOwnersRoster.of_client(tmp_path / "a", "run-1")
     pinned.check(OwnersRoster.from_json(text.encode()))
 
 

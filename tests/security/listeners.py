@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from hypothesis import strategies as st
 
 from dure.parameter_server.processes.frames import HEAD, MOST_HEADER
-from dure.wire.requests import Machine, Trains
+from dure.wire.requests import Machine, TaskDescription
 from dure.wire.signatures import Key
 from dure.worlds.network.clock import Clock
 from dure.worlds.network.journal import Journal
@@ -40,7 +40,7 @@ def channels_served(folder: Path) -> Iterator[Any]:
         clients=2,
         strategy={"name": "split"},
         seed=0,
-        trains=Trains({}),
+        trains=TaskDescription({}),
         machine=Machine("2", "none", "loop", 1),
         heartbeat=5.0,
         patience=1.0,

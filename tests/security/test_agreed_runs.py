@@ -20,13 +20,13 @@ from dure.run.client_site import ClientSite, ConnectionOptions
 from dure.run.client_training import ClientTraining
 from dure.wire.requests import (
     CheckIn,
+    EvaluationTask,
     Machine,
-    MeasureThis,
-    SayThis,
+    NextAnswer,
+    ProtocolStepBody,
+    TaskDescription,
     Train,
-    Trains,
     Welcome,
-    Word,
     to_json,
 )
 from dure.worlds.network.client.agreement import AgreedRun, AgreementChecks
@@ -57,7 +57,7 @@ WELCOME = Welcome(
         "partition": {"name": "iid"},
     },
     seed=7,
-    trains=Trains({"w": ("float32", [3, 2])}),
+    trains=TaskDescription({"w": ("float32", [3, 2])}),
     machine=Machine("2.13", "AVX2", "loop", 1),
     heartbeat=10.0,
     patience=30.0,
@@ -74,7 +74,7 @@ CHANGES: dict[str, Callable[[Welcome], Welcome]] = {
     ),
     "strategy.more": lambda w: replace(w, strategy={**w.strategy, "more": 1}),
     "seed": lambda w: replace(w, seed=8),
-    "trains.forms.w": lambda w: replace(w, trains=Trains({"w": ("float32", [3, 3])})),
+    "trains.forms.w": lambda w: replace(w, trains=TaskDescription({"w": ("float32", [3, 3])})),
     "trains.frozen": lambda w: replace(w, trains=replace(w.trains, frozen=DIGEST)),
     "threads": lambda w: replace(w, machine=replace(w.machine, threads=2)),
     "engine": lambda w: replace(w, machine=replace(w.machine, engine="batched")),
@@ -206,7 +206,10 @@ TRAIN = Train(4, 2, 2, DIGEST, 100, smallest_cohort=3)
 def test_a_site_trains_for_no_smaller_cohort_than_it_asks_for(tmp_path: Path) -> None:
     with site(tmp_path, Policy(smallest_cohort=3)) as (one, server):
         agrees(one, server)
-        server.answers += [Word(train=TRAIN), Word(train=replace(TRAIN, smallest_cohort=2))]
+        server.answers += [
+            NextAnswer(train=TRAIN),
+            NextAnswer(train=replace(TRAIN, smallest_cohort=2)),
+        ]
         assert one.session.next([]).train == TRAIN
         with pytest.raises(PolicyError, match=r"round 3 \(ticket 4\).*at least 3 .*keeps to 2"):
             one.session.next([])
@@ -217,9 +220,9 @@ def test_a_site_trains_for_no_smaller_cohort_than_it_asks_for(tmp_path: Path) ->
 @given(st.integers(0, 1 << 53), st.sampled_from(["train", "measure", "final"]))
 def test_a_model_has_no_more_bytes_than_that_of_the_run(size: int, field: str) -> None:
     orders = AgreementChecks(AgreedRun.of(WELCOME), 1, lambda welcome: None, lambda: 1)
-    model = MeasureThis(1, DIGEST, size)
+    model = EvaluationTask(1, DIGEST, size)
     order = Train(1, 1, 1, DIGEST, size) if field == "train" else model
-    word = Word(**{field: order})
+    word = NextAnswer(**{field: order})
     if size <= 24:
         orders.word(word)
     elif size > 2 << 20:
@@ -228,7 +231,7 @@ def test_a_model_has_no_more_bytes_than_that_of_the_run(size: int, field: str) -
 
 
 def test_a_step_of_a_protocol_belongs_to_a_run_that_has_one() -> None:
-    say = Word(say=SayThis(4, 0, "q", b"hello"))
+    say = NextAnswer(say=ProtocolStepBody(4, 0, "q", b"hello"))
     bare = AgreementChecks(AgreedRun.of(WELCOME), 1, lambda welcome: None, lambda: 1)
     with pytest.raises(PolicyError, match="ticket 4"):
         bare.word(say)
@@ -357,6 +360,6 @@ def test_the_bound_follows_the_model(tmp_path: Path) -> None:
         agrees(one, server)
         small = one.kept.quota.limit
         assert small is not None
-    large = replace(WELCOME, trains=Trains({"w": ("float32", [1 << 30])}))
+    large = replace(WELCOME, trains=TaskDescription({"w": ("float32", [1 << 30])}))
     assert Policy().quota(large.trains) == small + 16 * ((4 << 30) - 24)
     assert Policy(storage=5).quota(large.trains) == 5

@@ -14,7 +14,7 @@ from dure.federated.privacy.secure_aggregation.agreement import AgreementError, 
 from dure.run import lineage
 from dure.wire import hpke
 from dure.wire.boxes import BoxKey, is_secret
-from dure.wire.members import RosterError, key_said
+from dure.wire.members import RosterError, parse_key
 from dure.wire.owners_roster import Listed, OwnersRoster, read_members
 from dure.wire.requests import Enrol
 from dure.wire.roster import Roster, check
@@ -123,7 +123,7 @@ def test_a_key_of_small_order_is_taken_nowhere(weak: str, tmp_path: Path) -> Non
             access.admit(headers, "GET", "/v1/next", "127.0.0.1")
     # What people write: an owner, an identity, a list of clients.
     with pytest.raises(ValueError, match="anybody could sign"):
-        key_said(weak)
+        parse_key(weak)
     (tmp_path / "policy.toml").write_text(f'owner = "{weak}"\n')
     with pytest.raises(ValueError, match="owner"):
         Policy.beside(tmp_path)

@@ -13,26 +13,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dure.wire.requests import (
-    AnswerTo,
     CheckIn,
     Enrol,
     Enrolled,
-    Failed,
-    Holds,
-    MeasuredThis,
-    MeasureThis,
+    EvaluationReport,
+    EvaluationTask,
+    MessageBody,
+    NextAnswer,
+    NextRequest,
+    ProtocolAnswerBody,
+    ProtocolStepBody,
     RangeError,
-    Ready,
     RequestError,
-    Reserve,
-    Reserved,
-    Said,
-    SayThis,
     Train,
-    Watch,
-    Watched,
+    TrainingFailure,
+    UpdateReady,
+    UploadRequest,
+    UploadState,
+    WatchAnswer,
+    WatchRequest,
     Welcome,
-    Word,
     from_json,
 )
 from dure.worlds.network.client.link import Answer, Link, UnfitMessageError
@@ -58,13 +58,13 @@ WELCOME = {
     "smallest_cohort": 2,
 }
 
-TO_CLIENTS: list[tuple[type[Said], dict[str, Any]]] = [
+TO_CLIENTS: list[tuple[type[MessageBody], dict[str, Any]]] = [
     (Welcome, WELCOME),
     (Train, {**TRAIN, "smallest_cohort": 2}),
-    (MeasureThis, MEASURE),
-    (SayThis, SAY),
+    (EvaluationTask, MEASURE),
+    (ProtocolStepBody, SAY),
     (
-        Word,
+        NextAnswer,
         {
             "outcomes": [{"ticket": 5, "kept": True, "reason": "late"}],
             "train": TRAIN,
@@ -74,11 +74,11 @@ TO_CLIENTS: list[tuple[type[Said], dict[str, Any]]] = [
             "over": "it is over",
         },
     ),
-    (Watched, {"wanted": True, "reason": "late", "over": "it is over"}),
-    (Reserved, {"upload": "7", "offset": 3, "part": 9, "complete": True}),
+    (WatchAnswer, {"wanted": True, "reason": "late", "over": "it is over"}),
+    (UploadState, {"upload": "7", "offset": 3, "part": 9, "complete": True}),
     (Enrolled, {"client": 1, "clients": 3, "name": "ward"}),
 ]
-TO_SERVER: list[tuple[type[Said], dict[str, Any]]] = [
+TO_SERVER: list[tuple[type[MessageBody], dict[str, Any]]] = [
     (
         CheckIn,
         {
@@ -93,10 +93,10 @@ TO_SERVER: list[tuple[type[Said], dict[str, Any]]] = [
             "smallest_cohort": 3,
         },
     ),
-    (Ready, {"confirmed": [1, 2]}),
-    (Watch, {"ticket": 1}),
+    (NextRequest, {"confirmed": [1, 2]}),
+    (WatchRequest, {"ticket": 1}),
     (
-        Reserve,
+        UploadRequest,
         {
             "ticket": 1,
             "bytes": 99,
@@ -109,10 +109,10 @@ TO_SERVER: list[tuple[type[Said], dict[str, Any]]] = [
             "steps": 2,
         },
     ),
-    (Failed, {"ticket": 1, "kind": "ValueError", "line": 7}),
-    (MeasuredThis, {"round": 2, "examples": {"loss": 5}}),
-    (Holds, {"ticket": 1}),
-    (AnswerTo, {"ticket": 1, "stage": 2, "asking": "q"}),
+    (TrainingFailure, {"ticket": 1, "kind": "ValueError", "line": 7}),
+    (EvaluationReport, {"round": 2, "examples": {"loss": 5}}),
+    (UpdateReady, {"ticket": 1}),
+    (ProtocolAnswerBody, {"ticket": 1, "stage": 2, "asking": "q"}),
     (Enrol, {"token": "t", "key": "k", "proof": "p", "wants": 1}),
 ]
 
@@ -120,7 +120,7 @@ BEYOND = [-(10**9), -(1 << 63), (1 << 53) + 1, (1 << 63) - 1, 1 << 64, 10**400]
 """Whole numbers that no field takes, but for a seed, and what is compared with a size later."""
 
 NOT_A_NUMBER = ["NaN", "Infinity", "-Infinity", "1e400", "-1e400", '"7"', "null", "[]", "{}"]
-LATER = {(Reserved, "offset"), (Reserved, "part")}
+LATER = {(UploadState, "offset"), (UploadState, "part")}
 """Compared with the size of the update by whoever sends it (`test_transfer`)."""
 
 
@@ -156,12 +156,12 @@ PLACES = [
 
 
 @pytest.mark.parametrize(("kind", "body"), [*TO_CLIENTS, *TO_SERVER])
-def test_the_bodies_that_these_tests_change_are_good(kind: type[Said], body: Any) -> None:
+def test_the_bodies_that_these_tests_change_are_good(kind: type[MessageBody], body: Any) -> None:
     from_json(json.dumps(body).encode(), kind)
 
 
 @pytest.mark.parametrize(("kind", "body", "at"), PLACES)
-def test_a_number_beyond_its_range_is_refused(kind: type[Said], body: Any, at: Any) -> None:
+def test_a_number_beyond_its_range_is_refused(kind: type[MessageBody], body: Any, at: Any) -> None:
     whole = [one for one in BEYOND if at[-1] != "seed" or abs(one) >= 1 << 63]
     real = ["1e13", "-1e13"] if at[-1] in ("heartbeat", "patience", "left") else []
     wide = ("loss", "counted", "seconds")
@@ -180,7 +180,7 @@ def test_a_number_beyond_its_range_is_refused(kind: type[Said], body: Any, at: A
 def test_a_digest_is_a_digest(text: str) -> None:
     if len(text) == 64 and set(text) <= set("0123456789abcdef"):
         return
-    for kind, body in ((Train, TRAIN), (MeasureThis, MEASURE)):
+    for kind, body in ((Train, TRAIN), (EvaluationTask, MEASURE)):
         with pytest.raises(RequestError, match="tensors"):
             from_json(json.dumps({**body, "tensors": text}).encode(), kind)
 
@@ -196,7 +196,9 @@ def test_tensors_of_more_elements_than_there_are_bytes_are_none() -> None:
     with pytest.raises(RangeError, match=r"2\^53"):
         from_json(json.dumps({**WELCOME, "trains": {"forms": forms}}).encode(), Welcome)
     with pytest.raises(RangeError, match=r"2\^53"):
-        from_json(json.dumps({**SAY, "wants": [["int32", [1 << 30, 1 << 30]]]}).encode(), SayThis)
+        from_json(
+            json.dumps({**SAY, "wants": [["int32", [1 << 30, 1 << 30]]]}).encode(), ProtocolStepBody
+        )
 
 
 @contextmanager
@@ -225,13 +227,13 @@ def hearing(*bodies: bytes) -> Iterator[tuple[Session, list[str]]]:
 
 ASKS = {
     Welcome: lambda session: session.check_in(CheckIn(2, "ward", 0)),
-    Word: lambda session: session.next([]),
+    NextAnswer: lambda session: session.next([]),
     Enrolled: lambda session: session.enrol("token", "ward", None),
 }
 
 
 @pytest.mark.parametrize(("kind", "body", "at"), [one for one in PLACES if one.values[0] in ASKS])
-def test_a_client_asks_once_and_does_nothing(kind: type[Said], body: Any, at: Any) -> None:
+def test_a_client_asks_once_and_does_nothing(kind: type[MessageBody], body: Any, at: Any) -> None:
     # Any other answer would be asked for: there is none.
     with (
         hearing(changed(body, at, "-1000000000000000000000")) as (session, asked),

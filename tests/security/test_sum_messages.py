@@ -28,7 +28,7 @@ from dure.federated.privacy.secure_aggregation.messages import (
 from dure.federated.privacy.secure_aggregation.rounds import SecureRounds, SecureSums
 from dure.protocol.messages import ProtocolAnswer, ProtocolStep, WantedTensor
 from dure.randomness.secret import Secret
-from dure.wire.requests import MOST_SAID
+from dure.wire.requests import MOST_STEP_BYTES
 
 N = 4
 MODEL = [torch.tensor([0.5, -1.0, 2.0])]
@@ -233,8 +233,8 @@ def test_a_vector_of_noise_makes_no_model(liar: int, seed: int) -> None:
 def test_the_largest_messages_fit_into_a_body() -> None:
     box, digest = bytes(88), bytes(32)
     sealed = tuple(SealedSharePair(2**31 - 1, box, digest, digest) for _ in range(MOST_MEMBERS))
-    assert len(to_body(SharesForNeighbours(digest, sealed))) <= MOST_SAID
-    assert len(to_body(SharesFromNeighbours(sealed))) <= MOST_SAID
+    assert len(to_body(SharesForNeighbours(digest, sealed))) <= MOST_STEP_BYTES
+    assert len(to_body(SharesFromNeighbours(sealed))) <= MOST_STEP_BYTES
 
 
 def test_all_stages_but_the_consistency_check_are_changed_here() -> None:

@@ -28,7 +28,7 @@ from dure.run.registry import decode_strategy, decode_world, encode, strategy_cl
 from dure.run.train import reload_run
 from dure.run.trusted_code import ReferenceGuard
 from dure.tasks.builtin import load_task
-from dure.wire.requests import Machine, Trains, Welcome
+from dure.wire.requests import Machine, TaskDescription, Welcome
 from dure.wire.signatures import Key
 from dure.worlds.network.client.agreement import ServerChecks
 from dure.worlds.network.client.policy import Policy
@@ -219,7 +219,16 @@ FIELDS = ("partition", "aggregate", "selection", "from")
 
 def welcome(strategy: Mapping[str, Any]) -> Welcome:
     return Welcome(
-        1, "run", 0, 2, dict(strategy), 0, Trains({}), Machine("2", "AVX2", "loop", 1), 1.0, 1.0
+        1,
+        "run",
+        0,
+        2,
+        dict(strategy),
+        0,
+        TaskDescription({}),
+        Machine("2", "AVX2", "loop", 1),
+        1.0,
+        1.0,
     )
 
 

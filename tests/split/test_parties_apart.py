@@ -36,7 +36,7 @@ from dure.split.network.site import Identity
 from dure.split.network.vertical_split_server import PartyLostError
 from dure.split.parties.messages import Activations
 from dure.wire.boxes import BoxKey
-from dure.wire.roster import Pinned
+from dure.wire.roster import PinnedRoster
 from dure.wire.signatures import Key
 
 RUN = "0123456789abcdef"
@@ -84,7 +84,7 @@ class Party:
             task, one, train, test, strategy.plan, number, 0, folder, RUN, lambda what, about: None
         )
         hello = Hello(len(self.site.known), msgspec.json.encode(member), "0")
-        pinned = Pinned.kept_in(folder, RUN)
+        pinned = PinnedRoster.kept_in(folder, RUN)
         self.site.takes(hello, Identity(self.key, box, member, RUN, pinned, None))
         self.hello = bytes(b"".join(encode(hello)))
 

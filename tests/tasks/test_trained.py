@@ -8,14 +8,14 @@ import pytest
 
 from dure.contracts.strategy import seeded_model
 from dure.tasks.task_summary import differences, trains_of
-from dure.wire.requests import Trains, from_json, to_json
+from dure.wire.requests import TaskDescription, from_json, to_json
 from small import small_task
 
 
-def trains(**asked: Any) -> Trains:
+def trains(**asked: Any) -> TaskDescription:
     """As it comes over a network."""
     task = small_task(**asked)
-    return from_json(to_json(trains_of(task, seeded_model(task, 0))), Trains)
+    return from_json(to_json(trains_of(task, seeded_model(task, 0))), TaskDescription)
 
 
 @pytest.mark.parametrize(

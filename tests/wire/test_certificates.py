@@ -15,8 +15,8 @@ import pytest
 
 from dure.wire import certificates
 from dure.wire.certificates import (
-    Pair,
-    Reloading,
+    CertificateFiles,
+    CertificateReloader,
     check_pair,
     client_context,
     expires,
@@ -47,12 +47,12 @@ def strange(tmp_path_factory) -> Path:
     return filled(tmp_path_factory.mktemp("strange"))
 
 
-def server_pair(folder: Path) -> Pair:
-    return Pair(folder / "server.pem", folder / "server.key")
+def server_pair(folder: Path) -> CertificateFiles:
+    return CertificateFiles(folder / "server.pem", folder / "server.key")
 
 
-def client_pair(folder: Path) -> Pair:
-    return Pair(folder / "ward-3.pem", folder / "ward-3.key")
+def client_pair(folder: Path) -> CertificateFiles:
+    return CertificateFiles(folder / "ward-3.pem", folder / "ward-3.key")
 
 
 def greeted(server: ssl.SSLContext, client: ssl.SSLContext, host: str = "localhost") -> bytes:
@@ -93,7 +93,7 @@ def of(folder: Path) -> ssl.SSLContext:
     return server_context(*server_pair(folder))
 
 
-def trusting(folder: Path, certificate: Pair | None = None) -> ssl.SSLContext:
+def trusting(folder: Path, certificate: CertificateFiles | None = None) -> ssl.SSLContext:
     return client_context(folder / "authority.pem", certificate)
 
 
@@ -122,14 +122,14 @@ def test_a_server_by_another_name_is_not_taken(folder, host) -> None:
     assert "is not valid for" in refused(of(folder), trusting(folder), host)
 
 
-def expired(folder: Path, name: str) -> Pair:
+def expired(folder: Path, name: str) -> CertificateFiles:
     """A pair that has just expired; made by hand in, since no context of dure's takes it."""
     if name == "server":
         return issue_server(folder, days=1e-9)
     return issue_client(folder, name, days=1e-9)
 
 
-def by_hand(pair: Pair) -> ssl.SSLContext:
+def by_hand(pair: CertificateFiles) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(*pair)
     return context
@@ -211,7 +211,7 @@ def test_keys_are_for_their_owner_alone(tmp_path) -> None:
 
 def test_the_next_connection_has_the_renewed_certificate(own) -> None:
     server = of(own)
-    reloading = Reloading(server, *server_pair(own))
+    reloading = CertificateReloader(server, *server_pair(own))
     first = greeted(server, trusting(own))
     assert not reloading.look()
     assert greeted(server, trusting(own)) == first
@@ -225,7 +225,7 @@ def test_the_next_connection_has_the_renewed_certificate(own) -> None:
 
 def test_of_files_renewed_one_after_the_other_none_is_taken_before_both_are_there(own) -> None:
     server = of(own)
-    reloading = Reloading(server, *server_pair(own))
+    reloading = CertificateReloader(server, *server_pair(own))
     first = greeted(server, trusting(own))
     old_key = (own / "server.key").read_bytes()
     issue_server(own)
@@ -243,7 +243,7 @@ def test_of_files_renewed_one_after_the_other_none_is_taken_before_both_are_ther
 
 def test_a_certificate_that_goes_missing_leaves_the_old_one_in_place(own) -> None:
     server = of(own)
-    reloading = Reloading(server, *server_pair(own))
+    reloading = CertificateReloader(server, *server_pair(own))
     (own / "server.pem").unlink()
     with pytest.raises(ValueError, match="cannot read"):
         reloading.look()

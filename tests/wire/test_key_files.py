@@ -12,7 +12,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from dure.errors import RunFolderWriteError
 from dure.wire.boxes import BoxKey
-from dure.wire.key_files import keep
+from dure.wire.key_files import write_new_key
 from dure.wire.signatures import Key
 
 KINDS = pytest.mark.parametrize("kind", [Key, BoxKey])
@@ -37,7 +37,7 @@ def test_a_key_is_kept_for_its_owner_alone_and_is_the_same_the_next_time(kind, t
 def test_processes_that_make_a_key_at_the_same_time_have_the_same(kind, private, tmp_path) -> None:
     keys = [private.generate(), private.generate()]
     for key in keys:
-        keep(key, tmp_path / "client.key")
+        write_new_key(key, tmp_path / "client.key")
     assert kind.kept_in(tmp_path / "client.key").public == kind(keys[0]).public
 
 

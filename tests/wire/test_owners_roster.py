@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from dure.wire.members import RosterError, fingerprint, is_said, key_said
+from dure.wire.members import RosterError, fingerprint, matches_key, parse_key
 from dure.wire.owners_roster import (
     MOST,
     Listed,
     OwnersRoster,
-    Pinned,
+    PinnedOwnersRoster,
     _signed,
     changes,
     check_count,
@@ -26,7 +26,7 @@ from dure.wire.owners_roster import (
     check_owner,
     read_members,
 )
-from dure.wire.requests import MOST_BODY, Machine, Trains, Welcome, from_json, to_json
+from dure.wire.requests import MOST_BODY, Machine, TaskDescription, Welcome, from_json, to_json
 from dure.wire.signatures import Key
 
 OWNER = Key.make()
@@ -93,11 +93,11 @@ def test_one_that_nobody_signed_or_that_was_changed_is_refused() -> None:
 
 def test_an_owner_is_known_by_key_or_fingerprint() -> None:
     for said in (OWNER.public, fingerprint(OWNER.public), fingerprint(OWNER.public).upper()):
-        check_owner(ROSTER, key_said(said))
+        check_owner(ROSTER, parse_key(said))
     other = OwnersRoster.from_json(resigned(EVIL))
     for said in (OWNER.public, fingerprint(OWNER.public)):
         with pytest.raises(RosterError) as error:
-            check_owner(other, key_said(said))
+            check_owner(other, parse_key(said))
         assert error.value.kind == "other owner"
         assert fingerprint(EVIL.public) in str(error.value)
         assert fingerprint(OWNER.public) in str(error.value)
@@ -106,15 +106,15 @@ def test_an_owner_is_known_by_key_or_fingerprint() -> None:
 @pytest.mark.parametrize("text", ["", "12", "x" * 64, "0" * 65, "0" * 31])
 def test_what_is_no_key_is_refused(text) -> None:
     with pytest.raises(ValueError, match="is no key"):
-        key_said(text)
+        parse_key(text)
 
 
 def test_a_key_is_said_in_several_spellings_and_in_no_shorter_one() -> None:
     public = KEYS[0].public
-    assert is_said(public, key_said(fingerprint(public).replace(" ", ":")))
-    assert not is_said(public, key_said(fingerprint(KEYS[1].public)))
+    assert matches_key(public, parse_key(fingerprint(public).replace(" ", ":")))
+    assert not matches_key(public, parse_key(fingerprint(KEYS[1].public)))
     with pytest.raises(ValueError, match="is no key"):
-        key_said(fingerprint(public)[:-5])
+        parse_key(fingerprint(public)[:-5])
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,9 @@ def test_the_longest_roster_travels_in_a_welcome(count, length) -> None:
     roster = OwnersRoster.signed("x" * 64, listed(count, length), OWNER)
     text = roster.to_json().decode()
     machine = Machine("2", "AVX2", "loop", 1)
-    welcome = Welcome(1, "run", 0, count, {}, 0, Trains({}), machine, 1.0, 1.0, roster=text)
+    welcome = Welcome(
+        1, "run", 0, count, {}, 0, TaskDescription({}), machine, 1.0, 1.0, roster=text
+    )
     body = to_json(welcome)
     # Room for the forms of a model's tensors.
     assert len(body) < 0.7 * MOST_BODY
@@ -246,23 +248,23 @@ def test_a_line_of_another_form_is_named(tmp_path: Path, line: str, said: str) -
 
 
 def test_the_first_roster_is_pinned_and_another_one_is_refused_by_name(tmp_path: Path) -> None:
-    pinned = Pinned.of_client(tmp_path, "run-1")
+    pinned = PinnedOwnersRoster.of_client(tmp_path, "run-1")
     pinned.check(ROSTER)
     assert not list(tmp_path.iterdir())
     pinned.take(ROSTER)
     pinned.take(OwnersRoster.from_json(ROSTER.to_json()))
     swapped = [MEMBERS[0], replace(MEMBERS[1], identity=KEYS[3].public), MEMBERS[2]]
     other = OwnersRoster.signed("heart study", swapped, OWNER)
-    for take in (pinned.take, pinned.check, Pinned.of_client(tmp_path, "run-1").take):
+    for take in (pinned.take, pinned.check, PinnedOwnersRoster.of_client(tmp_path, "run-1").take):
         with pytest.raises(RosterError, match="not the one with which run-1 was begun") as error:
             take(other)
         assert "client 1 (ward 1) has the identity" in str(error.value)
     # Another run may have another one.
-    Pinned.of_client(tmp_path, "run-2").take(other)
+    PinnedOwnersRoster.of_client(tmp_path, "run-2").take(other)
 
 
 def test_an_owner_may_renew_a_roster_within_a_run(tmp_path: Path) -> None:
-    pinned = Pinned.of_client(tmp_path, "run-1")
+    pinned = PinnedOwnersRoster.of_client(tmp_path, "run-1")
     pinned.take(ROSTER)
     renewed = OwnersRoster.signed("heart study", MEMBERS, OWNER, days=900)
     pinned.take(renewed)
@@ -275,11 +277,11 @@ def test_an_owner_may_renew_a_roster_within_a_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize("run", ["", "../a", "a/b", "a\n"])
 def test_a_run_cannot_name_another_file(tmp_path: Path, run: str) -> None:
     with pytest.raises(ValueError, match="no id of a run"):
-        Pinned.of_client(tmp_path, run)
+        PinnedOwnersRoster.of_client(tmp_path, run)
 
 
 def test_what_was_changed_on_the_disk_is_not_used(tmp_path: Path) -> None:
-    pinned = Pinned.of_client(tmp_path, "run-1")
+    pinned = PinnedOwnersRoster.of_client(tmp_path, "run-1")
     pinned.take(ROSTER)
     (file,) = tmp_path.iterdir()
     file.write_bytes(file.read_bytes().replace(b"ward 1", b"ward 9"))

@@ -15,16 +15,35 @@ import msgspec
 import pytest
 
 from dure.wire import requests
-from dure.wire.requests import MOST_BODY, RequestError, Said, from_json, to_json
+from dure.wire.requests import MOST_BODY, MessageBody, RequestError, from_json, to_json
 
 BODIES: dict[str, dict[str, Any]] = json.loads(
     (Path(__file__).parent / "version_1.json").read_text()
 )
-KINDS: dict[str, type[Said]] = {
+RENAMED = {
+    "Trains": "TaskDescription",
+    "Outcome": "UpdateOutcome",
+    "MeasureThis": "EvaluationTask",
+    "SayThis": "ProtocolStepBody",
+    "Word": "NextAnswer",
+    "Ready": "NextRequest",
+    "Watch": "WatchRequest",
+    "Watched": "WatchAnswer",
+    "Reserve": "UploadRequest",
+    "Reserved": "UploadState",
+    "Failed": "TrainingFailure",
+    "MeasuredThis": "EvaluationReport",
+    "Holds": "UpdateReady",
+    "AnswerTo": "ProtocolAnswerBody",
+}
+"""Classes of today, by the names that they had when `version_1.json` was written."""
+
+KINDS: dict[str, type[MessageBody]] = {
     name: kind
     for name, kind in vars(requests).items()
-    if isinstance(kind, type) and issubclass(kind, Said) and kind is not Said
+    if isinstance(kind, type) and issubclass(kind, MessageBody) and kind is not MessageBody
 }
+KINDS |= {name: KINDS.pop(today) for name, today in RENAMED.items()}
 
 
 def test_a_server_answers_clients_of_the_version_before() -> None:
@@ -74,12 +93,12 @@ def test_fields_of_a_later_version_are_ignored(name: str) -> None:
 
 
 def test_numbers_that_are_not_finite_are_no_numbers() -> None:
-    said = requests.Reserve(1, 2, "d", 3, 4, loss=float("nan"))
+    said = requests.UploadRequest(1, 2, "d", 3, 4, loss=float("nan"))
     assert json.loads(to_json(said))["loss"] is None
     with pytest.raises(RequestError, match="loss"):
-        from_json(to_json(said), requests.Reserve)
+        from_json(to_json(said), requests.UploadRequest)
 
 
 def test_a_body_has_a_size() -> None:
     with pytest.raises(RequestError, match="may have"):
-        from_json(b" " * (MOST_BODY + 1), requests.Ready)
+        from_json(b" " * (MOST_BODY + 1), requests.NextRequest)

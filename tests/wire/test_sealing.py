@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from dure.wire import hpke
 from dure.wire.boxes import BoxKey, Member
-from dure.wire.sealing import About, SealError, seal, sealed_size, unseal
+from dure.wire.sealing import SealedMessageContext, SealError, seal, sealed_size, unseal
 from dure.wire.signatures import Key
 from dure.wire.tensors import pieces, receive
 
@@ -27,19 +27,19 @@ MEMBERS = [
     box.member(identity, number, f"ward {number}", RUN)
     for number, (identity, box) in enumerate(zip(IDENTITIES, BOXES, strict=True))
 ]
-ABOUT = About(RUN, turn=7, sender=0, receiver=1)
+ABOUT = SealedMessageContext(RUN, turn=7, sender=0, receiver=1)
 MESSAGES = st.binary(max_size=80)
 
 
-def sent(message, about: About = ABOUT) -> bytearray:
+def sent(message, about: SealedMessageContext = ABOUT) -> bytearray:
     return seal(message, to=MEMBERS[about.receiver], identity=IDENTITIES[about.sender], about=about)
 
 
-def opened(sealed, about: About = ABOUT) -> bytearray:
+def opened(sealed, about: SealedMessageContext = ABOUT) -> bytearray:
     return unseal(sealed, box=BOXES[about.receiver], sender=MEMBERS[about.sender], about=about)
 
 
-def refused(sealed, about: About = ABOUT) -> SealError:
+def refused(sealed, about: SealedMessageContext = ABOUT) -> SealError:
     with pytest.raises(SealError) as error:
         opened(sealed, about)
     return error.value
@@ -107,7 +107,7 @@ def test_any_other_bytes_are_refused(sealed) -> None:
 
 
 ABOUTS = st.builds(
-    About,
+    SealedMessageContext,
     run=st.sampled_from([RUN, "c9f0f895fb98ab91"]),
     turn=st.integers(0, 3),
     sender=st.integers(0, 2),
@@ -242,7 +242,7 @@ def test_what_was_sealed_once_is_opened_for_ever() -> None:
         "004f5bc5a0696221b0e5ef42c36b483efe7bef7d6f30e4e1f9719fce969c3707"
         "a44c1ea0c2571c851aba4da5288ed57618a8e53b"
     )
-    about = About("run", turn=7, sender=0, receiver=1)
+    about = SealedMessageContext("run", turn=7, sender=0, receiver=1)
     assert unseal(sealed, box=box, sender=sender, about=about) == b"head"
 
 

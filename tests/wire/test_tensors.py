@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dure.wire.tensors import (
-    Form,
     TensorsError,
+    TensorSpec,
     digest_of,
     forms_of,
     pieces,
@@ -140,7 +140,7 @@ def test_tensors_of_another_model_are_refused_before_their_elements_are_read(sen
     content = written(sent)
     header = content[: len(content) - sum(tensor.nbytes for tensor in sent.values())]
     with pytest.raises(TensorsError, match=said):
-        receive(reader(header), 1 << 20, {"a": Form(torch.float32, (2,))})
+        receive(reader(header), 1 << 20, {"a": TensorSpec(torch.float32, (2,))})
 
 
 @given(st.binary(max_size=200))

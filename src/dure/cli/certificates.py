@@ -10,7 +10,7 @@ from dure.cli.flags import names_before_flags, parse_flags
 from dure.errors import suggestion
 
 if TYPE_CHECKING:
-    from dure.wire.certificates import Pair
+    from dure.wire.certificates import CertificateFiles
 
 USAGE = """\
 dure certificates init                 make an authority, which signs the certificates below
@@ -86,7 +86,7 @@ def _client(names: list[str], how: CertificateOptions) -> int:
     return 0
 
 
-def _say(made: Pair) -> None:
+def _say(made: CertificateFiles) -> None:
     from dure.wire.certificates import expires
 
     print(f"{made.certificate} and {made.key}, until {expires(made.certificate):%Y-%m-%d}")

@@ -117,12 +117,12 @@ def _sign(names: list[str], how: SignOptions) -> None:
 
 
 def _show(names: list[str], how: ShowRosterOptions) -> None:
-    from dure.wire.members import fingerprint, key_said
+    from dure.wire.members import fingerprint, parse_key
     from dure.wire.owners_roster import OwnersRoster, check_date, check_owner
 
     roster = OwnersRoster.read(Path(names[0]))
     if how.owner:
-        check_owner(roster, key_said(how.owner))
+        check_owner(roster, parse_key(how.owner))
     check_date(roster)
     print(f"roster {roster}")
     for member in roster.members:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from dure.wire.requests import Trains
+from dure.wire.requests import TaskDescription
 
 if TYPE_CHECKING:
     from dure.wire.signatures import Key
@@ -49,7 +49,7 @@ class HostedRun(NamedTuple):
 
     clients: int
     seed: int
-    trains: Trains | None
+    trains: TaskDescription | None
     threads: int = 1
 
 

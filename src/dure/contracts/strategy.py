@@ -43,7 +43,7 @@ from dure.record.trace import Trace
 from dure.tensors.compiled import compile_in_place, unwrap_compiled
 from dure.tensors.copies import copy_of
 from dure.tensors.writable import make_writable
-from dure.wire.layout import Federation
+from dure.wire.layout import FederationSpec
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -310,7 +310,7 @@ class RankContext:
     carrier: Callable[[Clients, int], Carrier] | None = None
     prepared: Callable[[], nn.Module] | None = None
     check: bool = True
-    network: Callable[[Federation], Carrier] | None = None
+    network: Callable[[FederationSpec], Carrier] | None = None
     channels: Callable[[HostedRun], Channels] | None = None
     folder: Path | None = None
     config: Mapping[str, Any] = field(default_factory=dict)

@@ -59,7 +59,7 @@ from dure.tasks.task_summary import trains_of
 from dure.tensors.buffers import BufferNames
 from dure.tensors.flat import FlatParameters
 from dure.tensors.frozen import frozen_of, load_frozen
-from dure.wire.layout import Federation, Layout
+from dure.wire.layout import FederationSpec, ModelLayout
 
 
 class FederatedSettings(protections.ProtectionSettings, Protocol):
@@ -198,7 +198,7 @@ def _serving(
     strategy: FederatedSettings,
     task: Task,
     place: RankContext,
-    network: Callable[[Federation], Carrier],
+    network: Callable[[FederationSpec], Carrier],
     seed: int,
 ) -> Learner:
     """Return the server of a run whose clients are remote."""
@@ -212,7 +212,7 @@ def _serving(
     clients = strategy.count(task)
     if clients is None:
         raise ValueError("clients is not given: a server has to know how many there may be")
-    federation = Federation(
+    federation = FederationSpec(
         clients=clients,
         seed=seed,
         layout=message_layout(strategy, task, model, clients),
@@ -254,11 +254,11 @@ def _threads(strategy: FederatedSettings, task: Task, model: nn.Module, clients:
 
 def message_layout(
     strategy: FederatedSettings, task: Task, model: nn.Module, clients: int
-) -> Layout:
+) -> ModelLayout:
     """Return the names under which the tensors of the model's messages travel."""
     flat = FlatParameters(unused_copy(model, task, 0))
     shared = strategy.algorithm(algorithm_inputs_of(task, model, clients)).shared(flat.copy())
-    return Layout(_names(flat, shared), BufferNames(model).names)
+    return ModelLayout(_names(flat, shared), BufferNames(model).names)
 
 
 def _names(

@@ -22,7 +22,7 @@ from dure.record.checkpoint_files import newest
 from dure.record.disk import disk_errors
 from dure.record.run_files import check_run, read_config
 from dure.record.untrusted_files import UnfitFileError, check_file, opened
-from dure.wire.requests import Reserve, from_json
+from dure.wire.requests import UploadRequest, from_json
 from dure.worlds.network.journal import events_in
 from dure.worlds.network.server.model_digests import FILE as MODELS
 from dure.worlds.network.server.model_digests import ModelDigests
@@ -151,7 +151,7 @@ def _check(copy: Path) -> None:
     for event in events_in(copy):
         if event.kind != "update":
             continue
-        said = from_json(event.body, Reserve)
+        said = from_json(event.body, UploadRequest)
         there = (copy / "updates" / f"{event.ticket}.safetensors").exists()
         if said.failure is None and (there or (recorded and said.bytes)):
             try:

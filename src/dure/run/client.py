@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from dure.errors import PolicyError
 from dure.run.client_site import ConnectionOptions, opened, path_of, privacy_of
 from dure.wire.layout import is_extra
-from dure.wire.requests import VERSION, CheckIn, Failed, Reserve, Train, Welcome
+from dure.wire.requests import VERSION, CheckIn, Train, TrainingFailure, UploadRequest, Welcome
 from dure.wire.tensors import digest_of, forms_of, size_of
 from dure.worlds.network.client.link import RefusedError, StoppedError
 
@@ -152,7 +152,7 @@ class Client:
                 return
             yield work
             if not work.sent and wanted():
-                self.session.failed(Failed(train.ticket, "NothingSent"))
+                self.session.failed(TrainingFailure(train.ticket, "NothingSent"))
 
     def _work(self, train: Train, wanted: Callable[[], bool]) -> ClientAssignment | None:
         try:
@@ -263,7 +263,7 @@ class ClientAssignment:
         moved = self._moved(_named(model))
         if not math.isfinite(loss):
             raise ValueError(f"loss is {loss}, but it is a finite number")
-        reserve = Reserve(
+        reserve = UploadRequest(
             ticket=self._train.ticket,
             bytes=size_of(forms_of(moved)),
             digest=digest_of(moved),

@@ -26,8 +26,8 @@ from dure.references import is_reference
 from dure.run.client_references import ClientReferences
 from dure.wire import owners_roster
 from dure.wire.loopback import is_loopback
-from dure.wire.members import RosterError, is_said, key_said
-from dure.wire.owners_roster import OwnersRoster, Pinned
+from dure.wire.members import RosterError, matches_key, parse_key
+from dure.wire.owners_roster import OwnersRoster, PinnedOwnersRoster
 from dure.wire.requests import CheckIn, Welcome
 from dure.wire.roster import read_identities
 from dure.worlds.network.client.agreement import AgreedRun, AgreementChecks
@@ -236,8 +236,8 @@ class ClientSite(NamedTuple):
         self._pinned(welcome).check(roster)
         return roster
 
-    def _pinned(self, welcome: Welcome) -> Pinned:
-        return Pinned.of_client(self.kept.folder, welcome.run)
+    def _pinned(self, welcome: Welcome) -> PinnedOwnersRoster:
+        return PinnedOwnersRoster.of_client(self.kept.folder, welcome.run)
 
     def given(self, task: Task | None = None) -> ClientReferences:
         """Return the site's own code that the server may name. task: the user's task.
@@ -322,7 +322,7 @@ def _check_secure(url: str, insecure: bool) -> None:
 def _owner(reach: ConnectionOptions, policy: Policy) -> str:
     """Return the required signer of the roster, from the command line or policy.toml."""
     try:
-        typed = key_said(reach.owner) if reach.owner else ""
+        typed = parse_key(reach.owner) if reach.owner else ""
     except ValueError as error:
         raise ValueError(f"owner: {error}") from error
     if typed and policy.owner and not _same(typed, policy.owner):
@@ -338,7 +338,7 @@ def _owner(reach: ConnectionOptions, policy: Policy) -> str:
 def _same(one: str, other: str) -> bool:
     """Return whether two texts, each a key or a fingerprint, denote the same key."""
     return one == other or any(
-        len(key) == 64 and is_said(key, said) for key, said in ((one, other), (other, one))
+        len(key) == 64 and matches_key(key, said) for key, said in ((one, other), (other, one))
     )
 
 

@@ -47,21 +47,21 @@ from dure.tasks.task_summary import machine_of, trains_of
 from dure.tensors.buffers import BufferNames
 from dure.tensors.flat import FlatParameters, trainable_parameters
 from dure.tensors.frozen import frozen_of, load_frozen
-from dure.wire.layout import Layout, is_extra
+from dure.wire.layout import ModelLayout, is_extra
 from dure.wire.requests import (
     MOST_THREADS,
     VERSION,
     CheckIn,
+    EvaluationReport,
+    EvaluationTask,
     Machine,
-    MeasuredThis,
-    MeasureThis,
-    Outcome,
-    Reserve,
+    TaskDescription,
     Train,
-    Trains,
+    UpdateOutcome,
+    UploadRequest,
     Welcome,
 )
-from dure.wire.tensors import Form, digest_of, forms_of, size_of
+from dure.wire.tensors import TensorSpec, digest_of, forms_of, size_of
 from dure.worlds.network.client.evaluations import Evaluations
 from dure.worlds.network.client.loop import Answered
 from dure.worlds.network.client.policy import Policy
@@ -127,7 +127,7 @@ class ClientTraining:
             version=VERSION, name=self.name, examples=0, wants=self.wants, trains=self.trains()
         )
 
-    def trains(self) -> Trains | None:
+    def trains(self) -> TaskDescription | None:
         return trains_of(self.task, self.model)
 
     def machine(self) -> Machine | None:
@@ -163,7 +163,7 @@ class ClientTraining:
                 welcome.run, _ignore, smallest_cohort=self.policy.smallest_cohort
             ),
         )
-        self.layout: Layout = message_layout(strategy, self.task, self.model, welcome.clients)
+        self.layout: ModelLayout = message_layout(strategy, self.task, self.model, welcome.clients)
         self._forms = self.layout.forms(self._shared(), list(self.model.buffers()))
         self.examples = self.clients.sizes[self.client]
         measured = self.client in self.clients.personal.clients
@@ -197,7 +197,7 @@ class ClientTraining:
         }
         return self.policy.work(asked, self.examples)
 
-    def forms(self) -> dict[str, Form]:
+    def forms(self) -> dict[str, TensorSpec]:
         """Return dtype and shape of each tensor of an assignment, by name."""
         algorithm = self.clients.algorithm
         weights = algorithm.shared(FlatParameters(self.model).copy())
@@ -265,7 +265,7 @@ class ClientTraining:
         named: dict[str, Tensor] = {}
         if update.failure is None:
             named = to_cpu(self.layout.named(update.delta, update.buffers, update.extra))
-        reserve = Reserve(
+        reserve = UploadRequest(
             ticket=train.ticket,
             bytes=size_of(forms_of(named)) if named else 0,
             digest=digest_of(named) if named else "",
@@ -318,7 +318,7 @@ class ClientTraining:
         self,
         train: Train,
         tensors: Mapping[str, Tensor],
-        reserve: Reserve,
+        reserve: UploadRequest,
         update: Mapping[str, Tensor],
     ) -> None:
         delta, buffers, extra = self.layout.apart(to_device(dict(update), self.device))
@@ -340,21 +340,21 @@ class ClientTraining:
     def answer(self, say: ProtocolStep) -> ProtocolAnswer | None:
         return self.clients.answer(say)
 
-    def measure(self, measure: MeasureThis, tensors: Mapping[str, Tensor]) -> MeasuredThis:
+    def measure(self, measure: EvaluationTask, tensors: Mapping[str, Tensor]) -> EvaluationReport:
         refusal = ""
         if self.evaluations is not None:
             has = self.clients.personal.count(self.client)
             refusal = self.evaluations.refusal(measure.round, measure.tensors, has)
         if refusal:
-            return MeasuredThis(measure.round, failure=refusal)
+            return EvaluationReport(measure.round, failure=refusal)
         weights, buffers, _ = self.layout.apart(to_device(dict(tensors), self.device))
         with torch.no_grad():
             measured = self.clients.measure(EvaluationRequest(measure.round, weights, buffers, 0.0))
         failure = measured.failures.get(self.client, "")
         if self.client not in measured.clients:
-            return MeasuredThis(measure.round, failure=failure)
+            return EvaluationReport(measure.round, failure=failure)
         place = list(measured.clients).index(self.client)
-        return MeasuredThis(
+        return EvaluationReport(
             round=measure.round,
             values={name: each[place] for name, each in measured.values.items()},
             examples={name: each[place] for name, each in measured.examples.items()},
@@ -363,7 +363,7 @@ class ClientTraining:
             failure=failure,
         )
 
-    def settle(self, outcome: Outcome) -> None:
+    def settle(self, outcome: UpdateOutcome) -> None:
         tickets = [outcome.ticket]
         self.clients.settle(
             UpdateOutcomes(tickets, []) if outcome.kept else UpdateOutcomes([], tickets)

@@ -22,7 +22,7 @@ from dure.split.vertical import VerticalSplit
 from dure.tasks.modes import in_mode
 from dure.wire.boxes import BoxKey
 from dure.wire.requests import Welcome
-from dure.wire.roster import Pinned
+from dure.wire.roster import PinnedRoster
 from dure.wire.tensors import digest_of
 from dure.worlds.network.client.session import Session
 from dure.worlds.network.client.state import ClientState
@@ -45,7 +45,7 @@ def _site(
     site = _party(task, strategy, welcome, welcome.client, kept, event)
     box = BoxKey.make() if folder is None else BoxKey.kept_in(folder / split_site.box_of(run))
     member = box.member(session.key, welcome.client, name or f"client {welcome.client}", run)
-    pinned = Pinned.kept_in(kept.folder, run)
+    pinned = PinnedRoster.kept_in(kept.folder, run)
     hello = Hello(
         examples=len(site.known),
         member=msgspec.json.encode(member),

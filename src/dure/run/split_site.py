@@ -52,7 +52,7 @@ from dure.tasks.parts import HeadTask, ModelParts
 from dure.wire import requests
 from dure.wire.boxes import BoxKey
 from dure.wire.requests import Welcome
-from dure.wire.roster import Pinned
+from dure.wire.roster import PinnedRoster
 from dure.wire.tensors import digest_of
 from dure.worlds.network.client.channel import OverError
 from dure.worlds.network.client.failure import what_is_told
@@ -151,7 +151,7 @@ def _site(
     box = BoxKey.make() if folder is None else BoxKey.kept_in(folder / box_of(welcome.run))
     known_as = name or f"client {welcome.client}"
     member = box.member(key, welcome.client, known_as, welcome.run)
-    pinned = Pinned.kept_in(kept.folder, welcome.run)
+    pinned = PinnedRoster.kept_in(kept.folder, welcome.run)
     # The number of examples does not depend on the treatment of the last batch, so False will do.
     own = own_part(strategy, welcome, train, part, False)
     batch = min(own.batches.batch_size, len(own.indices))
@@ -377,7 +377,7 @@ def own_part(
     return ClientExamples(everything, batches, everything[:0])
 
 
-def _in_words(told: requests.Failed) -> str:
+def _in_words(told: requests.TrainingFailure) -> str:
     """Return the text about an error for the server."""
     place = f" at {told.file}:{told.line}" if told.file else ""
     return f"{told.kind}{place}{': ' if told.message else ''}{told.message}"

@@ -18,11 +18,11 @@ from dure.contracts.task import Task
 from dure.contracts.training_options import Part, training_options_of
 from dure.machine.compiler import deferred_compiler
 from dure.tensors.frozen import frozen_of
-from dure.wire.requests import Machine, Trains
+from dure.wire.requests import Machine, TaskDescription
 from dure.wire.tensors import digest_of, forms_of, size_of
 
 
-def trains_of(task: Task, model: nn.Module) -> Trains:
+def trains_of(task: Task, model: nn.Module) -> TaskDescription:
     """Return the summary of a task. model: a model of the task."""
     forms = {
         name: (str(one.dtype).removeprefix("torch."), list(one.shape))
@@ -30,7 +30,7 @@ def trains_of(task: Task, model: nn.Module) -> Trains:
         if not isinstance(one, nn.Parameter) or one.requires_grad
     }
     frozen = frozen_of(model)
-    return Trains(
+    return TaskDescription(
         forms=forms,
         frozen=digest_of(frozen) if frozen else None,
         frozen_bytes=size_of(forms_of(frozen)) if frozen else 0,
@@ -58,7 +58,7 @@ def _asks(task: Task) -> dict[str, str]:
     }
 
 
-def differences(theirs: Trains, ours: Trains) -> list[str]:
+def differences(theirs: TaskDescription, ours: TaskDescription) -> list[str]:
     """Return the differences between a client's task and the server's that prevent training."""
     found = []
     for name, form in ours.forms.items():

@@ -24,7 +24,7 @@ from typing import Annotated
 import msgspec
 
 from dure.peer_text import printable
-from dure.wire.key_files import kept_in
+from dure.wire.key_files import load_or_create_key
 from dure.wire.signatures import Key, is_signed
 
 try:
@@ -99,7 +99,7 @@ class BoxKey:
         Raises ValueError for a file that is not such a key or that others may read, and
         RunFolderWriteError if a new key cannot be written.
         """
-        return cls(kept_in(path, X25519PrivateKey))  # type: ignore[type-abstract]
+        return cls(load_or_create_key(path, X25519PrivateKey))  # type: ignore[type-abstract]
 
     def member(self, identity: Key, number: int, name: str, run: str) -> Member:
         """Return the signed description of the owner of both keys, for all members of the run.

@@ -54,18 +54,20 @@ _HOST = re.compile(r"(?:\*\.)?[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?\.?")
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
-class Pair(NamedTuple):
+class CertificateFiles(NamedTuple):
     """Files of a certificate, with its intermediate certificates, and of its private key."""
 
     certificate: Path
     key: Path
 
 
-def pair_in(folder: Path, name: str) -> Pair:
-    return Pair(folder / f"{name}.pem", folder / f"{name}.key")
+def pair_in(folder: Path, name: str) -> CertificateFiles:
+    return CertificateFiles(folder / f"{name}.pem", folder / f"{name}.key")
 
 
-def make_authority(folder: Path, name: str = "dure", days: float = AUTHORITY_DAYS) -> Pair:
+def make_authority(
+    folder: Path, name: str = "dure", days: float = AUTHORITY_DAYS
+) -> CertificateFiles:
     """Create a certificate authority in a folder.
 
     Raises ValueError if the folder has an authority already: certificates that the old authority
@@ -94,19 +96,19 @@ def make_authority(folder: Path, name: str = "dure", days: float = AUTHORITY_DAY
 
 def issue_server(
     folder: Path, hosts: Iterable[str] = (), days: float = CERTIFICATE_DAYS, name: str = "server"
-) -> Pair:
+) -> CertificateFiles:
     """Issue or renew a server's certificate with the authority in the folder.
 
     `hosts` are names and IP addresses by which clients reach the server, besides `ALWAYS`. A
-    running server loads the new files by itself (`Reloading`). Raises ValueError for an invalid
-    host, and if there is no authority.
+    running server loads the new files by itself (`CertificateReloader`). Raises ValueError for an
+    invalid host, and if there is no authority.
     """
     names = [_general_name(host) for host in dict.fromkeys([*ALWAYS, *hosts])]
     alternatives = x509.SubjectAlternativeName(names)
     return _issue(folder, name, days, ExtendedKeyUsageOID.SERVER_AUTH, alternatives)
 
 
-def issue_client(folder: Path, name: str, days: float = CERTIFICATE_DAYS) -> Pair:
+def issue_client(folder: Path, name: str, days: float = CERTIFICATE_DAYS) -> CertificateFiles:
     """Issue a client's certificate with the authority in the folder.
 
     Raises ValueError for an invalid name, and if there is no authority.
@@ -125,7 +127,7 @@ def expires(certificate: Path) -> datetime.datetime:
     return _certificates(certificate)[0].not_valid_after_utc
 
 
-def check_pair(pair: Pair) -> None:
+def check_pair(pair: CertificateFiles) -> None:
     """Check that the files are an unexpired certificate and its private key.
 
     Raises ValueError with a single-line message otherwise.
@@ -152,7 +154,7 @@ def server_context(
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
-    _load(context, Pair(certificate, key))
+    _load(context, CertificateFiles(certificate, key))
     if client_authority is not None:
         context.verify_mode = ssl.CERT_REQUIRED
         _trust(context, client_authority)
@@ -175,11 +177,11 @@ def client_context(
     else:
         _trust(context, authority)
     if certificate is not None:
-        _load(context, Pair(*certificate))
+        _load(context, CertificateFiles(*certificate))
     return context
 
 
-class Reloading:
+class CertificateReloader:
     """Reload a renewed certificate into the context of a running server.
 
     Only new connections use the new certificate. The server calls `look` every few seconds. The
@@ -189,7 +191,7 @@ class Reloading:
 
     def __init__(self, context: ssl.SSLContext, certificate: Path, key: Path) -> None:
         self._context = context
-        self._pair = Pair(certificate, key)
+        self._pair = CertificateFiles(certificate, key)
         self._loaded = self._stamp()
         self._refused: object = None
 
@@ -215,7 +217,7 @@ class Reloading:
         return tuple(map(_stamp_of, self._pair))
 
 
-def _load(context: ssl.SSLContext, pair: Pair) -> None:
+def _load(context: ssl.SSLContext, pair: CertificateFiles) -> None:
     # Checked first: OpenSSL would prompt for a password on the terminal, and would discard the old
     # certificate before it rejects the new one.
     check_pair(pair)
@@ -279,7 +281,7 @@ def _issue(
     days: float,
     purpose: x509.ObjectIdentifier,
     alternatives: x509.SubjectAlternativeName,
-) -> Pair:
+) -> CertificateFiles:
     files = pair_in(folder, "authority")
     if not files.key.exists():
         raise ValueError(f"there is no authority in {folder}: make one with dure certificates init")
@@ -369,9 +371,11 @@ def _general_name(host: str) -> x509.GeneralName:
 
 
 def _write(
-    pair: Pair, key: ec.EllipticCurvePrivateKey, certificates: Iterable[x509.Certificate]
+    pair: CertificateFiles,
+    key: ec.EllipticCurvePrivateKey,
+    certificates: Iterable[x509.Certificate],
 ) -> None:
-    """Write each file atomically: first the key, then the certificate, for `Reloading`."""
+    """Write each file atomically, the key first and then the certificate."""
     pem = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
     chain = b"".join(one.public_bytes(Encoding.PEM) for one in certificates)
     _replace(pair.key, pem, 0o600)

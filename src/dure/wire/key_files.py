@@ -32,7 +32,7 @@ _MOST = 1 << 16
 """Maximum bytes read from a file; a key has some hundred bytes."""
 
 
-def kept_in(path: Path, kind: type[Private]) -> Private:
+def load_or_create_key(path: Path, kind: type[Private]) -> Private:
     """Load the key from a file; create the file if it is missing.
 
     Raises ValueError for a file that is not a key of this kind or that others may read, and
@@ -40,12 +40,12 @@ def kept_in(path: Path, kind: type[Private]) -> Private:
     """
     if not path.exists():
         with disk_errors(path):
-            keep(kind.generate(), path)
+            write_new_key(kind.generate(), path)
     # Read the file: another process may have created it first.
     return _read(path, kind)
 
 
-def keep(private: Ed25519PrivateKey | X25519PrivateKey, path: Path) -> None:
+def write_new_key(private: Ed25519PrivateKey | X25519PrivateKey, path: Path) -> None:
     """Write a key unless the file exists, for example from another process. Raises OSError."""
     pem = private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
     beside = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")

@@ -3,7 +3,7 @@
 Servers and clients hold weights as flat tensors, split by dtype. On the wire each parameter has its
 name in the model, so that any receiver can read the bytes with any library, and a training loop of
 another framework finds its arrays by name. Names cost no copy: the sender splits a flat tensor into
-views, and the receiver allocates the parts contiguously (`dure.wire.tensors.room_for`).
+views, and the receiver allocates the parts contiguously (`dure.wire.tensors.empty_tensors`).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dure.wire.requests import Trains
-from dure.wire.tensors import Form, forms_of
+from dure.wire.requests import TaskDescription
+from dure.wire.tensors import TensorSpec, forms_of
 
 EXTRA = "extra:"
 """Prefix of the name of a tensor that an algorithm sends besides the model."""
@@ -27,7 +27,7 @@ def is_extra(name: str) -> bool:
     return name.startswith(EXTRA)
 
 
-class Layout(NamedTuple):
+class ModelLayout(NamedTuple):
     """Names and shapes of the parameters in each flat tensor, and names of the buffers."""
 
     weights: Sequence[Sequence[tuple[str, tuple[int, ...]]]]
@@ -56,14 +56,14 @@ class Layout(NamedTuple):
 
         Raises KeyError if a tensor is missing.
         """
-        weights = [in_a_row([tensors[name] for name, _ in parts]) for parts in self.weights]
+        weights = [flattened([tensors[name] for name, _ in parts]) for parts in self.weights]
         buffers = [tensors[name] for name in self.buffers]
         extra = [one for name, one in tensors.items() if is_extra(name)]
         return weights, buffers, extra
 
     def forms(
         self, weights: Sequence[Tensor], buffers: Sequence[Tensor], extra: Sequence[Tensor] = ()
-    ) -> dict[str, Form]:
+    ) -> dict[str, TensorSpec]:
         """Return the dtype and shape of each tensor, by name."""
         return forms_of(self.named(weights, buffers, extra))
 
@@ -80,7 +80,7 @@ def _any(cohort: int) -> str | None:
     return None
 
 
-class Federation(NamedTuple):
+class FederationSpec(NamedTuple):
     """Description of a federation that a network needs to serve its clients.
 
     Args:
@@ -100,8 +100,8 @@ class Federation(NamedTuple):
 
     clients: int
     seed: int
-    layout: Layout
-    trains: Trains
+    layout: ModelLayout
+    trains: TaskDescription
     frozen: Mapping[str, Tensor] = {}
     threads: int = 1
     samples: Callable[[int], int] = _without_end
@@ -110,7 +110,7 @@ class Federation(NamedTuple):
     why_not: Callable[[int], str | None] = _any
 
 
-def in_a_row(tensors: Sequence[Tensor]) -> Tensor:
+def flattened(tensors: Sequence[Tensor]) -> Tensor:
     """Return the elements of all tensors as a flat tensor: a view if they are contiguous."""
     if not tensors:
         return torch.empty(0)

@@ -33,7 +33,7 @@ class RosterError(ValueError):
         self.kind = kind
 
 
-class Known(Protocol):
+class IdentifiedClient(Protocol):
     """A client in a list. As text: "client 3 (ward 3)"."""
 
     @property
@@ -60,7 +60,7 @@ def grouped(content: bytes, count: int) -> str:
     return " ".join(digits[at : at + 4] for at in range(0, count, 4))
 
 
-def key_said(text: str) -> str:
+def parse_key(text: str) -> str:
     """Return a public key or a fingerprint, as typed by a person, as plain lower-case digits.
 
     Ignores spaces and colons. Raises ValueError for any other text, and for a weak public key, with
@@ -76,8 +76,8 @@ def key_said(text: str) -> str:
     return plain
 
 
-def is_said(public: str, said: str) -> bool:
-    """Return whether a public key matches a key or fingerprint from `key_said`."""
+def matches_key(public: str, said: str) -> bool:
+    """Return whether a public key matches a key or fingerprint from `parse_key`."""
     return said in (public, _plain(fingerprint(public)))
 
 
@@ -88,7 +88,7 @@ def _plain(text: str) -> str:
 # Lists that a person has written
 
 
-class Line(NamedTuple):
+class ClientListLine(NamedTuple):
     """Line of a client. `place` names the line in errors; `rest` is the text after the number."""
 
     place: str
@@ -96,7 +96,7 @@ class Line(NamedTuple):
     rest: str
 
 
-def lines_of(path: Path, what: str, form: str) -> Iterator[Line]:
+def lines_of(path: Path, what: str, form: str) -> Iterator[ClientListLine]:
     """Yield the lines of a file that begin with a client's number; each number occurs once.
 
     Skips empty lines and lines that begin with #. `what` names the file and `form` describes a
@@ -121,7 +121,7 @@ def lines_of(path: Path, what: str, form: str) -> Iterator[Line]:
         if number in found:
             raise ValueError(f"{place}: client {number} is there twice")
         found.add(number)
-        yield Line(place, number, words[1])
+        yield ClientListLine(place, number, words[1])
 
 
 # Lists received from elsewhere
@@ -151,7 +151,7 @@ def check_key(whose: str, public: str) -> None:
         raise RosterError("weak key", f"the public key of {whose} is none: {error}") from error
 
 
-def check_apart(members: Sequence[Known], *fields: str) -> None:
+def check_distinct(members: Sequence[IdentifiedClient], *fields: str) -> None:
     """Check that the clients are sorted, have valid names and keys, and differ in each field.
 
     Raises RosterError otherwise.
@@ -167,7 +167,7 @@ def check_apart(members: Sequence[Known], *fields: str) -> None:
             raise RosterError("no roster", reason) from error
         check_key(f"client {member.number}", member.identity)
     for what in fields:
-        owners: dict[str, Known] = {}
+        owners: dict[str, IdentifiedClient] = {}
         for member in members:
             other = owners.setdefault(getattr(member, what), member)
             if other is not member:
@@ -176,7 +176,9 @@ def check_apart(members: Sequence[Known], *fields: str) -> None:
 
 
 def differences(
-    old: Sequence[Known], new: Sequence[Known], others: Mapping[str, str] | None = None
+    old: Sequence[IdentifiedClient],
+    new: Sequence[IdentifiedClient],
+    others: Mapping[str, str] | None = None,
 ) -> list[str]:
     """Describe the differences of two lists, a sentence each.
 
@@ -190,7 +192,9 @@ def differences(
     return found
 
 
-def _changed(old: Known | None, new: Known | None, others: Mapping[str, str]) -> list[str]:
+def _changed(
+    old: IdentifiedClient | None, new: IdentifiedClient | None, others: Mapping[str, str]
+) -> list[str]:
     if new is None:
         return [f"{old} is no longer there"]
     if old is None:

@@ -18,8 +18,8 @@ The signed bytes are a line and a JSON array:
 
 A roster is made before a run exists. It names no run and is valid for every run with this number of
 clients, until it expires. Its members have all the numbers of the clients, 0 to n - 1: a client
-that is in a run and not on the roster is not accepted. Clients pin the roster of a run (`Pinned`):
-within a run only the expiry may change, when the owner renews the roster.
+that is in a run and not on the roster is not accepted. Clients pin the roster of a run
+(`PinnedOwnersRoster`): within a run only the expiry may change, when the owner renews the roster.
 
 Cost: 64 bytes of signature, about 120 bytes per client, and the check of one signature per
 check-in.
@@ -49,13 +49,13 @@ from dure.wire.boxes import (
 )
 from dure.wire.members import (
     RosterError,
-    check_apart,
+    check_distinct,
     check_key,
     differences,
     fingerprint,
-    is_said,
-    key_said,
     lines_of,
+    matches_key,
+    parse_key,
     read_body,
 )
 from dure.wire.signatures import Key, is_signed
@@ -134,7 +134,7 @@ class OwnersRoster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if not is_signed(roster.owner, text, bytes.fromhex(roster.signature)):
             raise RosterError("not signed", "the roster is not signed by its owner, or was changed")
         _check_text(roster.federation)
-        check_apart(roster.members, "name", "identity")
+        check_distinct(roster.members, "name", "identity")
         numbers = [member.number for member in roster.members]
         if not numbers or numbers[-1] != len(numbers) - 1:
             missing = min(set(range(len(numbers) + 1)) - set(numbers))
@@ -186,9 +186,9 @@ def bytes_of(path: Path) -> bytes:
 def check_owner(roster: OwnersRoster, owner: str) -> None:
     """Check that this owner has signed the roster.
 
-    `owner` is a public key or a fingerprint from `key_said`. Raises RosterError otherwise.
+    `owner` is a public key or a fingerprint from `parse_key`. Raises RosterError otherwise.
     """
-    if not is_said(roster.owner, owner):
+    if not matches_key(roster.owner, owner):
         raise RosterError(
             "other owner",
             f"the roster is signed by the owner {fingerprint(roster.owner)}, and not by the one "
@@ -247,7 +247,7 @@ def read_members(path: Path) -> list[Listed]:
     for line in lines_of(path, "list of clients", _FORM):
         name, _, key = line.rest.strip().rpartition(" ")
         try:
-            identity = key_said(key)
+            identity = parse_key(key)
             check_name(name.strip())
         except ValueError as error:
             raise ValueError(f"{line.place}: a line is {_FORM}: {error}") from None
@@ -257,7 +257,7 @@ def read_members(path: Path) -> list[Listed]:
     return found
 
 
-class Pinned:
+class PinnedOwnersRoster:
     """Roster pinned to a run in a folder, which refuses every other roster for that run.
 
     `path` is the file. `run` is the run's name in errors.
@@ -268,7 +268,7 @@ class Pinned:
         self._run = run
 
     @classmethod
-    def of_client(cls, folder: Path, run: str) -> Pinned:
+    def of_client(cls, folder: Path, run: str) -> PinnedOwnersRoster:
         """Return the pinned roster of a run in a client's folder, which may have several runs."""
         check_run(run)
         return cls(folder / f"owners-roster-{run}.json", run)

@@ -1,21 +1,21 @@
 """JSON bodies of the requests and answers between a network server and its clients.
 
-    POST  /v1/enrol           Enrol -> Enrolled     register my key with an invitation's token
-    POST  /v1/check-in        CheckIn -> Welcome    describe this client; learn the run's settings
-    POST  /v1/next            Ready -> Word         request work; waits until there is work
-    POST  /v1/watch           Watch -> Watched      is my work still needed? waits while it is
-    GET   /v1/tensors/DIGEST?from=BYTE              tensors by their stream's digest, from an offset
-    POST  /v1/uploads         Reserve -> Reserved   announce an upload of this size and digest
+    POST  /v1/enrol      Enrol -> Enrolled              register my key with an invitation's token
+    POST  /v1/check-in   CheckIn -> Welcome             describe this client; learn the settings
+    POST  /v1/next       NextRequest -> NextAnswer      request work; waits until there is work
+    POST  /v1/watch      WatchRequest -> WatchAnswer    is my work still needed? waits while it is
+    GET   /v1/tensors/DIGEST?from=BYTE                  tensors by their digest, from an offset
+    POST  /v1/uploads    UploadRequest -> UploadState   announce an upload of this size and digest
     PATCH /v1/uploads/UPLOAD?offset=BYTE
-                              bytes -> Reserved     part of an upload, from an offset on
-    POST  /v1/failures        Failed                no update, since the client's code raised
-    POST  /v1/measured        MeasuredThis          metrics of a model on held-out examples
-    POST  /v1/ready           Holds                 my update is ready, and stays at the client
-    POST  /v1/answers         AnswerTo              answer to a step of a protocol
+                         bytes -> UploadState           part of an upload, from an offset on
+    POST  /v1/failures   TrainingFailure                no update, since the client's code raised
+    POST  /v1/measured   EvaluationReport               metrics of a model on held-out examples
+    POST  /v1/ready      UpdateReady                    my update is ready, and stays at the client
+    POST  /v1/answers    ProtocolAnswerBody             answer to a step of a protocol
 
 The last two requests occur in runs whose updates stay at their clients (secure aggregation), which
-neither reserve nor send updates. `AnswerTo` answers the step in `Word.say`; the client uploads the
-tensors of an answer before the answer, by the same requests as an update.
+neither reserve nor send updates. `ProtocolAnswerBody` answers the step in `NextAnswer.say`; the
+client uploads the tensors of an answer before the answer, by the same requests as an update.
 
 The client sends requests and the server answers; a message of the server waits for the client's
 `next`. Every request is idempotent: a client may repeat the request, gets the same answer, and the
@@ -45,7 +45,7 @@ Since version 2, updates may stay at their clients.
 MOST_BODY = 1 << 20
 """Maximum bytes of a JSON body; tensors travel separately."""
 
-MOST_SAID = 700 << 10
+MOST_STEP_BYTES = 700 << 10
 """Maximum bytes of a protocol message; its base64 text fits into a body."""
 
 
@@ -81,10 +81,10 @@ Line = Annotated[str, msgspec.Meta(max_length=16_384)]
 Stage = Annotated[int, msgspec.Meta(ge=0, le=255)]
 """Number of a protocol's step."""
 
-Asking = Annotated[str, msgspec.Meta(max_length=64)]
+QuestionId = Annotated[str, msgspec.Meta(max_length=64)]
 """Id of a question."""
 
-Spoken = Annotated[bytes, msgspec.Meta(max_length=MOST_SAID)]
+ProtocolBytes = Annotated[bytes, msgspec.Meta(max_length=MOST_STEP_BYTES)]
 """Message of a protocol."""
 
 Dtype = Annotated[str, msgspec.Meta(max_length=32)]
@@ -99,11 +99,11 @@ class RangeError(RequestError):
     """A body has all required fields, and a value out of range or of another type."""
 
 
-class Said(msgspec.Struct, frozen=True, forbid_unknown_fields=False, omit_defaults=True):
+class MessageBody(msgspec.Struct, frozen=True, forbid_unknown_fields=False, omit_defaults=True):
     """Base of all bodies. Unknown fields are ignored: the next version may add fields."""
 
 
-class Machine(Said, frozen=True):
+class Machine(MessageBody, frozen=True):
     """Properties that determine whether two machines compute the same bits.
 
     `capability` is the processor's capability in torch. `engine` is the engine of local training.
@@ -115,7 +115,7 @@ class Machine(Said, frozen=True):
     threads: Annotated[int, msgspec.Meta(ge=1, le=MOST_THREADS)]
 
 
-class Trains(Said, frozen=True):
+class TaskDescription(MessageBody, frozen=True):
     """Model and task that a site would train, for comparison with the server's.
 
     Args:
@@ -144,7 +144,7 @@ class Trains(Said, frozen=True):
         _check_elements(self.forms.values())
 
 
-class CheckIn(Said, frozen=True):
+class CheckIn(MessageBody, frozen=True):
     """Introduction of a client.
 
     Args:
@@ -165,13 +165,13 @@ class CheckIn(Said, frozen=True):
     examples: Count
     held_out: Count = 0
     wants: ClientNumber | None = None
-    trains: Trains | None = None
+    trains: TaskDescription | None = None
     machine: Machine | None = None
     looks: bool = False
     smallest_cohort: Cohort = 1
 
 
-class Welcome(Said, frozen=True):
+class Welcome(MessageBody, frozen=True):
     """Answer to a check-in.
 
     Args:
@@ -199,7 +199,7 @@ class Welcome(Said, frozen=True):
     clients: Clients
     strategy: dict[str, Any]
     seed: Seed
-    trains: Trains
+    trains: TaskDescription
     machine: Machine
     heartbeat: Annotated[float, msgspec.Meta(ge=0.001, le=MOST_HEARTBEAT)]
     patience: Annotated[float, msgspec.Meta(ge=0.001, le=10 * MOST_HEARTBEAT)]
@@ -212,7 +212,7 @@ class Welcome(Said, frozen=True):
         _check_number(self.client, self.clients)
 
 
-class Outcome(Said, frozen=True):
+class UpdateOutcome(MessageBody, frozen=True):
     """Outcome of an update: whether the update counts, and the reason if it does not."""
 
     ticket: Count
@@ -220,7 +220,7 @@ class Outcome(Said, frozen=True):
     reason: Line = ""
 
 
-class Train(Said, frozen=True):
+class Train(MessageBody, frozen=True):
     """Assignment of a client.
 
     Args:
@@ -244,7 +244,7 @@ class Train(Said, frozen=True):
     smallest_cohort: Cohort = 1
 
 
-class SayThis(Said, frozen=True):
+class ProtocolStepBody(MessageBody, frozen=True):
     """Step of a protocol on an update that stays at its client.
 
     `asking` is the id of this question, which the answer repeats: a restarted server asks again
@@ -254,15 +254,15 @@ class SayThis(Said, frozen=True):
 
     ticket: Count
     stage: Stage
-    asking: Asking
-    body: Spoken
+    asking: QuestionId
+    body: ProtocolBytes
     wants: Annotated[list[tuple[Dtype, Shape]], msgspec.Meta(max_length=64)] = []
 
     def __post_init__(self) -> None:
         _check_elements(self.wants)
 
 
-class MeasureThis(Said, frozen=True):
+class EvaluationTask(MessageBody, frozen=True):
     """Model to evaluate on the client's held-out examples, or to store."""
 
     round: Count
@@ -270,8 +270,8 @@ class MeasureThis(Said, frozen=True):
     bytes: Count
 
 
-class Word(Said, frozen=True):
-    """Answer to `Ready`: outcomes of updates, then new work.
+class NextAnswer(MessageBody, frozen=True):
+    """Answer to `NextRequest`: outcomes of updates, then new work.
 
     Args:
         outcomes: Outcomes of earlier updates.
@@ -282,26 +282,26 @@ class Word(Said, frozen=True):
         final: Last model of a run that has ended, for clients that store the newest model.
     """
 
-    outcomes: list[Outcome] = []
+    outcomes: list[UpdateOutcome] = []
     train: Train | None = None
-    measure: MeasureThis | None = None
-    say: SayThis | None = None
+    measure: EvaluationTask | None = None
+    say: ProtocolStepBody | None = None
     over: Line | None = None
-    final: MeasureThis | None = None
+    final: EvaluationTask | None = None
 
 
-class Ready(Said, frozen=True):
+class NextRequest(MessageBody, frozen=True):
     """Request for work. `confirmed` lists the ids of outcomes that the client has stored."""
 
     confirmed: list[Count] = []
 
 
-class Watch(Said, frozen=True):
+class WatchRequest(MessageBody, frozen=True):
     ticket: Count
 
 
-class Watched(Said, frozen=True):
-    """Answer to `Watch`.
+class WatchAnswer(MessageBody, frozen=True):
+    """Answer to `WatchRequest`.
 
     `wanted` is True if the update would still count. `over` is the reason if the run has ended.
     """
@@ -311,7 +311,7 @@ class Watched(Said, frozen=True):
     over: Line | None = None
 
 
-class Reserve(Said, frozen=True):
+class UploadRequest(MessageBody, frozen=True):
     """Announcement of an upload: all fields of an update except its tensors.
 
     Args:
@@ -340,11 +340,11 @@ class Reserve(Said, frozen=True):
     failure: str | None = None
     seconds: Loss = 0.0
     metrics: dict[str, float] = {}
-    asking: Asking = ""
+    asking: QuestionId = ""
     steps: Count = 0
 
 
-class Reserved(Said, frozen=True):
+class UploadState(MessageBody, frozen=True):
     """State of an upload.
 
     `upload` is its id. `offset` is the number of stored bytes. `part` is the maximum size in bytes
@@ -358,7 +358,7 @@ class Reserved(Said, frozen=True):
     complete: bool = False
 
 
-class Failed(Said, frozen=True):
+class TrainingFailure(MessageBody, frozen=True):
     """The client's own code raised an error. `message` is set only if the site shares messages."""
 
     ticket: Count
@@ -368,7 +368,7 @@ class Failed(Said, frozen=True):
     message: str = ""
 
 
-class MeasuredThis(Said, frozen=True):
+class EvaluationReport(MessageBody, frozen=True):
     """Metrics of a model by a client, the counterpart of `ModelMeasured` in `dure.protocol.messages`.
 
     Args:
@@ -388,14 +388,14 @@ class MeasuredThis(Said, frozen=True):
     failure: str = ""
 
 
-class Holds(Said, frozen=True):
+class UpdateReady(MessageBody, frozen=True):
     """Notice that the update of an assignment is ready and stays at its client."""
 
     ticket: Count
 
 
-class AnswerTo(Said, frozen=True):
-    """Answer to a protocol step, with the `ticket`, `stage` and `asking` of its `SayThis`.
+class ProtocolAnswerBody(MessageBody, frozen=True):
+    """Answer to a protocol step, with the `ticket`, `stage` and `asking` of its `ProtocolStepBody`.
 
     `body` is None if the client has left the protocol. `failure` is the type of the error if the
     client's code raised.
@@ -403,18 +403,18 @@ class AnswerTo(Said, frozen=True):
 
     ticket: Count
     stage: Stage
-    asking: Asking
-    body: Spoken | None = None
+    asking: QuestionId
+    body: ProtocolBytes | None = None
     failure: Line = ""
 
 
-class Refusal(Said, frozen=True):
+class Refusal(MessageBody, frozen=True):
     """Body of every refusal: the reason, and the remedy."""
 
     error: str
 
 
-class Enrol(Said, frozen=True):
+class Enrol(MessageBody, frozen=True):
     """Enrolment of a client's key. This request has no signature.
 
     Args:
@@ -432,7 +432,7 @@ class Enrol(Said, frozen=True):
     wants: ClientNumber | None = None
 
 
-class Enrolled(Said, frozen=True):
+class Enrolled(MessageBody, frozen=True):
     """Answer to an enrolment.
 
     `client` is the client's number, below `clients`. `name` is the name in the server's register.
@@ -446,10 +446,10 @@ class Enrolled(Said, frozen=True):
         _check_number(self.client, self.clients)
 
 
-Body = TypeVar("Body", bound=Said)
+Body = TypeVar("Body", bound=MessageBody)
 
 
-def to_json(said: Said) -> bytes:
+def to_json(said: MessageBody) -> bytes:
     """Encode a body. Numbers that are not finite become null, which number fields refuse."""
     return msgspec.json.encode(said)
 
@@ -471,7 +471,7 @@ def from_json(body: bytes | bytearray, kind: type[Body]) -> Body:
         raise RequestError(f"the body is no {kind.__name__}: {error}") from error
 
 
-def _is_of(body: bytes | bytearray, kind: type[Said]) -> bool:
+def _is_of(body: bytes | bytearray, kind: type[MessageBody]) -> bool:
     """Return whether the JSON object has all required fields of this kind of body."""
     try:
         found = msgspec.json.decode(body)

@@ -2,7 +2,7 @@
 
 A roster lists the clients of a run: number, name, identity and box key. The identity signs the box
 key (`dure.wire.boxes`), and the server signs the whole roster. A client pins the first roster of a
-run on its disk (`Pinned`), refuses any other roster, and reports the differences.
+run on its disk (`PinnedRoster`), refuses any other roster, and reports the differences.
 
 Attacks of a server that wants to read sealed messages:
 
@@ -40,14 +40,14 @@ from dure.record.untrusted_files import contents
 from dure.wire.boxes import Member, PublicKey, Run, Signature, check_run
 from dure.wire.members import (
     RosterError,
-    check_apart,
+    check_distinct,
     check_key,
     differences,
     fingerprint,
     grouped,
-    is_said,
-    key_said,
     lines_of,
+    matches_key,
+    parse_key,
     read_body,
 )
 from dure.wire.requests import MOST_BODY
@@ -127,7 +127,7 @@ def check(roster: Roster, server_key: str) -> None:
     signed = _signed(roster.run, roster.server, roster.members)
     if not is_signed(server_key, signed, bytes.fromhex(roster.signature)):
         raise RosterError("not signed", "the roster is not signed by its server, or was changed")
-    check_apart(roster.members, "name", "identity", "box")
+    check_distinct(roster.members, "name", "identity", "box")
     for member in roster.members:
         if not member.is_true(roster.run):
             reason = f"{member} has not signed the box key that the roster has for it in this run"
@@ -145,7 +145,7 @@ def check_known(roster: Roster, known: Mapping[int, str]) -> None:
         if said is None:
             reason = f"{member} is in the roster, and not on your list of identities"
             raise RosterError("unknown client", reason)
-        if not is_said(member.identity, said):
+        if not matches_key(member.identity, said):
             reason = (
                 f"{member} has the fingerprint {fingerprint(member.identity)} in the roster, "
                 "and another one on your list of identities"
@@ -164,13 +164,13 @@ def read_identities(path: Path) -> dict[int, str]:
     found: dict[int, str] = {}
     for line in lines_of(path, "list of identities", form):
         try:
-            found[line.number] = key_said(line.rest)
+            found[line.number] = parse_key(line.rest)
         except ValueError:
             raise ValueError(f"{line.place}: a line is {form}") from None
     return found
 
 
-class Pinned:
+class PinnedRoster:
     """Roster that a client has pinned for a run; the client refuses any other roster."""
 
     def __init__(self, path: Path, run: str, roster: Roster | None) -> None:
@@ -180,7 +180,7 @@ class Pinned:
         """Pinned roster; None before the first roster."""
 
     @classmethod
-    def kept_in(cls, folder: Path, run: str) -> Pinned:
+    def kept_in(cls, folder: Path, run: str) -> PinnedRoster:
         """Load the pinned roster of a run from the file `roster-RUN.json` in a folder.
 
         Raises RosterError for a damaged file.

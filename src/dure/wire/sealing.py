@@ -68,7 +68,7 @@ class SealError(ValueError):
 
 
 @dataclass(frozen=True)
-class About:
+class SealedMessageContext:
     """Identification of a message: the run, the turn, and the numbers of sender and receiver."""
 
     run: str
@@ -100,13 +100,15 @@ class _Head(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
         return msgspec.json.encode(self) + b"\n"
 
 
-def sealed_size(message: int, to: Member, identity: Key, about: About) -> int:
+def sealed_size(message: int, to: Member, identity: Key, about: SealedMessageContext) -> int:
     """Return the bytes of a sealed message whose content has `message` bytes."""
     line = _head(message, to, identity, about).line()
     return len(line) + hpke.PUBLIC + _SIGNATURE + message + hpke.TAG
 
 
-def seal(parts: Bytes | Iterable[Bytes], *, to: Member, identity: Key, about: About) -> bytearray:
+def seal(
+    parts: Bytes | Iterable[Bytes], *, to: Member, identity: Key, about: SealedMessageContext
+) -> bytearray:
     """Seal a message to a client.
 
     `parts` is the message, or its pieces in order. `to` is the receiver, from a checked roster.
@@ -130,7 +132,7 @@ def seal(parts: Bytes | Iterable[Bytes], *, to: Member, identity: Key, about: Ab
     return sealed
 
 
-def unseal(sealed: Bytes, *, box: BoxKey, sender: Member, about: About) -> bytearray:
+def unseal(sealed: Bytes, *, box: BoxKey, sender: Member, about: SealedMessageContext) -> bytearray:
     """Open a message that `seal` has sealed with the same `about`.
 
     `box` is the receiver's key. `sender` is from a checked roster. Raises SealError for any other
@@ -163,7 +165,7 @@ def _pieces(parts: Bytes | Iterable[Bytes]) -> Iterable[Bytes]:
     return [parts] if isinstance(parts, bytes | bytearray | memoryview) else parts
 
 
-def _head(count: int, to: Member, identity: Key, about: About) -> _Head:
+def _head(count: int, to: Member, identity: Key, about: SealedMessageContext) -> _Head:
     return _Head(
         "dure sealed 1",
         about.run,
@@ -202,7 +204,9 @@ def _said(line: bytes) -> _Head:
         raise SealError("not sealed", reason) from error
 
 
-def _check(head: _Head, box: BoxKey, sender: Member, about: About, rest: int) -> None:
+def _check(
+    head: _Head, box: BoxKey, sender: Member, about: SealedMessageContext, rest: int
+) -> None:
     """Check that a signed message is the expected message. Raises SealError otherwise."""
     if head.run != about.run:
         reason = f"{sender} sealed this for the run {head.run}, and this is the run {about.run}"

@@ -50,7 +50,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
-from dure.wire.key_files import kept_in
+from dure.wire.key_files import load_or_create_key
 
 try:
     from cryptography.exceptions import InvalidSignature
@@ -124,7 +124,7 @@ class Key:
         Raises ValueError for a file that is not such a key or that others may read, and
         RunFolderWriteError if a new key cannot be written.
         """
-        return cls(kept_in(path, Ed25519PrivateKey))  # type: ignore[type-abstract]
+        return cls(load_or_create_key(path, Ed25519PrivateKey))  # type: ignore[type-abstract]
 
     def sign(self, message: bytes) -> bytes:
         """Return the signature of the message, 64 bytes."""

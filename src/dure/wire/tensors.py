@@ -50,7 +50,7 @@ class TensorsError(ValueError):
     """The bytes are not tensors in this format, or not the expected tensors."""
 
 
-class Form(NamedTuple):
+class TensorSpec(NamedTuple):
     """Dtype and shape of a tensor."""
 
     dtype: torch.dtype
@@ -67,12 +67,12 @@ class _Entry(msgspec.Struct, forbid_unknown_fields=True):
     data_offsets: tuple[int, int]
 
 
-def forms_of(tensors: Mapping[str, Tensor]) -> dict[str, Form]:
+def forms_of(tensors: Mapping[str, Tensor]) -> dict[str, TensorSpec]:
     """Return the dtype and shape of each tensor, by name."""
-    return {name: Form(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    return {name: TensorSpec(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
-def size_of(forms: Mapping[str, Form]) -> int:
+def size_of(forms: Mapping[str, TensorSpec]) -> int:
     """Return the bytes of the whole stream, header included."""
     return len(header_of(forms)) + sum(form.nbytes for form in forms.values())
 
@@ -102,7 +102,9 @@ The number is 0 at the end of the stream.
 """
 
 
-def receive(read: Read, most: int, expected: Mapping[str, Form] | None = None) -> dict[str, Tensor]:
+def receive(
+    read: Read, most: int, expected: Mapping[str, TensorSpec] | None = None
+) -> dict[str, Tensor]:
     """Read a stream to its end and return its tensors.
 
     `most` is the maximum size in bytes of the stream. `expected` has the required tensors; None
@@ -110,7 +112,7 @@ def receive(read: Read, most: int, expected: Mapping[str, Form] | None = None) -
     that is too short or too long.
     """
     forms = receive_header(read, most, expected)
-    tensors = room_for(forms)
+    tensors = empty_tensors(forms)
     for name, tensor in tensors.items():
         if tensor.numel():
             _fill(read, bytes_of(tensor), name)
@@ -122,7 +124,7 @@ def receive(read: Read, most: int, expected: Mapping[str, Form] | None = None) -
     return tensors
 
 
-def room_for(forms: Mapping[str, Form]) -> dict[str, Tensor]:
+def empty_tensors(forms: Mapping[str, TensorSpec]) -> dict[str, Tensor]:
     """Allocate tensors of these forms, without values.
 
     Neighbours of the same dtype are contiguous in a buffer, so that weights that were flat at the
@@ -139,8 +141,8 @@ def room_for(forms: Mapping[str, Form]) -> dict[str, Tensor]:
 
 
 def receive_header(
-    read: Read, most: int, expected: Mapping[str, Form] | None = None
-) -> dict[str, Form]:
+    read: Read, most: int, expected: Mapping[str, TensorSpec] | None = None
+) -> dict[str, TensorSpec]:
     """Read the header and return the dtype and shape of each tensor, by name.
 
     Raises TensorsError as `receive` does.
@@ -161,7 +163,7 @@ def receive_header(
     return forms
 
 
-def parse(text: bytes | bytearray) -> dict[str, Form]:
+def parse(text: bytes | bytearray) -> dict[str, TensorSpec]:
     """Parse a header and check its consistency. Raises TensorsError."""
     try:
         raw = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
@@ -170,7 +172,7 @@ def parse(text: bytes | bytearray) -> dict[str, Form]:
         entries = {name: msgspec.json.decode(each, type=_Entry) for name, each in raw.items()}
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise TensorsError(f"the header is no list of tensors: {error}") from error
-    forms: dict[str, Form] = {}
+    forms: dict[str, TensorSpec] = {}
     at = 0
     # A writer may list tensors in another order than that of their elements.
     for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
@@ -182,17 +184,17 @@ def parse(text: bytes | bytearray) -> dict[str, Form]:
     return forms
 
 
-def _form_of(name: str, entry: _Entry) -> Form:
+def _form_of(name: str, entry: _Entry) -> TensorSpec:
     dtype = _DTYPES.get(entry.dtype)
     if dtype is None:
         raise TensorsError(f"{name} is of {entry.dtype[:20]!r}, which is no dtype")
     # Each extent below 64 bits: Python computes the product of the few extents at once.
     if len(entry.shape) > MOST_DIMENSIONS or any(not 0 <= each < 1 << 63 for each in entry.shape):
         raise TensorsError(f"{name} has a shape that no tensor has")
-    return Form(dtype, tuple(entry.shape))
+    return TensorSpec(dtype, tuple(entry.shape))
 
 
-def check(forms: Mapping[str, Form], expected: Mapping[str, Form]) -> None:
+def check(forms: Mapping[str, TensorSpec], expected: Mapping[str, TensorSpec]) -> None:
     """Compare the tensors with the expected tensors.
 
     Raises TensorsError for the first difference.

@@ -21,7 +21,7 @@ from unittest import mock
 import torch
 from hypothesis import strategies as st
 
-from dure.wire.requests import Machine, SayThis, Train, Trains
+from dure.wire.requests import Machine, ProtocolStepBody, TaskDescription, Train
 from dure.wire.signatures import NONCE, Key, Signer, digest_of
 from dure.wire.tensors import digest_of as digest_of_tensors
 from dure.wire.tensors import forms_of, pieces
@@ -84,7 +84,7 @@ class Target:
             clients=PLACES,
             strategy={"name": "fed-avg"},
             seed=0,
-            trains=Trains({}),
+            trains=TaskDescription({}),
             machine=Machine("2", "none", "loop", 1),
             heartbeat=0.01,
             patience=0.01,
@@ -110,7 +110,7 @@ class Target:
         """The client is to train, and to answer a step of a protocol on an earlier update."""
         train = Train(TICKET, 3, 3, DIGEST, len(STREAM))
         self.desk.assign(0, train, None, forms_of(TENSORS))
-        self.desk.ask(0, SayThis(TICKET - 1, 2, ASKING, b"hello"), {})
+        self.desk.ask(0, ProtocolStepBody(TICKET - 1, 2, ASKING, b"hello"), {})
         while not self.desk.answers.empty():
             self.desk.answers.get()
 

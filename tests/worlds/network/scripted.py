@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from dure.run.client_training import ClientTraining
-from dure.wire.requests import CheckIn, Outcome, Reserve, Train, Welcome
+from dure.wire.requests import CheckIn, Train, UpdateOutcome, UploadRequest, Welcome
 from dure.wire.tensors import digest_of, forms_of, size_of
 from dure.worlds.network.client.session import Session
 from dure.worlds.network.client.state import ClientState
@@ -29,7 +29,7 @@ class Scripted:
         training = ClientTraining(small_task(), f"player {number}", number)
         about = {"version": 1, "name": training.name, "examples": 5, "wants": number}
         self.welcome: Welcome = self.session.check_in(CheckIn(**{**about, **said}))
-        self.outcomes: list[Outcome] = []
+        self.outcomes: list[UpdateOutcome] = []
         self._confirmed: list[int] = []
 
     def __enter__(self) -> Scripted:
@@ -61,13 +61,15 @@ class Scripted:
         while self.session.next([]).over is None:
             pass
 
-    def update(self, train: Train, **changed: Any) -> tuple[Reserve, dict[str, torch.Tensor]]:
+    def update(self, train: Train, **changed: Any) -> tuple[UploadRequest, dict[str, torch.Tensor]]:
         """A small step. changed: what the reservation says otherwise."""
         model = self.session.fetch(train.round, train.tensors, train.bytes)
         tensors = {name: torch.full_like(one, 0.01) for name, one in model.items()}
         return self.reserve(train, tensors, **changed), tensors
 
-    def reserve(self, train: Train, tensors: Mapping[str, torch.Tensor], **changed: Any) -> Reserve:
+    def reserve(
+        self, train: Train, tensors: Mapping[str, torch.Tensor], **changed: Any
+    ) -> UploadRequest:
         said = {
             "ticket": train.ticket,
             "bytes": size_of(forms_of(tensors)),
@@ -76,9 +78,9 @@ class Scripted:
             "samples": 5,
             "loss": 1.0,
         }
-        return Reserve(**{**said, **changed})
+        return UploadRequest(**{**said, **changed})
 
-    def send(self, reserve: Reserve, tensors: Mapping[str, torch.Tensor]) -> bool:
+    def send(self, reserve: UploadRequest, tensors: Mapping[str, torch.Tensor]) -> bool:
         return self.session.send(reserve, tensors, lambda: True)
 
     def answer(self, train: Train) -> None:

@@ -14,12 +14,12 @@ import torch
 from fuzzed import DIGEST, STREAM, TICKET, Request, Target
 from msgspec.structs import replace
 
-from dure.wire.requests import MOST_SAID, AnswerTo, SayThis, Train
+from dure.wire.requests import MOST_STEP_BYTES, ProtocolAnswerBody, ProtocolStepBody, Train
 from dure.wire.tensors import digest_of, forms_of, pieces
 
 VECTOR = {"0": torch.arange(6, dtype=torch.int32)}
 VECTOR_STREAM = b"".join(bytes(piece) for piece in pieces(VECTOR))
-ASKED = SayThis(TICKET, 2, "asked now", b"the list of survivors", [("int32", [6])])
+ASKED = ProtocolStepBody(TICKET, 2, "asked now", b"the list of survivors", [("int32", [6])])
 ANSWER = {"ticket": TICKET, "stage": 2, "asking": "asked now", "body": "c2hhcmVz"}
 UPDATE = {
     "ticket": TICKET,
@@ -72,7 +72,7 @@ def send(target: Target, stream: bytes = VECTOR_STREAM) -> int:
     return target.send(Request("PATCH", path.encode(), headers, stream, "client"))[0]
 
 
-def heard(target: Target) -> list[AnswerTo]:
+def heard(target: Target) -> list[ProtocolAnswerBody]:
     found = []
     while True:
         try:
@@ -121,7 +121,7 @@ def test_an_update_that_is_to_stay_is_not_taken_bare_and_one_that_is_sent_not_as
         ({"stage": -1}, 400),
         ({"body": "no base64!"}, 400),
         ({"body": [1]}, 400),
-        ({"body": base64.b64encode(bytes(MOST_SAID + 1)).decode()}, 400),
+        ({"body": base64.b64encode(bytes(MOST_STEP_BYTES + 1)).decode()}, 400),
         ({"body": "A" * (1 << 20)}, 413),
     ],
 )

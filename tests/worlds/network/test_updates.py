@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from dure.errors import DamagedUpdateError, RunFolderError, RunFolderWriteError
 from dure.record.weights import header_of
-from dure.wire.tensors import Form, TensorsError, bytes_of, forms_of, pieces
+from dure.wire.tensors import TensorsError, TensorSpec, bytes_of, forms_of, pieces
 from dure.worlds.network import updates as module
 from dure.worlds.network.updates import (
     OvertakenError,
@@ -302,7 +302,7 @@ def test_what_this_process_has_received_is_hashed_once(
 
 def test_a_header_of_any_length_is_read(tmp_path: Path) -> None:
     # Of another writer, which does not fill it up to a multiple of eight.
-    form = Form(torch.float32, (2,))
+    form = TensorSpec(torch.float32, (2,))
     text = header_of({"a": form})[8:].strip()
     stream = len(text).to_bytes(8, "little") + text + bytes_of(torch.tensor([1.0, 2.0]))
     assert len(text) % 4

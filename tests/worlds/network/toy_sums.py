@@ -21,7 +21,7 @@ from dure.federated.server.server import FederatedServer
 from dure.protocol.messages import ProtocolAnswer, ProtocolStep, Update, WantedTensor
 from dure.run.client_site import ConnectionOptions, opened
 from dure.run.client_training import ClientTraining
-from dure.wire.layout import Federation
+from dure.wire.layout import FederationSpec
 from dure.worlds.network.client.link import Backoff
 from dure.worlds.network.client.loop import Loop
 from small import small_task
@@ -35,8 +35,8 @@ def install(notes: Path, patch: Callable[[object, str, Any], object] = setattr) 
     """From now on servers of this process add up. notes: gets a line for each time that they make
     a sum, and use one."""
 
-    def holds(**said: Any) -> Federation:
-        return Federation(**{**said, "holds": True})
+    def holds(**said: Any) -> FederationSpec:
+        return FederationSpec(**{**said, "holds": True})
 
     def fold(server: FederatedServer, tickets: Sequence[int]) -> None:
         adds_up(server, tickets, notes)

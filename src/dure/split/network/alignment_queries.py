@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from dure.errors import StateError
 from dure.record.disk import write_atomically
-from dure.wire.key_files import kept_in
+from dure.wire.key_files import load_or_create_key
 
 MOST = 1
 """Maximum number of lists per sender that are answered in a run."""
@@ -56,7 +56,7 @@ def secret_in(path: Path | None) -> bytes:
     """
     if path is None:
         return X25519PrivateKey.generate().private_bytes_raw()
-    return kept_in(path, X25519PrivateKey).private_bytes_raw()  # type: ignore[type-abstract]
+    return load_or_create_key(path, X25519PrivateKey).private_bytes_raw()  # type: ignore[type-abstract]
 
 
 def _read(path: Path) -> dict[str, list[str]]:

@@ -48,8 +48,8 @@ from dure.split.states import state_from_tree, state_to_tree
 from dure.tasks.measurement import Measurement
 from dure.tasks.modes import in_mode
 from dure.wire.boxes import BoxKey, Member
-from dure.wire.roster import Pinned, Roster
-from dure.wire.sealing import About, SealError, seal, unseal
+from dure.wire.roster import PinnedRoster, Roster
+from dure.wire.sealing import SealedMessageContext, SealError, seal, unseal
 from dure.wire.signatures import Key
 
 
@@ -72,7 +72,7 @@ class Identity:
         box: BoxKey,
         own: Member,
         run: str,
-        pinned: Pinned,
+        pinned: PinnedRoster,
         known: Mapping[int, str] | None,
     ) -> None:
         self.key = key
@@ -92,13 +92,13 @@ class Identity:
 
     def seals(self, turn: int, receiver: int, frame: Frame) -> Tensor:
         """Return a frame encrypted for the client `receiver`."""
-        about = About(self.run, turn, self.own.number, receiver)
+        about = SealedMessageContext(self.run, turn, self.own.number, receiver)
         sealed = seal(encode(frame), to=self.member(receiver), identity=self.key, about=about)
         return torch.frombuffer(sealed, dtype=torch.uint8)
 
     def opens(self, turn: int, sender: int, content: Tensor) -> Frame:
         """Return the decrypted frame. Raises SealError unless `sender` sealed it for the client."""
-        about = About(self.run, turn, sender, self.own.number)
+        about = SealedMessageContext(self.run, turn, sender, self.own.number)
         sealed: Any = content.numpy()
         return decode(unseal(sealed, box=self.box, sender=self.member(sender), about=about))
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dure.wire.tensors import Form, TensorsError, receive_header
+from dure.wire.tensors import TensorsError, TensorSpec, receive_header
 
 
-def mapped(path: Path, expected: Mapping[str, Form]) -> dict[str, Tensor]:
+def mapped(path: Path, expected: Mapping[str, TensorSpec]) -> dict[str, Tensor]:
     """Map a complete update into memory; return its tensors by name, in the order of its file.
 
     `expected` has the required dtypes and shapes. Raises TensorsError for other tensors, and
@@ -35,7 +35,7 @@ def mapped(path: Path, expected: Mapping[str, Form]) -> dict[str, Tensor]:
     return tensors
 
 
-def _shaped(content: Tensor, form: Form) -> Tensor:
+def _shaped(content: Tensor, form: TensorSpec) -> Tensor:
     # A tensor after one with an odd number of bytes is not aligned, and has to be copied.
     if content.storage_offset() % form.dtype.itemsize:
         content = content.clone()

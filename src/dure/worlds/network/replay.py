@@ -21,7 +21,7 @@ from dure.fleet.budget import TransferBudget
 from dure.fleet.conditions import Conditions
 from dure.protocol.carrier import Carrier
 from dure.protocol.messages import EvaluationRequest, EvaluationResults
-from dure.wire.layout import Federation
+from dure.wire.layout import FederationSpec
 from dure.worlds.network.clock import Clock
 from dure.worlds.network.journal import Event, Journal, backup
 from dure.worlds.network.server.carrier import COHORT, ONCE, NetworkCarrier
@@ -63,7 +63,7 @@ class Replay(World):
     ) -> Value:
         return run_server(program, report, self.conditions, self._carrier)
 
-    def _carrier(self, federation: Federation, place: RankContext) -> Carrier:
+    def _carrier(self, federation: FederationSpec, place: RankContext) -> Carrier:
         copy = Path(place.ending.enter_context(tempfile.TemporaryDirectory(prefix="dure-")))
         backup(self.folder, copy / "journal.db")
         if (self.folder / COHORT).exists():

@@ -38,7 +38,7 @@ from dure.worlds.network.local_disk import free_bytes
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from dure.wire.tensors import Form
+    from dure.wire.tensors import TensorSpec
 
 KEPT_FREE = 64 << 20
 """Bytes of the disk reserved for the journal and the log of the run."""
@@ -136,7 +136,7 @@ class Updates:
         )
 
     def read(
-        self, ticket: int, expected: Mapping[str, Form], digest: str | None = None
+        self, ticket: int, expected: Mapping[str, TensorSpec], digest: str | None = None
     ) -> dict[str, Tensor]:
         """Return the tensors of a complete update, in the order of `expected`, on the CPU.
 

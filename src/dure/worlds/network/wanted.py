@@ -8,16 +8,16 @@ from torch import Tensor
 
 from dure.protocol.encoding import DTYPES
 from dure.protocol.messages import WantedTensor as Wanted
-from dure.wire.tensors import Form
+from dure.wire.tensors import TensorSpec
 
 
-def forms_of(wants: Sequence[Wanted]) -> dict[str, Form]:
+def forms_of(wants: Sequence[Wanted]) -> dict[str, TensorSpec]:
     """Return the dtypes and shapes by name. Raises ValueError for an impossible tensor."""
     found = {}
     for place, want in enumerate(wants):
         if want.dtype not in DTYPES or any(size < 0 for size in want.shape):
             raise ValueError(f"no tensor is {want.dtype} of shape {list(want.shape)}")
-        found[str(place)] = Form(DTYPES[want.dtype], tuple(want.shape))
+        found[str(place)] = TensorSpec(DTYPES[want.dtype], tuple(want.shape))
     return found
 
 

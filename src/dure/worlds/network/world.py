@@ -25,9 +25,9 @@ from dure.fleet.conditions import Conditions, EngineName
 from dure.machine.extras import check_extra
 from dure.protocol.carrier import Carrier
 from dure.record.disk import make_private
-from dure.wire.layout import Federation
+from dure.wire.layout import FederationSpec
 from dure.wire.loopback import is_loopback
-from dure.wire.requests import Machine, Trains
+from dure.wire.requests import Machine, TaskDescription
 from dure.worlds.here import run_here
 from dure.worlds.launched import refuse_under_torchrun
 
@@ -183,7 +183,7 @@ class Network(World):
         with _as_serve_errors():
             return _Connected(self, hosted, place).channels
 
-    def _carrier(self, federation: Federation, place: RankContext) -> Carrier:
+    def _carrier(self, federation: FederationSpec, place: RankContext) -> Carrier:
         """Start to serve, and return the carrier between the coordinator and the clients.
 
         Raises ServeError on failure.
@@ -244,13 +244,13 @@ class Network(World):
         Raises ValueError if other machines can reach the server and there is no certificate.
         """
         if self.certificate is not None:
-            from dure.wire.certificates import Reloading, server_context
+            from dure.wire.certificates import CertificateReloader, server_context
 
             certificate = Path(self.certificate)
             key = Path(self.key) if self.key else certificate.with_suffix(".key")
             client_ca = Path(self.client_ca) if self.client_ca else None
             context = server_context(certificate, key, client_ca)
-            return context, _seldom(Reloading(context, certificate, key).look)
+            return context, _seldom(CertificateReloader(context, certificate, key).look)
         if not self.insecure and not is_loopback(self.host):
             raise ValueError(
                 f"{self.host} can be reached by other machines, and there is no certificate: make "
@@ -263,7 +263,7 @@ def run_server(
     program: Callable[[RankContext], Value],
     report: Callable[[dict[str, Any]], None],
     conditions: Conditions,
-    carrier: Callable[[Federation, RankContext], Carrier],
+    carrier: Callable[[FederationSpec, RankContext], Carrier],
     channels: Callable[[HostedRun, RankContext], Channels] | None = None,
 ) -> Value:
     """Run the server side in this process.
@@ -379,7 +379,7 @@ def _roster_of(world: Network, clients: int, folder: Path, resumed: bool) -> Own
 
     Raises ValueError for a roster that differs from the roster at the start of the run.
     """
-    from dure.wire.owners_roster import FILE, Pinned, check_count
+    from dure.wire.owners_roster import FILE, PinnedOwnersRoster, check_count
 
     roster = world.listed()
     begun_with = (folder / FILE).exists()
@@ -390,7 +390,7 @@ def _roster_of(world: Network, clients: int, folder: Path, resumed: bool) -> Own
     if resumed and not begun_with:
         raise ValueError(f"the run in {folder} was begun without a roster: begin another run")
     check_count(roster, clients)
-    Pinned(folder / FILE, f"the run in {folder}").take(roster)
+    PinnedOwnersRoster(folder / FILE, f"the run in {folder}").take(roster)
     return roster
 
 
@@ -441,7 +441,9 @@ class _Serves:
         register = self.ending.enter_context(Register(folder / "clients.db", clients))
         self.access = Access(register, world.access, identities=place.identities)
 
-    def told(self, clients: int, seed: int, trains: Trains, threads: int) -> dict[str, Any]:
+    def told(
+        self, clients: int, seed: int, trains: TaskDescription, threads: int
+    ) -> dict[str, Any]:
         """Return the arguments of `Served` that do not depend on the kind of server."""
         from dure.tasks.task_summary import differences
 
@@ -484,7 +486,7 @@ class _Connected(_Serves):
         from dure.worlds.network.server.channels import NetworkChannels
 
         super().__init__(world, hosted.clients, place)
-        trains = hosted.trains or Trains(forms={})
+        trains = hosted.trains or TaskDescription(forms={})
         told = self.told(hosted.clients, hosted.seed, trains, hosted.threads)
         if hosted.trains is None:
             told["compare"] = lambda theirs, ours: []
@@ -516,7 +518,7 @@ class _Connected(_Serves):
 class _Server(_Serves):
     """Server of a federation, whose clients request their work."""
 
-    def __init__(self, world: Network, federation: Federation, place: RankContext) -> None:
+    def __init__(self, world: Network, federation: FederationSpec, place: RankContext) -> None:
         from dure.worlds.network.clock import Clock
         from dure.worlds.network.journal import Journal
         from dure.worlds.network.server.app import App

@@ -13,7 +13,7 @@ import pytest
 import torch
 from faulty_server import Request, serving
 
-from dure.wire.requests import MeasuredThis, Reserve, Watched, Word, to_json
+from dure.wire.requests import EvaluationReport, NextAnswer, UploadRequest, WatchAnswer, to_json
 from dure.wire.tensors import digest_of, forms_of, size_of
 from dure.worlds.network.client import session as module
 from dure.worlds.network.client.session import GaveUpError, Session
@@ -38,13 +38,13 @@ def nobody() -> str:
         return f"http://127.0.0.1:{taken.getsockname()[1]}"
 
 
-def reserve() -> Reserve:
-    return Reserve(3, size_of(forms_of(MODEL)), digest_of(MODEL), 5, 5, 1.0)
+def reserve() -> UploadRequest:
+    return UploadRequest(3, size_of(forms_of(MODEL)), digest_of(MODEL), 5, 5, 1.0)
 
 
 CALLS: list[Callable[[Session], object]] = [
     lambda session: session.next([]),
-    lambda session: session.measured(MeasuredThis(1)),
+    lambda session: session.measured(EvaluationReport(1)),
     lambda session: session.fetch(1, "0" * 64, 100),
     lambda session: session.send(reserve(), MODEL, lambda: True),
 ]
@@ -82,7 +82,7 @@ def test_a_server_that_answers_now_and_then_is_not_given_up() -> None:
         if answered % 2:
             request.reply(503)
         else:
-            request.reply(body=to_json(Word()))
+            request.reply(body=to_json(NextAnswer()))
 
     with (
         serving(answer) as server,
@@ -102,7 +102,7 @@ def test_who_has_heard_the_end_at_work_needs_no_server_to_say_it_again(
 
     def answer(request: Request) -> None:
         request.body()
-        request.reply(body=to_json(Watched(False, "the run is over", "the run is over")))
+        request.reply(body=to_json(WatchAnswer(False, "the run is over", "the run is over")))
 
     with (
         serving(answer) as server,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dure.errors import WorkerFailedError
-from dure.wire.requests import Failed, from_json, to_json
+from dure.wire.requests import TrainingFailure, from_json, to_json
 from dure.worlds.network.client.failure import MOST_MESSAGE, what_is_told
 
 SOURCE = """\
@@ -37,7 +37,7 @@ def error_of(folder: Path) -> BaseException:
 
 def test_type_file_and_line_travel_and_nothing_else(folder: Path) -> None:
     failed = what_is_told(7, error_of(folder), share=False, folder=folder)
-    assert failed == Failed(7, "LookupError", "data/records.py", 2)
+    assert failed == TrainingFailure(7, "LookupError", "data/records.py", 2)
     assert b"Mary" not in to_json(failed)
     assert str(folder).encode() not in to_json(failed)
 
@@ -72,7 +72,7 @@ def test_the_error_is_the_sites_own_and_not_what_was_put_around_it(folder: Path)
 
 
 def test_an_error_that_was_never_raised_has_no_place() -> None:
-    assert what_is_told(7, ValueError("x"), share=False) == Failed(7, "ValueError")
+    assert what_is_told(7, ValueError("x"), share=False) == TrainingFailure(7, "ValueError")
 
 
 def test_a_message_has_an_end_and_may_raise_itself() -> None:
@@ -84,4 +84,4 @@ def test_a_message_has_an_end_and_may_raise_itself() -> None:
     assert failed.message == "(its text cannot be printed: ValueError)"
     failed = what_is_told(7, ValueError("x" * 10**7), share=True)
     assert len(failed.message) == MOST_MESSAGE
-    assert from_json(to_json(failed), Failed) == failed
+    assert from_json(to_json(failed), TrainingFailure) == failed

@@ -17,7 +17,7 @@ from faulty_server import Request, Server, certificate, serving
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dure.wire.requests import Watch, Watched, to_json
+from dure.wire.requests import WatchAnswer, WatchRequest, to_json
 from dure.worlds.network.client.connection import Connection
 from dure.worlds.network.client.link import (
     LONGEST_WAIT,
@@ -34,7 +34,7 @@ from dure.worlds.network.client.link import (
     patiently,
 )
 
-WANTED = to_json(Watched(wanted=True))
+WANTED = to_json(WatchAnswer(wanted=True))
 AT_ONCE = Backoff(base=0.0, most=0.0)
 
 
@@ -43,8 +43,8 @@ def wanted(request: Request) -> None:
     request.reply(body=WANTED)
 
 
-def ask(link: Link) -> Watched:
-    return link.ask("POST", "/v1/watch", Watch(3), Watched)
+def ask(link: Link) -> WatchAnswer:
+    return link.ask("POST", "/v1/watch", WatchRequest(3), WatchAnswer)
 
 
 # One connection
@@ -63,7 +63,7 @@ def test_one_connection_carries_many_requests_each_in_one_piece(monkeypatch) -> 
         for _ in range(3):
             assert ask(link).wanted
     assert server.connections == 1
-    assert [piece.endswith(to_json(Watch(3))) for piece in pieces] == [True] * 3
+    assert [piece.endswith(to_json(WatchRequest(3))) for piece in pieces] == [True] * 3
 
 
 def test_a_connection_that_the_server_closed_meanwhile_is_opened_anew() -> None:

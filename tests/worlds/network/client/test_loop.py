@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from dure.wire.requests import (
-    Failed,
     Machine,
-    Reserve,
+    NextAnswer,
+    TaskDescription,
     Train,
-    Trains,
+    TrainingFailure,
+    UploadRequest,
     Welcome,
-    Word,
 )
 from dure.wire.tensors import digest_of, forms_of, size_of
 from dure.worlds.network.client.link import RefusedError, StoppedError
@@ -46,21 +46,23 @@ class Wanted:
 class Played:
     """A session. words: what it is told, one after another. sends: what becomes of updates."""
 
-    def __init__(self, state: ClientState, words: Sequence[Word], wanted: int = 10**9) -> None:
+    def __init__(
+        self, state: ClientState, words: Sequence[NextAnswer], wanted: int = 10**9
+    ) -> None:
         self.state = state
         self.stop = threading.Event()
         self.words = list(words)
         self.wanted = wanted
         self.refusal: Exception | None = None
         self.sent: list[int] = []
-        self.told: list[Failed] = []
+        self.told: list[TrainingFailure] = []
         self.holds = False
 
     def check_in(self, said: Any) -> Welcome:
         machine = Machine("2", "x", "loop", 1)
-        return Welcome(1, "run", 0, 1, {}, 0, Trains({}), machine, 1.0, 1.0)
+        return Welcome(1, "run", 0, 1, {}, 0, TaskDescription({}), machine, 1.0, 1.0)
 
-    def next(self, confirmed: Sequence[int]) -> Word:
+    def next(self, confirmed: Sequence[int]) -> NextAnswer:
         return self.words.pop(0)
 
     def fetch(self, *_: Any, **__: Any) -> dict[str, Tensor]:
@@ -70,13 +72,13 @@ class Played:
     def working(self, ticket: int) -> Iterator[Wanted]:
         yield Wanted(self.wanted)
 
-    def send(self, reserve: Reserve, tensors: Mapping[str, Tensor], wanted: Any) -> bool:
+    def send(self, reserve: UploadRequest, tensors: Mapping[str, Tensor], wanted: Any) -> bool:
         if self.refusal is not None:
             raise self.refusal
         self.sent.append(reserve.ticket)
         return True
 
-    def failed(self, failed: Failed) -> None:
+    def failed(self, failed: TrainingFailure) -> None:
         self.told.append(failed)
 
 
@@ -101,12 +103,14 @@ class Patient:
                 raise NotWantedError
             self.batches += 1
         size, digest = size_of(forms_of(MODEL)), digest_of(MODEL)
-        return Answered(Reserve(train.ticket, size, digest, 5, 5, 1.0), MODEL, [torch.ones(1)])
+        return Answered(
+            UploadRequest(train.ticket, size, digest, 5, 5, 1.0), MODEL, [torch.ones(1)]
+        )
 
 
-def works(*tickets: int) -> list[Word]:
-    orders = [Word(train=Train(ticket, ticket, ticket, "", 0)) for ticket in tickets]
-    return [*orders, Word(over="the run is over")]
+def works(*tickets: int) -> list[NextAnswer]:
+    orders = [NextAnswer(train=Train(ticket, ticket, ticket, "", 0)) for ticket in tickets]
+    return [*orders, NextAnswer(over="the run is over")]
 
 
 @pytest.fixture
@@ -162,8 +166,8 @@ def test_an_update_that_is_kept_is_sent_only_if_it_is_of_the_model_that_is_meant
 ) -> None:
     # A server that was restored from a copy gives a ticket again, for another model.
     size, digest = size_of(forms_of(MODEL)), digest_of(MODEL)
-    state.keep_update(Reserve(3, size, digest, 5, 5, 1.0), MODEL, model)
-    words = [Word(train=Train(3, 3, 3, "the same", 0)), Word(over="the run is over")]
+    state.keep_update(UploadRequest(3, size, digest, 5, 5, 1.0), MODEL, model)
+    words = [NextAnswer(train=Train(3, 3, 3, "the same", 0)), NextAnswer(over="the run is over")]
     session, site = Played(state, words), Patient()
     run(session, site)
     assert (site.batches, session.sent) == (batches, [3])

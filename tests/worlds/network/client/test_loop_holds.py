@@ -13,29 +13,29 @@ from torch import Tensor
 
 from dure.protocol.messages import ProtocolAnswer, ProtocolStep
 from dure.wire.requests import (
-    AnswerTo,
     CheckIn,
-    Failed,
-    MeasuredThis,
-    MeasureThis,
-    Reserve,
-    SayThis,
+    EvaluationReport,
+    EvaluationTask,
+    NextAnswer,
+    ProtocolAnswerBody,
+    ProtocolStepBody,
     Train,
+    TrainingFailure,
+    UploadRequest,
     Welcome,
-    Word,
 )
 from dure.wire.tensors import digest_of, forms_of, size_of
 from dure.worlds.network.client.loop import Answered
 from dure.worlds.network.client.state import ClientState
 
-OVER = Word(over="the run is over")
-UPDATE = Reserve(3, size_of(forms_of(MODEL)), digest_of(MODEL), 5, 5, 1.0)
+OVER = NextAnswer(over="the run is over")
+UPDATE = UploadRequest(3, size_of(forms_of(MODEL)), digest_of(MODEL), 5, 5, 1.0)
 
 
 class Holding(Played):
     """A session of a run whose updates stay with their clients. says: all that it was said."""
 
-    def __init__(self, state: ClientState, *words: Word, holds: bool = True) -> None:
+    def __init__(self, state: ClientState, *words: NextAnswer, holds: bool = True) -> None:
         super().__init__(state, words)
         self.holds = holds
         self.says: list[Any] = []
@@ -47,16 +47,16 @@ class Holding(Played):
     def ready(self, ticket: int) -> None:
         self.says.append(ticket)
 
-    def answered(self, answer: AnswerTo) -> None:
+    def answered(self, answer: ProtocolAnswerBody) -> None:
         self.says.append(answer)
 
-    def measured(self, measured: MeasuredThis) -> None:
+    def measured(self, measured: EvaluationReport) -> None:
         self.says.append(measured)
 
-    def failed(self, failed: Failed) -> None:
+    def failed(self, failed: TrainingFailure) -> None:
         self.says.append(failed)
 
-    def send(self, reserve: Reserve, tensors: Mapping[str, Tensor], wanted: Any) -> bool:
+    def send(self, reserve: UploadRequest, tensors: Mapping[str, Tensor], wanted: Any) -> bool:
         self.says.append((reserve, dict(tensors)))
         return True
 
@@ -71,7 +71,7 @@ class Adds(Patient):
         self.has: list[int] = []
         self.heard: list[ProtocolStep] = []
 
-    def hold(self, train: Train, tensors: Any, reserve: Reserve, update: Any) -> None:
+    def hold(self, train: Train, tensors: Any, reserve: UploadRequest, update: Any) -> None:
         assert (digest_of(tensors), digest_of(update)) == (digest_of(MODEL), reserve.digest)
         self.has.append(train.ticket)
 
@@ -80,7 +80,7 @@ class Adds(Patient):
         tensors = [torch.ones(want.shape, dtype=torch.int32) for want in say.wants]
         return ProtocolAnswer(say.ticket, say.client, say.stage, b"shares", tensors)
 
-    def measure(self, *_: Any) -> MeasuredThis:
+    def measure(self, *_: Any) -> EvaluationReport:
         raise AssertionError("it would tell how well a model fits its data")
 
 
@@ -111,7 +111,7 @@ def test_it_stays_whoever_says_so(who: str, state: ClientState) -> None:
     site = Adds()
     site.holds = who == "site"  # type: ignore[misc]
     train = Train(3, 3, 3, "", 0, holds=who == "assignment")
-    session = Holding(state, Word(train=train), OVER, holds=who == "server")
+    session = Holding(state, NextAnswer(train=train), OVER, holds=who == "server")
     run(session, site)
     assert session.says[1:] == [3]
 
@@ -119,7 +119,7 @@ def test_it_stays_whoever_says_so(who: str, state: ClientState) -> None:
 def test_an_update_of_an_earlier_process_is_handed_to_the_site(state: ClientState) -> None:
     state.keep_update(UPDATE, MODEL, "the same")
     site = Adds()
-    session = Holding(state, Word(train=Train(3, 3, 3, "the same", 0)), OVER)
+    session = Holding(state, NextAnswer(train=Train(3, 3, 3, "the same", 0)), OVER)
     assert said(session, site) == [3]
     assert (site.has, site.batches) == ([3], 0)
 
@@ -130,23 +130,23 @@ def test_that_there_is_no_update_is_said_without_why(
     class Diverges(Adds):
         def train(self, train: Train, *_: Any) -> Answered:
             why = "its loss became not finite"
-            return Answered(Reserve(train.ticket, 0, "", 5, 5, 1.0, failure=why), {}, None)
+            return Answered(UploadRequest(train.ticket, 0, "", 5, 5, 1.0, failure=why), {}, None)
 
     session = Holding(state, *works(3))
     monkeypatch.setattr(session.stop, "wait", lambda seconds: False)
-    assert said(session, Diverges()) == [Failed(3, "NoUpdate")]
+    assert said(session, Diverges()) == [TrainingFailure(3, "NoUpdate")]
 
 
 def test_nothing_is_measured(state: ClientState) -> None:
-    [measured] = said(Holding(state, Word(measure=MeasureThis(2, "", 0)), OVER), Adds())
-    assert measured == MeasuredThis(2, failure="measurements stay here")
+    [measured] = said(Holding(state, NextAnswer(measure=EvaluationTask(2, "", 0)), OVER), Adds())
+    assert measured == EvaluationReport(2, failure="measurements stay here")
 
 
 def test_a_step_is_answered_with_what_names_it(state: ClientState) -> None:
     site = Adds()
-    step = SayThis(3, 2, "asked", b"hello", [("int32", [4])])
-    [(reserve, tensors), answer] = said(Holding(state, Word(say=step), OVER), site)
-    assert answer == AnswerTo(3, 2, "asked", b"shares")
+    step = ProtocolStepBody(3, 2, "asked", b"hello", [("int32", [4])])
+    [(reserve, tensors), answer] = said(Holding(state, NextAnswer(say=step), OVER), site)
+    assert answer == ProtocolAnswerBody(3, 2, "asked", b"shares")
     assert (reserve.ticket, reserve.asking, reserve.examples) == (3, "asked", 0)
     assert reserve.digest == digest_of(tensors)
     assert [(one.ticket, one.stage, one.body) for one in site.heard] == [(3, 2, b"hello")]
@@ -164,7 +164,8 @@ def test_a_site_that_does_not_go_on_is_not_asked_again(wants: Any, state: Client
 
     site = Others()
     words = [
-        Word(say=SayThis(ticket, stage, "asked", b"", wants)) for ticket, stage in [(3, 1), (3, 2)]
+        NextAnswer(say=ProtocolStepBody(ticket, stage, "asked", b"", wants))
+        for ticket, stage in [(3, 1), (3, 2)]
     ]
     first, second = said(Holding(state, *words, OVER), site)
     assert (first.body, first.failure) == (None, "ValueError")

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dure.errors import PolicyError
-from dure.wire.requests import Machine, Trains, Welcome
+from dure.wire.requests import Machine, TaskDescription, Welcome
 from dure.worlds.network.client.policy import _READERS, COPIES, Policy, _taken
 
 STRATEGY = {
@@ -39,7 +39,7 @@ def welcome(clients: int = 20, forms: dict[str, Any] | None = None, **strategy: 
         clients=clients,
         strategy={**STRATEGY, **strategy},
         seed=0,
-        trains=Trains(forms or {"w": ("F32", [1000, 250])}),
+        trains=TaskDescription(forms or {"w": ("F32", [1000, 250])}),
         machine=Machine("2.13", "AVX2", "loop", 1),
         heartbeat=10.0,
         patience=30.0,

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dure.errors import RunFolderWriteError, StateError
-from dure.wire.requests import Reserve
+from dure.wire.requests import UploadRequest
 from dure.wire.tensors import digest_of, forms_of, pieces, size_of
 from dure.worlds.network.client.state import About, ClientState
 from forgetful import ForgetfulDisk
@@ -48,10 +48,10 @@ def model_of(value: int) -> dict[str, Tensor]:
     return {"w": torch.full((4,), float(value)), "empty": torch.empty(0, 2)}
 
 
-def reserve_of(ticket: int, value: int) -> Reserve:
+def reserve_of(ticket: int, value: int) -> UploadRequest:
     tensors = model_of(value)
     size = size_of(forms_of(tensors))
-    return Reserve(ticket, size, digest_of(tensors), 10, 20, 0.5)
+    return UploadRequest(ticket, size, digest_of(tensors), 10, 20, 0.5)
 
 
 def names_in(folder: Path) -> set[str]:

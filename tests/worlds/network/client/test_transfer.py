@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dure.wire.requests import Reserve, Reserved, from_json, to_json
-from dure.wire.tensors import Form, digest_of, forms_of, pieces, size_of
+from dure.wire.requests import UploadRequest, UploadState, from_json, to_json
+from dure.wire.tensors import TensorSpec, digest_of, forms_of, pieces, size_of
 from dure.worlds.network.client.link import (
     Backoff,
     BusyError,
@@ -166,7 +166,7 @@ def fetching(shelf: Shelf, size: int | None = None, expected=None) -> Exception:
 
 def test_a_model_of_another_size_or_form_is_refused() -> None:
     assert "has 127128 bytes, not 100" in str(fetching(Shelf(SMALL), size=100))
-    other = {**forms_of(SMALL), "layer 3": Form(torch.float64, (3,))}
+    other = {**forms_of(SMALL), "layer 3": TensorSpec(torch.float64, (3,))}
     assert "layer 3" in str(fetching(Shelf(SMALL), expected=other))
 
 
@@ -233,11 +233,11 @@ class Store:
 
     def reserved(self) -> bytes:
         complete = len(self.content) == self.size
-        return to_json(Reserved("7/a", len(self.content), self.part, complete))
+        return to_json(UploadState("7/a", len(self.content), self.part, complete))
 
     def __call__(self, request: Request) -> None:
         if request.command == "POST":
-            said = from_json(request.body(), Reserve)
+            said = from_json(request.body(), UploadRequest)
             self.size = said.bytes
             return request.reply(body=self.reserved())
         # The query says the same as the header, and is signed.
@@ -266,8 +266,8 @@ class Store:
         return request.reply(body=self.reserved())
 
 
-def reserve(tensors: Mapping[str, Tensor]) -> Reserve:
-    return Reserve(
+def reserve(tensors: Mapping[str, Tensor]) -> UploadRequest:
+    return UploadRequest(
         ticket=3,
         bytes=size_of(forms_of(tensors)),
         digest=digest_of(tensors),
@@ -407,7 +407,7 @@ def test_a_server_may_correct_every_part_once() -> None:
 def test_a_server_that_contradicts_itself_is_not_asked_without_end(status: int) -> None:
     def answer(request: Request) -> None:
         request.body()
-        body = to_json(Reserved("7", 0, MIB))
+        body = to_json(UploadState("7", 0, MIB))
         request.reply(200 if request.command == "POST" else status, body)
 
     with pytest.raises(TransferError, match="does not arrive"):
@@ -417,14 +417,14 @@ def test_a_server_that_contradicts_itself_is_not_asked_without_end(status: int) 
 def test_a_server_that_has_all_and_never_says_so_is_not_asked_without_end() -> None:
     def answer(request: Request) -> None:
         request.body()
-        request.reply(body=to_json(Reserved("7", size_of(forms_of(SMALL)), MIB)))
+        request.reply(body=to_json(UploadState("7", size_of(forms_of(SMALL)), MIB)))
 
     with pytest.raises(TransferError, match="not written them down"):
         sent_to(answer, SMALL)
 
 
-@pytest.mark.parametrize("reserved", [Reserved("7", -1, 9), Reserved("7", 1 << 50, 9)])
-def test_a_server_that_has_what_cannot_be_is_refused(reserved: Reserved) -> None:
+@pytest.mark.parametrize("reserved", [UploadState("7", -1, 9), UploadState("7", 1 << 50, 9)])
+def test_a_server_that_has_what_cannot_be_is_refused(reserved: UploadState) -> None:
     def answer(request: Request) -> None:
         request.body()
         request.reply(body=to_json(reserved))
@@ -483,8 +483,8 @@ def test_who_stops_waits_for_no_upload() -> None:
 
 
 def test_an_update_that_says_why_it_failed_has_no_tensors() -> None:
-    failed = Reserve(3, 0, "", 1, 1, 0.5, failure="the loss is not finite")
-    answered = to_json(Reserved("3", 0, MIB, complete=True))
+    failed = UploadRequest(3, 0, "", 1, 1, 0.5, failure="the loss is not finite")
+    answered = to_json(UploadState("3", 0, MIB, complete=True))
 
     def answer(request: Request) -> None:
         request.body()

@@ -5,21 +5,21 @@ from __future__ import annotations
 import asyncio
 import time
 
-from dure.wire.requests import MeasureThis, Outcome, Train, Word
+from dure.wire.requests import EvaluationTask, NextAnswer, Train, UpdateOutcome
 from dure.worlds.network.server.desk import Desk
 
 ASSIGNMENT = Train(ticket=8, round=1, turn=0, tensors="ab", bytes=2)
 
 
-def told(desk: Desk, later: bool) -> Word:
+def told(desk: Desk, later: bool) -> NextAnswer:
     """What client 0 hears that waits: an outcome, and later also an assignment."""
 
-    async def ask() -> Word:
+    async def ask() -> NextAnswer:
         desk.lives_in(asyncio.get_running_loop())
         gone = asyncio.get_running_loop().create_future()
         asked = asyncio.create_task(desk.next(desk.seat(0), 30.0, gone))
         await asyncio.sleep(0)
-        desk.tell(0, Outcome(7, True))
+        desk.tell(0, UpdateOutcome(7, True))
         if later:
             # After the handler has woken, as when the main thread is a little slower than it.
             await asyncio.sleep(0.005)
@@ -30,15 +30,17 @@ def told(desk: Desk, later: bool) -> Word:
 
 
 def test_an_outcome_and_the_next_assignment_are_one_answer() -> None:
-    assert told(Desk(lambda: 0.0), later=True) == Word([Outcome(7, True)], train=ASSIGNMENT)
+    assert told(Desk(lambda: 0.0), later=True) == NextAnswer(
+        [UpdateOutcome(7, True)], train=ASSIGNMENT
+    )
 
 
 def test_an_outcome_alone_is_told_without_anything_to_do() -> None:
-    assert told(Desk(lambda: 0.0), later=False) == Word([Outcome(7, True)])
+    assert told(Desk(lambda: 0.0), later=False) == NextAnswer([UpdateOutcome(7, True)])
 
 
 def test_a_call_whose_client_has_hung_up_ends() -> None:
-    async def ask() -> Word:
+    async def ask() -> NextAnswer:
         desk = Desk(lambda: 0.0)
         gone = asyncio.get_running_loop().create_future()
         asked = asyncio.create_task(desk.next(desk.seat(0), 3600.0, gone))
@@ -46,11 +48,11 @@ def test_a_call_whose_client_has_hung_up_ends() -> None:
         gone.set_result(None)
         return await asyncio.wait_for(asked, 30.0)
 
-    assert asyncio.run(ask()) == Word()
+    assert asyncio.run(ask()) == NextAnswer()
 
 
 def test_a_call_that_has_waited_in_vain_leaves_nothing_behind() -> None:
-    async def ask() -> tuple[Word, int, int]:
+    async def ask() -> tuple[NextAnswer, int, int]:
         desk = Desk(lambda: 0.0)
         loop = asyncio.get_running_loop()
         gone = loop.create_future()
@@ -59,7 +61,7 @@ def test_a_call_that_has_waited_in_vain_leaves_nothing_behind() -> None:
         # Who asks again and again on one connection must not leave a callback each time.
         return word, len(seat.bells), len(gone._callbacks or ())  # type: ignore[attr-defined]
 
-    assert asyncio.run(ask()) == (Word(), 0, 0)
+    assert asyncio.run(ask()) == (NextAnswer(), 0, 0)
 
 
 def test_the_newest_tickets_that_a_client_has_answered_are_known() -> None:
@@ -73,7 +75,7 @@ def test_who_has_heard_the_end_has_a_moment_to_begin_to_fetch_the_last_model() -
     desk = Desk(lambda: 0.0)
     seat = desk.seat(0)
     seat.here = True
-    desk.final = MeasureThis(3, "ab", 2)
+    desk.final = EvaluationTask(3, "ab", 2)
     desk.end("the run is over")
     desk.called(seat)
     desk.word(seat)

@@ -2,7 +2,7 @@
 
     Welcome           describes the agreed run in every field, and the policy still allows it
     Train             has a cohort as large as the policy requires, and a model of plausible size
-    MeasureThis       has a model of plausible size
+    EvaluationTask       has a model of plausible size
     SayThis           occurs only in a run whose updates stay at their clients
 
 The site stores the agreement (`ClientState.agree`) before it takes a place in the run. A malicious
@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 
 from dure.errors import PolicyError
-from dure.wire.requests import MeasureThis, Train, Trains, Welcome, Word
+from dure.wire.requests import EvaluationTask, NextAnswer, TaskDescription, Train, Welcome
 
 MOST_EXTRAS = 8
 """Largest size of an assignment, extras included, as a multiple of the model."""
@@ -45,7 +45,7 @@ class AgreedRun(msgspec.Struct, frozen=True):
     clients: int
     strategy: dict[str, Any]
     seed: int
-    trains: Trains
+    trains: TaskDescription
     engine: str
     threads: int
     holds: bool
@@ -75,7 +75,7 @@ class AgreedRun(msgspec.Struct, frozen=True):
         ]
 
 
-def model_bytes(trains: Trains) -> int:
+def model_bytes(trains: TaskDescription) -> int:
     """Return the bytes of the elements of all tensors that travel."""
     return sum(_bytes_of(dtype, shape) for dtype, shape in trains.forms.values())
 
@@ -102,7 +102,7 @@ class ServerChecks:
         Raises PolicyError if it differs from the agreed run.
         """
 
-    def word(self, word: Word) -> None:
+    def word(self, word: NextAnswer) -> None:
         """Check a request of the server. Raises PolicyError if the site does not execute it."""
 
 
@@ -149,7 +149,7 @@ class AgreementChecks(ServerChecks):
             )
         self._allows(welcome)
 
-    def word(self, word: Word) -> None:
+    def word(self, word: NextAnswer) -> None:
         if word.train is not None:
             self._train(word.train)
         for measure in (word.measure, word.final):
@@ -171,7 +171,7 @@ class AgreementChecks(ServerChecks):
             )
         self._model(train, f"the model of ticket {train.ticket}")
 
-    def _model(self, said: Train | MeasureThis, what: str) -> None:
+    def _model(self, said: Train | EvaluationTask, what: str) -> None:
         if said.bytes > self._most_bytes and self.agreed.trains.forms:
             raise PolicyError(
                 f"this site does not fetch {what}: it has {said.bytes:,} bytes, and the model "

@@ -11,7 +11,7 @@ import traceback
 from pathlib import Path
 
 from dure.errors import WorkerFailedError, text_of
-from dure.wire.requests import Failed
+from dure.wire.requests import TrainingFailure
 
 MOST_MESSAGE = 2000
 """Maximum characters of a message that travel."""
@@ -19,7 +19,7 @@ MOST_MESSAGE = 2000
 
 def what_is_told(
     ticket: int, error: BaseException, share: bool, folder: Path | None = None
-) -> Failed:
+) -> TrainingFailure:
     """Return the report of an error.
 
     `folder` is the folder of the task. The reported position is the last frame of the traceback
@@ -30,7 +30,7 @@ def what_is_told(
     error = _own(error)
     path, line = _place(error, folder)
     message = _message(error, path, line) if share else ""
-    return Failed(ticket, type(error).__name__, _name(path, folder), line, message)
+    return TrainingFailure(ticket, type(error).__name__, _name(path, folder), line, message)
 
 
 def _own(error: BaseException) -> BaseException:

@@ -43,10 +43,10 @@ from dure.peer_text import one_line
 from dure.wire.requests import (
     MOST_BODY,
     Body,
+    MessageBody,
     RangeError,
     Refusal,
     RequestError,
-    Said,
     from_json,
     to_json,
 )
@@ -263,7 +263,12 @@ class Link:
         return self.send(method, path, _outgoing(body), headers, timeout, most)
 
     def ask(
-        self, method: str, path: str, said: Said, kind: type[Body], timeout: float | None = None
+        self,
+        method: str,
+        path: str,
+        said: MessageBody,
+        kind: type[Body],
+        timeout: float | None = None,
     ) -> Body:
         """Send a body of `dure.wire.requests` and return the decoded answer.
 

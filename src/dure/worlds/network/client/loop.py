@@ -28,17 +28,17 @@ from dure.errors import PolicyError, described
 from dure.protocol.messages import ProtocolAnswer, ProtocolStep, WantedTensor
 from dure.wire.requests import (
     VERSION,
-    AnswerTo,
     CheckIn,
-    Failed,
+    EvaluationReport,
+    EvaluationTask,
     Machine,
-    MeasuredThis,
-    MeasureThis,
-    Outcome,
-    Reserve,
-    SayThis,
+    ProtocolAnswerBody,
+    ProtocolStepBody,
+    TaskDescription,
     Train,
-    Trains,
+    TrainingFailure,
+    UpdateOutcome,
+    UploadRequest,
     Welcome,
 )
 from dure.wire.tensors import digest_of, forms_of, size_of
@@ -73,7 +73,7 @@ class Answered(NamedTuple):
     again after a restart.
     """
 
-    reserve: Reserve
+    reserve: UploadRequest
     tensors: Mapping[str, Tensor]
     memory: Sequence[Tensor] | None
     keep: bool = True
@@ -97,7 +97,7 @@ class Site(Protocol):
     def share_errors(self) -> bool:
         """Whether messages and source lines of the site's own errors are sent."""
 
-    def trains(self) -> Trains | None:
+    def trains(self) -> TaskDescription | None:
         """Return the model and task of the site; None for its own training loop."""
 
     def machine(self) -> Machine | None:
@@ -118,7 +118,7 @@ class Site(Protocol):
         self,
         train: Train,
         tensors: Mapping[str, Tensor],
-        reserve: Reserve,
+        reserve: UploadRequest,
         update: Mapping[str, Tensor],
     ) -> None:
         """Restore an update that stays here, computed from this model by an earlier process."""
@@ -129,10 +129,10 @@ class Site(Protocol):
         An error ends the protocol for this update.
         """
 
-    def measure(self, measure: MeasureThis, tensors: Mapping[str, Tensor]) -> MeasuredThis:
+    def measure(self, measure: EvaluationTask, tensors: Mapping[str, Tensor]) -> EvaluationReport:
         """Evaluate a model on the held-out examples."""
 
-    def settle(self, outcome: Outcome) -> None:
+    def settle(self, outcome: UpdateOutcome) -> None:
         """Take the outcome of an update."""
 
     def remember(self, memory: Sequence[Tensor] | None) -> None:
@@ -198,7 +198,7 @@ class Loop:
             if word.train is not None:
                 self._train(word.train)
 
-    def _keep_final(self, final: MeasureThis | None) -> None:
+    def _keep_final(self, final: EvaluationTask | None) -> None:
         """Fetch the last model of the run, if the client stores the newest model."""
         if final is not None and not self.state.temporary:
             self.event("fetching", {"round": final.round, "bytes": final.bytes})
@@ -242,7 +242,7 @@ class Loop:
 
     # Outcomes of updates
 
-    def _settle(self, outcome: Outcome) -> None:
+    def _settle(self, outcome: UpdateOutcome) -> None:
         self._left.discard(outcome.ticket)
         if not self.state.temporary:
             self.state.settle(outcome.ticket, outcome.kept)
@@ -263,9 +263,9 @@ class Loop:
 
     # Work
 
-    def _measure(self, measure: MeasureThis) -> None:
+    def _measure(self, measure: EvaluationTask) -> None:
         if self.holds:
-            self.session.measured(MeasuredThis(measure.round, failure="measurements stay here"))
+            self.session.measured(EvaluationReport(measure.round, failure="measurements stay here"))
             return
         tensors = self._fetched(measure)
         if tensors is None:
@@ -303,21 +303,21 @@ class Loop:
             else:
                 self._not_wanted(train, wanted)
 
-    def _holds(self, train: Train, reserve: Reserve) -> None:
+    def _holds(self, train: Train, reserve: UploadRequest) -> None:
         """Report that an update is ready, or that there is none, without the reason."""
         try:
             if reserve.failure is None:
                 self.session.ready(train.ticket)
                 self.event("ready", {"round": train.round})
             else:
-                self._give_up(train, Failed(train.ticket, "NoUpdate"), reserve.failure)
+                self._give_up(train, TrainingFailure(train.ticket, "NoUpdate"), reserve.failure)
         except RefusedError as refused:
             if refused.status != NOT_WANTED:
                 raise
 
     def _held(
-        self, train: Train, reserve: Reserve, update: Mapping[str, Tensor]
-    ) -> tuple[Reserve, Mapping[str, Tensor]] | None:
+        self, train: Train, reserve: UploadRequest, update: Mapping[str, Tensor]
+    ) -> tuple[UploadRequest, Mapping[str, Tensor]] | None:
         """Return the same update after the site has restored it; None if its model is gone."""
         tensors = self._fetched(train)
         if tensors is None:
@@ -325,11 +325,11 @@ class Loop:
         self.site.hold(train, tensors, reserve, update)
         return reserve, update
 
-    def _answer(self, this: SayThis) -> None:
+    def _answer(self, this: ProtocolStepBody) -> None:
         """Answer a step of a protocol."""
         with self.session.working(this.ticket) as wanted:
             self.event("answering", {"ticket": this.ticket, "step": this.stage})
-            said = AnswerTo(this.ticket, this.stage, this.asking)
+            said = ProtocolAnswerBody(this.ticket, this.stage, this.asking)
             try:
                 answer = self._says(this)
                 if answer is not None:
@@ -345,7 +345,7 @@ class Loop:
                 if refused.status != NOT_WANTED:
                     raise
 
-    def _says(self, this: SayThis) -> ProtocolAnswer | None:
+    def _says(self, this: ProtocolStepBody) -> ProtocolAnswer | None:
         """Return the site's answer. Raises _LeftError if its own code raises."""
         if this.ticket in self._left:
             return None
@@ -361,13 +361,15 @@ class Loop:
             raise _LeftError(type(error).__name__) from error
         return answer
 
-    def _sends(self, this: SayThis, answer: ProtocolAnswer, wanted: Callable[[], bool]) -> bool:
+    def _sends(
+        self, this: ProtocolStepBody, answer: ProtocolAnswer, wanted: Callable[[], bool]
+    ) -> bool:
         """Send the tensors of an answer, and return whether the answer is still needed."""
         if not answer.tensors:
             return True
         tensors = named(answer.tensors)
         size, digest = size_of(forms_of(tensors)), digest_of(tensors)
-        reserve = Reserve(this.ticket, size, digest, 0, 0, 0.0, asking=this.asking)
+        reserve = UploadRequest(this.ticket, size, digest, 0, 0, 0.0, asking=this.asking)
         try:
             return self.session.send(reserve, tensors, wanted)
         except RefusedError as refused:
@@ -375,7 +377,7 @@ class Loop:
                 raise
             return False
 
-    def _ready(self, train: Train) -> tuple[Reserve, Mapping[str, Tensor]] | None:
+    def _ready(self, train: Train) -> tuple[UploadRequest, Mapping[str, Tensor]] | None:
         """Return an update that an earlier process has computed from the same model."""
         for reserve in () if self.state.temporary else self.state.updates():
             # A server restored from a backup reuses assignment ids for other models.
@@ -400,7 +402,7 @@ class Loop:
             self._not_wanted(train, wanted)
             return None
         except PolicyError:
-            self.session.failed(Failed(train.ticket, PolicyError.__name__))
+            self.session.failed(TrainingFailure(train.ticket, PolicyError.__name__))
             raise
         except Exception as error:
             self._fails(train, error)
@@ -414,7 +416,7 @@ class Loop:
         return answered
 
     def _fetched(
-        self, model: Train | MeasureThis, limit: float | None = None
+        self, model: Train | EvaluationTask, limit: float | None = None
     ) -> dict[str, Tensor] | None:
         """Fetch a model; None if the server has a newer model. `limit` is as in `Session.fetch`."""
         extras = isinstance(model, Train)
@@ -442,7 +444,7 @@ class Loop:
         told = what_is_told(train.ticket, error, site.share_errors, site.folder)
         self._give_up(train, told, described(error))
 
-    def _give_up(self, train: Train, told: Failed, why: str) -> None:
+    def _give_up(self, train: Train, told: TrainingFailure, why: str) -> None:
         """Report that there is no update, and wait before the next attempt."""
         self.event("failed", {"round": train.round, "error": why})
         self.session.failed(told)

@@ -66,8 +66,8 @@ from dure.errors import PolicyError, suggestion
 from dure.machine.threads import set_own_threads
 from dure.record.untrusted_files import contents
 from dure.references import is_reference, last_part
-from dure.wire.members import key_said
-from dure.wire.requests import Trains, Welcome
+from dure.wire.members import parse_key
+from dure.wire.requests import TaskDescription, Welcome
 from dure.worlds.network.client.agreement import model_bytes
 from dure.worlds.network.client.quota import by_default
 
@@ -276,7 +276,7 @@ class Policy:
                 f"of the run may have {fewest}: its minimum has to be {self.smallest_cohort}"
             )
 
-    def _memory(self, trains: Trains) -> Iterator[str]:
+    def _memory(self, trains: TaskDescription) -> Iterator[str]:
         if self.memory is None:
             return
         model = model_bytes(trains)
@@ -287,7 +287,7 @@ class Policy:
                 f"takes {_size(least)} at least"
             )
 
-    def quota(self, trains: Trains) -> int:
+    def quota(self, trains: TaskDescription) -> int:
         """Return the bytes that the run may store at the site."""
         if self.storage is not None:
             return self.storage
@@ -480,7 +480,7 @@ def _read_one(written: object) -> Hours:
 def _read_owner(value: object) -> str:
     allowed = "a public key of 64 hexadecimal digits, or a fingerprint of 32"
     try:
-        return key_said(value if isinstance(value, str) else "")
+        return parse_key(value if isinstance(value, str) else "")
     except ValueError:
         raise ValueError(allowed) from None
 

@@ -23,25 +23,25 @@ from dure.errors import DureError, PolicyError
 from dure.record.untrusted_files import opened
 from dure.wire.layout import is_extra
 from dure.wire.requests import (
-    AnswerTo,
     CheckIn,
     Enrol,
     Enrolled,
-    Failed,
-    Holds,
-    MeasuredThis,
-    Ready,
-    Reserve,
-    Said,
+    EvaluationReport,
+    MessageBody,
+    NextAnswer,
+    NextRequest,
+    ProtocolAnswerBody,
     Train,
-    Watch,
-    Watched,
+    TrainingFailure,
+    UpdateReady,
+    UploadRequest,
+    WatchAnswer,
+    WatchRequest,
     Welcome,
-    Word,
     to_json,
 )
 from dure.wire.signatures import NONCE, Key, Signer, prove
-from dure.wire.tensors import Form, TensorsError, check, forms_of, receive
+from dure.wire.tensors import TensorsError, TensorSpec, check, forms_of, receive
 from dure.worlds.network.client.agreement import ServerChecks
 from dure.worlds.network.client.audit import Audit, Kind
 from dure.worlds.network.client.channel import Channel
@@ -163,7 +163,7 @@ class Session:
         """Whether the server says that updates stay at their clients."""
         self.checks = ServerChecks()
         """Checks of the server's messages against the site's agreement."""
-        self.expects: dict[str, Form] | None = None
+        self.expects: dict[str, TensorSpec] | None = None
         """Dtypes and shapes of the tensors of an assignment, by name; None if unknown.
 
         A model for evaluation lacks the extras of the algorithm.
@@ -230,23 +230,23 @@ class Session:
 
     # Work
 
-    def next(self, confirmed: Sequence[int]) -> Word:
+    def next(self, confirmed: Sequence[int]) -> NextAnswer:
         """Wait for work and return it, or the end of the run.
 
         If the watching thread has already received the end of the run, an unreachable server ends
         the run too. Raises PolicyError for a request that the site does not execute, and reports
         the refusal to the server.
         """
-        ready = Ready(confirmed=list(confirmed))
+        ready = NextRequest(confirmed=list(confirmed))
         over = self.over
         try:
             limit = self._give_up if over is None else LAST
             timeout = self.patience + self.heartbeat
-            word: Word = self._ask("/v1/next", ready, Word, "next", timeout, limit)
+            word: NextAnswer = self._ask("/v1/next", ready, NextAnswer, "next", timeout, limit)
         except GaveUpError:
             if over is None:
                 raise
-            return Word(over=over)
+            return NextAnswer(over=over)
         try:
             self.checks.word(word)
         except PolicyError:
@@ -258,14 +258,14 @@ class Session:
     def _declines(self, train: Train) -> None:
         """Report that the site does not train for this assignment; the server need not wait."""
         with suppress(OSError, DureError):
-            self.failed(Failed(train.ticket, PolicyError.__name__))
+            self.failed(TrainingFailure(train.ticket, PolicyError.__name__))
 
     def fetch(
         self,
         round: int,
         digest: str,
         size: int,
-        expected: Mapping[str, Form] | None = None,
+        expected: Mapping[str, TensorSpec] | None = None,
         limit: float | None = None,
         extras: bool = True,
     ) -> dict[str, Tensor]:
@@ -296,13 +296,13 @@ class Session:
             self.state.keep_download(round, digest)
         return tensors
 
-    def _expected(self, extras: bool) -> dict[str, Form] | None:
+    def _expected(self, extras: bool) -> dict[str, TensorSpec] | None:
         if self.expects is None:
             return None
         return {name: form for name, form in self.expects.items() if extras or not is_extra(name)}
 
     def fetch_frozen(
-        self, digest: str, size: int, expected: Mapping[str, Form]
+        self, digest: str, size: int, expected: Mapping[str, TensorSpec]
     ) -> dict[str, Tensor]:
         """Fetch the weights that are not trained."""
         return self._down(digest, size, expected)
@@ -311,7 +311,7 @@ class Session:
         self,
         digest: str,
         size: int,
-        expected: Mapping[str, Form] | None,
+        expected: Mapping[str, TensorSpec] | None,
         into: Path | None = None,
         limit: float | None = None,
     ) -> dict[str, Tensor]:
@@ -333,7 +333,7 @@ class Session:
     # Results
 
     def send(
-        self, reserve: Reserve, tensors: Mapping[str, Tensor], wanted: Callable[[], bool]
+        self, reserve: UploadRequest, tensors: Mapping[str, Tensor], wanted: Callable[[], bool]
     ) -> bool:
         """Send an update, or the tensors of an answer.
 
@@ -356,17 +356,17 @@ class Session:
 
     def ready(self, ticket: int) -> None:
         """Report that an update is ready and stays here."""
-        self._post("/v1/ready", Holds(ticket), "ready", ticket)
+        self._post("/v1/ready", UpdateReady(ticket), "ready", ticket)
 
-    def answered(self, answer: AnswerTo) -> None:
+    def answered(self, answer: ProtocolAnswerBody) -> None:
         """Send the answer to a step of a protocol."""
         self._post("/v1/answers", answer, "answer", answer.ticket)
 
-    def failed(self, failed: Failed) -> None:
+    def failed(self, failed: TrainingFailure) -> None:
         """Report that there is no update, since the client's own code raised."""
         self._post("/v1/failures", failed, "failure", failed.ticket)
 
-    def measured(self, measured: MeasuredThis) -> None:
+    def measured(self, measured: EvaluationReport) -> None:
         """Send the client's evaluation of a model."""
         self._post("/v1/measured", measured, "metrics", None, measured.round)
 
@@ -386,7 +386,7 @@ class Session:
     def _ask(
         self,
         path: str,
-        said: Said,
+        said: MessageBody,
         kind: Any,
         noted: Kind,
         timeout: float | None = None,
@@ -399,7 +399,12 @@ class Session:
         )
 
     def _post(
-        self, path: str, said: Said, noted: Kind, ticket: int | None, round: int | None = None
+        self,
+        path: str,
+        said: MessageBody,
+        noted: Kind,
+        ticket: int | None,
+        round: int | None = None,
     ) -> None:
         body = to_json(said)
         self._note(noted, body, ticket, round)
@@ -444,7 +449,7 @@ class Session:
         if self._audit is not None:
             self._audit.record(kind, body, ticket, round, at_once)
 
-    def _note_update(self, reserve: Reserve) -> None:
+    def _note_update(self, reserve: UploadRequest) -> None:
         """Write the audit lines of an update or an answer: its announcement and its tensors.
 
         A single sync puts both lines on the disk before the first message leaves.
@@ -460,11 +465,11 @@ class Session:
     def _tells(self, error: OSError, seconds: float) -> None:
         self.tell(f"{error}; trying again in {seconds:.1f} s")
 
-    def watch(self, ticket: int, link: Link) -> Watched:
+    def watch(self, ticket: int, link: Link) -> WatchAnswer:
         """Ask the server whether the work is still needed."""
-        said = Watch(ticket)
+        said = WatchRequest(ticket)
         self._note("watch", to_json(said), ticket, at_once=False)
-        return link.ask("POST", "/v1/watch", said, Watched, 2 * self.heartbeat)
+        return link.ask("POST", "/v1/watch", said, WatchAnswer, 2 * self.heartbeat)
 
     def another_link(self) -> Link:
         """Open another link to the server, signed with the client's key."""
@@ -526,7 +531,7 @@ class Watching:
                     return
 
 
-def _check_forms(tensors: Mapping[str, Tensor], expected: Mapping[str, Form] | None) -> None:
+def _check_forms(tensors: Mapping[str, Tensor], expected: Mapping[str, TensorSpec] | None) -> None:
     """Compare a stored model with the expected tensors. Raises TransferError if they differ."""
     if expected is None:
         return

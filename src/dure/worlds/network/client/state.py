@@ -47,7 +47,7 @@ from dure.errors import StateError
 from dure.record.disk import disk_errors, open_regular_file, sync_folder, write_atomically
 from dure.record.seal import checksum, sha256_of
 from dure.record.untrusted_files import contents, opened
-from dure.wire.requests import Reserve, from_json, to_json
+from dure.wire.requests import UploadRequest, from_json, to_json
 from dure.wire.signatures import Key
 from dure.worlds.network.client.agreement import AgreedRun
 from dure.worlds.network.client.lock import lock, unlock
@@ -125,7 +125,7 @@ class _Kept(msgspec.Struct, frozen=True):
     personal: _File | None = None
     memory: _File | None = None
     pending: dict[int, _File | None] = {}
-    updates: dict[int, Reserve] = {}
+    updates: dict[int, UploadRequest] = {}
     models: dict[int, str] = {}
     confirmations: list[int] = []
     helped: dict[int, _Helped] = {}
@@ -144,7 +144,7 @@ def _without_update(kept: _Kept, ticket: int) -> _Kept:
     return replace(kept, updates=updates, models=models)
 
 
-def _of_update(reserve: Reserve) -> _File:
+def _of_update(reserve: UploadRequest) -> _File:
     return _File("update", reserve.ticket, reserve.digest)
 
 
@@ -365,14 +365,16 @@ class ClientState:
 
     # Unsettled updates
 
-    def keep_update(self, reserve: Reserve, tensors: Mapping[str, Tensor], model: str = "") -> None:
+    def keep_update(
+        self, reserve: UploadRequest, tensors: Mapping[str, Tensor], model: str = ""
+    ) -> None:
         """Store an update until its outcome is known.
 
         `model` is the digest of the model from which the update was computed. Raises ValueError if
         `reserve` cannot be sent, or does not describe these tensors.
         """
         # A number that is not finite could not be decoded again, here or by the server.
-        from_json(to_json(reserve), Reserve)
+        from_json(to_json(reserve), UploadRequest)
         with self._turn:
             file = self._written("update", reserve.ticket, tensors)
             size = (self.folder / file.name).stat().st_size
@@ -387,7 +389,7 @@ class ClientState:
             models[reserve.ticket] = model
             self._change(replace(self._kept, updates=updates, models=models))
 
-    def updates(self) -> list[Reserve]:
+    def updates(self) -> list[UploadRequest]:
         """Return the unsettled updates."""
         return list(self._kept.updates.values())
 

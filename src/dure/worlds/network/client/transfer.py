@@ -34,8 +34,8 @@ from torch import Tensor
 from dure.errors import DureError
 from dure.record.disk import disk_errors, open_regular_file, sync_folder
 from dure.record.weights import header_of
-from dure.wire.requests import RequestError, Reserve, Reserved, from_json
-from dure.wire.tensors import Form, TensorsError, bytes_of, forms_of, receive
+from dure.wire.requests import RequestError, UploadRequest, UploadState, from_json
+from dure.wire.tensors import TensorsError, TensorSpec, bytes_of, forms_of, receive
 from dure.worlds.network.client.connection import READ_AT_ONCE, SENT_AT_ONCE
 from dure.worlds.network.client.link import (
     Answer,
@@ -111,7 +111,7 @@ def download(
     link: Link,
     digest: str,
     size: int,
-    expected: Mapping[str, Form] | None,
+    expected: Mapping[str, TensorSpec] | None,
     stop: threading.Event,
     backoff: Backoff,
     keep: Path | None = None,
@@ -308,7 +308,7 @@ class _Kept:
 
 def upload(
     link: Link,
-    reserve: Reserve,
+    reserve: UploadRequest,
     tensors: Mapping[str, Tensor],
     stop: threading.Event,
     backoff: Backoff,
@@ -361,7 +361,7 @@ class _Going:
     def __init__(
         self,
         link: Link,
-        reserve: Reserve,
+        reserve: UploadRequest,
         tensors: Mapping[str, Tensor],
         pace: _Pace,
         wanted: Callable[[], bool],
@@ -379,7 +379,7 @@ class _Going:
         self._largest = max(FIRST_PART, reserve.bytes // 10)
         self._corrections = 0
         # Server's state of the upload; None if the client has to request it.
-        self._reserved: Reserved | None = None
+        self._reserved: UploadState | None = None
 
     def step(self) -> bool:
         """Send the announcement or a part, and return whether the upload is complete.
@@ -387,12 +387,12 @@ class _Going:
         Raises LinkLostError and BusyError.
         """
         if self._reserved is None:
-            self._take(self._link.ask("POST", "/v1/uploads", self._reserve, Reserved))
+            self._take(self._link.ask("POST", "/v1/uploads", self._reserve, UploadState))
         else:
             self._send(self._reserved)
         return self._reserved is not None and self._reserved.complete
 
-    def _take(self, reserved: Reserved) -> None:
+    def _take(self, reserved: UploadState) -> None:
         size = self._reserve.bytes
         if not 0 <= reserved.offset <= size or reserved.part < 1:
             raise TransferError(
@@ -405,7 +405,7 @@ class _Going:
             self._count_correction("the server has all bytes, and has not written them down")
             raise BusyError(200, "the server has all bytes of the update, and writes them down")
 
-    def _send(self, reserved: Reserved) -> None:
+    def _send(self, reserved: UploadState) -> None:
         at = reserved.offset
         count = min(
             self._reserve.bytes - at,
@@ -424,7 +424,7 @@ class _Going:
             self._correct(reserved, count, refused)
             return
         self._corrections = 0
-        self._take(self._link.understood(answer, Reserved))
+        self._take(self._link.understood(answer, UploadState))
 
     def _patch(self, upload: str, at: int, count: int) -> Answer:
         digest = self._digest(at, count)
@@ -457,7 +457,7 @@ class _Going:
             self._progress(at)
             self._pace.passed(len(piece))
 
-    def _correct(self, reserved: Reserved, count: int, refused: RefusedError) -> None:
+    def _correct(self, reserved: UploadState, count: int, refused: RefusedError) -> None:
         """Handle a refused part: retry a smaller part, take the server's offset, or raise."""
         if refused.status == 413 and count > LEAST_PART:
             # A proxy before the server may have refused the part, and the server does not know of
@@ -471,7 +471,7 @@ class _Going:
         if refused.status == 409:
             # The body has the server's state; otherwise the client requests it.
             with suppress(RequestError):
-                self._take(from_json(refused.body, Reserved))
+                self._take(from_json(refused.body, UploadState))
 
     def _count_correction(self, reason: str) -> None:
         self._corrections += 1

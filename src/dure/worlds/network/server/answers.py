@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 from starlette.responses import Response
 
-from dure.wire.requests import Refusal, Said, to_json
+from dure.wire.requests import MessageBody, Refusal, to_json
 
 
-def answer(said: Said) -> Response:
+def answer(said: MessageBody) -> Response:
     return Response(to_json(said), media_type="application/json")
 
 

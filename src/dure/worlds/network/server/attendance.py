@@ -17,10 +17,10 @@ from dure.wire import requests
 from dure.wire.requests import (
     CheckIn,
     Machine,
-    Ready,
+    NextRequest,
     RequestError,
-    Trains,
-    Watch,
+    TaskDescription,
+    WatchRequest,
     Welcome,
     to_json,
 )
@@ -62,11 +62,11 @@ class Served:
     clients: int
     strategy: dict[str, Any]
     seed: int
-    trains: Trains
+    trains: TaskDescription
     machine: Machine
     heartbeat: float
     patience: float
-    compare: Callable[[Trains, Trains], list[str]]
+    compare: Callable[[TaskDescription, TaskDescription], list[str]]
     samples: Callable[[int], int]
     holds: bool = False
     roster: str = ""
@@ -203,7 +203,7 @@ class Attendance:
         self.watching.arrived(seat)
 
     async def next(self, request: Request, admitted: Admitted) -> Response:
-        ready = await body_of(request, admitted, Ready)
+        ready = await body_of(request, admitted, NextRequest)
         seat = known(self.desk, admitted)
         self.desk.confirm(seat.number, ready.confirmed)
         with Call(self.desk, seat):
@@ -225,7 +225,7 @@ class Attendance:
             await self._arrives(seat, here_of(seat))
 
     async def watch(self, request: Request, admitted: Admitted) -> Response:
-        said = await body_of(request, admitted, Watch)
+        said = await body_of(request, admitted, WatchRequest)
         seat = known(self.desk, admitted)
         with Call(self.desk, seat):
             await self._comes_back(seat)

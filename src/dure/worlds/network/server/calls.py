@@ -13,26 +13,26 @@ from starlette.requests import Request
 from dure.wire.requests import (
     MOST_BODY,
     Enrol,
-    Failed,
-    Holds,
-    Ready,
+    MessageBody,
+    NextRequest,
     RequestError,
-    Said,
-    Watch,
+    TrainingFailure,
+    UpdateReady,
+    WatchRequest,
     from_json,
 )
 from dure.worlds.network.journal import Journal
 from dure.worlds.network.server.access import Admitted, Refused
 from dure.worlds.network.server.desk import Desk, Gone, Seat
 
-Body = TypeVar("Body", bound=Said)
+Body = TypeVar("Body", bound=MessageBody)
 
-MOST_OF: dict[type[Said], int] = {
+MOST_OF: dict[type[MessageBody], int] = {
     Enrol: 16 << 10,
-    Ready: 64 << 10,
-    Watch: 4 << 10,
-    Holds: 4 << 10,
-    Failed: 64 << 10,
+    NextRequest: 64 << 10,
+    WatchRequest: 4 << 10,
+    UpdateReady: 4 << 10,
+    TrainingFailure: 64 << 10,
 }
 """Maximum bytes of the bodies with a limit below `MOST_BODY`, by type."""
 

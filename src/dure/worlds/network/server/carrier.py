@@ -49,13 +49,13 @@ from dure.protocol.messages import (
 from dure.record.disk import write_atomically
 from dure.record.seal import checksum
 from dure.record.untrusted_files import contents
-from dure.wire.layout import Federation
+from dure.wire.layout import FederationSpec
 from dure.wire.requests import (
     Machine,
-    Outcome,
     RequestError,
-    Reserve,
     Train,
+    UpdateOutcome,
+    UploadRequest,
     from_json,
 )
 from dure.wire.tensors import size_of
@@ -106,7 +106,7 @@ class Arrived(NamedTuple):
 
     client: int
     round: int
-    said: Reserve
+    said: UploadRequest
 
 
 class NetworkCarrier:
@@ -144,7 +144,7 @@ class NetworkCarrier:
     def __init__(
         self,
         *,
-        federation: Federation,
+        federation: FederationSpec,
         folder: Path,
         journal: Journal,
         clock: Clock,
@@ -355,9 +355,9 @@ class NetworkCarrier:
         """Report outcomes of updates to the clients, until the clients confirm them."""
         reasons = dict(zip(settled.dropped, settled.reasons, strict=False))
         for ticket in settled.kept:
-            self._settle(ticket, Outcome(ticket, True))
+            self._settle(ticket, UpdateOutcome(ticket, True))
         for ticket in settled.dropped:
-            self._settle(ticket, Outcome(ticket, False, reasons.get(ticket, "")))
+            self._settle(ticket, UpdateOutcome(ticket, False, reasons.get(ticket, "")))
         self.making.model_made()
         if self.events.live:
             self.watching.round_made()
@@ -531,7 +531,7 @@ class NetworkCarrier:
     def _arrive(self, coordinator: CoordinatorProtocol, event: Event) -> list[Action]:
         """Pass a received update to the coordinator."""
         ticket = event.ticket
-        said = from_json(event.body, Reserve)
+        said = from_json(event.body, UploadRequest)
         holds = self.federation.holds
         if self.events.live and holds:
             self.watching.holds(event.client, ticket)
@@ -701,9 +701,9 @@ class NetworkCarrier:
         arrived = self._arrived.pop(refused.ticket, None)
         if arrived is not None:
             self._over.append(refused.ticket)
-            self.desk.tell(arrived.client, Outcome(refused.ticket, False, refused.reason))
+            self.desk.tell(arrived.client, UpdateOutcome(refused.ticket, False, refused.reason))
 
-    def _settle(self, ticket: int, outcome: Outcome) -> None:
+    def _settle(self, ticket: int, outcome: UpdateOutcome) -> None:
         client = self._unsettled.pop(ticket, None)
         held = self._arrived.pop(ticket, None)
         if held is not None:
@@ -749,7 +749,7 @@ class NetworkCarrier:
         self.cohort.restore(state)
         self._underway = {ticket: Underway(*one) for ticket, one in state["underway"].items()}
         self._arrived = {
-            ticket: Arrived(client, round, msgspec.convert(said, Reserve))
+            ticket: Arrived(client, round, msgspec.convert(said, UploadRequest))
             for ticket, (client, round, said) in state["arrived"].items()
         }
         self._begun = self.desk.begun = state["begun"]
@@ -764,7 +764,7 @@ class NetworkCarrier:
         self.flown = [AssignmentRecord(*one) for one in state.get("flown", ())]
         for client, outcomes in state["outcomes"].items():
             for one in outcomes:
-                self.desk.tell(client, msgspec.convert(one, Outcome))
+                self.desk.tell(client, msgspec.convert(one, UpdateOutcome))
         self._again = list(self._underway)
         self._restored = list(self._arrived.values())
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from dure.wire.requests import Machine, Reserve, Said
+from dure.wire.requests import Machine, MessageBody, UploadRequest
 from dure.worlds.network.server.desk import Desk
 from dure.worlds.network.server.presence import Presence
 
@@ -18,7 +18,7 @@ MOST_REPORTED = 50
 """Maximum metrics stored per client."""
 
 
-class Here(Said, frozen=True):
+class Here(MessageBody, frozen=True):
     """Logged body of a check-in."""
 
     name: str
@@ -73,7 +73,7 @@ class Cohort:
         """Minimum number of clients of a new model: the maximum of the clients' requirements."""
         return max(self._asked.values(), default=1)
 
-    def reports(self, client: int, said: Reserve) -> None:
+    def reports(self, client: int, said: UploadRequest) -> None:
         """Record the metrics of a client's newest training."""
         if said.metrics:
             self._reported[client] = dict(list(said.metrics.items())[:MOST_REPORTED])

@@ -23,16 +23,16 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from dure.wire.requests import (
-    AnswerTo,
+    EvaluationTask,
     Machine,
-    MeasureThis,
-    Outcome,
-    SayThis,
+    NextAnswer,
+    ProtocolAnswerBody,
+    ProtocolStepBody,
     Train,
-    Watched,
-    Word,
+    UpdateOutcome,
+    WatchAnswer,
 )
-from dure.wire.tensors import Form
+from dure.wire.tensors import TensorSpec
 
 LAST_CALL = 0.3
 """Seconds in which a client that knows the end of the run starts to fetch the last model."""
@@ -108,11 +108,11 @@ class Seat:
     heard: bool = False
     train: Train | None = None
     deadline: float | None = None
-    forms: dict[str, Form] = field(default_factory=dict)
-    outcomes: dict[int, Outcome] = field(default_factory=dict)
-    measure: MeasureThis | None = None
-    say: SayThis | None = None
-    wants: dict[str, Form] = field(default_factory=dict)
+    forms: dict[str, TensorSpec] = field(default_factory=dict)
+    outcomes: dict[int, UpdateOutcome] = field(default_factory=dict)
+    measure: EvaluationTask | None = None
+    say: ProtocolStepBody | None = None
+    wants: dict[str, TensorSpec] = field(default_factory=dict)
     lies: str = ""
     answered: tuple[str, str] = ("", "")
     sent: Newest = field(default_factory=Newest)
@@ -124,7 +124,7 @@ class Answered(NamedTuple):
     """Answer of a client to a step of a protocol."""
 
     client: int
-    said: AnswerTo
+    said: ProtocolAnswerBody
 
 
 class Desk:
@@ -145,7 +145,7 @@ class Desk:
         """Set after all events from before a restart are applied."""
         self.newest: str | None = None
         """Digest of the model assigned last."""
-        self.final: MeasureThis | None = None
+        self.final: EvaluationTask | None = None
         """Last model, once the run has ended."""
         self.answers: queue.SimpleQueue[Answered] = queue.SimpleQueue()
         """Answers of clients to steps of a protocol, in memory only until taken."""
@@ -177,7 +177,7 @@ class Desk:
     # Methods of the main thread
 
     def assign(
-        self, client: int, train: Train, deadline: float | None, forms: dict[str, Form]
+        self, client: int, train: Train, deadline: float | None, forms: dict[str, TensorSpec]
     ) -> None:
         """Give the client an assignment."""
         seat = self.seat(client)
@@ -197,21 +197,21 @@ class Desk:
                 seat.missing = False
         self._ring(seat)
 
-    def tell(self, client: int, outcome: Outcome) -> None:
+    def tell(self, client: int, outcome: UpdateOutcome) -> None:
         """Send the outcome of an update until the client confirms it."""
         seat = self.seat(client)
         with self._lock:
             seat.outcomes[outcome.ticket] = outcome
         self._ring(seat)
 
-    def ask_measure(self, client: int, measure: MeasureThis | None) -> None:
+    def ask_measure(self, client: int, measure: EvaluationTask | None) -> None:
         """Request an evaluation of this model; None withdraws the request."""
         seat = self.seat(client)
         with self._lock:
             seat.measure = measure
         self._ring(seat)
 
-    def ask(self, client: int, say: SayThis | None, wants: dict[str, Form]) -> None:
+    def ask(self, client: int, say: ProtocolStepBody | None, wants: dict[str, TensorSpec]) -> None:
         """Request an answer with such tensors; None withdraws the request."""
         seat = self.seat(client)
         with self._lock:
@@ -258,7 +258,7 @@ class Desk:
             for ticket in tickets:
                 seat.outcomes.pop(ticket, None)
 
-    def word(self, seat: Seat) -> Word | None:
+    def word(self, seat: Seat) -> NextAnswer | None:
         """Return the messages to a client; None without messages."""
         with self._lock:
             outcomes = list(seat.outcomes.values())
@@ -268,12 +268,12 @@ class Desk:
                 train = replace(train, left=left)
             if self.over is not None:
                 seat.heard = True
-                return Word(outcomes=outcomes, over=self.over, final=self.final)
+                return NextAnswer(outcomes=outcomes, over=self.over, final=self.final)
             if not (outcomes or train or seat.measure or seat.say):
                 return None
-            return Word(outcomes=outcomes, train=train, measure=seat.measure, say=seat.say)
+            return NextAnswer(outcomes=outcomes, train=train, measure=seat.measure, say=seat.say)
 
-    async def next(self, seat: Seat, seconds: float, gone: Gone) -> Word:
+    async def next(self, seat: Seat, seconds: float, gone: Gone) -> NextAnswer:
         """Wait for messages to the client; return an empty message after `seconds`."""
         until = time.monotonic() + seconds
         while True:
@@ -283,20 +283,20 @@ class Desk:
                 await _rung(seat, gone, MOMENT)
                 word = self.word(seat)
             if word is not None or left <= 0:
-                return word if word is not None else Word()
+                return word if word is not None else NextAnswer()
             await _rung(seat, gone, left)
 
-    async def watch(self, seat: Seat, ticket: int, seconds: float, gone: Gone) -> Watched:
+    async def watch(self, seat: Seat, ticket: int, seconds: float, gone: Gone) -> WatchAnswer:
         """Wait while the update, or an answer about it, is still needed, for at most `seconds`."""
         until = time.monotonic() + seconds
         while True:
             asked = seat.say is not None and seat.say.ticket == ticket
             if not (asked or self.wants(seat, ticket)):
                 why = self.over or "nobody waits for the update any more"
-                return Watched(wanted=False, reason=why, over=self.over)
+                return WatchAnswer(wanted=False, reason=why, over=self.over)
             left = 0.0 if self.paused or gone.done() else until - time.monotonic()
             if left <= 0:
-                return Watched(wanted=True)
+                return WatchAnswer(wanted=True)
             await _rung(seat, gone, left)
 
     def wants(self, seat: Seat, ticket: int) -> bool:
@@ -308,7 +308,7 @@ class Desk:
         say = seat.say
         return say is not None and (say.ticket, say.asking) == (ticket, asking)
 
-    def answer(self, seat: Seat, said: AnswerTo, digest: str) -> None:
+    def answer(self, seat: Seat, said: ProtocolAnswerBody, digest: str) -> None:
         """Record the client's answer to its question; `digest` is that of the answer."""
         with self._lock:
             seat.say = None

@@ -22,7 +22,7 @@ from contextlib import suppress
 from dure.contracts.strategy import StepInterrupted
 from dure.errors import DamagedUpdateError
 from dure.protocol.messages import ProtocolAnswer, ProtocolStep
-from dure.wire.requests import MOST_SAID, SayThis
+from dure.wire.requests import MOST_STEP_BYTES, ProtocolStepBody
 from dure.wire.tensors import TensorsError, size_of
 from dure.worlds.network.server.desk import Answered, Desk
 from dure.worlds.network.server.events import Events
@@ -89,7 +89,7 @@ class Exchanging:
 
     def _ask(self, say: ProtocolStep, asking: str) -> None:
         wants = [(form.dtype, list(form.shape)) for form in say.wants]
-        this = SayThis(say.ticket, say.stage, asking, say.body, wants)
+        this = ProtocolStepBody(say.ticket, say.stage, asking, say.body, wants)
         self._desk.ask(say.client, this, forms_of(say.wants))
         self._count(say.client, down=len(say.body))
 
@@ -151,8 +151,8 @@ def _check(says: Sequence[ProtocolStep]) -> None:
     if len({say.client for say in says}) < len(says):
         raise ValueError("a client is asked one thing at a time")
     for say in says:
-        if len(say.body) > MOST_SAID:
+        if len(say.body) > MOST_STEP_BYTES:
             raise ValueError(
                 f"step {say.stage} would say {len(say.body):,} bytes to client {say.client}, and "
-                f"{MOST_SAID:,} are the most: sum over smaller groups"
+                f"{MOST_STEP_BYTES:,} are the most: sum over smaller groups"
             )

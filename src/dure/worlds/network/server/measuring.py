@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from dure.protocol.evaluation_results import merge_evaluations
 from dure.protocol.messages import EvaluationResults
-from dure.wire.requests import MeasuredThis, MeasureThis, from_json
+from dure.wire.requests import EvaluationReport, EvaluationTask, from_json
 from dure.worlds.network.journal import Journal
 from dure.worlds.network.server.desk import Desk
 from dure.worlds.network.server.events import Events
@@ -43,10 +43,10 @@ class Measuring:
         self._stops = stops
         self._watching = watching
 
-    def by_clients(self, request: MeasureThis) -> EvaluationResults:
+    def by_clients(self, request: EvaluationTask) -> EvaluationResults:
         """Have clients evaluate this model, and return their metrics; other events wait."""
         asked = [seat for seat in self._desk.everybody() if seat.here and seat.held_out]
-        answers: dict[int, MeasuredThis] = {}
+        answers: dict[int, EvaluationReport] = {}
         for seat in asked:
             self._desk.ask_measure(seat.number, request)
         until = time.monotonic() + self._seconds
@@ -63,7 +63,7 @@ class Measuring:
             if event is None:
                 continue
             if event.kind == "measured":
-                said = from_json(event.body, MeasuredThis)
+                said = from_json(event.body, EvaluationReport)
                 if said.round == request.round:
                     answers[event.client] = said
                     self._desk.ask_measure(event.client, None)
@@ -76,7 +76,7 @@ class Measuring:
         return merge_evaluations([_measured(client, said) for client, said in answers.items()])
 
 
-def _measured(client: int, said: MeasuredThis) -> EvaluationResults:
+def _measured(client: int, said: EvaluationReport) -> EvaluationResults:
     """Return a client's metrics as a message of a single client."""
     values = {name: [_number(value)] for name, value in said.values.items()}
     sums = {name: [list(map(_number, row))] for name, row in said.sums.items()}

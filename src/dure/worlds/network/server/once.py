@@ -22,7 +22,7 @@ from msgspec.structs import replace
 from dure.errors import RunFolderError
 from dure.protocol.carrier import STEP, AssignmentRecord
 from dure.record.disk import retry_write
-from dure.wire.requests import Said, from_json, to_json
+from dure.wire.requests import MessageBody, from_json, to_json
 from dure.worlds.network.journal import Event, Journal
 from dure.worlds.network.server.draft import DRAFT, DraftFile
 from dure.worlds.network.server.events import Events
@@ -31,7 +31,7 @@ from dure.worlds.network.trees import Trees
 Tree = dict[str, Any]
 
 
-class Made(Said, frozen=True):
+class Made(MessageBody, frozen=True):
     """Body of the event "once".
 
     `number` and `digest` identify the file; `what` is the name of the result. `travelled` has

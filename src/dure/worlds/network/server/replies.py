@@ -13,7 +13,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from dure.peer_text import one_line
-from dure.wire.requests import MOST_SAID, AnswerTo, Holds, Reserve, to_json
+from dure.wire.requests import (
+    MOST_STEP_BYTES,
+    ProtocolAnswerBody,
+    UpdateReady,
+    UploadRequest,
+    to_json,
+)
 from dure.worlds.network.journal import Journal
 from dure.worlds.network.server.access import Access, Admitted, Refused
 from dure.worlds.network.server.calls import Call, body_of, known, logged
@@ -33,7 +39,7 @@ class Replies:
     access: Access
 
     async def ready(self, request: Request, admitted: Admitted) -> Response:
-        said = await body_of(request, admitted, Holds)
+        said = await body_of(request, admitted, UpdateReady)
         seat = known(self.desk, admitted)
         with Call(self.desk, seat):
             async with seat.sending:
@@ -54,7 +60,7 @@ class Replies:
         self.desk.done(seat.number, ticket)
 
     async def answered(self, request: Request, admitted: Admitted) -> Response:
-        said = await body_of(request, admitted, AnswerTo)
+        said = await body_of(request, admitted, ProtocolAnswerBody)
         seat = known(self.desk, admitted)
         with Call(self.desk, seat):
             # Waits for an upload of tensors in progress.
@@ -62,7 +68,7 @@ class Replies:
                 self._answered(seat, said, admitted.digest)
         return Response(status_code=204)
 
-    def _answered(self, seat: Seat, said: AnswerTo, digest: str) -> None:
+    def _answered(self, seat: Seat, said: ProtocolAnswerBody, digest: str) -> None:
         if seat.answered == (said.asking, digest):
             return
         say = seat.say
@@ -71,8 +77,8 @@ class Replies:
         if said.stage != say.stage:
             why = f"it is of step {said.stage}, and step {say.stage} was asked"
             self.access.refuse(seat.number, 422, "another step", why)
-        if said.body is not None and len(said.body) > MOST_SAID:
-            why = f"the answer has {len(said.body)} bytes, and may have {MOST_SAID}"
+        if said.body is not None and len(said.body) > MOST_STEP_BYTES:
+            why = f"the answer has {len(said.body)} bytes, and may have {MOST_STEP_BYTES}"
             self.access.refuse(seat.number, 413, "too long", why)
         if said.body is not None and seat.wants and seat.lies != said.asking:
             why = "the tensors of the answer are to be sent before it"
@@ -81,6 +87,6 @@ class Replies:
         self.desk.answer(seat, replace(said, failure=kind), digest)
 
 
-def nothing_of(ticket: int) -> Reserve:
+def nothing_of(ticket: int) -> UploadRequest:
     """Return the record of an update that stays at its client."""
-    return Reserve(ticket, bytes=0, digest="", examples=0, samples=0, loss=0.0)
+    return UploadRequest(ticket, bytes=0, digest="", examples=0, samples=0, loss=0.0)

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from dure.protocol.carrier import CoordinatorProtocol
 from dure.protocol.messages import Assignment, Update
-from dure.wire.layout import Federation
-from dure.wire.requests import MeasureThis, Reserve
-from dure.wire.tensors import Form, TensorsError, digest_of
+from dure.wire.layout import FederationSpec
+from dure.wire.requests import EvaluationTask, UploadRequest
+from dure.wire.tensors import TensorsError, TensorSpec, digest_of
 from dure.worlds.network.server.desk import Desk
 from dure.worlds.network.server.shelf import Shelf
 from dure.worlds.network.updates import Updates
@@ -26,13 +26,15 @@ class Sent(NamedTuple):
 
     digest: str
     size: int
-    forms: dict[str, Form]
+    forms: dict[str, TensorSpec]
 
 
 class Sending:
     """Transfer of tensors from the coordinator to the cache, and from the files of updates."""
 
-    def __init__(self, federation: Federation, desk: Desk, shelf: Shelf, files: Updates) -> None:
+    def __init__(
+        self, federation: FederationSpec, desk: Desk, shelf: Shelf, files: Updates
+    ) -> None:
         self._layout = federation.layout
         self._federation = federation
         self._desk = desk
@@ -51,18 +53,20 @@ class Sending:
             self._known[id(asked.weights)] = known
         return known[1]
 
-    def _expected(self, coordinator: CoordinatorProtocol, asked: Assignment) -> dict[str, Form]:
+    def _expected(
+        self, coordinator: CoordinatorProtocol, asked: Assignment
+    ) -> dict[str, TensorSpec]:
         """Return the dtypes and shapes of an assignment's update."""
         extra = coordinator.expects(asked)
         return self._layout.forms(asked.weights, asked.buffers, extra)
 
     def measured(
         self, round: int, weights: Sequence[Tensor], buffers: Sequence[Tensor]
-    ) -> MeasureThis:
+    ) -> EvaluationTask:
         """Put a model into the cache for clients to evaluate or store; drop the previous model."""
         digest, size = self._put(weights, buffers, ())
         self._measured = digest
-        return MeasureThis(round, digest, size)
+        return EvaluationTask(round, digest, size)
 
     def digest(self, weights: Sequence[Tensor], buffers: Sequence[Tensor]) -> str:
         """Return the SHA-256 of a model's stream, as `measured` would send it."""
@@ -83,7 +87,9 @@ class Sending:
         self._shelf.keep_only(wanted)
         self._known = {key: one for key, one in self._known.items() if one[1].digest in wanted}
 
-    def update(self, said: Reserve, asked: Assignment, coordinator: CoordinatorProtocol) -> Update:
+    def update(
+        self, said: UploadRequest, asked: Assignment, coordinator: CoordinatorProtocol
+    ) -> Update:
         """Read an update from its file; an update with other tensors becomes a failure."""
         weights: list[Tensor] = []
         buffers: list[Tensor] = []
@@ -113,6 +119,6 @@ class Sending:
             steps=said.steps or self._steps_of(said),
         )
 
-    def _steps_of(self, said: Reserve) -> int:
+    def _steps_of(self, said: UploadRequest) -> int:
         """Return the steps assigned to a client, at most its samples."""
         return max(1, min(self._federation.steps(max(said.examples, 1)), said.samples))

@@ -17,7 +17,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from dure.peer_text import one_line
-from dure.wire.requests import Failed, MeasuredThis, RequestError, Reserve, Reserved, to_json
+from dure.wire.requests import (
+    EvaluationReport,
+    RequestError,
+    TrainingFailure,
+    UploadRequest,
+    UploadState,
+    to_json,
+)
 from dure.wire.tensors import size_of
 from dure.worlds.network.journal import Journal
 from dure.worlds.network.server.access import Access, Admitted, Refused
@@ -54,17 +61,17 @@ class Uploads:
     updates: Updates
     access: Access
     samples: Callable[[int], int]
-    reserved: dict[int, Reserve] = field(default_factory=dict)
+    reserved: dict[int, UploadRequest] = field(default_factory=dict)
     """Announcement of each client's upload in progress."""
 
     async def reserve(self, request: Request, admitted: Admitted) -> Response:
-        said = await body_of(request, admitted, Reserve)
+        said = await body_of(request, admitted, UploadRequest)
         seat = known(self.desk, admitted)
         with Call(self.desk, seat):
             async with seat.sending:
                 return await self._reserve(seat, said)
 
-    async def _reserve(self, seat: Seat, said: Reserve) -> Response:
+    async def _reserve(self, seat: Seat, said: UploadRequest) -> Response:
         if said.asking:
             return await self._reserve_answer(seat, said)
         if seat.train is not None and seat.train.holds:
@@ -73,12 +80,12 @@ class Uploads:
         if not self.desk.wants(seat, said.ticket):
             # A client that did not receive the acknowledgement asks again.
             if said.ticket in seat.outcomes or said.ticket in seat.sent:
-                return answer(Reserved(str(said.ticket), said.bytes, PART, complete=True))
+                return answer(UploadState(str(said.ticket), said.bytes, PART, complete=True))
             raise unwanted()
         if said.failure is not None:
             said = replace(said, failure=one_line(said.failure))
             await self._complete(seat, said)
-            return answer(Reserved(str(said.ticket), 0, PART, complete=True))
+            return answer(UploadState(str(said.ticket), 0, PART, complete=True))
         wrong = self._made_up(seat, said)
         if wrong is not None:
             self.access.refuse(seat.number, 422, "made up", f"the update cannot be: {wrong}")
@@ -91,10 +98,10 @@ class Uploads:
         self.reserved[seat.number] = said
         return await self._received(seat, said, upload)
 
-    async def _reserve_answer(self, seat: Seat, said: Reserve) -> Response:
+    async def _reserve_answer(self, seat: Seat, said: UploadRequest) -> Response:
         """Accept the announcement of an answer's tensors."""
         if said.asking in (seat.lies, seat.answered[0]):
-            return answer(Reserved(str(said.ticket), said.bytes, PART, complete=True))
+            return answer(UploadState(str(said.ticket), said.bytes, PART, complete=True))
         if not self.desk.asks(seat, said.ticket, said.asking):
             raise unwanted()
         expected = size_of(seat.wants)
@@ -104,7 +111,7 @@ class Uploads:
         self.reserved[seat.number] = said
         return await self._received(seat, said, upload)
 
-    def _made_up(self, seat: Seat, said: Reserve) -> str | None:
+    def _made_up(self, seat: Seat, said: UploadRequest) -> str | None:
         """Return why the announced numbers are impossible; None if they are possible.
 
         The mean weights updates by these numbers, so a malicious client must not choose them
@@ -120,7 +127,7 @@ class Uploads:
             )
         return None
 
-    def _opened(self, said: Reserve) -> Upload:
+    def _opened(self, said: UploadRequest) -> Upload:
         """Open the upload; complete it if all its bytes are here already."""
         upload = self.updates.open(said.ticket, said.bytes, said.digest)
         if not upload.left:
@@ -159,7 +166,7 @@ class Uploads:
             except OvertakenError:
                 return _go_on(name, upload)
 
-    def _wanted(self, seat: Seat, name: str) -> Reserve:
+    def _wanted(self, seat: Seat, name: str) -> UploadRequest:
         """Return the announcement of an upload. Raises Refused if it is no longer needed."""
         said = self.reserved.get(seat.number)
         if said is None or name != str(said.ticket):
@@ -172,14 +179,14 @@ class Uploads:
             raise unwanted()
         return said
 
-    async def _received(self, seat: Seat, said: Reserve, upload: Upload) -> Response:
+    async def _received(self, seat: Seat, said: UploadRequest, upload: Upload) -> Response:
         """Acknowledge received bytes; record a complete upload first."""
         if upload.left:
-            return answer(Reserved(str(said.ticket), upload.offset, PART))
+            return answer(UploadState(str(said.ticket), upload.offset, PART))
         await self._complete(seat, said)
-        return answer(Reserved(str(said.ticket), said.bytes, PART, complete=True))
+        return answer(UploadState(str(said.ticket), said.bytes, PART, complete=True))
 
-    async def _complete(self, seat: Seat, said: Reserve) -> None:
+    async def _complete(self, seat: Seat, said: UploadRequest) -> None:
         if said.asking:
             # The journal never has answers. The client sends the answer itself next.
             seat.lies = said.asking
@@ -191,7 +198,7 @@ class Uploads:
         self.desk.done(seat.number, said.ticket)
 
     async def failed(self, request: Request, admitted: Admitted) -> Response:
-        said = await body_of(request, admitted, Failed)
+        said = await body_of(request, admitted, TrainingFailure)
         seat = known(self.desk, admitted)
         if self.desk.wants(seat, said.ticket):
             where = f" ({said.file}:{said.line})" if said.file else ""
@@ -203,7 +210,7 @@ class Uploads:
         return Response(status_code=204)
 
     async def measured(self, request: Request, admitted: Admitted) -> Response:
-        said = await body_of(request, admitted, MeasuredThis)
+        said = await body_of(request, admitted, EvaluationReport)
         seat = known(self.desk, admitted)
         if seat.measure is not None and seat.measure.round == said.round:
             await logged(self.journal, "measured", seat.number, body=to_json(said))
@@ -227,7 +234,7 @@ def _unproven() -> Iterator[None]:
 
 def _go_on(name: str, upload: Upload) -> Response:
     """Return the refusal that states the expected offset."""
-    response = answer(Reserved(name, upload.offset, PART))
+    response = answer(UploadState(name, upload.offset, PART))
     response.status_code = 409
     return response
 

@@ -21,7 +21,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client import Counter as Counts
 
-from dure.wire.requests import Reserve
+from dure.wire.requests import UploadRequest
 from dure.worlds.network.server.desk import Desk, Seat
 from dure.worlds.network.server.log_lines import SERVER
 from dure.worlds.network.server.sparing import Sparing, log_mistake
@@ -162,7 +162,7 @@ class Watching:
     def assigned(self, client: int, ticket: int, round: int, size: int) -> None:
         told("assignment", client=client, ticket=ticket, round=round + 1, bytes=size)
 
-    def came(self, client: int, said: Reserve) -> None:
+    def came(self, client: int, said: UploadRequest) -> None:
         """Log a received and recorded update."""
         more: dict[str, Any] = {} if said.failure is None else {"reason": said.failure}
         told(
